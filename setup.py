@@ -1,0 +1,48 @@
+"""Package metadata. Lower bounds are versions that were tried."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+HERE = pathlib.Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "dapo_jax/__init__.py").read_text())[1]
+
+setup(
+    name="dapo_jax",
+    version=VERSION,
+    description="DAPO and its family of RL post-training algorithms for JAX on TPU pods",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
+    install_requires=[
+        "jax>=0.10.2",
+        "flax>=0.12.8",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "google-jetstream==0.2.2",  # its last release; the package called jetstream is another
+        "grain>=0.2.18",
+        "ml-collections>=1.1.0",
+        "absl-py>=2.3",
+        "jaxtyping>=0.3.11",
+        "matplotlib>=3.11",
+        "numpy>=2.4",
+        "rich>=15.0",
+        "safetensors>=0.8",
+        "tensorboard>=2.21",
+        "tokenizers>=0.23",
+    ],
+    extras_require={
+        "cuda": ["jax[cuda12]>=0.10.2"],
+        "tpu": ["jax[tpu]>=0.10.2"],
+        "test": ["pytest>=9.2", "ruff>=0.17"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "License :: OSI Approved :: Apache Software License",
+    ],
+)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# All tests of this machine, in the environment that launch/local.sh uses.
+#
+#   bash tests/run.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh test
+export JAX_PLATFORMS=cpu
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/python -m pytest "$@"
