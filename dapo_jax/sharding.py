@@ -1,0 +1,98 @@
+"""The mesh, and the ONE table from logical axis names to mesh axes.
+
+Modules name their axes; nothing else in the project knows what a mesh axis is called. Training and
+decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
+them layer by layer, decoding keeps them whole there (a gather per token would dominate).
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.settings import require
+
+AXES = ("data", "fsdp", "tensor")
+
+# logical name: (while training, while decoding)
+RULES = {
+    "batch": (("data", "fsdp"), ("data", "fsdp")),  # rows of a microbatch, decode slots
+    "embed": ("fsdp", None),
+    "heads": ("tensor", "tensor"),
+    "kv_heads": ("tensor", "tensor"),
+    "mlp": ("tensor", "tensor"),
+    "vocab": ("tensor", "tensor"),
+    "layers": (None, None),
+    "norm": (None, None),
+    "head_dim": (None, None),
+    "time": (None, None),
+}
+TRAINING, DECODING = 0, 1
+
+
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence | None = None) -> Mesh:
+    """A (data, fsdp, tensor) mesh; `fsdp = -1` takes the devices that the others leave.
+
+    Axes are Auto: the compiler places the collectives (jax.make_mesh would make them Explicit).
+    Raises `ConfigError` where the product is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if fsdp == -1:
+        fsdp = max(1, len(devices) // (data * tensor))
+    shape = (data, fsdp, tensor)
+    require(
+        data * fsdp * tensor == len(devices),
+        "mesh",
+        dict(zip(AXES, shape, strict=True)),
+        f"a factorisation of the {len(devices)} devices",
+    )
+    grid = np.asarray(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
+    """The table in the form `flax.linen.logical_axis_rules` takes."""
+    return [(name, axes[column]) for name, axes in RULES.items()]
+
+
+def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
+    """The partition of an array whose dimensions carry these logical names."""
+    return PartitionSpec(*(None if name is None else RULES[name][column] for name in names))
+
+
+def sharding(mesh: Mesh, *names: str | None, column: int = TRAINING) -> NamedSharding:
+    """The sharding of an array whose dimensions carry these logical names."""
+    return NamedSharding(mesh, spec(*names, column=column))
+
+
+def tree_shardings(mesh: Mesh, boxed: Any, column: int = TRAINING) -> Any:
+    """Shardings of a tree whose leaves carry logical names (flax `LogicallyPartitioned`)."""
+    return nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules(column))
+
+
+def shards(mesh: Mesh, logical_name: str) -> int:
+    """Into how many pieces the mesh cuts a dimension of that name while training."""
+    axes = RULES[logical_name][TRAINING]
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return int(np.prod([mesh.shape[axis] for axis in axes]))
+
+
+def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
+    """Host arrays to the mesh, every leaf with the same logical names."""
+    return jax.device_put(tree, sharding(mesh, *names))
+
+
+def unbox(tree: Any) -> Any:
+    """The tree without its logical axis names."""
+    return nn.unbox(tree)
+
+
+@contextlib.contextmanager
+def activate(mesh: Mesh) -> Iterator[None]:
+    """Makes the mesh and the table known to the logical constraints inside modules."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules()):
+        yield

@@ -1,0 +1,176 @@
+"""The objects that pass between rooms, with their shapes.
+
+Dimension letters, everywhere: N prompts, G samples per prompt, B = N*G responses, U optimizer
+updates per rollout batch, M microbatches, R packed rows of a microbatch, T tokens of a row,
+P prompt tokens, V vocabulary, L layers, D embed, H query heads, K key/value heads, E head
+dimension, F mlp, S decode slots.
+
+Alignment rule: entry t of a per-token array speaks of `tokens[..., t]`, and
+`logprobs[..., t] = log p(tokens[t] | tokens[<t])`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+# --- host, ragged ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A problem ready to be sampled. `index` is its position in the endless data order."""
+
+    index: int
+    id: str
+    text: str
+    tokens: np.ndarray  # [P] int32
+    answer: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One response. The end token, where drawn, is the last of `tokens` and is trained on."""
+
+    tokens: np.ndarray  # [n] int32
+    sampler_logprobs: np.ndarray  # [n] float32, untruncated, temperature-scaled
+    truncated: bool  # the budget ran out before the end token
+    policy_step: int
+    text: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the reward rule said of one response."""
+
+    correct: bool
+    extracted: str | None  # the answer that was found, None where there was none
+    failure: str | None = None  # "timeout" or "error" where the rule did not finish
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The G responses to one prompt with their verdicts and rewards; kept or dropped whole."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    verdicts: tuple[Verdict, ...]
+    reward_parts: dict[str, np.ndarray]  # each [G] float64, by name
+    rewards: np.ndarray  # [G] float64, their sum
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[G] bool."""
+        return np.array([verdict.correct for verdict in self.verdicts], bool)
+
+
+# --- device, packed -------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Rollouts:
+    """Responses packed into rows of one length, before anything was computed on them.
+
+    `segment_ids` is 0 on padding and counts from 1 inside a row; a segment is one prompt with
+    one response and never crosses a row. `response_index` is the response's place in the rollout
+    batch, -1 off the response.
+    """
+
+    tokens: Int[Array, "*M R T"]
+    segment_ids: Int[Array, "*M R T"]
+    positions: Int[Array, "*M R T"]
+    response_index: Int[Array, "*M R T"]
+    sampler_logprobs: Float[Array, "*M R T"]
+
+
+@struct.dataclass
+class ScoredBatch:
+    """Rollouts with the policy's log-probs before the update.
+
+    `old_logprobs` is None where the policy is still the one that will be differentiated (a single
+    update per rollout batch): the ratio is then exactly 1 and no score pass is needed.
+    """
+
+    rollouts: Rollouts
+    old_logprobs: Float[Array, "*M R T"] | None
+
+
+@struct.dataclass
+class TrainBatch:
+    """All that one optimizer update needs. Its loss is `sum(loss_weights * token_loss)`."""
+
+    scored: ScoredBatch
+    advantages: Float[Array, "*M R T"]
+    loss_weights: Float[Array, "*M R T"]
+
+
+@struct.dataclass
+class TrainState:
+    """What an update changes. `update_count` counts optimizer steps, not rollout steps."""
+
+    params: Any
+    opt_state: Any
+    update_count: Int[Array, ""]
+
+
+@struct.dataclass
+class Mean:
+    """A sum with its weight, so that means of parts add up to the mean of the whole."""
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> float:
+        """The mean; 0 where nothing was counted."""
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else 0.0
+
+
+# --- decoding -------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class KVCache:
+    """One layer's keys and values. Time is last in keys: scores are then 3 times faster on CPU."""
+
+    keys: Float[Array, "S K E T"]
+    values: Float[Array, "S K T E"]
+
+
+@struct.dataclass
+class Prefix:
+    """A prefilled prompt. Its last token is fed by the first decode step, which draws token one.
+
+    `key` belongs to the prompt; the sample index is folded in at insertion.
+    """
+
+    caches: tuple[KVCache, ...]  # S = 1, T = the padded prompt length
+    last_token: Int[Array, ""]
+    true_length: Int[Array, ""]
+    key: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything that a burst of decoding changes, per slot."""
+
+    caches: tuple[KVCache, ...]
+    last_token: Int[Array, "S"]
+    length: Int[Array, "S"]  # tokens in the cache, so also the position of last_token
+    generated: Int[Array, "S"]  # response tokens drawn so far
+    active: Array  # [S] bool: occupied and not finished
+    key: jax.Array  # [S] typed keys, one per response
+    tokens: Int[Array, "S C"]  # drawn tokens, C = max_response_tokens
+    logprobs: Float[Array, "S C"]
+    busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
+    slot_steps: Int[Array, ""]  # decode steps of all slots since the start
