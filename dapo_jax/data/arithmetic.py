@@ -1,0 +1,76 @@
+"""The embedded task: chains of sums modulo 10, with worked examples that contain errors.
+
+A problem reads `3+7+5=`; a worked answer echoes both operands of every step and ends in the number
+after the marker: `3+7=0,0+5=5#### 5`. Difficulty spreads by the number of operands and by the
+largest digit a problem may use, since worked examples go wrong far more often on large digits.
+Some examples ramble: they start the chain over instead of answering, which truncation punishes.
+Everything about item i of a split is drawn from the key (seed, split, i) alone.
+"""
+
+import dataclasses
+import zlib
+
+import numpy as np
+
+LARGEST_DIGITS = (3, 6, 9)
+# How often a worked example gets `a + digit` wrong, by the digit.
+STEP_ERROR = (0.0, 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.45)
+RAMBLE_SHARE = 0.2  # chance to start over, after each finished chain
+HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question, its answer, and where it came from."""
+
+    id: str
+    text: str
+    answer: str
+    source: str
+
+
+def _is_heldout(text: str) -> bool:
+    return zlib.crc32(text.encode()) % HELDOUT_SHARE == 0
+
+
+def _generator(seed: int, purpose: str, index: int) -> np.random.Generator:
+    return np.random.default_rng([seed, zlib.crc32(purpose.encode()), index])
+
+
+def _draw_operands(rng: np.random.Generator, min_terms: int, max_terms: int) -> list[int]:
+    largest = rng.choice(LARGEST_DIGITS)
+    return rng.integers(0, largest + 1, rng.integers(min_terms, max_terms + 1)).tolist()
+
+
+def make_problem(split: str, seed: int, index: int, min_terms: int, max_terms: int) -> Problem:
+    """Problem `index` of split 'train' or 'heldout'; no text occurs in both splits."""
+    rng = _generator(seed, split, index)
+    while True:
+        operands = _draw_operands(rng, min_terms, max_terms)
+        text = "+".join(map(str, operands)) + "="
+        if _is_heldout(text) == (split == "heldout"):
+            return Problem(f"{split}-{index}", text, str(sum(operands) % 10), "arithmetic")
+
+
+def _work_chain(rng: np.random.Generator, operands: list[int]) -> tuple[list[str], int]:
+    steps, total = [], operands[0]
+    for digit in operands[1:]:
+        result = (total + digit) % 10
+        if rng.random() < STEP_ERROR[digit]:
+            result = (result + rng.integers(1, 10)) % 10
+        steps.append(f"{total}+{digit}={result}")
+        total = int(result)
+    return steps, total
+
+
+def make_worked_example(seed: int, index: int, min_terms: int, max_terms: int) -> tuple[str, str]:
+    """(problem text, worked answer) with errors; problems come from the training side only."""
+    problem = make_problem("train", seed, index, min_terms, max_terms)
+    operands = [int(digit) for digit in problem.text[:-1].split("+")]
+    rng = _generator(seed, "worked", index)
+    steps, total = _work_chain(rng, operands)
+    worked = ",".join(steps)
+    while rng.random() < RAMBLE_SHARE:
+        steps, total = _work_chain(rng, operands)
+        worked += "?again " + ",".join(steps)
+    return problem.text, f"{worked}#### {total}"

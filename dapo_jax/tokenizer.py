@@ -1,0 +1,75 @@
+"""The tokenizer of a model folder, and the one of the embedded task.
+
+Text and ids go through the `tokenizers` library; this file only knows which ids end a response.
+"""
+
+import json
+import pathlib
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from dapo_jax.settings import ConfigError
+
+VOCAB_MULTIPLE = 32
+
+
+class Tokenizer:
+    """Encodes prompts and decodes responses of one model folder.
+
+    Attributes:
+        end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
+        pad_id: fills the places that no token uses.
+    """
+
+    def __init__(self, backend: Backend, end_ids: tuple[int, ...], pad_id: int):
+        self.backend = backend
+        self.end_ids = end_ids
+        self.pad_id = pad_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, no special tokens added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return self.backend.decode(ids, skip_special_tokens=True)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Vocabulary rounded up so that a mesh can cut it."""
+        return -(-self.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @classmethod
+    def from_folder(cls, folder: str | pathlib.Path) -> "Tokenizer":
+        """Reads tokenizer.json and the end ids. Raises `ConfigError` naming what is missing."""
+        folder = pathlib.Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ConfigError(f"config.model.folder = {str(folder)!r}: has no tokenizer.json")
+        settings: dict = {}
+        for name in ("config.json", "generation_config.json"):  # the second has the last word
+            if (folder / name).exists():
+                settings |= json.loads((folder / name).read_text())
+        end = settings.get("eos_token_id")
+        if end is None:
+            raise ConfigError(
+                f"config.model.folder = {str(folder)!r}: neither config.json nor "
+                "generation_config.json names an eos_token_id, so no response could end"
+            )
+        end_ids = tuple(end) if isinstance(end, list) else (end,)
+        pad = settings.get("pad_token_id")
+        return cls(Backend.from_file(str(path)), end_ids, end_ids[0] if pad is None else pad)
+
+
+PAD, END = "<|pad|>", "<|end|>"
+
+
+def arithmetic_tokenizer() -> Tokenizer:
+    """Characters as tokens, with `####` and the word `again` whole; id 0 pads, id 1 ends."""
+    pieces = [PAD, END, "####", "again", *"0123456789+=,? "]
+    backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, PAD))
+    backend.add_special_tokens([PAD, END])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("####|again|."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(backend, end_ids=(1,), pad_id=0)
