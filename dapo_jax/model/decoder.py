@@ -1,0 +1,227 @@
+"""One decoder family as a Flax Linen module; one `Block` serves training and decoding.
+
+Training scans over stacked layers. Decoding applies the same `Block` layer by layer to per-layer
+parameters and caches, which XLA then updates in place (a scan would copy the stacked cache).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.model.attention import (
+    TRAINING_ATTENTION,
+    Context,
+    attend_and_keep,
+    attend_cache,
+    packed_mask,
+)
+from dapo_jax.structs import KVCache
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and numerics of a decoder, as config.json of the model folder tells them."""
+
+    vocab: int
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    qkv_bias: bool = True
+    dtype: Any = jnp.float32
+    attention: str = "plain"  # a key of TRAINING_ATTENTION
+    remat: str = "none"
+    scan_unroll: int = 1  # layers per iteration of the training scan
+
+
+def rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"], theta: float) -> Array:
+    """Rotary position embedding (arXiv 2104.09864), halves paired as in the published weights."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    left, right = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+
+
+def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm:
+    """The family's norm; its statistics are float32 whatever the compute dtype."""
+    scale = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
+    return nn.RMSNorm(config.norm_eps, dtype=config.dtype, scale_init=scale, name=name)
+
+
+class Projection(nn.Module):
+    """x times a kernel over x's last `contracted` axes, as one product of two matrices.
+
+    Flat on purpose: the gradient of a product over more axes makes XLA:CPU transpose (and
+    recompute) what comes back, which took a third of the backward pass.
+    """
+
+    features: tuple[int, ...]
+    axes: tuple[str, ...]  # logical names of the kernel's dimensions
+    dtype: Any
+    contracted: int = 1
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        inputs = x.shape[-self.contracted :]
+        inner = math.prod(inputs)
+        init = nn.with_logical_partitioning(nn.initializers.normal(inner**-0.5), self.axes)
+        kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
+        product = x.reshape(-1, inner) @ kernel.reshape(inner, -1)
+        product = product.reshape(*x.shape[: -self.contracted], *self.features)
+        if self.use_bias:
+            axes = self.axes[self.contracted :]
+            init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+            product += self.param("bias", init, self.features).astype(self.dtype)
+        return product
+
+
+class Block(nn.Module):
+    """Attention and gated MLP, each behind an RMS norm, each added to the residual stream."""
+
+    config: DecoderConfig
+    attend: Callable  # see model/attention.py
+
+    def _linear(self, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options):
+        return Projection(features, axes, self.config.dtype, name=name, **options)
+
+    def _heads(self, name: str, count: int, axis: str):
+        features, axes = (count, self.config.head_dim), ("embed", axis, "head_dim")
+        return self._linear(name, features, axes, use_bias=self.config.qkv_bias)
+
+    def _norm(self, name: str):
+        return rms_norm(self.config, name=name)
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None):
+        c = self.config
+        h = self._norm("attention_norm")(x)
+        queries = self._heads("query", c.heads, "heads")(h)
+        keys = self._heads("key", c.kv_heads, "kv_heads")(h)
+        values = self._heads("value", c.kv_heads, "kv_heads")(h)
+        queries = rotate(queries, context.positions, c.rope_theta)
+        keys = rotate(keys, context.positions, c.rope_theta)
+        mixed, cache = self.attend(queries, keys, values, context, cache)
+        x += self._linear("out", (c.embed,), ("heads", "head_dim", "embed"), contracted=2)(mixed)
+        h = self._norm("mlp_norm")(x)
+        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"))(h)
+        up = self._linear("up", (c.mlp,), ("embed", "mlp"))(h)
+        x += self._linear("down", (c.embed,), ("mlp", "embed"))(nn.silu(gate) * up)
+        return nn.with_logical_constraint(x, ("batch", None, None)), cache
+
+
+class Decoder(nn.Module):
+    """Tokens of packed rows to final hidden states; the head is applied by `model.logprobs`."""
+
+    config: DecoderConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+    ) -> Float[Array, "R T D"]:
+        c = self.config
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+        embedding = self.param("embedding", init, (c.vocab, c.embed))
+        if not c.tie_embeddings:
+            init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed", "vocab"))
+            self.param("head", init, (c.embed, c.vocab))
+        # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch.
+        table = nn.with_logical_constraint(embedding.astype(c.dtype), ("vocab", None))
+        x = nn.with_logical_constraint(table[tokens], ("batch", None, None))
+        block = Block
+        if c.remat != "none":
+            block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=c.layers,
+            unroll=min(c.scan_unroll, c.layers),
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )(c, TRAINING_ATTENTION[c.attention], name="layers")
+        x, _ = layers(x, Context(positions, packed_mask(segment_ids)), None)
+        return rms_norm(c, name="final_norm")(x)
+
+
+def init_params(config: DecoderConfig, key: jax.Array) -> Any:
+    """Random parameters, each boxed with its logical axis names; float32."""
+    one = jnp.zeros((1, 1), jnp.int32)
+    return Decoder(config).init(key, one, one, one)["params"]
+
+
+def abstract_params(config: DecoderConfig) -> Any:
+    """Shapes and logical axis names of the parameters; nothing is computed."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def head_kernel(params: Any) -> Float[Array, "D V"]:
+    """The matrix from hidden state to logits: its own, or the embedding transposed."""
+    return params["head"] if "head" in params else params["embedding"].T
+
+
+def unstack_layers(params: Any, config: DecoderConfig) -> Any:
+    """Parameters as decoding wants them: `layers` a tuple of trees, all in the compute dtype."""
+    params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
+    layers = params["layers"]
+    return params | {
+        "layers": tuple(
+            jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(config.layers)
+        )
+    }
+
+
+def _run_layers(params: Any, config: DecoderConfig, attend, x, context: Context, caches):
+    block, new_caches = Block(config, attend), []
+    for layer, cache in zip(params["layers"], caches, strict=True):
+        x, cache = block.apply({"params": layer}, x, context, cache)
+        new_caches.append(cache)
+    return x, tuple(new_caches)
+
+
+def prefill(params: Any, config: DecoderConfig, tokens: Int[Array, "P"]) -> tuple[KVCache, ...]:
+    """Keys and values of every layer for one padded prompt, [1, K, E, P] and [1, K, P, E].
+
+    Padding on the right never reaches earlier positions; the caller masks what it left behind.
+    """
+    x = params["embedding"][tokens][None].astype(config.dtype)
+    ones = jnp.ones((1, len(tokens)), jnp.int32)
+    context = Context(jnp.arange(len(tokens))[None], packed_mask(ones))
+    return _run_layers(params, config, attend_and_keep, x, context, (None,) * config.layers)[1]
+
+
+def decode_step(
+    params: Any,
+    config: DecoderConfig,
+    tokens: Int[Array, "S"],
+    positions: Int[Array, "S"],
+    caches: tuple[KVCache, ...],
+) -> tuple[Float[Array, "S V"], tuple[KVCache, ...]]:
+    """Feeds one token per slot at its position; float32 logits of the next token, new caches."""
+    x = params["embedding"][tokens][:, None].astype(config.dtype)
+    time = jnp.arange(caches[0].values.shape[2])
+    context = Context(positions[:, None], time[None, None] <= positions[:, None, None])
+    x, caches = _run_layers(params, config, attend_cache, x, context, caches)
+    x = rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0])
+    return jnp.dot(x, head_kernel(params), preferred_element_type=jnp.float32), caches

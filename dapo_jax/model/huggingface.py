@@ -1,0 +1,239 @@
+"""Model folders in the Hugging Face layout: read into device shards, and written back.
+
+One name table serves both directions. A tensor is read when a device shard needs it, so the host
+holds one tensor at a time beside the shards themselves.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from dapo_jax import sharding
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.settings import ConfigError, require
+
+MODEL_TYPES = ("qwen2",)
+
+# our path below `layers`: published name below `model.layers.N`
+LAYER_NAMES = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "query/kernel": "self_attn.q_proj.weight",
+    "query/bias": "self_attn.q_proj.bias",
+    "key/kernel": "self_attn.k_proj.weight",
+    "key/bias": "self_attn.k_proj.bias",
+    "value/kernel": "self_attn.v_proj.weight",
+    "value/bias": "self_attn.v_proj.bias",
+    "out/kernel": "self_attn.o_proj.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "gate/kernel": "mlp.gate_proj.weight",
+    "up/kernel": "mlp.up_proj.weight",
+    "down/kernel": "mlp.down_proj.weight",
+}
+TOP_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+
+
+def _published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of one layer's tensor as published: matrices are [out, in], heads are merged."""
+    leaf, layer = path.rsplit("/", 1)[-1], path.split("/")[0]
+    if leaf == "bias":
+        return (int(np.prod(shape)),)
+    if leaf == "head":
+        return shape[::-1]
+    if leaf != "kernel":
+        return shape
+    inputs = shape[:-1] if layer == "out" else shape[:1]
+    return (int(np.prod(shape[len(inputs) :])), int(np.prod(inputs)))
+
+
+def _from_published(path: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    transposed = path.endswith("kernel") or path == "head"
+    return (tensor.T if transposed else tensor).reshape(shape)
+
+
+def _to_published(path: str, array: np.ndarray) -> np.ndarray:
+    rows, *columns = published = _published_shape(path, array.shape)
+    if path.endswith("kernel") or path == "head":
+        return np.ascontiguousarray(array.reshape(*columns, rows).T)
+    return np.ascontiguousarray(array.reshape(published))
+
+
+def _published_names(path: str, layers: int) -> list[str]:
+    if path.startswith("layers/"):
+        name = LAYER_NAMES[path.removeprefix("layers/")]
+        return [f"model.layers.{i}.{name}" for i in range(layers)]
+    return [TOP_NAMES[path]]
+
+
+def read_config(folder: str | pathlib.Path, **numerics: Any) -> DecoderConfig:
+    """The decoder that config.json describes; `numerics` are fields it does not (dtype, remat).
+
+    Raises `ConfigError` naming the folder and what it lacks.
+    """
+    path = pathlib.Path(folder) / "config.json"
+    if not path.exists():
+        raise ConfigError(
+            f"config.model.folder = {str(folder)!r}: has no config.json. A folder for the embedded "
+            "task is made by: python -m dapo_jax.sft --config=configs/arithmetic_base.py"
+        )
+    values = json.loads(path.read_text())
+    require(
+        values.get("model_type") in MODEL_TYPES,
+        "model.folder",
+        f"{folder} (model_type {values.get('model_type')!r})",
+        f"a folder with model_type {' or '.join(MODEL_TYPES)}",
+    )
+    try:
+        heads, embed = values["num_attention_heads"], values["hidden_size"]
+        return DecoderConfig(
+            vocab=values["vocab_size"],
+            layers=values["num_hidden_layers"],
+            embed=embed,
+            heads=heads,
+            kv_heads=values.get("num_key_value_heads", heads),
+            head_dim=values.get("head_dim") or embed // heads,
+            mlp=values["intermediate_size"],
+            rope_theta=_rope_theta(values),
+            norm_eps=values.get("rms_norm_eps", 1e-6),
+            tie_embeddings=values.get("tie_word_embeddings", False),
+            **numerics,
+        )
+    except KeyError as missing:
+        raise ConfigError(f"{path}: has no {missing}") from None
+
+
+def _rope_theta(values: dict) -> float:
+    """Where newer folders keep it (rope_parameters), or where older ones do."""
+    return float((values.get("rope_parameters") or values).get("rope_theta", 10_000.0))
+
+
+class _Tensors:
+    """Every tensor of a folder's safetensors files by name, read one at a time."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._files, problems = {}, []
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, framework="numpy")
+            for name in file.keys():
+                if name in self._files:
+                    problems.append(f"{name}: in two files")
+                self._files[name] = file
+        if not self._files:
+            problems.append("no *.safetensors file")
+        self.problems = problems
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+
+def _check_names(tensors: _Tensors, shapes: dict[str, tuple[int, ...]], layers: int) -> None:
+    """Raises one error that names every missing, unknown or wrongly shaped tensor."""
+    problems, known = list(tensors.problems), set()
+    for path, shape in shapes.items():
+        stacked = path.startswith("layers/")
+        wanted = _published_shape(path.removeprefix("layers/"), shape[1:] if stacked else shape)
+        for name in _published_names(path, layers):
+            known.add(name)
+            if name not in tensors.names():
+                problems.append(f"{name}: missing")
+            elif tensors.shape(name) != wanted:
+                problems.append(f"{name}: shape {tensors.shape(name)}, expected {wanted}")
+    problems += [f"{name}: unknown" for name in sorted(tensors.names() - known)]
+    if problems:
+        raise ConfigError("model folder can't be read:\n  " + "\n  ".join(problems))
+
+
+def _shard_reader(tensors: _Tensors, path: str, shape: tuple[int, ...], layers: int) -> Callable:
+    """A function from a shard's index to its float32 values."""
+    names = _published_names(path, layers)
+    below = path.removeprefix("layers/")
+    if not path.startswith("layers/"):
+        return lambda index: _from_published(below, tensors.read(names[0]), shape)[index].astype(
+            np.float32
+        )
+
+    def read(index):
+        chosen = names[index[0]]
+        parts = (_from_published(below, tensors.read(n), shape[1:])[index[1:]] for n in chosen)
+        first = next(parts)
+        out = np.empty((len(chosen), *first.shape), np.float32)
+        out[0] = first
+        for i, part in enumerate(parts, 1):
+            out[i] = part
+        return out
+
+    return read
+
+
+def load_params(folder: str | pathlib.Path, config: DecoderConfig, mesh: jax.sharding.Mesh) -> Any:
+    """Parameters of a model folder, float32, each shard read straight onto its device."""
+    tensors = _Tensors(pathlib.Path(folder))
+    boxed = abstract_params(config)
+    places = traverse_util.flatten_dict(sharding.tree_shardings(mesh, boxed), sep="/")
+    abstract = traverse_util.flatten_dict(sharding.unbox(boxed), sep="/")
+    shapes = {path: leaf.shape for path, leaf in abstract.items()}
+    _check_names(tensors, shapes, config.layers)
+    arrays = {
+        path: jax.make_array_from_callback(
+            shape, places[path], _shard_reader(tensors, path, shape, config.layers)
+        )
+        for path, shape in shapes.items()
+    }
+    return traverse_util.unflatten_dict(arrays, sep="/")
+
+
+def save_folder(
+    folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
+) -> None:
+    """Writes config.json, generation_config.json and model.safetensors (float32)."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    published = {}
+    for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
+        array, below = np.asarray(leaf, np.float32), path.removeprefix("layers/")
+        parts = array if path.startswith("layers/") else [array]
+        names = _published_names(path, config.layers)
+        published |= {
+            name: _to_published(below, part) for name, part in zip(names, parts, strict=True)
+        }
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = {"eos_token_id": list(end_ids), "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(_config_json(config) | ids, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
+
+
+def _config_json(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.embed,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": 32_768,
+        "torch_dtype": str(jnp.dtype(jnp.float32)),
+    }
