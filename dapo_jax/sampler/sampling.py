@@ -1,0 +1,89 @@
+"""Drawing the next token of every slot, and the log-probability that is recorded for it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+BLOCK = 128
+SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION = 0, 1  # purposes of a key
+
+
+class SamplingRule(NamedTuple):
+    """How tokens are drawn; hashable, so that each rule compiles once."""
+
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Float[Array, "S V"]:
+    """Zeroes what top-k, then top-p leave out; ties with the last kept token stay."""
+    vocab = probabilities.shape[-1]
+    if not 0 < top_k < vocab and top_p >= 1:
+        return probabilities
+    ordered = jnp.sort(probabilities, axis=-1, descending=True)
+    if 0 < top_k < vocab:
+        kept = jnp.arange(vocab) < top_k
+        ordered = jnp.where(kept[None], ordered, 0)
+    before = jnp.cumsum(ordered, axis=-1) - ordered
+    inside = (before < top_p * jnp.sum(ordered, axis=-1, keepdims=True)) & (ordered > 0)
+    smallest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(probabilities >= smallest, probabilities, 0)
+
+
+def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
+    """The index where the running sum of `mass` first exceeds `uniform` times its total.
+
+    Two levels (sums of blocks, then one block), so that neither sum is long: float32 keeps its
+    precision at a vocabulary of 150,000, and a draw costs one uniform instead of V of them.
+    An index with zero mass is never returned.
+    """
+    slots, vocab = mass.shape
+    blocks = jnp.pad(mass, ((0, 0), (0, -vocab % BLOCK))).reshape(slots, -1, BLOCK)
+    block_ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    target = (uniform * block_ends[:, -1])[:, None]
+    block = jnp.argmax(block_ends > target, axis=-1)
+    chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    ends = jnp.cumsum(chosen, axis=-1)
+    block_end = jnp.take_along_axis(block_ends, block[:, None], axis=1)
+    inside = ends > target - (block_end - ends[:, -1:])
+    # Rounding can leave no entry above the target: then the block's last one with mass is it.
+    last = BLOCK - 1 - jnp.argmax(chosen[:, ::-1] > 0, axis=-1)
+    place = jnp.where(inside.any(axis=-1), jnp.argmax(inside & (chosen > 0), axis=-1), last)
+    return (block * BLOCK + place).astype(jnp.int32)
+
+
+def draw(
+    logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rule: SamplingRule
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """One token per slot and its log-probability.
+
+    Args:
+        logits: [S, V] float32.
+        keys: one typed key per response; the draw is keyed by (key, position), nothing else.
+        positions: how many tokens the response has so far.
+        rule: temperature and truncation.
+
+    Returns:
+        tokens, and their log-probability under the temperature-scaled distribution BEFORE top-k
+        and top-p, which is what the trainer recomputes. Greedy draws record temperature 1.
+    """
+    scaled = logits / (rule.temperature or 1.0)
+    logprobs = jax.nn.log_softmax(scaled, axis=-1)
+    if rule.temperature == 0:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        draw_keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        uniform = jax.vmap(jax.random.uniform)(draw_keys)
+        tokens = invert_cdf(truncate(jnp.exp(logprobs), rule.top_p, rule.top_k), uniform)
+    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+
+def sample_key(seed: int, purpose: int, step: int, index: int) -> jax.Array:
+    """The key of one prompt's responses: what it is for, the policy step, its place in the data."""
+    key = jax.random.key(seed)
+    for part in (purpose, step, index):
+        key = jax.random.fold_in(key, part)
+    return key
