@@ -1,0 +1,193 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): collect groups that carry signal.
+
+A group whose answers are all right or all wrong has no advantage and so no gradient. `collect`
+asks for prompts until enough groups are left, keeping the first that qualify in DATA order: order
+of arrival would favour short responses and depend on timing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from dapo_jax.config import Config
+from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.rule import reward_group
+from dapo_jax.sampler.rollout import RolloutSampler
+from dapo_jax.structs import Completion, Group, Prompt, Verdict
+
+SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
+
+
+class Starved(RuntimeError):
+    """Too few groups carried signal and the config says to stop then."""
+
+
+class Interrupted(Exception):
+    """Collection was asked to stop; nothing of it was used."""
+
+
+def carries_signal(group: Group) -> bool:
+    """0 < correct < G. Correctness decides, never the shaped reward."""
+    return 0 < int(group.correct.sum()) < len(group.correct)
+
+
+def next_kept_fraction(before: float, kept: int, judged: int, wanted: int) -> float:
+    """Running estimate of the share of kept groups; the past weighs as half a batch."""
+    weight = wanted / 2
+    return (kept + weight * before) / (judged + weight)
+
+
+@dataclasses.dataclass
+class Collected:
+    """What a rollout gave, in data order, and what it cost."""
+
+    groups: list[Group]  # the kept ones, at most prompts_per_step
+    judged: list[Group]  # every group that was finished and judged
+    asked_prompts: int
+    kept_fraction: float  # the estimate for the next step
+    next_position: int  # where the data goes on; surplus prompts are asked again
+    starved: bool
+
+    @property
+    def all_right(self) -> int:
+        return sum(bool(group.correct.all()) for group in self.judged)
+
+    @property
+    def all_wrong(self) -> int:
+        return sum(not group.correct.any() for group in self.judged)
+
+
+class _Collection:
+    """One step's prompts in the order they were asked for, and what became of each."""
+
+    def __init__(self, config: Config, kept_fraction: float):
+        self._algorithm, self._wanted = config.algorithm, config.rollout.prompts_per_step
+        self._max_response_tokens = config.sampler.max_response_tokens
+        filtering = config.algorithm.dynamic_sampling
+        self._limit = self._wanted * (config.rollout.max_sample_rounds if filtering else 1)
+        self._kept_fraction = kept_fraction
+        self._order: list[int] = []
+        self._judged: dict[int, Group] = {}
+        self._unread: list[tuple[Prompt, tuple[Completion, ...], list[Future[Verdict]]]] = []
+
+    def _is_kept(self, group: Group) -> bool:
+        return not self._algorithm.dynamic_sampling or carries_signal(group)
+
+    def kept(self) -> int:
+        return sum(map(self._is_kept, self._judged.values()))
+
+    def estimate(self) -> float:
+        if not self._algorithm.dynamic_sampling:
+            return 1.0
+        judged = len(self._judged)
+        return next_kept_fraction(self._kept_fraction, self.kept(), judged, self._wanted)
+
+    def wants_more(self) -> bool:
+        """Whether the prompts in flight are too few to fill the batch, as far as one can tell."""
+        missing = self._wanted - self.kept()
+        target = math.ceil(missing / max(self.estimate(), SMALLEST_KEPT_FRACTION))
+        in_flight = len(self._order) - len(self._judged)
+        return in_flight < target and len(self._order) < self._limit
+
+    def ask(self, prompt: Prompt) -> None:
+        self._order.append(prompt.index)
+
+    def finish(self, prompt, completions, verdicts: list[Future[Verdict]]) -> None:
+        self._unread.append((prompt, completions, verdicts))
+
+    def read_verdicts(self) -> None:
+        """Waits for the verdicts on all groups finished so far."""
+        for prompt, completions, futures in self._unread:
+            verdicts = tuple(future.result() for future in futures)
+            self._judged[prompt.index] = reward_group(
+                self._algorithm, self._max_response_tokens, prompt, completions, verdicts
+            )
+        self._unread.clear()
+
+    def first_kept(self) -> list[Group]:
+        """The kept groups of the judged head of the order, at most as many as are wanted."""
+        groups: list[Group] = []
+        for index in self._order:
+            if index not in self._judged or len(groups) == self._wanted:
+                break
+            if self._is_kept(self._judged[index]):
+                groups.append(self._judged[index])
+        return groups
+
+    def describe(self) -> str:
+        """The state in a line, for people."""
+        groups = list(self._judged.values())
+        right = sum(bool(group.correct.all()) for group in groups)
+        wrong = sum(not group.correct.any() for group in groups)
+        return (
+            f"{self.kept()}/{self._wanted} groups kept of {len(groups)} judged, "
+            f"{len(self._order)} asked · {right} all right · {wrong} all wrong"
+        )
+
+    def exhausted(self) -> bool:
+        return len(self._judged) == len(self._order) >= self._limit
+
+    def result(self, position: int) -> Collected:
+        groups = self.first_kept()
+        full = len(groups) == self._wanted
+        return Collected(
+            groups=groups,
+            judged=[self._judged[index] for index in self._order if index in self._judged],
+            asked_prompts=len(self._order),
+            kept_fraction=self.estimate(),
+            next_position=groups[-1].prompt.index + 1 if full else position,
+            starved=not full,
+        )
+
+
+def collect(
+    config: Config,
+    prompts: PromptStream,
+    sampler: RolloutSampler,
+    pool: RewardPool,
+    kept_fraction: float,
+    *,
+    on_burst: Callable[["_Collection"], None] = lambda _: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Collected:
+    """Samples, judges and filters until prompts_per_step groups are kept.
+
+    Verdicts on groups of one burst are read after the next one, so judging overlaps decoding and
+    yet every decision is a function of burst counts, never of the clock.
+
+    Raises:
+        Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop'.
+        Interrupted: `interrupted()` said so between two bursts.
+    """
+    collection = _Collection(config, kept_fraction)
+    while not (len(collection.first_kept()) == config.rollout.prompts_per_step):
+        if interrupted():
+            raise Interrupted
+        while collection.wants_more():
+            prompt = next(prompts)
+            collection.ask(prompt)
+            sampler.submit(prompt, config.rollout.samples_per_prompt)
+        finished = sampler.decode_burst()
+        collection.read_verdicts()
+        for prompt, completions in finished:
+            verdicts = [pool.submit(done.text, prompt.answer) for done in completions]
+            collection.finish(prompt, completions, verdicts)
+        if sampler.idle:
+            collection.read_verdicts()
+            if collection.exhausted():
+                break
+        on_burst(collection)
+    sampler.abandon()
+    collected = collection.result(prompts.position)
+    prompts.position = collected.next_position
+    if collected.starved and config.rollout.when_starved == "stop":
+        raise Starved(
+            f"only {len(collected.groups)} of {config.rollout.prompts_per_step} groups carried "
+            f"signal after config.rollout.max_sample_rounds = {config.rollout.max_sample_rounds}: "
+            f"of {len(collected.judged)} groups {collected.all_right} were all right and "
+            f"{collected.all_wrong} all wrong. Change the data's difficulty or samples_per_prompt, "
+            "or set config.rollout.when_starved=partial to train on what there is"
+        )
+    return collected
