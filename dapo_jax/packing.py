@@ -1,0 +1,131 @@
+"""Responses to packed rows: the cost of an update follows the tokens that exist.
+
+A segment is a prompt with one response; it never crosses a row, and a row never crosses a
+microbatch. Every optimizer minibatch is packed by itself, because its loss weights are its own.
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dapo_jax.advantages import spread
+from dapo_jax.algorithms import Algorithm
+from dapo_jax.losses import response_weights
+from dapo_jax.structs import Completion, Prompt, Rollouts
+
+
+class Segment(NamedTuple):
+    """A prompt with one response, and the response's place in the rollout batch."""
+
+    prompt: Prompt
+    completion: Completion
+    index: int
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt.tokens) + len(self.completion)
+
+
+def most_microbatches(
+    segments: int, longest_segment: int, row_tokens: int, rows_per_microbatch: int
+) -> int:
+    """Microbatches that `pack` can need for so many segments, whatever their lengths.
+
+    A row is opened only when every open row lacks room for a segment, and such a row holds at
+    least floor(row_tokens / longest_segment) of them.
+    """
+    rows = math.ceil(segments / (row_tokens // longest_segment))
+    return math.ceil(rows / rows_per_microbatch)
+
+
+def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Best fit, longest first: rows as lists of segment numbers, each within `row_tokens`."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for segment in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect.bisect_left(room, (lengths[segment], -1))
+        if place == len(room):
+            rows.append([])
+            room.append((row_tokens, len(rows) - 1))
+            place = len(room) - 1
+        free, row = room.pop(place)
+        rows[row].append(segment)
+        bisect.insort(room, (free - lengths[segment], row))
+    return rows
+
+
+def pack(
+    segments: Sequence[Segment], row_tokens: int, rows_per_microbatch: int, microbatches: int
+) -> tuple[Rollouts, int]:
+    """Packs one minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
+
+    Returns:
+        the rows, padded to `microbatches`, and how many microbatches hold anything.
+
+    Raises:
+        ValueError: a segment longer than a row, or more rows than there is place for.
+    """
+    lengths = [segment.length for segment in segments]
+    if lengths and max(lengths) > row_tokens:
+        raise ValueError(f"a segment of {max(lengths)} tokens exceeds row_tokens = {row_tokens}")
+    rows = assign_rows(lengths, row_tokens)
+    used = math.ceil(len(rows) / rows_per_microbatch)
+    if used > microbatches:
+        raise ValueError(f"{len(rows)} rows exceed {microbatches} x {rows_per_microbatch}")
+    shape = (microbatches * rows_per_microbatch, row_tokens)
+    tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    response_index, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    for row, members in enumerate(rows):
+        start = 0
+        for number, member in enumerate(members, 1):
+            prompt, completion, index = segments[member]
+            response, end = start + len(prompt.tokens), start + lengths[member]
+            tokens[row, start:response] = prompt.tokens
+            tokens[row, response:end] = completion.tokens
+            segment_ids[row, start:end] = number
+            positions[row, start:end] = np.arange(end - start)
+            response_index[row, response:end] = index
+            logprobs[row, response:end] = completion.sampler_logprobs
+            start = end
+    arrays = (tokens, segment_ids, positions, response_index, logprobs)
+    split = (microbatches, rows_per_microbatch, row_tokens)
+    return Rollouts(*(array.reshape(split) for array in arrays)), used
+
+
+def pack_updates(
+    updates: Sequence[Sequence[Segment]],
+    *,
+    row_tokens: int,
+    rows_per_microbatch: int,
+    microbatches: int,
+) -> tuple[Rollouts, list[int]]:
+    """Packs the minibatches of one rollout batch: [U, M, R, T] and the microbatches each uses."""
+    packed, used = zip(
+        *(pack(part, row_tokens, rows_per_microbatch, microbatches) for part in updates),
+        strict=True,
+    )
+    return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
+
+
+def nth(tree: Any, index: int) -> Any:
+    """Entry `index` of the first axis of every array."""
+    return jax.tree.map(lambda array: array[index], tree)
+
+
+def spread_weights(
+    rollouts: Rollouts, segments: Sequence[Segment], algorithm: Algorithm, budget: int
+) -> np.ndarray:
+    """Loss weights [M, R, T] of one minibatch, from its own counts."""
+    weights = np.zeros(1 + max((segment.index for segment in segments), default=0))
+    members = [segment.index for segment in segments]
+    weights[members] = response_weights(
+        algorithm,
+        np.array([len(segment.completion) for segment in segments]),
+        np.array([segment.completion.truncated for segment in segments], bool),
+        budget,
+    )
+    return spread(weights, rollouts.response_index)
