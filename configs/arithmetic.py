@@ -1,0 +1,33 @@
+"""The main job on the embedded task: chains of sums, from about half right to nearly always.
+
+bash launch/local.sh
+python -m dapo_jax.main --config=configs/arithmetic.py        (the preset: dapo)
+python -m dapo_jax.main --config=configs/arithmetic.py:grpo
+"""
+
+from dapo_jax import algorithms
+from dapo_jax.config import (
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Packing,
+    Rollout,
+    Sampler,
+)
+
+
+def get_config(preset: str = "dapo") -> Config:
+    return Config(
+        run_dir=f"runs/arithmetic_{preset}",
+        total_steps=30,
+        algorithm=algorithms.preset(preset),
+        model=Model(folder="runs/arithmetic_base", scan_unroll=3),
+        data=Data(max_prompt_tokens=24),
+        rollout=Rollout(prompts_per_step=32, samples_per_prompt=16, updates_per_rollout=4),
+        sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=96),
+        optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2),
+        packing=Packing(row_tokens=240, rows_per_microbatch=16),
+        evaluation=Evaluation(every_steps=10, samples_per_problem=4),
+    )

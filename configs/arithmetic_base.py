@@ -1,0 +1,22 @@
+"""The base policy of the embedded task: 0.6 M parameters, made from nothing.
+
+    python -m dapo_jax.sft --config=configs/arithmetic_base.py
+
+About 2 minutes on 2 CPU cores.
+"""
+
+from dapo_jax.config import Architecture, Data, Model, Optimizer, Packing, SftConfig
+
+
+def get_config() -> SftConfig:
+    return SftConfig(
+        out="runs/arithmetic_base",
+        total_steps=500,
+        examples_per_step=64,
+        architecture=Architecture(layers=3, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=384),
+        model=Model(scan_unroll=3),
+        data=Data(max_prompt_tokens=24),
+        max_response_tokens=104,
+        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=50, beta2=0.99),
+        packing=Packing(row_tokens=128, rows_per_microbatch=16),
+    )

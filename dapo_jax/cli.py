@@ -1,0 +1,105 @@
+"""From a command line to a checked config: typed overrides, and errors that say what is allowed."""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from dapo_jax.advantages import ESTIMATORS
+from dapo_jax.config import validate
+from dapo_jax.data.pipeline import SOURCES
+from dapo_jax.losses import LOSS_WEIGHTS, RATIOS
+from dapo_jax.rewards.verifier import VERIFIERS
+from dapo_jax.settings import ConfigError, leaves, require
+from dapo_jax.templates import TEMPLATES
+
+# Settings whose value is a key of a table that lives beside the code it names.
+TABLES = {
+    "algorithm.advantage": ESTIMATORS,
+    "algorithm.ratio": RATIOS,
+    "algorithm.aggregate": LOSS_WEIGHTS,
+    "data.source": SOURCES,
+    "data.template": TEMPLATES,
+    "reward.verifier": VERIFIERS,
+}
+
+
+def check(config: Any) -> None:
+    """Raises `ConfigError` for anything wrong that the settings alone can tell."""
+    for name, _, value in leaves(config):
+        if name in TABLES:
+            require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
+    validate(config)
+
+
+def describe_settings(kind: type) -> str:
+    """Every setting with its type, default and explanation, a line each."""
+    return "\n".join(
+        f"  --config.{name}={value!r}  ({getattr(field.type, '__name__', field.type)})\n"
+        f"      {field.metadata['explanation']}"
+        for name, field, value in leaves(kind())
+    )
+
+
+def _check_override_names(arguments: list[str], kind: type) -> None:
+    """ml_collections answers a mistyped key with a traceback; this names the nearest key."""
+    known = {name: value for name, _, value in leaves(kind())}
+    for argument in arguments:
+        if not argument.lstrip("-").startswith("config."):
+            continue
+        name = argument.lstrip("-").removeprefix("config.").split("=", 1)[0]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"config.{name}: there is no such setting{hint} (--help lists all)")
+
+
+def load(kind: type, usage: str) -> Any:
+    """The checked config that the command line describes: `--config=FILE[:PRESET] --config.x=y`.
+
+    Prints help, or one line that says what is wrong, and exits where there is no config to return.
+    """
+    arguments = sys.argv[1:]
+    if not arguments or {"-h", "--help", "--helpshort", "--helpfull"} & set(arguments):
+        print(f"{usage.strip()}\n\nSettings (defaults; a config file may differ):\n")
+        print(describe_settings(kind))
+        raise SystemExit(0)
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", flag_values=values)
+    try:
+        _check_override_names(arguments, kind)
+        extra = values(sys.argv)[1:]
+        if extra:
+            raise ConfigError(f"unexpected arguments: {' '.join(extra)}")
+        if holder.value is None:
+            raise ConfigError("--config=FILE is required, e.g. --config=configs/arithmetic.py")
+        require(
+            isinstance(holder.value, kind),
+            "(the file)",
+            type(holder.value).__name__,
+            f"a file whose get_config() returns {kind.__name__}",
+        )
+        check(holder.value)
+    except (ConfigError, flags.Error, OSError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return holder.value
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The config as plain values, for a run folder."""
+    return dataclasses.asdict(config)
+
+
+def guarded(work: Callable[[], Any]) -> int:
+    """The exit code of `work`; a `ConfigError` in it is a line for the user, not a traceback."""
+    try:
+        work()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,74 @@
+"""Sampled accuracy on held-out problems, while training and as a command of its own."""
+
+from typing import Any
+
+from dapo_jax.checkpoints import Checkpoints
+from dapo_jax.config import Config
+from dapo_jax.data.pipeline import heldout_prompts
+from dapo_jax.metrics import mean_or_zero
+from dapo_jax.parts import Parts, build
+from dapo_jax.rewards.rule import reward_group
+from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
+from dapo_jax.structs import Group, Prompt
+
+
+def sample_groups(params: Any, prompts: list[Prompt], parts: Parts) -> list[Group]:
+    """k judged responses to each prompt, in the order of the prompts.
+
+    Draws are keyed by the prompt alone, so two policies are compared on the same random numbers.
+    """
+    config, sampler, pool = parts.config, parts.sampler, parts.pool
+    settings = config.evaluation
+    rule = SamplingRule(settings.temperature, settings.top_p)
+    sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
+    for prompt in prompts:
+        sampler.submit(prompt, settings.samples_per_problem)
+    judged = {}
+    while not sampler.idle:
+        for prompt, completions in sampler.decode_burst():
+            verdicts = [pool.submit(done.text, prompt.answer) for done in completions]
+            judged[prompt.index] = (prompt, completions, verdicts)
+    sampler.release()
+    return [
+        reward_group(
+            config.algorithm,
+            config.sampler.max_response_tokens,
+            prompt,
+            completions,
+            tuple(future.result() for future in verdicts),
+        )
+        for _, (prompt, completions, verdicts) in sorted(judged.items())
+    ]
+
+
+def heldout_metrics(groups: list[Group]) -> dict[str, float]:
+    """avg@k and what the responses look like."""
+    completions = [completion for group in groups for completion in group.completions]
+    return {
+        "heldout_accuracy": mean_or_zero([group.correct.mean() for group in groups]),
+        "heldout_truncated_fraction": mean_or_zero([c.truncated for c in completions]),
+        "heldout_response_tokens": mean_or_zero([len(c) for c in completions]),
+    }
+
+
+def evaluate_newest(config: Config) -> dict[str, Any]:
+    """Held-out metrics of the newest checkpoint in run_dir, or of the model folder without one."""
+    parts = build(config)
+    checkpoints = Checkpoints(config.run_dir, config.checkpoint)
+    try:
+        step = checkpoints.latest_step()
+        if step is None:
+            params = parts.folder_params()
+        else:
+            state, _ = checkpoints.restore(parts.learner.abstract_state, config.seed)
+            params = state.params
+        prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
+        groups = sample_groups(params, prompts, parts)
+    finally:
+        checkpoints.close()
+        parts.close()
+    return {
+        "policy": config.model.folder if step is None else f"{config.run_dir} step {step}",
+        "problems": len(groups),
+        "samples_per_problem": config.evaluation.samples_per_problem,
+    } | heldout_metrics(groups)

@@ -1,0 +1,242 @@
+"""What is measured in a step, under which name, and where it is written."""
+
+import json
+import os
+import pathlib
+import re
+import time
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from dapo_jax.filtering import Collected
+from dapo_jax.sampler.rollout import SamplerCounts
+from dapo_jax.structs import Completion, Group, Mean
+
+# Every name that a step logs, with the sentence that the README shows.
+MEANINGS = {
+    "reward": "Mean shaped reward over all judged responses, before filtering.",
+    "accuracy": "Share of right answers over all judged responses, before filtering.",
+    "kept_fraction": "Share of judged groups with both right and wrong answers.",
+    "all_right_fraction": "Share of judged groups where every answer is right; it grows as the "
+    "task is learned (DAPO, figure 3b).",
+    "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
+    "trained_groups": "Groups that the updates of this step saw.",
+    "sampled_to_kept_tokens": "Sampled tokens per trained token: the price of dynamic sampling.",
+    "response_tokens_mean": "Mean response length, end token included.",
+    "response_tokens_max": "Longest response.",
+    "truncated_fraction": "Share of responses cut off by the budget before their end token.",
+    "response_tokens_right": "Mean length of right responses.",
+    "response_tokens_wrong": "Mean length of wrong responses.",
+    "answer_not_found_rate": "Share of responses in which the verifier found no answer; high at "
+    "the start means that template and verifier disagree.",
+    "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong.",
+    "repetition": "Share of 8-token windows that occur earlier in the same response.",
+    "reflection_fraction": "Share of responses with a reflection word (wait, recheck, again, ...).",
+    "accuracy_with_reflection": "Accuracy of the responses with a reflection word.",
+    "accuracy_without_reflection": "Accuracy of the others.",
+    "advantage_std": "Standard deviation of the advantages over trained responses.",
+    "loss": "Policy loss, mean over the step's updates.",
+    "entropy": "Mean entropy of the policy on trained tokens, in nats; collapse shows here first.",
+    "mean_probability": "Mean probability of trained tokens under the policy before the update.",
+    "clip_fraction_low": "Share of trained tokens whose gradient the lower clip cut.",
+    "clip_fraction_high": "Share of trained tokens whose gradient the upper clip cut.",
+    "up_clipped_probability": "Mean old probability of up-clipped tokens (DAPO, figure 3a).",
+    "kl_sampler_trainer": "Mean log-prob difference, sampler minus trainer; near 0 where both "
+    "compute the same policy.",
+    "policy_nll": "Mean negative log-prob of trained tokens.",
+    "gradient_norm": "Global gradient norm before clipping.",
+    "skipped_updates": "Share of updates not taken because the gradient was not finite.",
+    "empty_updates": "Minibatches without a trained token; no optimizer step was taken.",
+    "learning_rate": "Learning rate of the step.",
+    "dropped_prompts": "Prompts skipped because they are over the limit.",
+    "abandoned_tokens": "Tokens of responses that were stopped because the batch was full.",
+    "prefills": "Prompts prefilled; one per prompt, not per response.",
+    "slot_occupancy": "Share of decode-slot steps that drew a token while prompts were waiting.",
+    "sampled_tokens_per_second": "Finished response tokens over the rollout's seconds.",
+    "trained_tokens_per_second": "Response tokens trained on over the update's seconds.",
+    "seconds_rollout": "Seconds of sampling, judging and filtering.",
+    "seconds_score": "Seconds of packing and the score pass.",
+    "seconds_update": "Seconds of the optimizer updates.",
+    "seconds_step": "Seconds of the whole step.",
+    "heldout_accuracy": "Sampled accuracy on held-out problems (avg@k), where evaluated.",
+    "heldout_truncated_fraction": "Share of held-out responses cut off by the budget.",
+    "heldout_response_tokens": "Mean response length on held-out problems.",
+}
+CLOCKED = ("seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
+
+REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
+WINDOW = 8  # tokens of a repeated window
+
+
+def repetition(tokens: np.ndarray) -> float:
+    """Share of the windows of 8 tokens that occurred before in the same response."""
+    if len(tokens) <= WINDOW:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, WINDOW)
+    return 1.0 - len(np.unique(windows, axis=0)) / len(windows)
+
+
+def mean_or_zero(values: Any) -> float:
+    """The mean, and 0 of nothing."""
+    values = np.asarray(values, float)
+    return float(values.mean()) if values.size else 0.0
+
+
+def response_metrics(groups: list[Group]) -> dict[str, float]:
+    """Everything that responses and verdicts tell, over all judged groups."""
+    completions: list[Completion] = [c for group in groups for c in group.completions]
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    correct = np.array([verdict.correct for verdict in verdicts], bool)
+    lengths = np.array([len(completion) for completion in completions])
+    reflects = np.array([bool(REFLECTION.search(c.text)) for c in completions], bool)
+    return {
+        "reward": mean_or_zero([reward for group in groups for reward in group.rewards]),
+        "accuracy": mean_or_zero(correct),
+        "response_tokens_mean": mean_or_zero(lengths),
+        "response_tokens_max": float(lengths.max(initial=0)),
+        "truncated_fraction": mean_or_zero([c.truncated for c in completions]),
+        "response_tokens_right": mean_or_zero(lengths[correct]),
+        "response_tokens_wrong": mean_or_zero(lengths[~correct]),
+        "answer_not_found_rate": mean_or_zero([v.extracted is None for v in verdicts]),
+        "verifier_failures": float(sum(v.failure is not None for v in verdicts)),
+        "repetition": mean_or_zero([repetition(c.tokens) for c in completions]),
+        "reflection_fraction": mean_or_zero(reflects),
+        "accuracy_with_reflection": mean_or_zero(correct[reflects]),
+        "accuracy_without_reflection": mean_or_zero(correct[~reflects]),
+    }
+
+
+def rollout_metrics(collected: Collected, counts: SamplerCounts) -> dict[str, float]:
+    """Filtering and its price, beside `response_metrics` of all judged groups."""
+    judged = max(1, len(collected.judged))
+    kept = judged - collected.all_right - collected.all_wrong if collected.judged else 0
+    trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
+    return response_metrics(collected.judged) | {
+        "kept_fraction": kept / judged,
+        "all_right_fraction": collected.all_right / judged,
+        "all_wrong_fraction": collected.all_wrong / judged,
+        "trained_groups": float(len(collected.groups)),
+        "sampled_to_kept_tokens": (counts.tokens + counts.abandoned_tokens)
+        / max(1, trained_tokens),
+        "abandoned_tokens": float(counts.abandoned_tokens),
+        "prefills": float(counts.prefills),
+        "slot_occupancy": counts.occupancy,
+    }
+
+
+def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:
+    """The means of a step from those of its updates."""
+    names = updates[0] if updates else ()
+    return {
+        name: sum((update[name] for update in updates[1:]), updates[0][name]).value()
+        for name in names
+    }
+
+
+class Clock:
+    """Seconds spent in each named part of a step."""
+
+    def __init__(self):
+        self._start = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Books the time since the last lap under `seconds_<name>`."""
+        now = time.perf_counter()
+        self.seconds[f"seconds_{name}"] = now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        return time.perf_counter() - self._start
+
+
+def rewind_jsonl(path: pathlib.Path, step: int) -> None:
+    """Drops the lines after `step`, and a line that a kill cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            break
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+class MetricWriter:
+    """Appends to metrics.jsonl and to TensorBoard's event files.
+
+    Args:
+        resumed_step: lines after it are dropped; None starts over and drops all.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, resumed_step: int | None, tensorboard: bool):
+        self.path = run_dir / "metrics.jsonl"
+        rewind_jsonl(self.path, -1 if resumed_step is None else resumed_step)
+        self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
+        if self._events and resumed_step is not None:
+            restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._events.add_event(
+                event_pb2.Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart)
+            )
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One line and one event. Raises KeyError for a name without a meaning."""
+        for name in values:
+            MEANINGS[name]
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step} | values) + "\n")
+        if self._events:
+            entries = [
+                summary_pb2.Summary.Value(tag=name, simple_value=value)
+                for name, value in values.items()
+            ]
+            summary = summary_pb2.Summary(value=entries)
+            event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary)
+            self._events.add_event(event)
+            self._events.flush()
+
+    def read(self) -> list[dict[str, float]]:
+        """All lines so far."""
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def close(self) -> None:
+        if self._events:
+            self._events.close()
+
+
+def write_rollouts(run_dir: pathlib.Path, step: int, groups: list[Group]) -> None:
+    """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent."""
+    folder = run_dir / "rollouts"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.jsonl"
+    with path.with_suffix(".tmp").open("w") as file:
+        for group in groups:
+            for i, (completion, verdict) in enumerate(
+                zip(group.completions, group.verdicts, strict=True)
+            ):
+                line = {
+                    "prompt_id": group.prompt.id,
+                    "index": group.prompt.index,
+                    "sample": i,
+                    "prompt": group.prompt.text,
+                    "response": completion.text,
+                    "answer": group.prompt.answer,
+                    "extracted": verdict.extracted,
+                    "correct": verdict.correct,
+                    "truncated": completion.truncated,
+                    "tokens": len(completion),
+                    "policy_step": completion.policy_step,
+                    "reward": float(group.rewards[i]),
+                    "reward_parts": {k: float(v[i]) for k, v in group.reward_parts.items()},
+                }
+                file.write(json.dumps(line) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)

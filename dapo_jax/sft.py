@@ -1,0 +1,24 @@
+"""Makes a base policy: supervised training from nothing on worked examples of the embedded task.
+
+    python -m dapo_jax.sft --config=configs/arithmetic_base.py
+
+writes a model folder in the Hugging Face layout. The update is the one of reinforcement learning,
+with every coefficient 1.
+"""
+
+import sys
+
+from dapo_jax import cli
+from dapo_jax.config import SftConfig
+
+
+def main() -> int:
+    """The exit code."""
+    config = cli.load(SftConfig, __doc__)
+    from dapo_jax.supervised import make_base
+
+    return cli.guarded(lambda: make_base(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Supervised training from nothing on worked examples, by the update of reinforcement learning."""
+
+import pathlib
+import time
+
+import jax
+import numpy as np
+
+from dapo_jax.advantages import one
+from dapo_jax.algorithms import sft
+from dapo_jax.config import SftConfig
+from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.metrics import add_up
+from dapo_jax.model import huggingface
+from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.optimizer import learning_rate
+from dapo_jax.packing import Segment, most_microbatches, pack, spread_weights
+from dapo_jax.parts import check_divisible, numerics, open_mesh
+from dapo_jax.progress import Progress
+from dapo_jax.sharding import unbox
+from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
+from dapo_jax.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.update import Learner
+
+LINES_PER_RUN = 10
+
+
+def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
+    """The worked examples of one step; example i of the run is drawn from (seed, i) alone.
+
+    An example beyond the budget is cut and so never shows its end token.
+    """
+    segments, data = [], config.data
+    for i in range(config.examples_per_step):
+        index = step * config.examples_per_step + i
+        text, worked = make_worked_example(config.seed, index, data.min_terms, data.max_terms)
+        response = [*tokenizer.encode(worked), tokenizer.end_ids[0]]
+        tokens = np.asarray(response[: config.max_response_tokens], np.int32)
+        prompt_tokens = np.asarray(tokenizer.encode(text), np.int32)
+        prompt = Prompt(index, str(index), text, prompt_tokens, "", data.source)
+        cut = len(tokens) < len(response)
+        segments.append(Segment(prompt, Completion(tokens, np.zeros(len(tokens)), cut, 0, ""), i))
+    return segments
+
+
+def make_base(config: SftConfig) -> pathlib.Path:
+    """Trains a policy and writes its folder; returns the path. Raises `ConfigError` at the door."""
+    shape, packing, algorithm = config.architecture, config.packing, sft()
+    mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
+    tokenizer = arithmetic_tokenizer()
+    decoder = DecoderConfig(
+        vocab=tokenizer.padded_vocab,
+        layers=shape.layers,
+        embed=shape.embed,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        mlp=shape.mlp,
+        **numerics(config.model, mesh),
+    )
+    check_divisible(decoder, mesh)
+    learner = Learner(algorithm, config.model, config.optimizer, decoder, mesh)
+    state = learner.start(unbox(init_params(decoder, jax.random.key(config.seed))))
+    microbatches = most_microbatches(
+        config.examples_per_step,
+        config.data.max_prompt_tokens + config.max_response_tokens,
+        packing.row_tokens,
+        packing.rows_per_microbatch,
+    )
+    progress, started = Progress(), time.perf_counter()
+    for step in range(config.total_steps):
+        segments = example_segments(config, tokenizer, step)
+        rollouts, used = pack(
+            segments, packing.row_tokens, packing.rows_per_microbatch, microbatches
+        )
+        weights = spread_weights(rollouts, segments, algorithm, config.max_response_tokens)
+        scored = ScoredBatch(rollouts, None)
+        batch = TrainBatch(scored, one(scored, np.ones(len(segments)), None), weights)
+        rate = learning_rate(config.optimizer, step)
+        state, means = learner.update(state, batch, used, rate)
+        if (step + 1) % max(1, config.total_steps // LINES_PER_RUN) == 0:
+            nll = add_up([jax.device_get(means)])["policy_nll"]
+            seconds = time.perf_counter() - started
+            progress.say(
+                f"sft step {step + 1:>5}/{config.total_steps}  nll {nll:.4f}  {seconds:.0f} s"
+            )
+    folder = pathlib.Path(config.out)
+    huggingface.save_folder(folder, state.params, decoder, tokenizer.end_ids)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    progress.say(f"base policy written to {folder}")
+    return folder
