@@ -1,0 +1,132 @@
+"""Bad settings stop at the door, with the field, its value and what is allowed."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+from dapo_jax import cli
+from dapo_jax.config import Config, SftConfig
+from dapo_jax.settings import ConfigError, leaves
+
+ROOT = pathlib.Path(__file__).parent.parent
+RL = f"--config={ROOT}/configs/arithmetic.py"
+BASE = f"--config={ROOT}/configs/arithmetic_base.py"
+
+
+def load(kind, *arguments, usage=""):
+    with mock.patch.object(sys, "argv", ["prog", *arguments]):
+        return cli.load(kind, usage)
+
+
+BAD = [
+    (["--config.algorithm.clip_hgih=0.3"], ["clip_hgih", "clip_high"]),
+    (["--config.seed=abc"], ["seed", "abc"]),
+    (["--config.sampler.slots=1.5"], ["slots", "1.5"]),
+    (["--config.algorithm.advantage=zscore"], ["advantage", "'zscore'", "group_zscore"]),
+    (["--config.algorithm.aggregate=mean"], ["aggregate", "'mean'", "token_mean"]),
+    (["--config.rollout.when_starved=wait"], ["when_starved", "'wait'", "partial"]),
+    (["--config.sampler.top_p=1.5"], ["top_p", "1.5", "at most 1.0"]),
+    (["--config.sampler.top_p=0"], ["top_p", "0.0", "above 0.0"]),
+    (["--config.sampler.burst_tokens=0"], ["burst_tokens", "0", "above 0"]),
+    (["--config.optimizer.learning_rate=nan"], ["learning_rate", "nan", "finite"]),
+    (["--config.algorithm.dual_clip=1.1"], ["dual_clip", "1.1", "1 + clip_high"]),
+    (["--config.rollout.samples_per_prompt=1"], ["samples_per_prompt", "1", "at least 2"]),
+    (["--config.rollout.updates_per_rollout=5"], ["updates_per_rollout", "5", "divisor"]),
+    (["--config.algorithm.ratio=none"], ["updates_per_rollout", "4", "ratio"]),
+    (["--config.packing.row_tokens=100"], ["row_tokens", "100", "120"]),
+    (["--config.algorithm.reward_wrong=2"], ["reward_correct", "1.0", "2.0"]),
+    (["--config.model.attention=cudnn"], ["attention", "cudnn", "bfloat16"]),
+    (["--config.data.min_terms=1"], ["min_terms", "1", "between 2"]),
+    (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
+    (
+        ["--config.algorithm.old_logprobs=sampler", "--config.sampler.top_k=5"],
+        ["old_logprobs", "sampler", "recompute"],
+    ),
+    (["unexpected"], ["unexpected"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=lambda v: " ".join(v))
+def test_bad_settings_name_field_value_and_allowed(overrides, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, RL, *overrides)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert all(word in message for word in words), message
+    assert "Traceback" not in message
+
+
+def test_a_missing_or_wrong_config_file_is_one_line(capsys):
+    for arguments in ([RL.replace(".py", "_no.py")], ["--config.seed=1"], [BASE]):
+        with pytest.raises(SystemExit):
+            load(Config, *arguments)
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def other_value(value):
+    """A legal value of the same type that differs from `value`."""
+    if isinstance(value, bool):
+        return not value
+    return value * 2 + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+@pytest.mark.parametrize(("kind", "file"), [(Config, RL), (SftConfig, BASE)])
+def test_every_setting_can_be_overridden(kind, file, monkeypatch):
+    monkeypatch.setattr(cli, "check", lambda config: None)
+    for name, _, value in leaves(load(kind, file)):
+        new = other_value(value)
+        loaded = load(kind, file, f"--config.{name}={new}")
+        assert dict((n, v) for n, _, v in leaves(loaded))[name] == new, name
+
+
+def test_every_config_builds_and_validates():
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        kind = SftConfig if "base" in path.name else Config
+        assert isinstance(load(kind, f"--config={path}"), kind)
+
+
+def test_presets_differ_in_exactly_the_four_tricks():
+    dapo = load(Config, f"{RL}:dapo").algorithm
+    grpo = load(Config, f"{RL}:grpo").algorithm
+    changed = {
+        field.name
+        for field in dataclasses.fields(dapo)
+        if getattr(dapo, field.name) != getattr(grpo, field.name)
+    }
+    tricks = {"clip_high", "aggregate", "dynamic_sampling", "overlong_punishment"}
+    assert changed == tricks | {"dual_clip"}
+
+
+def test_an_unknown_preset_lists_the_known(capsys):
+    with pytest.raises(SystemExit):
+        load(Config, f"{RL}:ppoo")
+    assert "dapo" in capsys.readouterr().err
+
+
+def test_no_device_is_touched_before_the_check():
+    code = (
+        "import sys; sys.argv = ['x', '--config=%s', '--config.sampler.slots=-1']\n"
+        "import jax\nfrom dapo_jax import main\n"
+        "try: main.main()\n"
+        "except SystemExit as e: assert e.code == 2\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, 'a backend was started'\n"
+        "assert 'tensorflow' not in sys.modules, 'TensorFlow was imported'\n"
+    ) % (ROOT / "configs/arithmetic.py")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, "--help", usage="The usage.")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and "The usage." in shown
+    assert all(f"--config.{name}=" in shown for name, _, _ in leaves(Config()))
+
+
+def test_config_errors_are_value_errors():
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,161 @@
+"""Dynamic sampling: which groups are kept, in which order, and what happens when there are none.
+
+The prompts are real; sampler and judge are scripted, so that each case names its outcome.
+"""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from conftest import make_completion
+
+from dapo_jax import algorithms
+from dapo_jax.config import Config, Data, Rollout
+from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.filtering import Interrupted, Starved, carries_signal, collect, next_kept_fraction
+from dapo_jax.rewards.rule import reward_group
+from dapo_jax.sampler.rollout import SamplerCounts
+from dapo_jax.structs import Verdict
+from dapo_jax.tokenizer import arithmetic_tokenizer
+
+
+class ScriptedSampler:
+    """Finishes prompt `index` after `bursts(index)` bursts."""
+
+    def __init__(self, bursts):
+        self._bursts, self._running = bursts, {}
+        self.submitted: list[int] = []
+        self.counts = SamplerCounts()
+
+    def submit(self, prompt, samples):
+        self.submitted.append(prompt.index)
+        done = tuple(make_completion([5, 1]) for _ in range(samples))
+        self._running[prompt.index] = [self._bursts(prompt.index), prompt, done]
+
+    @property
+    def idle(self):
+        return not self._running
+
+    def decode_burst(self):
+        for entry in self._running.values():
+            entry[0] -= 1
+        finished = [entry[1:] for entry in self._running.values() if entry[0] <= 0]
+        self._running = {k: v for k, v in self._running.items() if v[0] > 0}
+        return [tuple(pair) for pair in finished]
+
+    def abandon(self):
+        self._running.clear()
+
+
+class ScriptedPool:
+    """Says that `right(index)` of each group's responses are right."""
+
+    def __init__(self, right):
+        self._right, self._seen = right, {}
+
+    def submit(self, text, answer):
+        index = self._current
+        self._seen[index] = self._seen.get(index, 0) + 1
+        future = Future()
+        future.set_result(Verdict(self._seen[index] <= self._right(index), "1"))
+        return future
+
+
+def run(right, *, wanted=4, bursts=lambda i: 1, algorithm=None, fraction=0.5, **rollout):
+    config = Config(
+        algorithm=algorithm or algorithms.dapo(),
+        data=Data(train_problems=100),
+        rollout=Rollout(
+            prompts_per_step=wanted, samples_per_prompt=2, updates_per_rollout=1, **rollout
+        ),
+    )
+    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
+    sampler, pool = ScriptedSampler(bursts), ScriptedPool(right)
+    decode = sampler.decode_burst
+
+    def decode_in_turn():
+        # The pool has to know whose response it judges; real ones judge the text.
+        for prompt, done in decode():
+            pool._current = prompt.index
+            yield prompt, done
+
+    sampler.decode_burst = decode_in_turn
+    return collect(config, prompts, sampler, pool, fraction), prompts, sampler
+
+
+def indices(collected):
+    return [group.prompt.index for group in collected.groups]
+
+
+def test_a_group_is_kept_only_where_correctness_differs():
+    """However different the shaped rewards of an all-wrong group are."""
+    completions = (make_completion([5] * 90), make_completion([5]))
+    for correct, kept in (((0, 0), False), ((1, 1), False), ((1, 0), True)):
+        verdicts = tuple(Verdict(bool(c), "1") for c in correct)
+        group = reward_group(algorithms.dapo(), 96, None, completions, verdicts)
+        assert carries_signal(group) == kept
+        assert len(set(group.rewards)) == 2
+
+
+def test_the_first_that_qualify_in_data_order_are_kept_not_the_first_to_finish():
+    """Even prompts are slow; odd ones at once. Every third one is all right."""
+    collected, prompts, _ = run(
+        lambda i: 2 if i % 3 == 0 else 1, bursts=lambda i: 9 if i % 2 == 0 else 1
+    )
+    assert indices(collected) == [1, 2, 4, 5]
+    assert collected.next_position == prompts.position == 6
+    assert not collected.starved
+
+
+def test_nothing_is_asked_twice_and_nothing_is_lost_between_steps():
+    config_right = lambda i: 1 if i % 2 else 0  # noqa: E731
+    collected, prompts, _ = run(config_right)
+    assert indices(collected) == [1, 3, 5, 7]
+    assert next(prompts).index == 8
+
+
+def test_how_much_is_asked_for_follows_the_estimate():
+    _, _, eager = run(lambda i: 1, fraction=0.25, bursts=lambda i: 3)
+    _, _, frugal = run(lambda i: 1, fraction=1.0, bursts=lambda i: 3)
+    assert len(frugal.submitted) == 4 < len(eager.submitted) <= 16
+    assert next_kept_fraction(0.5, 0, 8, 8) == pytest.approx(2 / 12)
+
+
+@pytest.mark.parametrize(("right", "kind"), [(2, "all_right"), (0, "all_wrong")])
+def test_starved_sampling_gives_up_after_its_rounds(right, kind):
+    collected, prompts, sampler = run(lambda i: right, max_sample_rounds=3)
+    assert collected.groups == [] and collected.starved
+    assert getattr(collected, kind) == collected.asked_prompts == 12 == len(sampler.submitted)
+    assert prompts.position == 12
+
+
+def test_a_starved_step_trains_on_the_groups_there_are():
+    collected, _, _ = run(lambda i: 1 if i in (3, 7) else 2, max_sample_rounds=2)
+    assert indices(collected) == [3, 7] and collected.starved
+    assert collected.next_position == 8
+
+
+def test_a_starved_run_stops_with_its_counts_where_so_configured():
+    with pytest.raises(Starved, match="only 0 of 4 .* 8 were all right and 0 all wrong"):
+        run(lambda i: 2, max_sample_rounds=2, when_starved="stop")
+
+
+def test_without_dynamic_sampling_every_group_is_taken():
+    collected, _, sampler = run(lambda i: 2, algorithm=algorithms.grpo(), fraction=0.1)
+    assert indices(collected) == [0, 1, 2, 3] == sampler.submitted
+    assert not collected.starved
+
+
+def test_an_interruption_takes_effect_between_bursts():
+    config = Config(data=Data(train_problems=50))
+    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
+    with pytest.raises(Interrupted):
+        collect(config, prompts, ScriptedSampler(lambda i: 1), None, 0.5, interrupted=lambda: True)
+
+
+def test_collection_repeats_itself():
+    first, second = (
+        run(lambda i: (i * 7) % 3, bursts=lambda i: 1 + (i * 5) % 4)[0] for _ in range(2)
+    )
+    assert indices(first) == indices(second)
+    np.testing.assert_array_equal(first.kept_fraction, second.kept_fraction)

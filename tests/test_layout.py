@@ -1,0 +1,96 @@
+"""The shape of the house: one direction of imports, short files, short functions."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+from dapo_jax import algorithms, metrics, train
+from dapo_jax.config import Config, SftConfig
+from dapo_jax.settings import leaves
+
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__init__.py")
+
+# A room imports only from rooms above it.
+ROOMS = """
+settings algorithms config structs sharding tokenizer templates data.arithmetic data.pipeline
+model.attention model.decoder model.huggingface model.logprobs sampler.sampling sampler.decoding
+sampler.engine
+sampler.rollout rewards.verifier rewards.worker rewards.pool rewards.rule filtering advantages
+losses packing optimizer update metrics plots progress checkpoints cli parts evaluation supervised
+train main evaluate sft
+""".split()
+
+
+def room(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT / "dapo_jax").with_suffix("").parts)
+
+
+def imported_rooms(path: pathlib.Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dapo_jax"):
+            below = node.module.removeprefix("dapo_jax").lstrip(".")
+            for alias in node.names:
+                joined = f"{below}.{alias.name}".lstrip(".")
+                names.add(joined if joined in ROOMS else below)
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("dapo_jax") for alias in node.names), path
+    return names - {""}
+
+
+def test_every_file_is_a_known_room():
+    assert {room(path) for path in SOURCES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=room)
+def test_rooms_import_only_from_rooms_above(path):
+    above = ROOMS[: ROOMS.index(room(path))]
+    wrong = sorted(imported_rooms(path) - set(above))
+    assert not wrong, f"{room(path)} imports {wrong}, which stand below it"
+
+
+def test_only_the_engine_imports_jetstream():
+    users = {
+        room(path) for path in SOURCES if re.search(r"(from|import) jetstream", path.read_text())
+    }
+    assert users == {"sampler.engine"}
+
+
+@pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests"])
+def test_files_and_functions_stay_short(folder):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 350, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{path}:{node.name} has {length} lines"
+
+
+def test_prompts_to_update_reads_in_sixty_lines():
+    tree = ast.parse(pathlib.Path(train.__file__).read_text())
+    lengths = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert lengths["train_step"] <= 60 and lengths["update_policy"] <= 60
+
+
+@pytest.mark.parametrize("kind", [Config, SftConfig])
+def test_every_setting_has_a_reader(kind):
+    code = "\n".join(p.read_text() for p in SOURCES if room(p) not in ("config", "algorithms"))
+    for name, field, _ in leaves(kind()):
+        assert re.search(rf"\.{field.name}\b", code), f"nothing reads config.{name}"
+        assert field.metadata["explanation"]
+
+
+def test_readme_explains_every_metric_and_preset():
+    readme = (ROOT / "README.md").read_text()
+    for name in metrics.MEANINGS:
+        assert f"`{name}`" in readme, name
+    for name in algorithms.PRESETS:
+        assert f"`{name}`" in readme, name

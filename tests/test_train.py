@@ -1,0 +1,277 @@
+"""The whole loop on a policy made on the spot: it learns, stops, is killed, and repeats itself."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_completion, make_prompt
+
+from dapo_jax import algorithms, cli
+from dapo_jax.config import (
+    Architecture,
+    Checkpoint,
+    Config,
+    Data,
+    Evaluation,
+    Mesh,
+    Model,
+    Optimizer,
+    Packing,
+    Rollout,
+    Sampler,
+    SftConfig,
+)
+from dapo_jax.evaluation import evaluate_newest
+from dapo_jax.metrics import CLOCKED, Clock
+from dapo_jax.parts import build
+from dapo_jax.rewards.rule import reward_group
+from dapo_jax.structs import Verdict
+from dapo_jax.supervised import make_base
+from dapo_jax.train import train, update_policy
+
+ROOT = pathlib.Path(__file__).parent.parent
+DATA = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=16)
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A policy that knows the format and guesses the sums."""
+    folder = tmp_path_factory.mktemp("base")
+    config = SftConfig(
+        out=str(folder),
+        total_steps=60,
+        examples_per_step=32,
+        architecture=Architecture(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128),
+        data=DATA,
+        max_response_tokens=24,
+        optimizer=Optimizer(learning_rate=5e-3, warmup_steps=5),
+        packing=Packing(row_tokens=64, rows_per_microbatch=16),
+        mesh=Mesh(data=8, fsdp=1, tensor=1),
+    )
+    return make_base(config)
+
+
+def make_config(folder, run_dir, **changes) -> Config:
+    config = Config(
+        run_dir=str(run_dir),
+        total_steps=STEPS,
+        model=Model(folder=str(folder)),
+        data=DATA,
+        rollout=Rollout(prompts_per_step=8, samples_per_prompt=8, updates_per_rollout=2),
+        sampler=Sampler(slots=32, burst_tokens=4, max_response_tokens=24, first_window_tokens=32),
+        optimizer=Optimizer(learning_rate=1e-3, warmup_steps=2),
+        packing=Packing(row_tokens=64, rows_per_microbatch=8),
+        mesh=Mesh(data=2, fsdp=2, tensor=2),
+        checkpoint=Checkpoint(every_steps=1, keep=9),
+        evaluation=Evaluation(every_steps=2, samples_per_problem=2),
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    cli.check(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """An uninterrupted run on eight virtual devices, and its summary."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    return run_dir, train(make_config(base, run_dir))
+
+
+def read_rows(run_dir) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def read_rollouts(run_dir) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((run_dir / "rollouts").iterdir())}
+
+
+def final_params(base, run_dir):
+    parts = build(make_config(base, run_dir))
+    from dapo_jax.checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(run_dir, Checkpoint())
+    state, record = checkpoints.restore(parts.learner.abstract_state, seed=0)
+    parts.close()
+    checkpoints.close()
+    return jax.device_get(state), record
+
+
+def test_a_run_leaves_what_people_look_for(finished):
+    run_dir, summary = finished
+    rows = read_rows(run_dir)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert summary["steps"] == STEPS and 0 < summary["heldout_accuracy_before"] < 1
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert all(0 < row["kept_fraction"] <= 1 and row["trained_groups"] == 8 for row in rows[1:])
+    assert all(row["gradient_norm"] > 0 and row["entropy"] > 0 for row in rows[1:])
+    assert all(abs(row["kl_sampler_trainer"]) < 1e-4 for row in rows[1:])
+    assert {"heldout_accuracy" in row for row in rows} == {True, False}
+    assert list((run_dir / "tensorboard").glob("events*"))
+    assert (run_dir / "curves.png").stat().st_size > 10_000
+    lines = read_rollouts(run_dir)["step_000001.jsonl"].splitlines()
+    line = json.loads(lines[0])
+    assert line["correct"] == (line["extracted"] == line["answer"]) and line["policy_step"] == 0
+    assert len(lines) >= 64
+
+
+def test_one_device_and_eight_train_alike(base, finished, tmp_path):
+    """The same job on one device: same responses in the first step, nearly the same gradient."""
+    config = make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1)
+    devices = jax.devices
+    jax.devices = lambda *a: devices(*a)[:1]
+    try:
+        train(config)
+    finally:
+        jax.devices = devices
+    one, eight = read_rows(tmp_path)[1], read_rows(finished[0])[1]
+    assert one["response_tokens_mean"] == eight["response_tokens_mean"]
+    assert one["accuracy"] == eight["accuracy"]
+    np.testing.assert_allclose(one["gradient_norm"], eight["gradient_norm"], rtol=1e-3)
+
+
+# Patches run inside the child: a process that kills itself at a chosen place.
+KILL_AFTER_STEP = """
+from dapo_jax import progress
+show = progress.Progress.step
+def step(self, number, *rest):
+    show(self, number, *rest)
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+progress.Progress.step = step
+"""
+KILL_DURING_SAVE = """
+from dapo_jax import checkpoints
+save = checkpoints.Checkpoints.save
+def save_and_die(self, step, *rest):
+    save(self, step, *rest)
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.Checkpoints.save = save_and_die
+"""
+TERM_IN_STEP = """
+from dapo_jax import filtering
+burst = filtering._Collection.read_verdicts
+bursts = 0
+def read(self):
+    global bursts
+    bursts += 1
+    if bursts == 9:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return burst(self)
+filtering._Collection.read_verdicts = read
+"""
+
+
+def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
+    code = (
+        "import os, signal, sys; sys.path.insert(0, 'tests')\n"
+        "import conftest\n"
+        f"{patch}\n"
+        "from test_train import make_config\n"
+        "from dapo_jax.train import train\n"
+        f"train(make_config({str(base)!r}, {str(run_dir)!r}))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("patch", [KILL_AFTER_STEP, KILL_DURING_SAVE], ids=["step", "save"])
+def test_a_killed_run_resumes_bit_for_bit(patch, base, finished, tmp_path):
+    killed = run_child(base, tmp_path, patch)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run_child(base, tmp_path)
+    assert resumed.returncode == 0 and "resuming" in resumed.stdout, resumed.stderr
+    assert read_rows(tmp_path) == read_rows(finished[0])
+    assert read_rollouts(tmp_path) == read_rollouts(finished[0])
+    (state, record), (expected, expected_record) = (
+        final_params(base, run_dir) for run_dir in (tmp_path, finished[0])
+    )
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+
+
+def test_sigterm_saves_says_how_to_go_on_and_exits_zero(base, finished, tmp_path):
+    stopped = run_child(base, tmp_path, TERM_IN_STEP)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped by SIGTERM" in stopped.stdout and "The same command goes on" in stopped.stdout
+    done = len(read_rows(tmp_path)) - 1
+    assert done < STEPS
+    train(make_config(base, tmp_path))
+    assert read_rows(tmp_path) == read_rows(finished[0])
+
+
+def test_another_seed_can_not_resume_a_run(base, finished):
+    from dapo_jax.settings import ConfigError
+
+    with pytest.raises(ConfigError, match="seed = 1"):
+        train(make_config(base, finished[0], seed=1))
+
+
+def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
+    run_dir, summary = finished
+    after = evaluate_newest(make_config(base, run_dir))
+    assert after["heldout_accuracy"] == summary["heldout_accuracy_after"]
+    before = evaluate_newest(make_config(base, tmp_path))
+    assert before["heldout_accuracy"] == summary["heldout_accuracy_before"]
+
+
+def make_group(config, truncated):
+    done = tuple(make_completion([5] * (4 + i), truncated=truncated) for i in range(8))
+    verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(8))
+    return reward_group(config.algorithm, 24, make_prompt(0, [3, 4]), done, verdicts)
+
+
+def test_an_all_truncated_filtered_batch_takes_no_step(base, tmp_path):
+    algorithm = algorithms.dapo()
+    algorithm.overlong_filtering = True
+    config = make_config(base, tmp_path, algorithm=algorithm)
+    parts = build(config)
+    state = parts.learner.start(parts.folder_params())
+    before = jax.device_get(state)
+    cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
+    state, values = update_policy(parts, state, cut, 1e-3, Clock())
+    assert values["empty_updates"] == 2 and "loss" not in values
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    state, values = update_policy(parts, state, whole, 1e-3, Clock())
+    assert values["empty_updates"] == 0 and int(state.update_count) == 2
+    parts.close()
+
+
+def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
+    """No response can end within two tokens, so every answer is wrong."""
+    config = make_config(
+        base,
+        tmp_path,
+        sampler=Sampler(slots=32, burst_tokens=2, max_response_tokens=2),
+        total_steps=1,
+    )
+    config.rollout.max_sample_rounds = 2
+    train(config)
+    row = read_rows(tmp_path)[1]
+    assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
+    assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
+    shown = capsys.readouterr().out
+    assert "only 0 groups carried signal" in shown and "no answer was found in 100%" in shown
+
+
+def test_main_reports_a_missing_model_in_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "dapo_jax.main", "--config=configs/arithmetic.py"]
+        + [f"--config.model.folder={tmp_path}", f"--config.run_dir={tmp_path}/run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+    assert done.returncode == 2 and "has no config.json" in done.stderr
+    assert "Traceback" not in done.stderr
