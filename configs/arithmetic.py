@@ -24,10 +24,10 @@ def get_config(preset: str = "dapo") -> Config:
         total_steps=30,
         algorithm=algorithms.preset(preset),
         model=Model(folder="runs/arithmetic_base", scan_unroll=3),
-        data=Data(max_prompt_tokens=24),
+        data=Data(max_prompt_tokens=18),
         rollout=Rollout(prompts_per_step=32, samples_per_prompt=16, updates_per_rollout=4),
-        sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=96),
+        sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=72),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2),
-        packing=Packing(row_tokens=240, rows_per_microbatch=16),
+        packing=Packing(row_tokens=192, rows_per_microbatch=16),
         evaluation=Evaluation(every_steps=10, samples_per_problem=4),
     )

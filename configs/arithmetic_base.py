@@ -15,8 +15,8 @@ def get_config() -> SftConfig:
         examples_per_step=64,
         architecture=Architecture(layers=3, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=384),
         model=Model(scan_unroll=3),
-        data=Data(max_prompt_tokens=24),
-        max_response_tokens=104,
-        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=50, beta2=0.99),
-        packing=Packing(row_tokens=128, rows_per_microbatch=16),
+        data=Data(max_prompt_tokens=18),
+        max_response_tokens=78,
+        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", warmup_steps=50, beta2=0.99),
+        packing=Packing(row_tokens=96, rows_per_microbatch=16),
     )

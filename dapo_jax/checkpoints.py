@@ -6,21 +6,53 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from dapo_jax.config import Checkpoint
-from dapo_jax.settings import require
+from dapo_jax.settings import ConfigError
 from dapo_jax.structs import TrainState
+
+# Settings that may differ between the parts of a run: they change where, how fast or how loudly it
+# goes on, or when it ends; never what a step computes (beyond rounding).
+FREE = (
+    "run_dir total_steps log. checkpoint. evaluation. mesh. packing. reward.workers "
+    "reward.timeout_seconds model.remat model.scan_unroll model.attention "
+    "model.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens"
+).split()
+
+
+def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises `ConfigError` naming every setting that would make this another run.
+
+    Args:
+        settings, saved: leaves by dotted name, now and when the run began.
+    """
+    strict = {"total_steps"} if settings["optimizer.schedule"] != "constant" else set()
+    changed = [
+        f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
+        for name, value in settings.items()
+        if value != saved.get(name) and (name in strict or not name.startswith(tuple(FREE)))
+    ]
+    if changed:
+        raise ConfigError(
+            "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
+            + "\n  ".join(changed)
+        )
 
 
 class Checkpoints:
-    """Saves and restores `TrainState` with a small JSON record beside it.
-
-    The record holds the step to go on with, the data position, the kept-fraction estimate and the
-    seed, from which every random key of a step is derived.
-    """
+    """Saves and restores `TrainState` with a small JSON record beside it."""
 
     def __init__(self, run_dir: str | pathlib.Path, settings: Checkpoint):
         folder = pathlib.Path(run_dir).absolute() / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=settings.keep, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=settings.keep,
+            create=True,
+            cleanup_tmp_directories=True,  # what a kill during a save left behind
+        )
         self._manager = ocp.CheckpointManager(folder, options=options)
+
+    @staticmethod
+    def exist(run_dir: str | pathlib.Path) -> bool:
+        """Whether a run has ever saved there; creates nothing."""
+        return (pathlib.Path(run_dir) / "checkpoints").is_dir()
 
     def latest_step(self) -> int | None:
         """The step that the newest complete checkpoint goes on with; None without one."""
@@ -37,20 +69,15 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, abstract_state: TrainState, seed: int) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint on the mesh of `abstract_state`, and its record.
+    def record(self) -> dict[str, Any]:
+        """The record of the newest checkpoint."""
+        args = ocp.args.Composite(record=ocp.args.JsonRestore())
+        return self._manager.restore(self.latest_step(), args=args)["record"]
 
-        Raises `ConfigError` where the run was made with another seed: nothing would repeat.
-        """
-        restored = self._manager.restore(
-            self._manager.latest_step(),
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract_state), record=ocp.args.JsonRestore()
-            ),
-        )
-        record = restored["record"]
-        require(seed == record["seed"], "seed", seed, f"{record['seed']}, the run's own, to resume")
-        return restored["state"], record
+    def state(self, abstract_state: TrainState) -> TrainState:
+        """The state of the newest checkpoint, on the mesh that `abstract_state` names."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        return self._manager.restore(self.latest_step(), args=args)["state"]
 
     def close(self) -> None:
         """Waits until everything is on disk."""

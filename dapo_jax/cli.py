@@ -1,6 +1,5 @@
 """From a command line to a checked config: typed overrides, and errors that say what is allowed."""
 
-import dataclasses
 import difflib
 import sys
 from collections.abc import Callable
@@ -10,12 +9,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from dapo_jax.advantages import ESTIMATORS
-from dapo_jax.config import validate
+from dapo_jax.config import Config, validate
 from dapo_jax.data.pipeline import SOURCES
 from dapo_jax.losses import LOSS_WEIGHTS, RATIOS
+from dapo_jax.optimizer import SCHEDULES
 from dapo_jax.rewards.verifier import VERIFIERS
 from dapo_jax.settings import ConfigError, leaves, require
-from dapo_jax.templates import TEMPLATES
+from dapo_jax.templates import TEMPLATES, VERIFIER_OF
 
 # Settings whose value is a key of a table that lives beside the code it names.
 TABLES = {
@@ -24,6 +24,7 @@ TABLES = {
     "algorithm.aggregate": LOSS_WEIGHTS,
     "data.source": SOURCES,
     "data.template": TEMPLATES,
+    "optimizer.schedule": SCHEDULES,
     "reward.verifier": VERIFIERS,
 }
 
@@ -34,6 +35,14 @@ def check(config: Any) -> None:
         if name in TABLES:
             require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
     validate(config)
+    if isinstance(config, Config):
+        asked = VERIFIER_OF.get(config.data.template, config.reward.verifier)
+        require(
+            config.reward.verifier == asked,
+            "reward.verifier",
+            config.reward.verifier,
+            f"{asked!r}, which reads what data.template = {config.data.template!r} asks for",
+        )
 
 
 def describe_settings(kind: type) -> str:
@@ -84,15 +93,11 @@ def load(kind: type, usage: str) -> Any:
             f"a file whose get_config() returns {kind.__name__}",
         )
         check(holder.value)
-    except (ConfigError, flags.Error, OSError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:  # whatever a user's config file may raise
+        # ml_collections puts the traceback of a config file's error into its message.
+        print(f"error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         raise SystemExit(2) from None
     return holder.value
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    """The config as plain values, for a run folder."""
-    return dataclasses.asdict(config)
 
 
 def guarded(work: Callable[[], Any]) -> int:
@@ -103,3 +108,14 @@ def guarded(work: Callable[[], Any]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def main() -> None:
+    """Checks the settings of a run and prints the model folder that they name."""
+    print(
+        load(Config, "Checks the settings of a run; arguments as for dapo_jax.main.").model.folder
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -48,7 +48,7 @@ class Data:
     train_problems: int = setting(20_000, "Problems of one pass; then they are shuffled anew.")
     heldout_problems: int = setting(256, "Problems kept for evaluation, disjoint from training.")
     min_terms: int = setting(3, "Fewest operands of a sum.")
-    max_terms: int = setting(12, "Most operands of a sum.")
+    max_terms: int = setting(9, "Most operands of a sum.")
     max_prompt_tokens: int = setting(32, "Longest prompt the sampler accepts.")
     overlong_prompts: str = setting(
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
@@ -96,9 +96,10 @@ class Reward:
 
 @dataclasses.dataclass
 class Optimizer:
-    """AdamW with a linear warm-up in rollout steps."""
+    """AdamW; warm-up and schedule count rollout steps."""
 
     learning_rate: float = setting(1e-6, "Peak learning rate.")
+    schedule: str = setting("constant", "After the warm-up: a key of optimizer.SCHEDULES.")
     warmup_steps: int = setting(20, "Rollout steps; the first runs at learning_rate / warmup.")
     beta1: float = setting(0.9, "Decay of the first moment.")
     beta2: float = setting(0.999, "Decay of the second moment.")
@@ -202,7 +203,7 @@ CHOICES = {
     "algorithm.old_logprobs": ("recompute", "sampler"),
 }
 AT_LEAST_ZERO = (
-    "algorithm.clip_low algorithm.clip_high algorithm.dual_clip sampler.top_k optimizer.eps "
+    "algorithm.clip_low algorithm.clip_high algorithm.dual_clip sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems"
 ).split()
@@ -211,9 +212,9 @@ POSITIVE = (
     "model.scan_unroll data.train_problems data.max_prompt_tokens rollout.prompts_per_step "
     "rollout.samples_per_prompt rollout.updates_per_rollout rollout.max_sample_rounds "
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
-    "sampler.max_response_tokens sampler.temperature reward.workers reward.timeout_seconds "
-    "optimizer.learning_rate optimizer.max_grad_norm packing.row_tokens "
-    "packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
+    "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
+    "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
+    "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
     "evaluation.samples_per_problem evaluation.temperature architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
     "architecture.mlp"
@@ -238,6 +239,9 @@ def _check_single_fields(values: dict[str, object]) -> None:
         if name in SHARES:
             low, high = SHARES[name]
             require(low < value <= high, name, value, f"above {low} and at most {high}")
+        if name.startswith("optimizer.beta"):
+            require(0 <= value < 1, name, value, "at least 0 and below 1")
+    require(0 <= values["seed"] < 2**32, "seed", values["seed"], f"from 0 to {2**32 - 1}")
 
 
 def _check_shared_sections(config: "Config | SftConfig", response_tokens: int) -> None:
@@ -246,7 +250,7 @@ def _check_shared_sections(config: "Config | SftConfig", response_tokens: int) -
         2 <= data.min_terms <= data.max_terms,
         "data.min_terms",
         data.min_terms,
-        f"between 2 and data.max_terms = {data.max_terms}",
+        f"from 2 to data.max_terms = {data.max_terms}",
     )
     longest = data.max_prompt_tokens + response_tokens
     require(
@@ -272,6 +276,12 @@ def _check_algorithm(config: Config) -> None:
         "algorithm.dual_clip",
         algorithm.dual_clip,
         f"0 (off) or above 1 + clip_high = {1 + algorithm.clip_high}",
+    )
+    require(
+        algorithm.advantage != "one",
+        "algorithm.advantage",
+        algorithm.advantage,
+        "a reward's estimator: 'one' imitates wrong answers too and is for supervised runs",
     )
     grouped = algorithm.advantage.startswith("group") or algorithm.dynamic_sampling
     require(

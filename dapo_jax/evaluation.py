@@ -1,10 +1,13 @@
 """Sampled accuracy on held-out problems, while training and as a command of its own."""
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
+from dapo_jax.filtering import Interrupted
 from dapo_jax.metrics import mean_or_zero
 from dapo_jax.parts import Parts, build
 from dapo_jax.rewards.rule import reward_group
@@ -12,10 +15,16 @@ from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
 from dapo_jax.structs import Group, Prompt
 
 
-def sample_groups(params: Any, prompts: list[Prompt], parts: Parts) -> list[Group]:
+def sample_groups(
+    params: Any,
+    prompts: list[Prompt],
+    parts: Parts,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> list[Group]:
     """k judged responses to each prompt, in the order of the prompts.
 
     Draws are keyed by the prompt alone, so two policies are compared on the same random numbers.
+    Raises `Interrupted` where `interrupted()` says so between two bursts.
     """
     config, sampler, pool = parts.config, parts.sampler, parts.pool
     settings = config.evaluation
@@ -25,6 +34,8 @@ def sample_groups(params: Any, prompts: list[Prompt], parts: Parts) -> list[Grou
         sampler.submit(prompt, settings.samples_per_problem)
     judged = {}
     while not sampler.idle:
+        if interrupted():
+            raise Interrupted
         for prompt, completions in sampler.decode_burst():
             verdicts = [pool.submit(done.text, prompt.answer) for done in completions]
             judged[prompt.index] = (prompt, completions, verdicts)
@@ -53,20 +64,20 @@ def heldout_metrics(groups: list[Group]) -> dict[str, float]:
 
 def evaluate_newest(config: Config) -> dict[str, Any]:
     """Held-out metrics of the newest checkpoint in run_dir, or of the model folder without one."""
-    parts = build(config)
-    checkpoints = Checkpoints(config.run_dir, config.checkpoint)
-    try:
-        step = checkpoints.latest_step()
+    step = None
+    with contextlib.ExitStack() as stack:
+        parts = build(config)
+        stack.callback(parts.close)
+        if Checkpoints.exist(config.run_dir):
+            checkpoints = Checkpoints(config.run_dir, config.checkpoint)
+            stack.callback(checkpoints.close)
+            step = checkpoints.latest_step()
         if step is None:
             params = parts.folder_params()
         else:
-            state, _ = checkpoints.restore(parts.learner.abstract_state, config.seed)
-            params = state.params
+            params = checkpoints.state(parts.learner.abstract_state).params
         prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
         groups = sample_groups(params, prompts, parts)
-    finally:
-        checkpoints.close()
-        parts.close()
     return {
         "policy": config.model.folder if step is None else f"{config.run_dir} step {step}",
         "problems": len(groups),

@@ -48,6 +48,7 @@ class Collected:
     asked_prompts: int
     kept_fraction: float  # the estimate for the next step
     next_position: int  # where the data goes on; surplus prompts are asked again
+    dropped_prompts: int  # over the limit, before next_position
     starved: bool
 
     @property
@@ -62,7 +63,8 @@ class Collected:
 class _Collection:
     """One step's prompts in the order they were asked for, and what became of each."""
 
-    def __init__(self, config: Config, kept_fraction: float):
+    def __init__(self, config: Config, position: int, kept_fraction: float):
+        self._start = position
         self._algorithm, self._wanted = config.algorithm, config.rollout.prompts_per_step
         self._max_response_tokens = config.sampler.max_response_tokens
         filtering = config.algorithm.dynamic_sampling
@@ -132,12 +134,14 @@ class _Collection:
     def result(self, position: int) -> Collected:
         groups = self.first_kept()
         full = len(groups) == self._wanted
+        following = groups[-1].prompt.index + 1 if full else position
         return Collected(
             groups=groups,
             judged=[self._judged[index] for index in self._order if index in self._judged],
             asked_prompts=len(self._order),
             kept_fraction=self.estimate(),
-            next_position=groups[-1].prompt.index + 1 if full else position,
+            next_position=following,
+            dropped_prompts=following - self._start - sum(i < following for i in self._order),
             starved=not full,
         )
 
@@ -161,8 +165,8 @@ def collect(
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop'.
         Interrupted: `interrupted()` said so between two bursts.
     """
-    collection = _Collection(config, kept_fraction)
-    while not (len(collection.first_kept()) == config.rollout.prompts_per_step):
+    collection = _Collection(config, prompts.position, kept_fraction)
+    while len(collection.first_kept()) < config.rollout.prompts_per_step:
         if interrupted():
             raise Interrupted
         while collection.wants_more():
@@ -179,6 +183,8 @@ def collect(
             if collection.exhausted():
                 break
         on_burst(collection)
+    if interrupted():  # verdicts on the last groups may already be the interruption's
+        raise Interrupted
     sampler.abandon()
     collected = collection.result(prompts.position)
     prompts.position = collected.next_position

@@ -57,18 +57,21 @@ def policy_loss(
     logprobs = jnp.where(trained, logprobs, 0.0)
     old_logprobs = jnp.where(trained, old_logprobs, 0.0)
     ratio = RATIOS[algorithm.ratio](logprobs, old_logprobs)
-    clipped_ratio = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    loss = jnp.maximum(-advantages * ratio, -advantages * clipped_ratio)
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    # Strict comparisons: on a bound (a clip of 0 puts r = 1 there) the gradient is still whole.
+    bounded = jnp.where(ratio < low, low, jnp.where(ratio > high, high, ratio))
+    loss = jnp.maximum(-advantages * ratio, -advantages * bounded)
     if algorithm.dual_clip:
         capped = jnp.minimum(loss, -advantages * algorithm.dual_clip)
         loss = jnp.where(advantages < 0, capped, loss)
-    low = trained & (advantages < 0) & (ratio < 1 - algorithm.clip_low)
-    high = trained & (advantages > 0) & (ratio > 1 + algorithm.clip_high)
-    clipped = {"clipped_low": low.astype(jnp.float32), "clipped_high": high.astype(jnp.float32)}
+    clipped = {
+        "clipped_low": (trained & (advantages < 0) & (ratio < low)).astype(jnp.float32),
+        "clipped_high": (trained & (advantages > 0) & (ratio > high)).astype(jnp.float32),
+    }
     return jnp.where(trained, loss, 0.0), clipped
 
 
-# --- loss weights: trained tokens n of each response, response budget -> weight of its tokens --
+# --- loss weights: (trained tokens n and group of each response, budget) -> weight of a token ---
 
 
 def _responses(tokens: np.ndarray) -> int:
@@ -76,28 +79,36 @@ def _responses(tokens: np.ndarray) -> int:
     return max(1, int(np.count_nonzero(tokens)))
 
 
-def token_mean(tokens: np.ndarray, budget: int) -> np.ndarray:
-    """1 / N_tok: every trained token of the minibatch weighs the same (DAPO, PPO)."""
+def token_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
+    """1 / N_tok: every trained token of the minibatch weighs the same (DAPO's released code)."""
     return np.full(len(tokens), 1.0 / max(1, tokens.sum()))
 
 
-def sequence_mean(tokens: np.ndarray, budget: int) -> np.ndarray:
+def token_mean_per_group(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
+    """1 / N_tok of the group / groups: DAPO's equation 8, an expectation over prompts."""
+    _, member = np.unique(groups, return_inverse=True)
+    totals = np.bincount(member, tokens)
+    return 1.0 / np.maximum(totals, 1)[member] / max(1, np.count_nonzero(totals))
+
+
+def sequence_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
     """1 / n_i / B: a mean over tokens, then over responses (GRPO)."""
     return 1.0 / np.maximum(tokens, 1) / _responses(tokens)
 
 
-def sequence_sum(tokens: np.ndarray, budget: int) -> np.ndarray:
+def sequence_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
     """1 / B: a sum over tokens, then a mean over responses (REINFORCE, RLOO)."""
     return np.full(len(tokens), 1.0 / _responses(tokens))
 
 
-def token_sum_over_budget(tokens: np.ndarray, budget: int) -> np.ndarray:
+def token_sum_over_budget(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
     """1 / L_max / B: as `sequence_sum`, over the response budget (Dr. GRPO, arXiv 2503.20783)."""
     return np.full(len(tokens), 1.0 / budget / _responses(tokens))
 
 
-LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
     "token_mean": token_mean,
+    "token_mean_per_group": token_mean_per_group,
     "sequence_mean": sequence_mean,
     "sequence_sum": sequence_sum,
     "token_sum_over_budget": token_sum_over_budget,
@@ -105,7 +116,11 @@ LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 
 
 def response_weights(
-    algorithm: Algorithm, tokens: np.ndarray, truncated: np.ndarray, budget: int
+    algorithm: Algorithm,
+    tokens: np.ndarray,
+    groups: np.ndarray,
+    truncated: np.ndarray,
+    budget: int,
 ) -> np.ndarray:
     """Loss weight of each response's tokens, [B] float64, over one optimizer minibatch.
 
@@ -113,8 +128,9 @@ def response_weights(
 
     Args:
         tokens: [B] response tokens.
+        groups: [B] a number that responses to one prompt share.
         truncated: [B] bool.
         budget: max_response_tokens.
     """
     trained = np.where(truncated & algorithm.overlong_filtering, 0, tokens)
-    return np.where(trained > 0, LOSS_WEIGHTS[algorithm.aggregate](trained, budget), 0.0)
+    return np.where(trained > 0, LOSS_WEIGHTS[algorithm.aggregate](trained, groups, budget), 0.0)

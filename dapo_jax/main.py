@@ -18,7 +18,7 @@ def main() -> int:
     config = cli.load(Config, __doc__)
     # JetStream brings TensorFlow, seconds to import: only once the settings are known to be good.
     from dapo_jax.filtering import Starved
-    from dapo_jax.train import train
+    from dapo_jax.run import train
 
     try:
         return cli.guarded(lambda: train(config))

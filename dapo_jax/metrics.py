@@ -1,6 +1,7 @@
 """What is measured in a step, under which name, and where it is written."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -13,7 +14,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dapo_jax.filtering import Collected
 from dapo_jax.sampler.rollout import SamplerCounts
-from dapo_jax.structs import Completion, Group, Mean
+from dapo_jax.structs import Completion, Group, Mean, ScoredBatch
 
 # Every name that a step logs, with the sentence that the README shows.
 MEANINGS = {
@@ -24,6 +25,7 @@ MEANINGS = {
     "task is learned (DAPO, figure 3b).",
     "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
     "trained_groups": "Groups that the updates of this step saw.",
+    "starved": "1 where too few groups carried signal after max_sample_rounds.",
     "sampled_to_kept_tokens": "Sampled tokens per trained token: the price of dynamic sampling.",
     "response_tokens_mean": "Mean response length, end token included.",
     "response_tokens_max": "Longest response.",
@@ -37,7 +39,7 @@ MEANINGS = {
     "reflection_fraction": "Share of responses with a reflection word (wait, recheck, again, ...).",
     "accuracy_with_reflection": "Accuracy of the responses with a reflection word.",
     "accuracy_without_reflection": "Accuracy of the others.",
-    "advantage_std": "Standard deviation of the advantages over trained responses.",
+    "advantage_std": "Standard deviation of the advantages over response tokens.",
     "loss": "Policy loss, mean over the step's updates.",
     "entropy": "Mean entropy of the policy on trained tokens, in nats; collapse shows here first.",
     "mean_probability": "Mean probability of trained tokens under the policy before the update.",
@@ -60,7 +62,8 @@ MEANINGS = {
     "seconds_rollout": "Seconds of sampling, judging and filtering.",
     "seconds_score": "Seconds of packing and the score pass.",
     "seconds_update": "Seconds of the optimizer updates.",
-    "seconds_step": "Seconds of the whole step.",
+    "seconds_step": "Seconds from prompts to updated policy; evaluating and saving come on top.",
+    "seconds_evaluation": "Seconds of the evaluation, where there was one.",
     "heldout_accuracy": "Sampled accuracy on held-out problems (avg@k), where evaluated.",
     "heldout_truncated_fraction": "Share of held-out responses cut off by the budget.",
     "heldout_response_tokens": "Mean response length on held-out problems.",
@@ -109,7 +112,9 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def rollout_metrics(collected: Collected, counts: SamplerCounts) -> dict[str, float]:
+def rollout_metrics(
+    collected: Collected, counts: SamplerCounts, clock: "Clock"
+) -> dict[str, float]:
     """Filtering and its price, beside `response_metrics` of all judged groups."""
     judged = max(1, len(collected.judged))
     kept = judged - collected.all_right - collected.all_wrong if collected.judged else 0
@@ -122,8 +127,24 @@ def rollout_metrics(collected: Collected, counts: SamplerCounts) -> dict[str, fl
         "sampled_to_kept_tokens": (counts.tokens + counts.abandoned_tokens)
         / max(1, trained_tokens),
         "abandoned_tokens": float(counts.abandoned_tokens),
+        "dropped_prompts": float(collected.dropped_prompts),
+        "starved": float(collected.starved),
         "prefills": float(counts.prefills),
         "slot_occupancy": counts.occupancy,
+        "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
+        "seconds_step": clock.total(),
+    }
+
+
+def update_metrics(
+    scored: ScoredBatch, advantages: np.ndarray, empty_updates: int, clock: "Clock"
+) -> dict[str, float]:
+    """What the updates' own means don't hold."""
+    trained = scored.rollouts.response_index >= 0
+    return {
+        "advantage_std": float(advantages[trained].std()) if trained.any() else 0.0,
+        "empty_updates": float(empty_updates),
+        "trained_tokens_per_second": float(trained.sum()) / clock.seconds["seconds_update"],
     }
 
 
@@ -180,18 +201,20 @@ class MetricWriter:
         self.path = run_dir / "metrics.jsonl"
         rewind_jsonl(self.path, -1 if resumed_step is None else resumed_step)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
-        if self._events and resumed_step is not None:
+        if self._events:  # TensorBoard drops earlier events of the steps that come again
             restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            first = 0 if resumed_step is None else resumed_step + 1
             self._events.add_event(
-                event_pb2.Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart)
+                event_pb2.Event(wall_time=time.time(), step=first, session_log=restart)
             )
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line and one event. Raises KeyError for a name without a meaning."""
         for name in values:
             MEANINGS[name]
+        line = {name: v if math.isfinite(v) else None for name, v in values.items()}
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+            file.write(json.dumps({"step": step} | line) + "\n")
         if self._events:
             entries = [
                 summary_pb2.Summary.Value(tag=name, simple_value=value)
@@ -224,6 +247,7 @@ def write_rollouts(run_dir: pathlib.Path, step: int, groups: list[Group]) -> Non
                 zip(group.completions, group.verdicts, strict=True)
             ):
                 line = {
+                    "source": group.prompt.source,
                     "prompt_id": group.prompt.id,
                     "index": group.prompt.index,
                     "sample": i,

@@ -1,5 +1,6 @@
 """AdamW as an optax chain, and the learning rate of a rollout step."""
 
+import math
 from typing import Any
 
 import jax
@@ -30,8 +31,22 @@ def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(settings: Optimizer, step: int) -> float:
-    """Linear warm-up over `warmup_steps` rollout steps, then constant; the first is above 0."""
-    if settings.warmup_steps == 0:
-        return settings.learning_rate
-    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
+# What follows the warm-up: share of the remaining steps that is behind -> share of the peak.
+SCHEDULES = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
+    """Learning rate of step `step` (from 0): a linear warm-up, then the schedule.
+
+    No step is wasted at rate 0: the first has peak / warmup_steps, and a schedule that falls to 0
+    would reach it one step after the last.
+    """
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, total_steps - warmup)
+    return settings.learning_rate * SCHEDULES[settings.schedule](done)

@@ -125,6 +125,7 @@ def spread_weights(
     weights[members] = response_weights(
         algorithm,
         np.array([len(segment.completion) for segment in segments]),
+        np.array([segment.prompt.index for segment in segments]),
         np.array([segment.completion.truncated for segment in segments], bool),
         budget,
     )

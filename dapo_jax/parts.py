@@ -36,7 +36,13 @@ def open_mesh(settings: Mesh, rows_per_microbatch: int) -> jax.sharding.Mesh:
 
 def numerics(model: Model, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """The fields of `DecoderConfig` that the run chooses, not the model folder."""
-    dtype = jnp.dtype(model.compute_dtype)
+    dtype, platform = jnp.dtype(model.compute_dtype), mesh.devices.flat[0].platform
+    require(
+        model.attention != "cudnn" or platform == "gpu",
+        "model.attention",
+        model.attention,
+        f"'auto' or 'plain' on {platform}",
+    )
     return {
         "dtype": dtype,
         "remat": model.remat,

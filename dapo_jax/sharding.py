@@ -29,7 +29,6 @@ RULES = {
     "layers": (None, None),
     "norm": (None, None),
     "head_dim": (None, None),
-    "time": (None, None),
 }
 TRAINING, DECODING = 0, 1
 

@@ -52,7 +52,7 @@ class Verdict:
 
     correct: bool
     extracted: str | None  # the answer that was found, None where there was none
-    failure: str | None = None  # "timeout" or "error" where the rule did not finish
+    failure: str | None = None  # what kept the rule from finishing
 
 
 @dataclasses.dataclass(frozen=True)

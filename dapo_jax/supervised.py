@@ -1,6 +1,7 @@
 """Supervised training from nothing on worked examples, by the update of reinforcement learning."""
 
 import pathlib
+import shutil
 import time
 
 import jax
@@ -76,7 +77,7 @@ def make_base(config: SftConfig) -> pathlib.Path:
         weights = spread_weights(rollouts, segments, algorithm, config.max_response_tokens)
         scored = ScoredBatch(rollouts, None)
         batch = TrainBatch(scored, one(scored, np.ones(len(segments)), None), weights)
-        rate = learning_rate(config.optimizer, step)
+        rate = learning_rate(config.optimizer, step, config.total_steps)
         state, means = learner.update(state, batch, used, rate)
         if (step + 1) % max(1, config.total_steps // LINES_PER_RUN) == 0:
             nll = add_up([jax.device_get(means)])["policy_nll"]
@@ -85,7 +86,10 @@ def make_base(config: SftConfig) -> pathlib.Path:
                 f"sft step {step + 1:>5}/{config.total_steps}  nll {nll:.4f}  {seconds:.0f} s"
             )
     folder = pathlib.Path(config.out)
-    huggingface.save_folder(folder, state.params, decoder, tokenizer.end_ids)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    huggingface.save_folder(unfinished, state.params, decoder, tokenizer.end_ids)
+    tokenizer.backend.save(str(unfinished / "tokenizer.json"))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
     progress.say(f"base policy written to {folder}")
     return folder

@@ -10,6 +10,10 @@ TEMPLATES = {
     ),
 }
 
+# A prompt that asks for one format and a verifier that reads another reward nothing: templates that
+# ask for a format name the verifier that reads it.
+VERIFIER_OF = {"dapo": "answer_line"}
+
 
 def apply_template(name: str, problem: str) -> str:
     """The prompt text. Braces inside the problem are left alone."""

@@ -28,6 +28,7 @@ def _weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean
 
 def token_metrics(
     batch: TrainBatch,
+    algorithm: Algorithm,
     logprobs: Float[Array, "R T"],
     old_logprobs: Float[Array, "R T"],
     entropy: Float[Array, "R T"],
@@ -36,14 +37,15 @@ def token_metrics(
     """Means over trained tokens (DAPO's figures 2 and 3a, and the sampler's mismatch)."""
     trained = (batch.loss_weights > 0).astype(jnp.float32)
     probability = jnp.exp(jnp.where(trained > 0, old_logprobs, 0.0))
-    sampler = jnp.where(trained > 0, batch.scored.rollouts.sampler_logprobs, 0.0)
-    old = jnp.where(trained > 0, old_logprobs, 0.0)
+    sampler = batch.scored.rollouts.sampler_logprobs
+    # Where the sampler's are the old ones, the trainer's own view is only in this forward pass.
+    trainer = logprobs if algorithm.old_logprobs == "sampler" else old_logprobs
     values = {
         "entropy": entropy,
         "mean_probability": probability,
         "clip_fraction_low": clipped["clipped_low"],
         "clip_fraction_high": clipped["clipped_high"],
-        "kl_sampler_trainer": sampler - old,
+        "kl_sampler_trainer": jnp.where(trained > 0, sampler - trainer, 0.0),
         "policy_nll": -logprobs,
     }
     means = {name: _weighted(value, trained) for name, value in values.items()}
@@ -147,7 +149,7 @@ class Learner:
         weights = batch.loss_weights
         losses, clipped = policy_loss(self._algorithm, logprobs, old, batch.advantages, weights)
         loss = jnp.sum(weights * losses)
-        metrics = token_metrics(batch, logprobs, old, entropy, clipped)
+        metrics = token_metrics(batch, self._algorithm, logprobs, old, entropy, clipped)
         metrics["loss"] = Mean(loss, jnp.zeros(()))  # already normalised; see _update_fn
         return loss, jax.lax.stop_gradient(metrics)
 
@@ -169,13 +171,15 @@ class Learner:
         norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(norm)
         direction, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
+        finite &= jnp.isfinite(optax.tree.norm(direction))
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         new = TrainState(params, opt_state, state.update_count + 1)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-        once = jnp.ones(())
-        metrics["loss"] = Mean(metrics["loss"].total, once)
-        metrics["gradient_norm"] = Mean(jnp.where(finite, norm, 0.0), finite.astype(jnp.float32))
-        metrics["skipped_updates"] = Mean(1.0 - finite, once)
+        taken = finite.astype(jnp.float32)
+        loss = metrics["loss"].total
+        metrics["loss"] = Mean(jnp.where(finite, loss, 0.0), taken)
+        metrics["gradient_norm"] = Mean(jnp.where(finite, norm, 0.0), taken)
+        metrics["skipped_updates"] = Mean(1.0 - taken, jnp.ones(()))
         return new, metrics
 
 

@@ -17,9 +17,11 @@ fi
 # One mark per set of extras, holding what setup.py was: reinstall when it changes.
 mark=".venv/installed-${extras:-base}"
 wanted="$(cksum <setup.py)"
+fit='import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
 if [ "$(cat "$mark" 2>/dev/null)" != "$wanted" ]; then
     echo "installing dapo_jax${extras:+[$extras]} into .venv (once) ..."
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    # A half-made environment, or one of another Python, is made anew.
+    .venv/bin/python -c "$fit" 2>/dev/null || "$python" -m venv --clear .venv
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
     echo "$wanted" >"$mark"
 fi

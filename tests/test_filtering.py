@@ -153,6 +153,22 @@ def test_an_interruption_takes_effect_between_bursts():
         collect(config, prompts, ScriptedSampler(lambda i: 1), None, 0.5, interrupted=lambda: True)
 
 
+def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
+    config = Config(
+        algorithm=algorithms.grpo(),
+        data=Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop"),
+        rollout=Rollout(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=1),
+    )
+    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
+    dropped = 0
+    for _ in range(3):
+        sampler, pool = ScriptedSampler(lambda i: 1), ScriptedPool(lambda i: 1)
+        pool._current = 0
+        collected = collect(config, prompts, sampler, pool, 0.5)
+        dropped += collected.dropped_prompts
+    assert prompts.position == 12 + dropped and dropped > 0
+
+
 def test_collection_repeats_itself():
     first, second = (
         run(lambda i: (i * 7) % 3, bursts=lambda i: 1 + (i * 5) % 4)[0] for _ in range(2)

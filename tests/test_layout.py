@@ -20,7 +20,7 @@ model.attention model.decoder model.huggingface model.logprobs sampler.sampling 
 sampler.engine
 sampler.rollout rewards.verifier rewards.worker rewards.pool rewards.rule filtering advantages
 losses packing optimizer update metrics plots progress checkpoints cli parts evaluation supervised
-train main evaluate sft
+train run main evaluate sft
 """.split()
 
 
@@ -77,7 +77,7 @@ def test_prompts_to_update_reads_in_sixty_lines():
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
     }
-    assert lengths["train_step"] <= 60 and lengths["update_policy"] <= 60
+    assert lengths["train_step"] + lengths["update_policy"] <= 60
 
 
 @pytest.mark.parametrize("kind", [Config, SftConfig])

@@ -1,5 +1,6 @@
 """Advantages, ratios, clips and weights against loops written from the papers."""
 
+import dataclasses
 import itertools
 import math
 
@@ -59,7 +60,8 @@ def test_policy_loss_is_the_clipped_surrogate(algorithm):
 
 def test_on_policy_gradient_is_minus_the_advantage():
     logprobs, advantages = RNG.normal(-2, 1, (2, 5)), RNG.normal(size=(2, 5))
-    for algorithm in (dapo(), grpo(), sft()):
+    unclipped = dataclasses.replace(dapo(), clip_low=0.0, clip_high=0.0)
+    for algorithm in (dapo(), grpo(), sft(), unclipped):
 
         def total(x, algorithm=algorithm):
             return policy_loss(algorithm, x, logprobs, advantages, np.ones((2, 5)))[0].sum()
@@ -90,6 +92,7 @@ def test_a_huge_log_ratio_stays_finite():
 
 
 TOKENS = np.array([4, 1, 0, 7])
+GROUPS = np.array([3, 3, 8, 8])
 
 
 def test_weights_reproduce_the_nested_means():
@@ -98,6 +101,9 @@ def test_weights_reproduce_the_nested_means():
     real = [part for part in losses if len(part)]
     expected = {
         "token_mean": np.concatenate(losses).mean(),
+        "token_mean_per_group": np.mean(
+            [np.concatenate(losses[:2]).mean(), np.concatenate(losses[2:]).mean()]
+        ),
         "sequence_mean": np.mean([part.mean() for part in real]),
         "sequence_sum": np.mean([part.sum() for part in real]),
         "token_sum_over_budget": np.mean([part.sum() / 9 for part in real]),
@@ -106,7 +112,7 @@ def test_weights_reproduce_the_nested_means():
     for name, value in expected.items():
         algorithm = dapo()
         algorithm.aggregate = name
-        weights = response_weights(algorithm, TOKENS, np.zeros(4, bool), budget=9)
+        weights = response_weights(algorithm, TOKENS, GROUPS, np.zeros(4, bool), budget=9)
         found = sum(w * part.sum() for w, part in zip(weights, losses, strict=True))
         np.testing.assert_allclose(found, value, err_msg=name)
         assert weights[2] == 0
@@ -116,10 +122,10 @@ def test_overlong_filtering_leaves_loss_and_counts():
     algorithm = dapo()
     truncated = np.array([False, False, False, True])
     np.testing.assert_allclose(
-        response_weights(algorithm, TOKENS, truncated, 9), [1 / 12, 1 / 12, 0, 1 / 12]
+        response_weights(algorithm, TOKENS, GROUPS, truncated, 9), [1 / 12, 1 / 12, 0, 1 / 12]
     )
     algorithm.overlong_filtering = True
     np.testing.assert_allclose(
-        response_weights(algorithm, TOKENS, truncated, 9), [1 / 5, 1 / 5, 0, 0]
+        response_weights(algorithm, TOKENS, GROUPS, truncated, 9), [1 / 5, 1 / 5, 0, 0]
     )
-    assert not response_weights(algorithm, TOKENS, np.ones(4, bool), 9).any()
+    assert not response_weights(algorithm, TOKENS, GROUPS, np.ones(4, bool), 9).any()

@@ -86,6 +86,7 @@ def test_odd_text_reaches_the_verifier_unharmed(pool):
 
 HANGING = """
 import sys, time
+print('{"ready": true}', flush=True)
 for line in sys.stdin.buffer:
     if b"hang" in line:
         time.sleep(60)
@@ -111,4 +112,4 @@ def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
     rogue.close()
     assert [v.correct for v in verdicts] == [text == "fine" for text in texts]
     assert [v.failure is None for v in verdicts] == [text == "fine" for text in texts]
-    assert "TimeoutError" in verdicts[1].failure and rogue.kills == 3
+    assert "TimeoutError" in verdicts[1].failure and rogue.kills == 6  # each tried twice

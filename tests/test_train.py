@@ -13,6 +13,7 @@ import pytest
 from conftest import make_completion, make_prompt
 
 from dapo_jax import algorithms, cli
+from dapo_jax.checkpoints import Checkpoints, check_same_run
 from dapo_jax.config import (
     Architecture,
     Checkpoint,
@@ -31,9 +32,11 @@ from dapo_jax.evaluation import evaluate_newest
 from dapo_jax.metrics import CLOCKED, Clock
 from dapo_jax.parts import build
 from dapo_jax.rewards.rule import reward_group
+from dapo_jax.run import train
+from dapo_jax.settings import ConfigError, leaves
 from dapo_jax.structs import Verdict
 from dapo_jax.supervised import make_base
-from dapo_jax.train import train, update_policy
+from dapo_jax.train import update_policy
 
 ROOT = pathlib.Path(__file__).parent.parent
 DATA = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=16)
@@ -96,13 +99,11 @@ def read_rollouts(run_dir) -> dict[str, str]:
 
 def final_params(base, run_dir):
     parts = build(make_config(base, run_dir))
-    from dapo_jax.checkpoints import Checkpoints
-
     checkpoints = Checkpoints(run_dir, Checkpoint())
-    state, record = checkpoints.restore(parts.learner.abstract_state, seed=0)
+    state, record = checkpoints.state(parts.learner.abstract_state), checkpoints.record()
     parts.close()
     checkpoints.close()
-    return jax.device_get(state), record
+    return jax.device_get(state), {k: record[k] for k in ("step", "position", "kept_fraction")}
 
 
 def test_a_run_leaves_what_people_look_for(finished):
@@ -177,7 +178,7 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
         "import conftest\n"
         f"{patch}\n"
         "from test_train import make_config\n"
-        "from dapo_jax.train import train\n"
+        "from dapo_jax.run import train\n"
         f"train(make_config({str(base)!r}, {str(run_dir)!r}))\n"
     )
     return subprocess.run(
@@ -185,12 +186,15 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("patch", [KILL_AFTER_STEP, KILL_DURING_SAVE], ids=["step", "save"])
-def test_a_killed_run_resumes_bit_for_bit(patch, base, finished, tmp_path):
+@pytest.mark.parametrize(
+    ("patch", "resumed_after"), [(KILL_AFTER_STEP, 2), (KILL_DURING_SAVE, 1)], ids=["step", "save"]
+)
+def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path):
     killed = run_child(base, tmp_path, patch)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run_child(base, tmp_path)
-    assert resumed.returncode == 0 and "resuming" in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"after step {resumed_after}" in resumed.stdout.replace("\n", " ")
     assert read_rows(tmp_path) == read_rows(finished[0])
     assert read_rollouts(tmp_path) == read_rollouts(finished[0])
     (state, record), (expected, expected_record) = (
@@ -200,8 +204,21 @@ def test_a_killed_run_resumes_bit_for_bit(patch, base, finished, tmp_path):
     assert record == expected_record
 
 
-def test_sigterm_saves_says_how_to_go_on_and_exits_zero(base, finished, tmp_path):
-    stopped = run_child(base, tmp_path, TERM_IN_STEP)
+TERM_GROUP_IN_EVALUATION = """
+from dapo_jax import evaluation
+os.setpgrp()
+submit = evaluation.RolloutSampler.submit
+def submit_and_stop(self, prompt, samples):
+    submit(self, prompt, samples)
+    if self._step == 0 and self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl'):
+        os.killpg(0, signal.SIGTERM)
+evaluation.RolloutSampler.submit = submit_and_stop
+"""
+
+
+@pytest.mark.parametrize("patch", [TERM_IN_STEP, TERM_GROUP_IN_EVALUATION], ids=["step", "eval"])
+def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
+    stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM" in stopped.stdout and "The same command goes on" in stopped.stdout
     done = len(read_rows(tmp_path)) - 1
@@ -210,11 +227,16 @@ def test_sigterm_saves_says_how_to_go_on_and_exits_zero(base, finished, tmp_path
     assert read_rows(tmp_path) == read_rows(finished[0])
 
 
-def test_another_seed_can_not_resume_a_run(base, finished):
-    from dapo_jax.settings import ConfigError
-
-    with pytest.raises(ConfigError, match="seed = 1"):
-        train(make_config(base, finished[0], seed=1))
+def test_a_run_does_not_go_on_with_other_settings(base, finished):
+    config = make_config(base, finished[0], seed=1)
+    config.algorithm.clip_high = 0.4
+    with pytest.raises(ConfigError, match="(?s)seed = 1, .* made with 0.*clip_high = 0.4"):
+        train(config)
+    settings = {name: value for name, _, value in leaves(make_config(base, "elsewhere"))}
+    check_same_run(settings | {"mesh.data": 1, "total_steps": 99, "log.rollouts": False}, settings)
+    with pytest.raises(ConfigError, match="total_steps = 99"):
+        linear = settings | {"optimizer.schedule": "linear"}
+        check_same_run(linear | {"total_steps": 99}, linear)
 
 
 def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
@@ -225,13 +247,15 @@ def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_
     assert before["heldout_accuracy"] == summary["heldout_accuracy_before"]
 
 
-def make_group(config, truncated):
-    done = tuple(make_completion([5] * (4 + i), truncated=truncated) for i in range(8))
+def make_group(config, truncated, length=4):
+    done = tuple(
+        make_completion([5] * (length + i if length else 0), truncated=truncated) for i in range(8)
+    )
     verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(8))
     return reward_group(config.algorithm, 24, make_prompt(0, [3, 4]), done, verdicts)
 
 
-def test_an_all_truncated_filtered_batch_takes_no_step(base, tmp_path):
+def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     algorithm = algorithms.dapo()
     algorithm.overlong_filtering = True
     config = make_config(base, tmp_path, algorithm=algorithm)
@@ -244,7 +268,23 @@ def test_an_all_truncated_filtered_batch_takes_no_step(base, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     state, values = update_policy(parts, state, whole, 1e-3, Clock())
     assert values["empty_updates"] == 0 and int(state.update_count) == 2
+    empty = [make_group(config, True, length=0)] * 8
+    assert not any(group.correct.any() for group in empty)
+    _, values = update_policy(parts, state, empty, 1e-3, Clock())
+    assert values["empty_updates"] == 2 and all(np.isfinite(list(values.values())))
     parts.close()
+
+
+def test_an_all_truncated_run_warns_and_takes_no_step(base, tmp_path, capsys):
+    """No response can end within two tokens: everything is cut off, wrong and filtered."""
+    algorithm = algorithms.grpo()
+    algorithm.overlong_filtering = True
+    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
+    config = make_config(base, tmp_path, algorithm=algorithm, sampler=sampler, total_steps=1)
+    train(config)
+    row = read_rows(tmp_path)[1]
+    assert row["empty_updates"] == 2 and row["truncated_fraction"] == 1 and "loss" not in row
+    assert "2 updates had no trained token" in capsys.readouterr().out
 
 
 def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):

@@ -27,7 +27,7 @@ BUDGET = 14
 def make_segments(lengths, truncated=()) -> list[Segment]:
     segments = []
     for i, length in enumerate(lengths):
-        prompt = make_prompt(i, RNG.integers(2, 32, 2 + i % 4).tolist())
+        prompt = make_prompt(i // 2, RNG.integers(2, 32, 2 + i % 4).tolist())  # pairs
         tokens = RNG.integers(2, 32, length).astype(np.int32)
         logprobs = RNG.normal(-3, 0.5, length).astype(np.float32)
         segments.append(Segment(prompt, Completion(tokens, logprobs, i in truncated, 0, ""), i))
@@ -73,8 +73,8 @@ def place(params, learner):
 
 
 def loop_loss(params, algorithm):
-    """DAPO's equation 8 (or GRPO's mean), response by response, one unpacked row each."""
-    terms = []
+    """DAPO's equation 8, its released code's mean, or GRPO's; response by response, unpacked."""
+    terms, groups = [], []
     for segment, advantage in zip(SEGMENTS, ADVANTAGES, strict=True):
         prompt, response = segment.prompt.tokens, segment.completion.tokens
         if len(response) == 0 or (segment.completion.truncated and algorithm.overlong_filtering):
@@ -95,14 +95,28 @@ def loop_loss(params, algorithm):
         if advantage < 0 and algorithm.dual_clip:
             objective = jnp.maximum(objective, algorithm.dual_clip * advantage)
         terms.append(-objective)
+        groups.append(segment.prompt.index)
+    if algorithm.aggregate == "token_mean_per_group":
+        members = [
+            [t for t, g in zip(terms, groups, strict=True) if g == own] for own in set(groups)
+        ]
+        return jnp.mean(jnp.stack([jnp.mean(jnp.concatenate(parts)) for parts in members]))
     if algorithm.aggregate == "token_mean":
         return jnp.mean(jnp.concatenate(terms))
     return jnp.mean(jnp.stack([term.mean() for term in terms]))
 
 
-@pytest.mark.parametrize(("preset", "filtered"), [("dapo", True), ("grpo", False)])
-def test_packed_gradient_equals_the_papers_loop(preset, filtered, tiny_params, one_device):
-    algorithm = dataclasses.replace(algorithms.preset(preset), overlong_filtering=filtered)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregate": "token_mean_per_group"},
+        {"overlong_filtering": True},
+        {"aggregate": "sequence_mean", "clip_high": 0.2, "dual_clip": 0.0},
+    ],
+    ids=["equation 8", "dapo, filtered", "grpo"],
+)
+def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device):
+    algorithm = dataclasses.replace(algorithms.dapo(), **changes)
     learner = make_learner(one_device, algorithm)
     batch, used = make_batch(algorithm)
     found = learner.gradient(place(tiny_params, learner), batch, used)
@@ -217,10 +231,15 @@ def test_only_matrices_decay(tiny_params, one_device):
     np.testing.assert_allclose(query[0], query[1] * (1 - 0.1 * 0.5), rtol=1e-6)
 
 
-def test_the_first_step_is_not_wasted_at_rate_zero():
+def test_no_step_of_any_schedule_is_wasted_at_rate_zero():
     settings = Optimizer(learning_rate=2.0, warmup_steps=4)
-    assert [learning_rate(settings, step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert learning_rate(Optimizer(learning_rate=2.0, warmup_steps=0), 0) == 2.0
+    rates = [learning_rate(settings, step, 8) for step in range(8)]
+    assert rates == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    settings.schedule = "linear"
+    assert [learning_rate(settings, step, 8) for step in range(3, 8)] == [2.0, 2.0, 1.5, 1.0, 0.5]
+    settings.schedule = "cosine"
+    assert learning_rate(settings, 6, 8) == pytest.approx(1.0)
+    assert learning_rate(Optimizer(learning_rate=2.0, warmup_steps=0), 0, 8) == 2.0
 
 
 # --- packing --------------------------------------------------------------------------------
@@ -268,5 +287,5 @@ def test_weights_add_up_to_one_over_all_microbatches():
     batch, _ = make_batch()
     np.testing.assert_allclose(batch.loss_weights.sum(), 1, rtol=1e-6)
     lengths, truncated = np.array(LENGTHS), np.zeros(len(LENGTHS), bool)
-    expected = response_weights(algorithms.dapo(), lengths, truncated, BUDGET) * lengths
+    expected = response_weights(algorithms.dapo(), lengths, lengths, truncated, BUDGET) * lengths
     np.testing.assert_allclose(expected.sum(), 1)

@@ -14,7 +14,7 @@ import numpy as np
 
 LARGEST_DIGITS = (3, 6, 9)
 # How often a worked example gets `a + digit` wrong, by the digit.
-STEP_ERROR = (0.0, 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.45)
+STEP_ERROR = (0.0, 0.04, 0.06, 0.08, 0.12, 0.18, 0.24, 0.35, 0.45, 0.55)
 RAMBLE_SHARE = 0.2  # chance to start over, after each finished chain
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
 

@@ -182,8 +182,12 @@ def head_kernel(params: Any) -> Float[Array, "D V"]:
 
 
 def unstack_layers(params: Any, config: DecoderConfig) -> Any:
-    """Parameters as decoding wants them: `layers` a tuple of trees, all in the compute dtype."""
-    params = jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
+    """Parameters as decoding wants them: `layers` a tuple of trees, in the compute dtype."""
+
+    def cast(path, leaf):
+        return leaf if path[-1].key == "scale" else leaf.astype(config.dtype)  # norms stay float32
+
+    params = jax.tree_util.tree_map_with_path(cast, params)
     layers = params["layers"]
     return params | {
         "layers": tuple(

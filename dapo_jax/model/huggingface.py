@@ -22,6 +22,9 @@ from dapo_jax.settings import ConfigError, require
 
 MODEL_TYPES = ("qwen2",)
 
+# Settings that would change the numbers, with the only value that is computed here.
+UNSUPPORTED = {"rope_scaling": None, "use_sliding_window": False, "hidden_act": "silu"}
+
 # our path below `layers`: published name below `model.layers.N`
 LAYER_NAMES = {
     "attention_norm/scale": "input_layernorm.weight",
@@ -94,6 +97,13 @@ def read_config(folder: str | pathlib.Path, **numerics: Any) -> DecoderConfig:
         f"{folder} (model_type {values.get('model_type')!r})",
         f"a folder with model_type {' or '.join(MODEL_TYPES)}",
     )
+    for name, plain in UNSUPPORTED.items():
+        require(
+            values.get(name, plain) == plain,
+            "model.folder",
+            f"{name} {values.get(name)!r}",
+            f"a folder with {name} {plain!r}",
+        )
     try:
         heads, embed = values["num_attention_heads"], values["hidden_size"]
         return DecoderConfig(
@@ -155,6 +165,8 @@ def _check_names(tensors: _Tensors, shapes: dict[str, tuple[int, ...]], layers: 
                 problems.append(f"{name}: missing")
             elif tensors.shape(name) != wanted:
                 problems.append(f"{name}: shape {tensors.shape(name)}, expected {wanted}")
+    if "head" not in shapes:
+        known.add(TOP_NAMES["head"])  # some folders repeat the tied embedding under this name
     problems += [f"{name}: unknown" for name in sorted(tensors.names() - known)]
     if problems:
         raise ConfigError("model folder can't be read:\n  " + "\n  ".join(problems))
@@ -202,7 +214,7 @@ def load_params(folder: str | pathlib.Path, config: DecoderConfig, mesh: jax.sha
 def save_folder(
     folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
 ) -> None:
-    """Writes config.json, generation_config.json and model.safetensors (float32)."""
+    """Writes model.safetensors (float32), config.json and generation_config.json."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     published = {}

@@ -2,15 +2,18 @@
 
 import json
 import os
-import queue
 import select
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.config import Reward
 from dapo_jax.structs import Verdict
+
+START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
+TRIES = 2  # a verdict must not depend on one worker's bad luck
 
 
 class _Worker:
@@ -22,22 +25,35 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            start_new_session=True,
         )
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._read_line(time.monotonic() + START_SECONDS)
 
     def ask(self, job: dict, timeout_seconds: float) -> dict:
-        """Raises TimeoutError or OSError; the worker is then of no more use."""
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        deadline, reply = time.monotonic() + timeout_seconds, b""
-        output = self._process.stdout.fileno()
+        """Raises TimeoutError, OSError or ValueError; the worker is then of no more use."""
+        deadline = time.monotonic() + timeout_seconds
+        message, pipe = json.dumps(job).encode() + b"\n", self._process.stdin.fileno()
+        while message:
+            self._wait([], [pipe], deadline)
+            message = message[os.write(pipe, message[:65_536]) :]
+        return json.loads(self._read_line(deadline))
+
+    def _read_line(self, deadline: float) -> bytes:
+        reply, pipe = b"", self._process.stdout.fileno()
         while not reply.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([output], [], [], left)[0]:
-                raise TimeoutError
-            piece = os.read(output, 65_536)
+            self._wait([pipe], [], deadline)
+            piece = os.read(pipe, 65_536)
             if not piece:
                 raise OSError("the worker died")
             reply += piece
-        return json.loads(reply)
+        return reply
+
+    @staticmethod
+    def _wait(readable: list[int], writable: list[int], deadline: float) -> None:
+        left = max(0.0, deadline - time.monotonic())
+        if not any(select.select(readable, writable, [], left)):
+            raise TimeoutError("no answer in time")
 
     def kill(self) -> None:
         self._process.kill()
@@ -47,38 +63,51 @@ class _Worker:
 
 
 class RewardPool:
-    """Judges responses beside the decoding.
+    """Judges responses beside the decoding: a thread and a process per worker.
 
     Attributes:
         kills: workers that had to be killed since the start.
     """
 
     def __init__(self, reward: Reward):
-        self._reward = reward
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(reward.workers):
-            self._idle.put(_Worker(reward.verifier))
+        self._reward, self._own = reward, threading.local()
+        self._lock, self._alive = threading.Lock(), set()
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
         self.kills = 0
 
     def submit(self, text: str, answer: str) -> Future[Verdict]:
-        """The verdict on one response, later. Never fails: what goes wrong is in the verdict."""
+        """The verdict on one response, later. Never fails: what went wrong is in the verdict."""
         return self._threads.submit(self._judge, {"text": text, "answer": answer})
 
     def _judge(self, job: dict) -> Verdict:
-        worker = self._idle.get()
-        try:
-            verdict = Verdict(**worker.ask(job, self._reward.timeout_seconds))
-        except (TimeoutError, OSError, ValueError) as error:
+        problem = ""
+        for _ in range(TRIES):
+            try:
+                return Verdict(**self._worker().ask(job, self._reward.timeout_seconds))
+            except (TimeoutError, OSError, ValueError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                self._drop_worker()
+        return Verdict(False, None, problem)
+
+    def _worker(self) -> _Worker:
+        if getattr(self._own, "worker", None) is None:
+            self._own.worker = _Worker(self._reward.verifier)
+            with self._lock:
+                self._alive.add(self._own.worker)
+        return self._own.worker
+
+    def _drop_worker(self) -> None:
+        worker, self._own.worker = getattr(self._own, "worker", None), None
+        if worker is not None:
+            with self._lock:
+                self._alive.discard(worker)
+                self.kills += 1
             worker.kill()
-            self.kills += 1
-            worker = _Worker(self._reward.verifier)
-            verdict = Verdict(False, None, f"{type(error).__name__}: {error}".rstrip(": "))
-        self._idle.put(worker)
-        return verdict
 
     def close(self) -> None:
         """Ends the worker processes; verdicts still under way are lost."""
-        self._threads.shutdown(cancel_futures=True)
-        while not self._idle.empty():
-            self._idle.get().kill()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            workers, self._alive = self._alive, set()
+        for worker in workers:
+            worker.kill()

@@ -5,7 +5,7 @@ This runs in worker processes on text that a model wrote: it never evaluates tha
 
 import re
 
-MARKER = "####"
+MARKER, LABEL = "####", "Answer:"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
 _INTEGER = re.compile(r"([+-]?)(\d+)\Z", re.ASCII)
 
@@ -33,5 +33,18 @@ def final_number(text: str, answer: str) -> tuple[bool, str | None]:
     return found is not None and found == _integer(answer.strip()), extracted
 
 
+def answer_line(text: str, answer: str) -> tuple[bool, str | None]:
+    """Compares what follows the last `Answer:` at the start of a line, as DAPO's prompt asks for.
+
+    Integers are compared exactly, anything else as text without surrounding dollar signs.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(LABEL)]
+    extracted = lines[-1].removeprefix(LABEL).strip().strip("$").strip() if lines else ""
+    if not extracted or len(extracted) > LONGEST_NUMBER:
+        return False, None
+    found, gold = _integer(extracted), _integer(answer.strip())
+    return (extracted == answer.strip() if found is None else found == gold), extracted
+
+
 # name: function (response text, gold answer) -> (correct, extracted answer or None)
-VERIFIERS = {"final_number": final_number}
+VERIFIERS = {"final_number": final_number, "answer_line": answer_line}
