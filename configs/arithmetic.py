@@ -7,6 +7,7 @@ python -m dapo_jax.main --config=configs/arithmetic.py:grpo
 
 from dapo_jax import algorithms
 from dapo_jax.config import (
+    Compute,
     Config,
     Data,
     Evaluation,
@@ -23,11 +24,12 @@ def get_config(preset: str = "dapo") -> Config:
         run_dir=f"runs/arithmetic_{preset}",
         total_steps=30,
         algorithm=algorithms.preset(preset),
-        model=Model(folder="runs/arithmetic_base", scan_unroll=3),
-        data=Data(max_prompt_tokens=18),
+        model=Model(folder="runs/arithmetic_base"),
+        compute=Compute(scan_unroll=3),
+        data=Data(max_terms=8, max_prompt_tokens=16),
         rollout=Rollout(prompts_per_step=32, samples_per_prompt=16, updates_per_rollout=4),
-        sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=72),
-        optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2),
-        packing=Packing(row_tokens=192, rows_per_microbatch=16),
+        sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=64),
+        optimizer=Optimizer(learning_rate=2e-4, schedule="linear", warmup_steps=2),
+        packing=Packing(row_tokens=160, rows_per_microbatch=16),
         evaluation=Evaluation(every_steps=10, samples_per_problem=4),
     )

@@ -5,18 +5,20 @@
 About 2 minutes on 2 CPU cores.
 """
 
-from dapo_jax.config import Architecture, Data, Model, Optimizer, Packing, SftConfig
+from dapo_jax.config import Architecture, Compute, Examples, Optimizer, Packing, SftConfig
 
 
 def get_config() -> SftConfig:
     return SftConfig(
         out="runs/arithmetic_base",
-        total_steps=500,
+        total_steps=800,
         examples_per_step=64,
-        architecture=Architecture(layers=3, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=384),
-        model=Model(scan_unroll=3),
-        data=Data(max_prompt_tokens=18),
-        max_response_tokens=78,
+        architecture=Architecture(
+            layers=3, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=384, rope_theta=100.0
+        ),
+        compute=Compute(scan_unroll=3),
+        examples=Examples(max_terms=8),
+        max_response_tokens=72,
         optimizer=Optimizer(learning_rate=3e-3, schedule="linear", warmup_steps=50, beta2=0.99),
-        packing=Packing(row_tokens=96, rows_per_microbatch=16),
+        packing=Packing(row_tokens=88, rows_per_microbatch=16),
     )

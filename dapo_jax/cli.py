@@ -9,13 +9,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from dapo_jax.advantages import ESTIMATORS
-from dapo_jax.config import Config, validate
+from dapo_jax.config import Config
 from dapo_jax.data.pipeline import SOURCES
 from dapo_jax.losses import LOSS_WEIGHTS, RATIOS
 from dapo_jax.optimizer import SCHEDULES
 from dapo_jax.rewards.verifier import VERIFIERS
 from dapo_jax.settings import ConfigError, leaves, require
 from dapo_jax.templates import TEMPLATES, VERIFIER_OF
+from dapo_jax.validation import validate
 
 # Settings whose value is a key of a table that lives beside the code it names.
 TABLES = {

@@ -1,22 +1,27 @@
 """The whole experiment as nested typed dataclasses: every default once, every field explained.
 
-A file in `configs/` returns one of these; the command line overrides leaves of it. Checks here see
-only the settings; what depends on the model folder is checked where the folder is read.
+A file in `configs/` returns one of these; the command line overrides leaves of it, and
+`validation.py` says which combinations make no sense.
 """
 
 import dataclasses
-import math
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.settings import leaves, require, setting
+from dapo_jax.settings import setting
 
 
 @dataclasses.dataclass
 class Model:
-    """Which policy, and how it is computed."""
+    """Which policy."""
 
     folder: str = setting("", "Hugging Face layout: config.json, tokenizer.json, *.safetensors.")
-    compute_dtype: str = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
+
+
+@dataclasses.dataclass
+class Compute:
+    """How the policy is computed."""
+
+    dtype: str = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
     remat: str = setting(
         "none", "What backward recomputes: 'none', 'full' or 'dots' (keeps matrix products)."
     )
@@ -37,6 +42,17 @@ class Architecture:
     kv_heads: int = setting(2, "Key/value heads; divides heads.")
     head_dim: int = setting(32, "Width of a head; even.")
     mlp: int = setting(384, "Width of the gated MLP.")
+    rope_theta: float = setting(
+        10_000.0, "Base of the rotary wavelengths; short texts learn faster with a small one."
+    )
+
+
+@dataclasses.dataclass
+class Examples:
+    """Worked examples of the embedded task."""
+
+    min_terms: int = setting(3, "Fewest operands of a sum.")
+    max_terms: int = setting(9, "Most operands of a sum.")
 
 
 @dataclasses.dataclass
@@ -149,7 +165,7 @@ class Log:
 
     show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
-    rollouts: bool = setting(True, "Write every trained response to rollouts/step_*.jsonl.")
+    rollouts: bool = setting(True, "Write every judged response to rollouts/step_*.jsonl.")
 
 
 def _section(kind: type) -> dataclasses.Field:
@@ -165,6 +181,7 @@ class Config:
     total_steps: int = setting(20, "Rollout steps.")
     algorithm: Algorithm = _section(Algorithm)
     model: Model = _section(Model)
+    compute: Compute = _section(Compute)
     data: Data = _section(Data)
     rollout: Rollout = _section(Rollout)
     sampler: Sampler = _section(Sampler)
@@ -186,149 +203,9 @@ class SftConfig:
     total_steps: int = setting(1000, "Optimizer steps.")
     examples_per_step: int = setting(128, "Worked examples per optimizer step.")
     architecture: Architecture = _section(Architecture)
-    model: Model = _section(Model)
-    data: Data = _section(Data)
+    compute: Compute = _section(Compute)
+    examples: Examples = _section(Examples)
     max_response_tokens: int = setting(160, "A worked example is cut here, without an end token.")
     optimizer: Optimizer = _section(Optimizer)
     packing: Packing = _section(Packing)
     mesh: Mesh = _section(Mesh)
-
-
-CHOICES = {
-    "model.compute_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "full", "dots"),
-    "model.attention": ("auto", "plain", "cudnn"),
-    "data.overlong_prompts": ("truncate_left", "drop"),
-    "rollout.when_starved": ("partial", "stop"),
-    "algorithm.old_logprobs": ("recompute", "sampler"),
-}
-AT_LEAST_ZERO = (
-    "algorithm.clip_low algorithm.clip_high algorithm.dual_clip sampler.top_k "
-    "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
-    "log.show_group_every_steps data.heldout_problems"
-).split()
-POSITIVE = (
-    "total_steps examples_per_step max_response_tokens model.logprob_chunk_tokens "
-    "model.scan_unroll data.train_problems data.max_prompt_tokens rollout.prompts_per_step "
-    "rollout.samples_per_prompt rollout.updates_per_rollout rollout.max_sample_rounds "
-    "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
-    "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
-    "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
-    "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
-    "evaluation.samples_per_problem evaluation.temperature architecture.layers "
-    "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
-    "architecture.mlp"
-).split()
-SHARES = {  # open below, closed above
-    "sampler.top_p": (0.0, 1.0),
-    "evaluation.top_p": (0.0, 1.0),
-    "algorithm.overlong_buffer_share": (0.0, 1.0),
-}
-
-
-def _check_single_fields(values: dict[str, object]) -> None:
-    for name, value in values.items():
-        if isinstance(value, float):
-            require(math.isfinite(value), name, value, "a finite number")
-        if name in CHOICES:
-            require(value in CHOICES[name], name, value, "one of " + ", ".join(CHOICES[name]))
-        if name in AT_LEAST_ZERO:
-            require(value >= 0, name, value, "at least 0")
-        if name in POSITIVE:
-            require(value > 0, name, value, "above 0")
-        if name in SHARES:
-            low, high = SHARES[name]
-            require(low < value <= high, name, value, f"above {low} and at most {high}")
-        if name.startswith("optimizer.beta"):
-            require(0 <= value < 1, name, value, "at least 0 and below 1")
-    require(0 <= values["seed"] < 2**32, "seed", values["seed"], f"from 0 to {2**32 - 1}")
-
-
-def _check_shared_sections(config: "Config | SftConfig", response_tokens: int) -> None:
-    data, packing, mesh = config.data, config.packing, config.mesh
-    require(
-        2 <= data.min_terms <= data.max_terms,
-        "data.min_terms",
-        data.min_terms,
-        f"from 2 to data.max_terms = {data.max_terms}",
-    )
-    longest = data.max_prompt_tokens + response_tokens
-    require(
-        packing.row_tokens >= longest,
-        "packing.row_tokens",
-        packing.row_tokens,
-        f"at least data.max_prompt_tokens + the response budget = {longest}",
-    )
-    require(mesh.fsdp == -1 or mesh.fsdp > 0, "mesh.fsdp", mesh.fsdp, "above 0, or -1")
-    require(
-        config.model.attention != "cudnn" or config.model.compute_dtype == "bfloat16",
-        "model.attention",
-        config.model.attention,
-        "'plain' or 'auto' unless model.compute_dtype is 'bfloat16'",
-    )
-
-
-def _check_algorithm(config: Config) -> None:
-    algorithm, rollout, sampler = config.algorithm, config.rollout, config.sampler
-    require(algorithm.clip_low <= 1, "algorithm.clip_low", algorithm.clip_low, "at most 1")
-    require(
-        algorithm.dual_clip == 0 or algorithm.dual_clip > 1 + algorithm.clip_high,
-        "algorithm.dual_clip",
-        algorithm.dual_clip,
-        f"0 (off) or above 1 + clip_high = {1 + algorithm.clip_high}",
-    )
-    require(
-        algorithm.advantage != "one",
-        "algorithm.advantage",
-        algorithm.advantage,
-        "a reward's estimator: 'one' imitates wrong answers too and is for supervised runs",
-    )
-    grouped = algorithm.advantage.startswith("group") or algorithm.dynamic_sampling
-    require(
-        not grouped or rollout.samples_per_prompt > 1,
-        "rollout.samples_per_prompt",
-        rollout.samples_per_prompt,
-        "at least 2: a group of one has no statistics and can't differ in correctness",
-    )
-    require(
-        rollout.prompts_per_step % rollout.updates_per_rollout == 0,
-        "rollout.updates_per_rollout",
-        rollout.updates_per_rollout,
-        f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
-    )
-    require(
-        algorithm.reward_correct > algorithm.reward_wrong,
-        "algorithm.reward_correct",
-        algorithm.reward_correct,
-        f"above algorithm.reward_wrong = {algorithm.reward_wrong}",
-    )
-    require(
-        algorithm.ratio != "none" or rollout.updates_per_rollout == 1,
-        "rollout.updates_per_rollout",
-        rollout.updates_per_rollout,
-        "1 with algorithm.ratio = 'none': later updates would be off-policy, uncorrected",
-    )
-    require(
-        algorithm.old_logprobs != "sampler" or (sampler.top_p == 1 and sampler.top_k == 0),
-        "algorithm.old_logprobs",
-        algorithm.old_logprobs,
-        "'recompute' where sampler.top_p or sampler.top_k truncates the distribution",
-    )
-
-
-def validate(config: Config | SftConfig) -> None:
-    """Raises `ConfigError` for the first setting or combination that makes no sense."""
-    _check_single_fields({name: value for name, _, value in leaves(config)})
-    if isinstance(config, SftConfig):
-        _check_shared_sections(config, config.max_response_tokens)
-        shape = config.architecture
-        require(shape.head_dim % 2 == 0, "architecture.head_dim", shape.head_dim, "even")
-        require(
-            shape.heads % shape.kv_heads == 0,
-            "architecture.kv_heads",
-            shape.kv_heads,
-            f"a divisor of architecture.heads = {shape.heads}",
-        )
-    else:
-        _check_shared_sections(config, config.sampler.max_response_tokens)
-        _check_algorithm(config)

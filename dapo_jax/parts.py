@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.config import Config, Mesh, Model
+from dapo_jax.config import Compute, Config, Mesh
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.model import attention, huggingface
 from dapo_jax.progress import Progress
@@ -34,20 +34,20 @@ def open_mesh(settings: Mesh, rows_per_microbatch: int) -> jax.sharding.Mesh:
     return mesh
 
 
-def numerics(model: Model, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def numerics(compute: Compute, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """The fields of `DecoderConfig` that the run chooses, not the model folder."""
-    dtype, platform = jnp.dtype(model.compute_dtype), mesh.devices.flat[0].platform
+    dtype, platform = jnp.dtype(compute.dtype), mesh.devices.flat[0].platform
     require(
-        model.attention != "cudnn" or platform == "gpu",
-        "model.attention",
-        model.attention,
+        compute.attention != "cudnn" or platform == "gpu",
+        "compute.attention",
+        compute.attention,
         f"'auto' or 'plain' on {platform}",
     )
     return {
         "dtype": dtype,
-        "remat": model.remat,
-        "scan_unroll": model.scan_unroll,
-        "attention": attention.choose(model.attention, mesh.devices.flat[0].platform, dtype),
+        "remat": compute.remat,
+        "scan_unroll": compute.scan_unroll,
+        "attention": attention.choose(compute.attention, mesh.devices.flat[0].platform, dtype),
     }
 
 
@@ -89,7 +89,7 @@ class Parts:
 def build(config: Config) -> Parts:
     """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door."""
     mesh = open_mesh(config.mesh, config.packing.rows_per_microbatch)
-    decoder = huggingface.read_config(config.model.folder, **numerics(config.model, mesh))
+    decoder = huggingface.read_config(config.model.folder, **numerics(config.compute, mesh))
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     engine = PolicyEngine(
@@ -111,7 +111,7 @@ def build(config: Config) -> Parts:
         pool=RewardPool(config.reward),
         learner=Learner(
             config.algorithm,
-            config.model,
+            config.compute,
             config.optimizer,
             decoder,
             mesh,

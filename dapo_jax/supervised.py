@@ -31,14 +31,16 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
 
     An example beyond the budget is cut and so never shows its end token.
     """
-    segments, data = [], config.data
+    segments, examples = [], config.examples
     for i in range(config.examples_per_step):
         index = step * config.examples_per_step + i
-        text, worked = make_worked_example(config.seed, index, data.min_terms, data.max_terms)
+        text, worked = make_worked_example(
+            config.seed, index, examples.min_terms, examples.max_terms
+        )
         response = [*tokenizer.encode(worked), tokenizer.end_ids[0]]
         tokens = np.asarray(response[: config.max_response_tokens], np.int32)
         prompt_tokens = np.asarray(tokenizer.encode(text), np.int32)
-        prompt = Prompt(index, str(index), text, prompt_tokens, "", data.source)
+        prompt = Prompt(index, str(index), text, prompt_tokens, "", "arithmetic")
         cut = len(tokens) < len(response)
         segments.append(Segment(prompt, Completion(tokens, np.zeros(len(tokens)), cut, 0, ""), i))
     return segments
@@ -57,14 +59,15 @@ def make_base(config: SftConfig) -> pathlib.Path:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         mlp=shape.mlp,
-        **numerics(config.model, mesh),
+        rope_theta=shape.rope_theta,
+        **numerics(config.compute, mesh),
     )
     check_divisible(decoder, mesh)
-    learner = Learner(algorithm, config.model, config.optimizer, decoder, mesh)
+    learner = Learner(algorithm, config.compute, config.optimizer, decoder, mesh)
     state = learner.start(unbox(init_params(decoder, jax.random.key(config.seed))))
     microbatches = most_microbatches(
         config.examples_per_step,
-        config.data.max_prompt_tokens + config.max_response_tokens,
+        2 * config.examples.max_terms + config.max_response_tokens,
         packing.row_tokens,
         packing.rows_per_microbatch,
     )

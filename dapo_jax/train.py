@@ -37,9 +37,14 @@ class RunState:
         return {name: getattr(self, name) for name in fields if name != "train"}
 
 
+def prompts_per_update(config: Config) -> int:
+    """Groups of one optimizer minibatch."""
+    return config.rollout.prompts_per_step // config.rollout.updates_per_rollout
+
+
 def split_updates(config: Config, groups: list[Group]) -> list[list[Segment]]:
-    """Responses per optimizer update: equal shares of the prompts, in data order."""
-    share = config.rollout.prompts_per_step // config.rollout.updates_per_rollout
+    """Responses per optimizer update: as many prompts each (the last may have fewer), in order."""
+    share = prompts_per_update(config)
     size = config.rollout.samples_per_prompt
     segments = [
         [Segment(g.prompt, done, i * size + j) for j, done in enumerate(g.completions)]
@@ -51,13 +56,12 @@ def split_updates(config: Config, groups: list[Group]) -> list[list[Segment]]:
 def score(parts: Parts, params: Any, updates: list[list[Segment]]) -> tuple[ScoredBatch, list[int]]:
     """Packs the updates and adds the policy's log-probs before any of them."""
     config, packing = parts.config, parts.config.packing
-    share = config.rollout.prompts_per_step // config.rollout.updates_per_rollout
     rollouts, used = pack_updates(
         updates,
         row_tokens=packing.row_tokens,
         rows_per_microbatch=packing.rows_per_microbatch,
         microbatches=most_microbatches(
-            share * config.rollout.samples_per_prompt,
+            prompts_per_update(config) * config.rollout.samples_per_prompt,
             config.data.max_prompt_tokens + config.sampler.max_response_tokens,
             packing.row_tokens,
             packing.rows_per_microbatch,

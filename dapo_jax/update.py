@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax import sharding
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config import Model, Optimizer
+from dapo_jax.config import Compute, Optimizer
 from dapo_jax.losses import policy_loss
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_logprobs
@@ -58,7 +58,7 @@ class Learner:
 
     Args:
         algorithm: ratio, clips; its weights and advantages arrive with the batch.
-        model: chunking of the log-probs.
+        compute: chunking of the log-probs.
         settings: the optimizer.
         config: the policy.
         mesh: data x fsdp splits rows, fsdp x tensor splits weights and moments.
@@ -68,7 +68,7 @@ class Learner:
     def __init__(
         self,
         algorithm: Algorithm,
-        model: Model,
+        compute: Compute,
         settings: Optimizer,
         config: DecoderConfig,
         mesh: jax.sharding.Mesh,
@@ -81,7 +81,7 @@ class Learner:
             token_logprobs,
             config=config,
             temperature=temperature,
-            chunk_tokens=model.logprob_chunk_tokens,
+            chunk_tokens=compute.logprob_chunk_tokens,
         )
         boxed = jax.eval_shape(self._fresh_state, abstract_params(config))
         self.shardings: TrainState = sharding.tree_shardings(mesh, boxed)

@@ -37,9 +37,9 @@ BAD = [
     (["--config.rollout.samples_per_prompt=1"], ["samples_per_prompt", "1", "at least 2"]),
     (["--config.rollout.updates_per_rollout=5"], ["updates_per_rollout", "5", "divisor"]),
     (["--config.algorithm.ratio=none"], ["updates_per_rollout", "4", "ratio"]),
-    (["--config.packing.row_tokens=80"], ["row_tokens", "80", "90"]),
+    (["--config.packing.row_tokens=79"], ["row_tokens", "79", "80"]),
     (["--config.algorithm.reward_wrong=2"], ["reward_correct", "1.0", "2.0"]),
-    (["--config.model.attention=cudnn"], ["attention", "cudnn", "bfloat16"]),
+    (["--config.compute.attention=cudnn"], ["attention", "cudnn", "bfloat16"]),
     (["--config.data.min_terms=1"], ["min_terms", "1", "from 2"]),
     (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
     (

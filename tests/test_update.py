@@ -12,7 +12,7 @@ from conftest import TINY, make_prompt
 
 from dapo_jax import algorithms, sharding
 from dapo_jax.advantages import spread
-from dapo_jax.config import Model, Optimizer
+from dapo_jax.config import Compute, Optimizer
 from dapo_jax.losses import response_weights
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.optimizer import learning_rate
@@ -41,7 +41,7 @@ ADVANTAGES = RNG.normal(size=len(LENGTHS))
 
 def make_learner(mesh, algorithm=None, **optimizer) -> Learner:
     settings = Optimizer(learning_rate=1e-3, **optimizer)
-    return Learner(algorithm or algorithms.dapo(), Model(), settings, TINY, mesh)
+    return Learner(algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
 
 
 def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_tokens=20):

@@ -12,9 +12,11 @@ import zlib
 
 import numpy as np
 
+from dapo_jax.config import Data
+
 LARGEST_DIGITS = (3, 6, 9)
 # How often a worked example gets `a + digit` wrong, by the digit.
-STEP_ERROR = (0.0, 0.04, 0.06, 0.08, 0.12, 0.18, 0.24, 0.35, 0.45, 0.55)
+STEP_ERROR = (0.0, 0.05, 0.07, 0.1, 0.15, 0.2, 0.27, 0.38, 0.48, 0.6)
 RAMBLE_SHARE = 0.2  # chance to start over, after each finished chain
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
 
@@ -50,6 +52,21 @@ def make_problem(split: str, seed: int, index: int, min_terms: int, max_terms: i
         text = "+".join(map(str, operands)) + "="
         if _is_heldout(text) == (split == "heldout"):
             return Problem(f"{split}-{index}", text, str(sum(operands) % 10), "arithmetic")
+
+
+class Problems:
+    """The problems of a split, by index: what grain calls a random-access source."""
+
+    def __init__(self, data: Data, split: str, seed: int):
+        self._data, self._split, self._seed = data, split, seed
+
+    def __len__(self) -> int:
+        heldout = self._split == "heldout"
+        return self._data.heldout_problems if heldout else self._data.train_problems
+
+    def __getitem__(self, index: int) -> Problem:
+        terms = self._data.min_terms, self._data.max_terms
+        return make_problem(self._split, self._seed, int(index), *terms)
 
 
 def _work_chain(rng: np.random.Generator, operands: list[int]) -> tuple[list[str], int]:

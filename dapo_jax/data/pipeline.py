@@ -4,8 +4,6 @@ The order is a function of the seed alone, so the position in it, one integer, i
 checkpoint has to hold.
 """
 
-import functools
-
 import grain
 import numpy as np
 
@@ -15,19 +13,8 @@ from dapo_jax.structs import Prompt
 from dapo_jax.templates import apply_template
 from dapo_jax.tokenizer import Tokenizer
 
-# name: function (split, seed, index, min_terms, max_terms) -> Problem
-SOURCES = {"arithmetic": arithmetic.make_problem}
-
-
-def _problem_maker(data: Data, split: str, seed: int):
-    make = SOURCES[data.source]
-    return functools.partial(
-        lambda index, **kw: make(index=int(index), **kw),
-        split=split,
-        seed=seed,
-        min_terms=data.min_terms,
-        max_terms=data.max_terms,
-    )
+# name: (data settings, split 'train' or 'heldout', seed) -> problems by index
+SOURCES = {"arithmetic": arithmetic.Problems}
 
 
 def _to_prompt(problem, index: int, data: Data, tokenizer: Tokenizer) -> Prompt | None:
@@ -53,8 +40,8 @@ class PromptStream:
 
     def __init__(self, data: Data, seed: int, tokenizer: Tokenizer):
         self._data, self._tokenizer = data, tokenizer
-        dataset = grain.MapDataset.range(data.train_problems).seed(seed).shuffle()
-        dataset = dataset.map(_problem_maker(data, "train", seed)).repeat()
+        problems = SOURCES[data.source](data, "train", seed)
+        dataset = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
         read_options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
         self._iterator = iter(dataset.to_iter_dataset(read_options))
         self.dropped_prompts = 0
@@ -88,6 +75,6 @@ class PromptStream:
 
 def heldout_prompts(data: Data, seed: int, tokenizer: Tokenizer) -> list[Prompt]:
     """The evaluation prompts, each once, in a fixed order; overlong ones as configured."""
-    make = _problem_maker(data, "heldout", seed)
-    prompts = (_to_prompt(make(i), i, data, tokenizer) for i in range(data.heldout_problems))
+    problems = SOURCES[data.source](data, "heldout", seed)
+    prompts = (_to_prompt(problems[i], i, data, tokenizer) for i in range(len(problems)))
     return [prompt for prompt in prompts if prompt is not None]

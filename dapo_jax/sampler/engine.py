@@ -1,8 +1,8 @@
 """The policy behind JetStream's `Engine`: prefill, insert, generate.
 
-JetStream's own signatures work as they are (its Driver can run this engine); the keyword arguments
-beyond them carry what reproducible rollouts need. Importing JetStream pulls TensorFlow in, so this
-module is imported after the config was checked, and TensorFlow is kept quiet and off the GPU.
+Prefill, insert and generate keep JetStream's signatures; the keyword arguments beyond them carry
+what reproducible rollouts need. Importing JetStream pulls TensorFlow in, so this module is imported
+after the config was checked, and TensorFlow is kept quiet and off the GPU.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from dapo_jax.structs import DecodeState, KVCache, Prefix
 
 
 @contextlib.contextmanager
-def _standard_error_closed() -> Iterator[None]:
+def _standard_error_muted() -> Iterator[None]:
     """TensorFlow reports the GPUs it does not find on standard error, whatever its log level."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -37,7 +37,7 @@ def _standard_error_closed() -> Iterator[None]:
         os.close(nowhere)
 
 
-with _standard_error_closed():
+with _standard_error_muted():
     import tensorflow
     from jetstream.engine import engine_api, tokenizer_pb2
 

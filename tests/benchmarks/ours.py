@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dapo_jax import algorithms
-from dapo_jax.config import Config, Data, Log, Model, Optimizer, Packing, Rollout, Sampler
+from dapo_jax.config import Compute, Config, Data, Log, Model, Optimizer, Packing, Rollout, Sampler
 from dapo_jax.model import huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.packing import Segment, pack
@@ -71,7 +71,8 @@ def make_config(folder: pathlib.Path) -> Config:
     algorithm.dynamic_sampling = False
     return Config(
         algorithm=algorithm,
-        model=Model(folder=str(folder), scan_unroll=DECODER.layers),
+        model=Model(folder=str(folder)),
+        compute=Compute(scan_unroll=DECODER.layers),
         data=Data(max_prompt_tokens=PROMPT_TOKENS),
         rollout=Rollout(PROMPTS, GROUP, updates_per_rollout=1),
         sampler=Sampler(slots=PROMPTS * GROUP, burst_tokens=32, max_response_tokens=NEW_TOKENS),
