@@ -13,7 +13,7 @@ from dapo_jax.advantages import normalise_in_groups
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.structs import Group
 
-TAIL = 48  # characters of a response that a table shows
+TAIL = 38  # characters of a response that a table shows
 
 
 class Progress:

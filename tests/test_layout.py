@@ -15,10 +15,10 @@ SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__in
 
 # A room imports only from rooms above it.
 ROOMS = """
-settings algorithms config validation structs sharding tokenizer templates data.arithmetic data.pipeline
-model.attention model.decoder model.huggingface model.logprobs sampler.sampling sampler.decoding
-sampler.engine
-sampler.rollout rewards.verifier rewards.worker rewards.pool rewards.rule filtering advantages
+settings algorithms config validation structs sharding tokenizer templates data.arithmetic
+data.pipeline model.attention model.decoder model.huggingface model.logprobs sampler.sampling
+sampler.decoding sampler.engine sampler.rollout rewards.verifier rewards.worker rewards.pool
+rewards.rule filtering advantages
 losses packing optimizer update metrics plots progress checkpoints cli parts evaluation supervised
 train run main evaluate sft
 """.split()
