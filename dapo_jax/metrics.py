@@ -194,18 +194,17 @@ class MetricWriter:
     """Appends to metrics.jsonl and to TensorBoard's event files.
 
     Args:
-        resumed_step: lines after it are dropped; None starts over and drops all.
+        last_row: lines of later steps are dropped.
     """
 
-    def __init__(self, run_dir: pathlib.Path, resumed_step: int | None, tensorboard: bool):
+    def __init__(self, run_dir: pathlib.Path, last_row: int, tensorboard: bool):
         self.path = run_dir / "metrics.jsonl"
-        rewind_jsonl(self.path, -1 if resumed_step is None else resumed_step)
+        rewind_jsonl(self.path, last_row)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
         if self._events:  # TensorBoard drops earlier events of the steps that come again
             restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            first = 0 if resumed_step is None else resumed_step + 1
             self._events.add_event(
-                event_pb2.Event(wall_time=time.time(), step=first, session_log=restart)
+                event_pb2.Event(wall_time=time.time(), step=last_row + 1, session_log=restart)
             )
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -67,7 +67,7 @@ class Run:
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
-        self.writer = MetricWriter(self.folder, resumed_step, config.log.tensorboard)
+        self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
         stack.callback(self.writer.close)
         self._started = time.perf_counter() - self.state.seconds
 
@@ -83,6 +83,12 @@ class Run:
         train = self.checkpoints.state(self.parts.learner.abstract_state)
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
         return RunState(train=train, **record)
+
+    def _last_row(self) -> int:
+        """The newest row that stays; that of the checkpoint's own step may be still to come."""
+        state = self.state
+        to_come = state.heldout_before is None if state.step == 0 else state.unwritten is not None
+        return state.step - 1 if to_come else state.step
 
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, _, value in leaves(self.config)}

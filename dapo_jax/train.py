@@ -82,6 +82,7 @@ def update_policy(
     config = parts.config
     updates = split_updates(config, groups)
     scored, used = score(parts, state.params, updates)
+    jax.block_until_ready(scored)  # so that its seconds are not booked on the updates
     clock.lap("score")
     rewards = np.concatenate([group.rewards for group in groups])
     members = np.arange(len(rewards)) // config.rollout.samples_per_prompt

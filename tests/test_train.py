@@ -206,14 +206,16 @@ def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, 
 
 
 TERM_GROUP_IN_EVALUATION = """
-from dapo_jax import evaluation
+from dapo_jax.sampler.rollout import RolloutSampler
 os.setpgrp()
-submit = evaluation.RolloutSampler.submit
+submit, sent = RolloutSampler.submit, []
 def submit_and_stop(self, prompt, samples):
     submit(self, prompt, samples)
-    if self._step == 0 and self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl'):
+    evaluating = self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
+    if evaluating and not sent:
+        sent.append(True)
         os.killpg(0, signal.SIGTERM)
-evaluation.RolloutSampler.submit = submit_and_stop
+RolloutSampler.submit = submit_and_stop
 """
 
 
@@ -224,6 +226,8 @@ def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, t
     assert "stopped by SIGTERM" in stopped.stdout and "The same command goes on" in stopped.stdout
     done = len(read_rows(tmp_path)) - 1
     assert done < STEPS
+    killed = run_child(base, tmp_path, KILL_AFTER_STEP)  # before the next checkpoint is complete
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     train(make_config(base, tmp_path))
     assert read_rows(tmp_path) == read_rows(finished[0])
 

@@ -125,7 +125,10 @@ def read_config(folder: str | pathlib.Path, **numerics: Any) -> DecoderConfig:
 
 def _rope_theta(values: dict) -> float:
     """Where newer folders keep it (rope_parameters), or where older ones do."""
-    return float((values.get("rope_parameters") or values).get("rope_theta", 10_000.0))
+    rope = values.get("rope_parameters") or values
+    kind = rope.get("rope_type", "default")
+    require(kind == "default", "model.folder", f"rope_type {kind!r}", "a folder with the default")
+    return float(rope.get("rope_theta", 10_000.0))
 
 
 class _Tensors:
