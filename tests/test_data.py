@@ -62,15 +62,15 @@ def test_a_long_prompt_keeps_its_end_when_truncated():
     for _ in range(5):
         cut, full = next(prompts), next(whole)
         np.testing.assert_array_equal(cut.tokens, full.tokens[-6:])
-    assert prompts.dropped_prompts == 0
+    assert prompts.position == 5  # none was skipped
 
 
-def test_a_long_prompt_is_dropped_and_counted_when_so_configured():
+def test_a_long_prompt_is_dropped_when_so_configured():
     settings = dict(min_terms=3, max_terms=8, overlong_prompts="drop", max_prompt_tokens=8)
     prompts = stream(**settings)
     taken = [next(prompts) for _ in range(20)]
     assert all(len(prompt.tokens) <= 8 for prompt in taken)
-    assert prompts.dropped_prompts == taken[-1].index + 1 - 20 > 0
+    assert prompts.position == taken[-1].index + 1 > 20
     assert all(len(p.tokens) <= 8 for p in heldout_prompts(Data(**settings), 3, TOKENIZER))
 
 

@@ -35,7 +35,6 @@ class PromptStream:
 
     Attributes:
         position: index of the next problem to read; set it to go on from there.
-        dropped_prompts: prompts over the limit that were skipped since the start.
     """
 
     def __init__(self, data: Data, seed: int, tokenizer: Tokenizer):
@@ -44,7 +43,6 @@ class PromptStream:
         dataset = grain.MapDataset.source(problems).seed(seed).shuffle().repeat()
         read_options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
         self._iterator = iter(dataset.to_iter_dataset(read_options))
-        self.dropped_prompts = 0
 
     @property
     def position(self) -> int:
@@ -68,7 +66,6 @@ class PromptStream:
             prompt = _to_prompt(next(self._iterator), index, self._data, self._tokenizer)
             if prompt is not None:
                 return prompt
-            self.dropped_prompts += 1
         limit = self._data.max_prompt_tokens
         raise ValueError(f"config.data.max_prompt_tokens = {limit}: every prompt is longer")
 

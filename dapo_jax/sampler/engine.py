@@ -150,6 +150,8 @@ class PolicyEngine(engine_api.Engine):
         decode_state = self._fit(decode_state, prefix.caches[0].values.shape[2])
         slots, samples = np.atleast_1d(slot), np.atleast_1d(sample_index)
         width = 1 if len(slots) == 1 else self._insert_width
+        if len(slots) > width:
+            raise ValueError(f"insert: {len(slots)} slots: must be at most insert_width = {width}")
         pad = (0, width - len(slots))
         # An index past the last slot is dropped by the scatter.
         slots = np.pad(slots, pad, constant_values=self._slots).astype(np.int32)

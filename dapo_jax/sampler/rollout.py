@@ -32,7 +32,6 @@ class SamplerCounts:
     prefills: int = 0
     responses: int = 0
     tokens: int = 0
-    bursts: int = 0
     abandoned_responses: int = 0
     abandoned_tokens: int = 0
     busy_slot_steps: int = 0
@@ -97,7 +96,6 @@ class RolloutSampler:
         if not self._in_slot:
             return []
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
-        self.counts.bursts += 1
         active, self._generated, busy, total = (
             np.array(array)
             for array in (

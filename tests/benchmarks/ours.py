@@ -46,7 +46,7 @@ DECODER = DecoderConfig(
 class RandomPrompts:
     """32 random tokens each, endlessly; stands in for the data, which is not measured."""
 
-    dropped_prompts = position = 0
+    position = 0
 
     def __next__(self) -> Prompt:
         self.position += 1
