@@ -9,6 +9,7 @@ from dapo_jax import algorithms
 from dapo_jax.config import (
     Compute,
     Config,
+    Critic,
     Data,
     Evaluation,
     Model,
@@ -20,16 +21,23 @@ from dapo_jax.config import (
 
 
 def get_config(preset: str = "dapo") -> Config:
+    algorithm = algorithms.preset(preset)
+    # 8 groups per optimizer step. A ratio allows four such steps per rollout batch; without one
+    # every update has to be on policy.
+    updates, steps = (4, 30) if algorithm.ratio != "none" else (1, 120)
     return Config(
         run_dir=f"runs/arithmetic_{preset}",
-        total_steps=30,
-        algorithm=algorithms.preset(preset),
+        total_steps=steps,
+        algorithm=algorithm,
         model=Model(folder="runs/arithmetic_base"),
         compute=Compute(scan_unroll=3),
         data=Data(max_terms=8, max_prompt_tokens=16),
-        rollout=Rollout(prompts_per_step=32, samples_per_prompt=16, updates_per_rollout=4),
+        rollout=Rollout(
+            prompts_per_step=8 * updates, samples_per_prompt=16, updates_per_rollout=updates
+        ),
         sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=64),
         optimizer=Optimizer(learning_rate=2e-4, schedule="linear", warmup_steps=2),
+        critic=Critic(optimizer=Optimizer(learning_rate=5e-4, schedule="linear", warmup_steps=2)),
         packing=Packing(row_tokens=160, rows_per_microbatch=16),
-        evaluation=Evaluation(every_steps=10, samples_per_problem=4),
+        evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4),
     )

@@ -1,52 +1,246 @@
 """Advantage estimators: from the rewards of a rollout batch to a value per token.
 
-An estimator takes the scored batch, the reward of every response and the group it belongs to, over
-the WHOLE rollout batch, and returns advantages aligned with the tokens (0 off the responses).
-Host arithmetic in float64, rounded once.
+An estimator sees the WHOLE rollout batch (`Feedback`) and returns advantages aligned with the
+tokens, 0 off the responses. Host arithmetic in float64, rounded once by `estimate`.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from dapo_jax.structs import ScoredBatch
+from dapo_jax.algorithms import Algorithm
 
-STD_EPSILON = 1e-6
+STD_EPSILON, WHITEN_EPSILON = 1e-6, 1e-8
 
-Estimator = Callable[[ScoredBatch, np.ndarray, np.ndarray], np.ndarray]
+
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+    """What is known of a rollout batch before its update. Per-token arrays are 0 off responses.
+
+    `rewards` and `token_rewards` hold the KL penalty where the algorithm puts it in the reward;
+    the reward of a response stands on its last token.
+    """
+
+    response_index: Int[np.ndarray, "*M R T"]  # -1 off the responses
+    groups: Int[np.ndarray, "B"]
+    correct: Bool[np.ndarray, "B"]
+    tokens: Int[np.ndarray, "B"]  # trained ones: 0 where a response carries no loss
+    rewards: Float[np.ndarray, "B"]
+    token_rewards: Float[np.ndarray, "*M R T"]
+    values: Float[np.ndarray, "*M R T"] | None = None
+    reference_log_ratios: Float[np.ndarray, "B"] | None = None  # sum over a response, old - ref
+
+    @property
+    def on_response(self) -> Bool[np.ndarray, "*M R T"]:
+        return self.response_index >= 0
+
+    @property
+    def continues(self) -> Bool[np.ndarray, "*M R T"]:
+        """Whether the next token belongs to the same response."""
+        following = np.full_like(self.response_index, -1)
+        following[..., :-1] = self.response_index[..., 1:]
+        return self.on_response & (following == self.response_index)
+
+
+def _sum_over_responses(values: np.ndarray, index: np.ndarray, responses: int) -> np.ndarray:
+    on = index >= 0
+    return np.bincount(index[on], np.float64(values[on]), responses)
+
+
+def gather_feedback(
+    response_index: Int[np.ndarray, "*M R T"],
+    earned: Float[np.ndarray, "B"],
+    *,
+    penalties: Float[np.ndarray, "*M R T"] | None = None,
+    log_ratios: Float[np.ndarray, "*M R T"] | None = None,
+    **known: np.ndarray | None,
+) -> Feedback:
+    """Feedback from what responses earned and what each of their tokens cost.
+
+    Args:
+        earned: rewards before the penalties.
+        penalties: what stands off the responses is ignored, here as in `log_ratios`.
+        log_ratios: old minus reference log-probs.
+        known: the remaining fields of `Feedback`.
+    """
+    on, rewards, token_rewards = response_index >= 0, earned, np.zeros(response_index.shape)
+    if penalties is not None:
+        token_rewards[on] = -np.float64(penalties[on])
+        rewards = earned - _sum_over_responses(penalties, response_index, len(earned))
+    if log_ratios is not None:
+        sums = _sum_over_responses(log_ratios, response_index, len(earned))
+        known["reference_log_ratios"] = sums
+    feedback = Feedback(response_index, rewards=rewards, token_rewards=token_rewards, **known)
+    last = on & ~feedback.continues
+    token_rewards[last] += earned[response_index[last]]
+    return feedback
 
 
 def spread(
     per_response: Float[np.ndarray, "B"], response_index: Int[np.ndarray, "*M R T"]
 ) -> Float[np.ndarray, "*M R T"]:
     """The value of each token's response; 0 off the responses (index -1)."""
-    extended = np.append(per_response, 0.0)  # index -1 reads the last entry
-    return extended[response_index].astype(np.float32)
+    return np.append(per_response, 0.0)[response_index]  # index -1 reads the last entry
+
+
+# --- one value per response: (rewards, groups) -> [B] ----------------------------------------
+
+
+def _group_means(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over the group of each response, and the size of that group."""
+    _, member = np.unique(groups, return_inverse=True)
+    size = np.bincount(member)
+    return (np.bincount(member, values) / size)[member], size[member]
+
+
+def centre_in_groups(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
+    """R - group mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    return rewards - _group_means(rewards, groups)[0]
 
 
 def normalise_in_groups(
     rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]
-) -> Float[np.ndarray, "B"]:
+) -> np.ndarray:
     """(R - mean) / (std + 1e-6) in each group, std with ddof = 1.
 
     GRPO, arXiv 2402.03300, section 4.1.2; ddof and epsilon as in DAPO's released code.
     """
-    _, member = np.unique(groups, return_inverse=True)
-    size = np.bincount(member)
-    centred = rewards - (np.bincount(member, rewards) / size)[member]
-    variance = np.bincount(member, centred**2) / np.maximum(size - 1, 1)
-    return centred / (np.sqrt(variance)[member] + STD_EPSILON)
+    centred = centre_in_groups(rewards, groups)
+    mean_square, size = _group_means(centred**2, groups)
+    return centred / (np.sqrt(mean_square * size / np.maximum(size - 1, 1)) + STD_EPSILON)
 
 
-def group_zscore(scored: ScoredBatch, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Every token of a response gets the response's z-score in its group."""
-    return spread(normalise_in_groups(rewards, groups), scored.rollouts.response_index)
+def leave_one_out(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
+    """R - mean of the group's other rewards (RLOO, arXiv 2402.14740, section 2.2)."""
+    mean, size = _group_means(rewards, groups)
+    return rewards - (mean * size - rewards) / np.maximum(size - 1, 1)
 
 
-def one(scored: ScoredBatch, rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Coefficient 1: imitation of the given responses."""
-    return spread(np.ones(len(rewards)), scored.rollouts.response_index)
+def batch_centre(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
+    """R - mean over the rollout batch: REINFORCE with a constant baseline."""
+    return rewards - rewards.mean()
 
 
-ESTIMATORS: dict[str, Estimator] = {"group_zscore": group_zscore, "one": one}
+def _of_responses(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> "Estimator":
+    return lambda algorithm, f: spread(function(f.rewards, f.groups), f.response_index)
+
+
+# --- one value per token ---------------------------------------------------------------------
+
+
+def discounted_sums(
+    values: Float[np.ndarray, "*M R T"],
+    discounts: Float[np.ndarray, "*M R T"] | float,
+    continues: Bool[np.ndarray, "*M R T"],
+) -> Float[np.ndarray, "*M R T"]:
+    """s[t] = v[t] + d[t] * s[t + 1] within a response: a reverse scan that resets between them."""
+    factors = np.where(continues, discounts, 0.0)
+    sums = np.array(values, np.float64)
+    for t in range(sums.shape[-1] - 2, -1, -1):
+        sums[..., t] += factors[..., t] * sums[..., t + 1]
+    return sums
+
+
+def reward_to_go(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Discounted sum of the token rewards from here on (REINFORCE++, arXiv 2501.03262)."""
+    return discounted_sums(feedback.token_rewards, algorithm.gamma, feedback.continues)
+
+
+def generalised_advantages(
+    algorithm: Algorithm, feedback: Feedback, lambdas: np.ndarray | float
+) -> np.ndarray:
+    """GAE (arXiv 1506.02438, equation 16); the value after the last token of a response is 0."""
+    values, gamma = np.where(feedback.on_response, feedback.values, 0.0), algorithm.gamma
+    following = np.where(feedback.continues, np.roll(values, -1, axis=-1), 0.0)
+    errors = feedback.token_rewards + gamma * following - values
+    return discounted_sums(errors, gamma * np.asarray(lambdas), feedback.continues)
+
+
+def gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """GAE with `lambda_policy`."""
+    return generalised_advantages(algorithm, feedback, algorithm.lambda_policy)
+
+
+def length_adaptive_gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """GAE with lambda = max(0, 1 - 1 / (alpha n)), n the response's tokens (VAPO, 2504.05118)."""
+    index = feedback.response_index
+    length = np.maximum(_sum_over_responses(np.ones(index.shape), index, len(feedback.rewards)), 1)
+    lambdas = np.maximum(0.0, 1 - 1 / (algorithm.lambda_alpha * length))
+    return generalised_advantages(algorithm, feedback, spread(lambdas, index))
+
+
+# --- imitation and preference ----------------------------------------------------------------
+
+
+def one(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Coefficient 1: imitation of the trained responses."""
+    return np.where(feedback.on_response, 1.0, 0.0)
+
+
+def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """[pairs, 2] response numbers: each group's i-th right with its i-th wrong response.
+
+    Responses without a trained token are in no pair, and none is in two.
+    """
+    pairs = []
+    for group in np.unique(groups):
+        member = (groups == group) & (tokens > 0)
+        right, wrong = np.flatnonzero(member & correct), np.flatnonzero(member & ~correct)
+        pairs += list(zip(right, wrong, strict=False))
+    return np.array(pairs, int).reshape(-1, 2)
+
+
+def preference_margins(feedback: Feedback) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs and (logp - ref) of the right minus that of the wrong response, in nats."""
+    pairs = pair_up(feedback.correct, feedback.groups, feedback.tokens)
+    right, wrong = feedback.reference_log_ratios[pairs].T
+    return pairs, right - wrong
+
+
+def preference(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """+-beta sigmoid(-beta margin): minus the gradient of DPO's loss (arXiv 2305.18290, eq. 7)."""
+    pairs, margins = preference_margins(feedback)
+    beta = algorithm.preference_beta
+    pull = beta * np.exp(-np.logaddexp(0.0, beta * margins))
+    coefficients = np.zeros(len(feedback.rewards))
+    coefficients[pairs] = pull[:, None] * np.array([1.0, -1.0])
+    return spread(coefficients, feedback.response_index)
+
+
+Estimator = Callable[[Algorithm, Feedback], np.ndarray]
+
+ESTIMATORS: dict[str, Estimator] = {
+    "group_zscore": _of_responses(normalise_in_groups),
+    "group_centre": _of_responses(centre_in_groups),
+    "leave_one_out": _of_responses(leave_one_out),
+    "batch_centre": _of_responses(batch_centre),
+    "reward": _of_responses(lambda rewards, groups: rewards),
+    "reward_to_go": reward_to_go,
+    "gae": gae,
+    "length_adaptive_gae": length_adaptive_gae,
+    "one": one,
+    "preference": preference,
+}
+
+
+def whiten(values: np.ndarray, on_response: np.ndarray) -> np.ndarray:
+    """(x - mean) / sqrt(var + 1e-8) over all response tokens of the batch, var with ddof = 1."""
+    chosen = values[on_response]
+    if chosen.size < 2:
+        return np.zeros_like(values)
+    scale = 1 / np.sqrt(chosen.var(ddof=1) + WHITEN_EPSILON)
+    return np.where(on_response, (values - chosen.mean()) * scale, 0.0)
+
+
+def estimate(algorithm: Algorithm, feedback: Feedback) -> tuple[np.ndarray, np.ndarray | None]:
+    """Advantages, and the returns that a critic learns (never whitened; None without values)."""
+    advantages = ESTIMATORS[algorithm.advantage](algorithm, feedback)
+    if algorithm.whiten:
+        advantages = whiten(advantages, feedback.on_response)
+    if feedback.values is None:
+        return np.float32(advantages), None
+    gains = generalised_advantages(algorithm, feedback, algorithm.lambda_value)
+    returns = np.where(feedback.on_response, gains + feedback.values, 0.0)
+    return np.float32(advantages), np.float32(returns)

@@ -6,6 +6,7 @@ table at the end gives the published choices. Nothing elsewhere asks for a paper
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from dapo_jax.settings import require, setting
 
@@ -15,13 +16,41 @@ class Algorithm:
     """How rewards become per-token coefficients. Defaults are DAPO's (arXiv 2503.14476)."""
 
     advantage: str = setting("group_zscore", "Estimator: a key of advantages.ESTIMATORS.")
+    whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over the batch's tokens.")
+    gamma: float = setting(1.0, "Discount per token of reward_to_go and the gae estimators.")
+    lambda_policy: float = setting(1.0, "GAE's lambda of the advantages.")
+    lambda_value: float = setting(1.0, "GAE's lambda of the returns that the critic learns.")
+    lambda_alpha: float = setting(
+        0.05, "length_adaptive_gae: lambda of a response of n tokens is 1 - 1 / (alpha * n)."
+    )
+    critic: bool = setting(False, "Train a value model beside the policy; the gae estimators ask.")
+    value_clip: float = setting(0.2, "Values move at most this far from the old ones; 0: freely.")
     ratio: str = setting("token", "Importance ratio: a key of losses.RATIOS.")
+    clip: bool = setting(True, "Whether the ratio is clipped.")
     clip_low: float = setting(0.2, "The ratio is clipped below 1 - clip_low.")
     clip_high: float = setting(0.28, "The ratio is clipped above 1 + clip_high.")
     dual_clip: float = setting(10.0, "Cap c of the loss, -A * c, where A < 0; 0 switches it off.")
     aggregate: str = setting("token_mean", "Loss weights: a key of losses.LOSS_WEIGHTS.")
+    trained_responses: str = setting(
+        "all", "Which responses carry loss: a key of losses.TRAINED_RESPONSES."
+    )
+    token_weights: str = setting(
+        "", "module:function(group, sample) -> a weight per response token; empty: 1."
+    )
+    reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
+    kl: str = setting("none", "KL to the reference: 'none', in the 'loss' or in the 'reward'.")
+    kl_estimator: str = setting("k3", "A key of losses.KL_ESTIMATORS.")
+    kl_coefficient: float = setting(0.0, "Weight of that KL.")
+    preference_beta: float = setting(0.1, "DPO's beta: how hard a margin pulls, in 1 / nats.")
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.")
+    positive_nll_coefficient: float = setting(
+        0.0, "Weight of the mean negative log-prob over the tokens of right responses (VAPO)."
+    )
     old_logprobs: str = setting(
         "recompute", "'recompute' by the trainer's forward pass, or the 'sampler' ones."
+    )
+    importance_cap: float = setting(
+        0.0, "Tokens weigh min(p_trainer / p_sampler, cap); 0 switches the correction off."
     )
     dynamic_sampling: bool = setting(True, "Keep only groups with 0 < correct < G, and refill.")
     reward_correct: float = setting(1.0, "Reward of a right answer.")
@@ -33,36 +62,100 @@ class Algorithm:
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 
 
-def dapo() -> Algorithm:
-    """DAPO: clip-higher, dynamic sampling, token-level loss, soft overlong punishment, no KL."""
-    return Algorithm()
+def _changed(start: Callable[[], Algorithm], **changes) -> Callable[[], Algorithm]:
+    return lambda: dataclasses.replace(start(), **changes)
 
 
-def grpo() -> Algorithm:
-    """GRPO (arXiv 2402.03300) without its KL term: the baseline of DAPO's Table 1."""
-    return dataclasses.replace(
-        dapo(),
-        clip_high=0.2,
-        dual_clip=0.0,
-        aggregate="sequence_mean",
-        dynamic_sampling=False,
-        overlong_punishment=False,
-    )
+# Published choices. Learning rates, G and updates per batch belong to the run's config.
+dapo = Algorithm  # 2503.14476
+reinforce = _changed(  # Williams 1992, with the batch mean as its baseline
+    dapo,
+    advantage="batch_centre",
+    ratio="none",
+    clip=False,
+    dual_clip=0.0,
+    aggregate="sequence_sum",
+    dynamic_sampling=False,
+    overlong_punishment=False,
+)
+_grpo_without_kl = _changed(
+    dapo,
+    clip_high=0.2,
+    dual_clip=0.0,
+    aggregate="sequence_mean",
+    dynamic_sampling=False,
+    overlong_punishment=False,
+)
+_KL_IN_LOSS = {"reference": True, "kl": "loss"}
+_KL_IN_REWARD = {"reference": True, "kl": "reward", "kl_estimator": "k1"}
+grpo = _changed(_grpo_without_kl, **_KL_IN_LOSS, kl_coefficient=0.04)  # 2402.03300
+_token_ppo = _changed(_grpo_without_kl, aggregate="token_mean", whiten=True)
+ppo = _changed(  # 1707.06347; KL as in 2203.02155
+    _token_ppo,
+    **_KL_IN_REWARD,
+    kl_coefficient=0.02,
+    advantage="gae",
+    lambda_policy=0.95,
+    lambda_value=0.95,
+    critic=True,
+)
+dr_grpo = _changed(  # 2503.20783; dividing by no std, +-1 would double the gradient of 0/1
+    _grpo_without_kl,
+    advantage="group_centre",
+    aggregate="token_sum_over_budget",
+    reward_wrong=0.0,
+)
+rloo = _changed(  # 2402.14740
+    reinforce, **_KL_IN_REWARD, kl_coefficient=0.03, advantage="leave_one_out"
+)
+reinforce_pp = _changed(  # 2501.03262
+    _token_ppo, **_KL_IN_REWARD, kl_coefficient=0.01, advantage="reward_to_go"
+)
+reinforce_pp_baseline = _changed(  # 2501.03262
+    _token_ppo,
+    **_KL_IN_LOSS,
+    kl_estimator="k2",
+    kl_coefficient=0.01,
+    advantage="group_centre",
+)
+gspo = _changed(  # 2507.18071
+    _grpo_without_kl, ratio="sequence", clip_low=3e-4, clip_high=4e-4
+)
+vapo = _changed(  # 2504.05118
+    _token_ppo,
+    clip_high=0.28,
+    advantage="length_adaptive_gae",
+    critic=True,
+    positive_nll_coefficient=0.1,
+)
+sft = _changed(  # every token of a worked example has coefficient 1
+    reinforce, advantage="one", aggregate="token_mean"
+)
+rft = _changed(sft, trained_responses="correct")  # 2308.01825
+dpo = _changed(  # 2305.18290, online, on pairs of one group
+    reinforce,
+    advantage="preference",
+    trained_responses="pairs",
+    aggregate="pair_sum",
+    reference=True,
+    dynamic_sampling=True,
+)
 
-
-def sft() -> Algorithm:
-    """Supervised fine-tuning: each token of a worked example has coefficient 1."""
-    return dataclasses.replace(
-        dapo(),
-        advantage="one",
-        ratio="none",
-        dual_clip=0.0,
-        dynamic_sampling=False,
-        overlong_punishment=False,
-    )
-
-
-PRESETS = {"dapo": dapo, "grpo": grpo, "sft": sft}
+PRESETS: dict[str, Callable[[], Algorithm]] = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dapo": dapo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gspo": gspo,
+    "vapo": vapo,
+    "sft": sft,
+    "rft": rft,
+    "dpo": dpo,
+}
 
 
 def preset(name: str) -> Algorithm:

@@ -24,7 +24,10 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     Args:
         settings, saved: leaves by dotted name, now and when the run began.
     """
-    strict = {"total_steps"} if settings["optimizer.schedule"] != "constant" else set()
+    schedules = {settings["optimizer.schedule"]}
+    if settings["algorithm.critic"]:
+        schedules.add(settings["critic.optimizer.schedule"])
+    strict = {"total_steps"} if schedules != {"constant"} else set()
     changed = [
         f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
         for name, value in settings.items()
@@ -58,26 +61,27 @@ class Checkpoints:
         """The step that the newest complete checkpoint goes on with; None without one."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, record: dict[str, Any]) -> None:
-        """Starts writing in the background; a step that is already there is left alone."""
+    def save(self, step: int, states: dict[str, TrainState | None], record: dict[str, Any]) -> None:
+        """Starts writing in the background; a step that is already there is left alone.
+
+        Args:
+            states: by entry ("state" is the policy's); None has no entry.
+        """
         if step in self._manager.all_steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
-            ),
-        )
+        entries = {name: ocp.args.StandardSave(state) for name, state in states.items() if state}
+        record_args = ocp.args.JsonSave(record)
+        self._manager.save(step, args=ocp.args.Composite(**entries, record=record_args))
 
     def record(self) -> dict[str, Any]:
         """The record of the newest checkpoint."""
         args = ocp.args.Composite(record=ocp.args.JsonRestore())
         return self._manager.restore(self.latest_step(), args=args)["record"]
 
-    def state(self, abstract_state: TrainState) -> TrainState:
-        """The state of the newest checkpoint, on the mesh that `abstract_state` names."""
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(self.latest_step(), args=args)["state"]
+    def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
+        """An entry of the newest checkpoint, on the mesh that `abstract_state` names."""
+        args = ocp.args.Composite(**{entry: ocp.args.StandardRestore(abstract_state)})
+        return self._manager.restore(self.latest_step(), args=args)[entry]
 
     def close(self) -> None:
         """Waits until everything is on disk."""

@@ -11,7 +11,7 @@ from ml_collections import config_flags
 from dapo_jax.advantages import ESTIMATORS
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import SOURCES
-from dapo_jax.losses import LOSS_WEIGHTS, RATIOS
+from dapo_jax.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.optimizer import SCHEDULES
 from dapo_jax.rewards.verifier import VERIFIERS
 from dapo_jax.settings import ConfigError, leaves, require
@@ -23,9 +23,12 @@ TABLES = {
     "algorithm.advantage": ESTIMATORS,
     "algorithm.ratio": RATIOS,
     "algorithm.aggregate": LOSS_WEIGHTS,
+    "algorithm.trained_responses": TRAINED_RESPONSES,
+    "algorithm.kl_estimator": KL_ESTIMATORS,
     "data.source": SOURCES,
     "data.template": TEMPLATES,
     "optimizer.schedule": SCHEDULES,
+    "critic.optimizer.schedule": SCHEDULES,
     "reward.verifier": VERIFIERS,
 }
 

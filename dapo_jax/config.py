@@ -5,9 +5,12 @@ A file in `configs/` returns one of these; the command line overrides leaves of 
 """
 
 import dataclasses
+import math
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.settings import setting
+from dapo_jax.settings import require, setting
+
+SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
 
 
 @dataclasses.dataclass
@@ -15,6 +18,10 @@ class Model:
     """Which policy."""
 
     folder: str = setting("", "Hugging Face layout: config.json, tokenizer.json, *.safetensors.")
+    reference_folder: str = setting("", "The frozen reference policy; empty: `folder` as it is.")
+    freeze_layers: float = setting(
+        0.0, "Share of the first layers (rounded down) without gradient and optimizer memory."
+    )
 
 
 @dataclasses.dataclass
@@ -51,6 +58,7 @@ class Architecture:
 class Examples:
     """Worked examples of the embedded task."""
 
+    errors: bool = setting(True, "Whether examples contain wrong steps and ramble.")
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
 
@@ -103,11 +111,43 @@ class Sampler:
 
 @dataclasses.dataclass
 class Reward:
-    """The rule reward and the processes that apply it."""
+    """What a response earns, and the processes that judge it."""
 
     verifier: str = setting("final_number", "A key of rewards.verifier.VERIFIERS.")
+    parts: str = setting(
+        "rule=1",
+        "name=weight, comma-separated: rule, format, think_format, repetition, model, or the "
+        "module:function of your own.",
+    )
+    model_folder: str = setting(
+        "", "Sequence-classification folder (one label) that the part 'model' asks."
+    )
+    correct: str = setting(
+        "verifier",
+        "What dynamic sampling goes by: the 'verifier', raw reward >= 'threshold', or a 'spread' "
+        "of raw rewards inside the group.",
+    )
+    threshold: float = setting(0.5, "correct = 'threshold': raw rewards from here on are right.")
+    min_spread: float = setting(1e-6, "correct = 'spread': largest - smallest must exceed it.")
     workers: int = setting(1, "Worker processes.")
     timeout_seconds: float = setting(5.0, "A worker that needs longer for one response is killed.")
+
+    def weights(self) -> dict[str, float]:
+        """Weight by name of part. Raises `ConfigError` for text that says something else."""
+        pairs = [entry.split("=") for entry in self.parts.split(",")]
+        try:
+            found = {name.strip(): float(weight) for name, weight in pairs}
+        except ValueError:
+            found = {}
+        require(
+            len(found) == len(pairs)
+            and "" not in found
+            and all(map(math.isfinite, found.values())),
+            "reward.parts",
+            self.parts,
+            "name=weight, comma-separated, each name once",
+        )
+        return found
 
 
 @dataclasses.dataclass
@@ -122,6 +162,17 @@ class Optimizer:
     eps: float = setting(1e-8, "Added to the root of the second moment.")
     weight_decay: float = setting(0.1, "Decoupled; on matrices only.")
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm.")
+
+
+@dataclasses.dataclass
+class Critic:
+    """The value model, where the algorithm has one."""
+
+    folder: str = setting("", "A policy's or a reward model's folder; empty: model.folder.")
+    pretrain_steps: int = setting(
+        0, "First rollout steps that train the critic alone, on the policy as it is."
+    )
+    optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=2e-6))
 
 
 @dataclasses.dataclass
@@ -187,6 +238,7 @@ class Config:
     sampler: Sampler = _section(Sampler)
     reward: Reward = _section(Reward)
     optimizer: Optimizer = _section(Optimizer)
+    critic: Critic = _section(Critic)
     packing: Packing = _section(Packing)
     mesh: Mesh = _section(Mesh)
     checkpoint: Checkpoint = _section(Checkpoint)
@@ -200,6 +252,7 @@ class SftConfig:
 
     out: str = setting("runs/base", "The model folder to write.")
     seed: int = setting(0, "Key of every random choice.")
+    start: str = setting("", "Model folder to go on from; empty: random, of `architecture`.")
     total_steps: int = setting(1000, "Optimizer steps.")
     examples_per_step: int = setting(128, "Worked examples per optimizer step.")
     architecture: Architecture = _section(Architecture)

@@ -4,13 +4,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.filtering import Interrupted
 from dapo_jax.metrics import mean_or_zero
 from dapo_jax.parts import Parts, build
-from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
 from dapo_jax.structs import Group, Prompt
 
@@ -26,30 +27,18 @@ def sample_groups(
     Draws are keyed by the prompt alone, so two policies are compared on the same random numbers.
     Raises `Interrupted` where `interrupted()` says so between two bursts.
     """
-    config, sampler, pool = parts.config, parts.sampler, parts.pool
-    settings = config.evaluation
+    sampler, judge, settings = parts.sampler, parts.judge, parts.config.evaluation
     rule = SamplingRule(settings.temperature, settings.top_p)
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
     for prompt in prompts:
         sampler.submit(prompt, settings.samples_per_problem)
-    judged = {}
+    pending = []
     while not sampler.idle:
         if interrupted():
             raise Interrupted
-        for prompt, completions in sampler.decode_burst():
-            verdicts = [pool.submit(done.text, prompt.answer) for done in completions]
-            judged[prompt.index] = (prompt, completions, verdicts)
+        pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
     sampler.release()
-    return [
-        reward_group(
-            config.algorithm,
-            config.sampler.max_response_tokens,
-            prompt,
-            completions,
-            tuple(future.result() for future in verdicts),
-        )
-        for _, (prompt, completions, verdicts) in sorted(judged.items())
-    ]
+    return judge.groups(sorted(pending, key=lambda one: one.prompt.index))
 
 
 def heldout_metrics(groups: list[Group]) -> dict[str, float]:
@@ -59,6 +48,9 @@ def heldout_metrics(groups: list[Group]) -> dict[str, float]:
         "heldout_accuracy": mean_or_zero([group.correct.mean() for group in groups]),
         "heldout_truncated_fraction": mean_or_zero([c.truncated for c in completions]),
         "heldout_response_tokens": mean_or_zero([len(c) for c in completions]),
+        "heldout_entropy": -mean_or_zero(
+            np.concatenate([c.sampler_logprobs for c in completions] or [[]])
+        ),
     }
 
 
@@ -66,7 +58,7 @@ def evaluate_newest(config: Config) -> dict[str, Any]:
     """Held-out metrics of the newest checkpoint in run_dir, or of the model folder without one."""
     step = None
     with contextlib.ExitStack() as stack:
-        parts = build(config)
+        parts = build(config, training=False)
         stack.callback(parts.close)
         if Checkpoints.exist(config.run_dir):
             checkpoints = Checkpoints(config.run_dir, config.checkpoint)

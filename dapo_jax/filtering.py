@@ -8,14 +8,14 @@ of arrival would favour short responses and depend on timing.
 import dataclasses
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
 
-from dapo_jax.config import Config
+import numpy as np
+
+from dapo_jax.config import Config, Reward
 from dapo_jax.data.pipeline import PromptStream
-from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.rule import reward_group
+from dapo_jax.rewards.judge import Judge, Pending
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.structs import Completion, Group, Prompt, Verdict
+from dapo_jax.structs import Group, Prompt
 
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
 
@@ -28,8 +28,10 @@ class Interrupted(Exception):
     """Collection was asked to stop; nothing of it was used."""
 
 
-def carries_signal(group: Group) -> bool:
-    """0 < correct < G. Correctness decides, never the shaped reward."""
+def carries_signal(group: Group, reward: Reward) -> bool:
+    """0 < correct < G, or raw rewards that differ. The shaped reward never decides."""
+    if reward.correct == "spread":
+        return bool(np.ptp(group.raw_rewards) > reward.min_spread)
     return 0 < int(group.correct.sum()) < len(group.correct)
 
 
@@ -45,6 +47,8 @@ class Collected:
 
     groups: list[Group]  # the kept ones, at most prompts_per_step
     judged: list[Group]  # every group that was finished and judged
+    with_signal: int  # how many of those could teach
+    broken: list[Group]  # those that a failing reward took out, not among `judged`
     asked_prompts: int
     kept_fraction: float  # the estimate for the next step
     next_position: int  # where the data goes on; surplus prompts are asked again
@@ -66,16 +70,16 @@ class _Collection:
     def __init__(self, config: Config, position: int, kept_fraction: float):
         self._start = position
         self._algorithm, self._wanted = config.algorithm, config.rollout.prompts_per_step
-        self._max_response_tokens = config.sampler.max_response_tokens
-        filtering = config.algorithm.dynamic_sampling
-        self._limit = self._wanted * (config.rollout.max_sample_rounds if filtering else 1)
+        self._reward = config.reward
+        self._limit = self._wanted * config.rollout.max_sample_rounds
         self._kept_fraction = kept_fraction
         self._order: list[int] = []
         self._judged: dict[int, Group] = {}
-        self._unread: list[tuple[Prompt, tuple[Completion, ...], list[Future[Verdict]]]] = []
+        self._unread: list[Pending] = []
 
     def _is_kept(self, group: Group) -> bool:
-        return not self._algorithm.dynamic_sampling or carries_signal(group)
+        filtering = self._algorithm.dynamic_sampling
+        return not group.broken and (not filtering or carries_signal(group, self._reward))
 
     def kept(self) -> int:
         return sum(map(self._is_kept, self._judged.values()))
@@ -96,16 +100,12 @@ class _Collection:
     def ask(self, prompt: Prompt) -> None:
         self._order.append(prompt.index)
 
-    def finish(self, prompt, completions, verdicts: list[Future[Verdict]]) -> None:
-        self._unread.append((prompt, completions, verdicts))
+    def finish(self, pending: Pending) -> None:
+        self._unread.append(pending)
 
-    def read_verdicts(self) -> None:
+    def read_verdicts(self, judge: Judge) -> None:
         """Waits for the verdicts on all groups finished so far."""
-        for prompt, completions, futures in self._unread:
-            verdicts = tuple(future.result() for future in futures)
-            self._judged[prompt.index] = reward_group(
-                self._algorithm, self._max_response_tokens, prompt, completions, verdicts
-            )
+        self._judged |= {group.prompt.index: group for group in judge.groups(self._unread)}
         self._unread.clear()
 
     def first_kept(self) -> list[Group]:
@@ -135,9 +135,13 @@ class _Collection:
         groups = self.first_kept()
         full = len(groups) == self._wanted
         following = groups[-1].prompt.index + 1 if full else position
+        judged = [self._judged[index] for index in self._order if index in self._judged]
+        whole = [group for group in judged if not group.broken]
         return Collected(
             groups=groups,
-            judged=[self._judged[index] for index in self._order if index in self._judged],
+            judged=whole,
+            with_signal=sum(carries_signal(group, self._reward) for group in whole),
+            broken=[group for group in judged if group.broken],
             asked_prompts=len(self._order),
             kept_fraction=self.estimate(),
             next_position=following,
@@ -150,7 +154,7 @@ def collect(
     config: Config,
     prompts: PromptStream,
     sampler: RolloutSampler,
-    pool: RewardPool,
+    judge: Judge,
     kept_fraction: float,
     *,
     on_burst: Callable[["_Collection"], None] = lambda _: None,
@@ -162,7 +166,8 @@ def collect(
     yet every decision is a function of burst counts, never of the clock.
 
     Raises:
-        Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop'.
+        Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
+            group has a reward.
         Interrupted: `interrupted()` said so between two bursts.
     """
     collection = _Collection(config, prompts.position, kept_fraction)
@@ -174,12 +179,11 @@ def collect(
             collection.ask(prompt)
             sampler.submit(prompt, config.rollout.samples_per_prompt)
         finished = sampler.decode_burst()
-        collection.read_verdicts()
+        collection.read_verdicts(judge)
         for prompt, completions in finished:
-            verdicts = [pool.submit(done.text, prompt.answer) for done in completions]
-            collection.finish(prompt, completions, verdicts)
+            collection.finish(judge.submit(prompt, completions))
         if sampler.idle:
-            collection.read_verdicts()
+            collection.read_verdicts(judge)
             if collection.exhausted():
                 break
         on_burst(collection)
@@ -188,6 +192,8 @@ def collect(
     sampler.abandon()
     collected = collection.result(prompts.position)
     prompts.position = collected.next_position
+    if collected.broken and not collected.judged:
+        raise Starved(f"the reward failed in every group, first: {collected.broken[0].broken}")
     if collected.starved and config.rollout.when_starved == "stop":
         raise Starved(
             f"only {len(collected.groups)} of {config.rollout.prompts_per_step} groups carried "

@@ -1,4 +1,4 @@
-"""Importance ratios, the clipped policy loss, and the loss weights that make everything a sum.
+"""Ratios, clips, KL and value losses per token, and the weights that make everything a sum.
 
 `loss = sum(loss_weights * token_loss)`. The weights are computed once per optimizer minibatch from
 its own global counts, so microbatches, devices, packing and masks can't change the loss.
@@ -9,26 +9,67 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.advantages import pair_up
 from dapo_jax.algorithms import Algorithm
 
-LOG_RATIO_LIMIT = 20.0
-
-# --- ratios: (logprobs, old_logprobs) -> ratio ----------------------------------------------
+LOG_RATIO_LIMIT, KL_LIMIT = 20.0, 10.0
 
 
-def token_ratio(logprobs: Float[Array, "R T"], old_logprobs: Float[Array, "R T"]) -> Array:
-    """p(token) / p_old(token); the log-ratio is clamped to +-20 before exp."""
-    return jnp.exp(jnp.clip(logprobs - old_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+def clamp_log(log_ratio: Array) -> Array:
+    """A log-ratio that exp survives."""
+    return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def no_ratio(logprobs: Float[Array, "R T"], old_logprobs: Float[Array, "R T"]) -> Array:
+# --- ratios: (log-ratio, 0 where untrained; segments; trained) -> ratio ---------------------
+
+
+def token_ratio(log_ratio: Float[Array, "R T"], segment_ids: Array, trained: Array) -> Array:
+    """p(token) / p_old(token)."""
+    return jnp.exp(clamp_log(log_ratio))
+
+
+def sequence_ratio(
+    log_ratio: Float[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
+) -> Array:
+    """exp(mean log-ratio) of each token's response (GSPO, arXiv 2507.18071, equation 7)."""
+
+    def mean_of_row(values, segments, mask):
+        sums = jax.ops.segment_sum(values, segments, len(segments) + 1)
+        counts = jax.ops.segment_sum(mask.astype(values.dtype), segments, len(segments) + 1)
+        return (sums / jnp.maximum(counts, 1))[segments]
+
+    return jnp.exp(clamp_log(jax.vmap(mean_of_row)(log_ratio, segment_ids, trained)))
+
+
+def no_ratio(log_ratio: Float[Array, "R T"], segment_ids: Array, trained: Array) -> Array:
     """1, with the gradient of log p: the plain policy gradient."""
-    return jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+    return jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
-RATIOS = {"token": token_ratio, "none": no_ratio}
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}
+
+# --- KL to the reference: (logprobs, reference logprobs) -> estimate per token ---------------
+
+
+def k1(logprobs: Array, reference_logprobs: Array) -> Array:
+    """log p - log ref: unbiased, of either sign; without a useful gradient in a loss."""
+    return logprobs - reference_logprobs
+
+
+def k2(logprobs: Array, reference_logprobs: Array) -> Array:
+    """(log p - log ref)^2 / 2: its gradient is that of the KL, on policy."""
+    return jnp.square(logprobs - reference_logprobs) / 2
+
+
+def k3(logprobs: Array, reference_logprobs: Array) -> Array:
+    """exp(d) - d - 1 with d = log ref - log p (GRPO, arXiv 2402.03300, equation 4), at most 10."""
+    d = clamp_log(reference_logprobs - logprobs)
+    return jnp.clip(jnp.expm1(d) - d, -KL_LIMIT, KL_LIMIT)
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 # --- policy loss ----------------------------------------------------------------------------
 
@@ -39,36 +80,68 @@ def policy_loss(
     old_logprobs: Float[Array, "R T"],
     advantages: Float[Array, "R T"],
     mask: Float[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
     """Clipped surrogate per token, and which tokens it clipped.
 
     m = max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, equation 7; the two bounds
     of DAPO, arXiv 2503.14476, equation 8), and for A < 0 min(m, -A c) where a dual clip c is set
-    (arXiv 1912.09729, equation 4).
+    (arXiv 1912.09729, equation 4). Without `clip`, m = -A r.
 
     Args:
         mask: above 0 where a token is trained; elsewhere loss and gradient are exactly 0.
+        segment_ids: the response of a token within its row, for ratios of whole responses.
 
     Returns:
         the loss and {"clipped_low", "clipped_high"}: 1 where that side cut the gradient.
     """
     trained = mask > 0
     # Select before the exp: whatever stands on padding must not reach it (NaN times 0 is NaN).
-    logprobs = jnp.where(trained, logprobs, 0.0)
-    old_logprobs = jnp.where(trained, old_logprobs, 0.0)
-    ratio = RATIOS[algorithm.ratio](logprobs, old_logprobs)
+    log_ratio = jnp.where(trained, logprobs, 0.0) - jnp.where(trained, old_logprobs, 0.0)
+    ratio = RATIOS[algorithm.ratio](log_ratio, segment_ids, trained)
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    below, above = (algorithm.clip & (ratio < low), algorithm.clip & (ratio > high))
     # Strict comparisons: on a bound (a clip of 0 puts r = 1 there) the gradient is still whole.
-    bounded = jnp.where(ratio < low, low, jnp.where(ratio > high, high, ratio))
+    bounded = jnp.where(below, low, jnp.where(above, high, ratio))
     loss = jnp.maximum(-advantages * ratio, -advantages * bounded)
     if algorithm.dual_clip:
         capped = jnp.minimum(loss, -advantages * algorithm.dual_clip)
         loss = jnp.where(advantages < 0, capped, loss)
     clipped = {
-        "clipped_low": (trained & (advantages < 0) & (ratio < low)).astype(jnp.float32),
-        "clipped_high": (trained & (advantages > 0) & (ratio > high)).astype(jnp.float32),
+        "clipped_low": (trained & (advantages < 0) & below).astype(jnp.float32),
+        "clipped_high": (trained & (advantages > 0) & above).astype(jnp.float32),
     }
     return jnp.where(trained, loss, 0.0), clipped
+
+
+def importance_weights(
+    trainer_logprobs: Array, sampler_logprobs: Array, cap: float
+) -> Float[Array, "R T"]:
+    """min(p_trainer / p_sampler, cap), not differentiated: truncated importance sampling.
+
+    Corrects tokens that were drawn by a sampler whose arithmetic differs from the trainer's.
+    """
+    log_ratio = clamp_log(jax.lax.stop_gradient(trainer_logprobs) - sampler_logprobs)
+    return jnp.minimum(jnp.exp(log_ratio), cap)
+
+
+def value_loss(
+    values: Float[Array, "R T"],
+    old_values: Float[Array, "R T"],
+    returns: Float[Array, "R T"],
+    clip: float,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """1/2 max((V - R)^2, (V clipped to V_old +- clip - R)^2), and where the clip decided.
+
+    A clip of 0 leaves the first alone. As in PPO's released code (openai/baselines, ppo2).
+    """
+    error = jnp.square(values - returns)
+    if not clip:
+        return error / 2, jnp.zeros_like(error)
+    limited = old_values + jnp.clip(values - old_values, -clip, clip)
+    limited_error = jnp.square(limited - returns)
+    cut = (limited_error > error).astype(jnp.float32)
+    return jnp.maximum(error, limited_error) / 2, cut
 
 
 # --- loss weights: (trained tokens n and group of each response, budget) -> weight of a token ---
@@ -101,6 +174,11 @@ def sequence_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndar
     return np.full(len(tokens), 1.0 / _responses(tokens))
 
 
+def pair_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
+    """1 / pairs: a sum over tokens, then a mean over pairs of responses (DPO)."""
+    return 2 * sequence_sum(tokens, groups, budget)
+
+
 def token_sum_over_budget(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
     """1 / L_max / B: as `sequence_sum`, over the response budget (Dr. GRPO, arXiv 2503.20783)."""
     return np.full(len(tokens), 1.0 / budget / _responses(tokens))
@@ -112,25 +190,40 @@ LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
     "sequence_mean": sequence_mean,
     "sequence_sum": sequence_sum,
     "token_sum_over_budget": token_sum_over_budget,
+    "pair_sum": pair_sum,
+}
+
+# --- which responses carry loss: (correct, groups, tokens) -> [B] bool ------------------------
+
+
+def in_pairs(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The responses that `advantages.pair_up` pairs."""
+    chosen = np.zeros(len(tokens), bool)
+    chosen[pair_up(correct, groups, tokens).ravel()] = True
+    return chosen
+
+
+TRAINED_RESPONSES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+    "all": lambda correct, groups, tokens: np.ones(len(tokens), bool),
+    "correct": lambda correct, groups, tokens: correct,
+    "pairs": in_pairs,
 }
 
 
 def response_weights(
     algorithm: Algorithm,
-    tokens: np.ndarray,
-    groups: np.ndarray,
-    truncated: np.ndarray,
+    tokens: Int[np.ndarray, "B"],
+    groups: Int[np.ndarray, "B"],
+    correct: Bool[np.ndarray, "B"],
     budget: int,
-) -> np.ndarray:
-    """Loss weight of each response's tokens, [B] float64, over one optimizer minibatch.
-
-    Overlong filtering takes truncated responses out of the numerator and of every count.
+) -> Float[np.ndarray, "B"]:
+    """Loss weight of each response's trained tokens, over one optimizer minibatch.
 
     Args:
-        tokens: [B] response tokens.
-        groups: [B] a number that responses to one prompt share.
-        truncated: [B] bool.
+        tokens: trained ones; 0 takes a response out of the numerator and of every count.
+        groups: a number that responses to one prompt share.
         budget: max_response_tokens.
     """
-    trained = np.where(truncated & algorithm.overlong_filtering, 0, tokens)
+    chosen = TRAINED_RESPONSES[algorithm.trained_responses](correct, groups, tokens)
+    trained = np.where(chosen, tokens, 0)
     return np.where(trained > 0, LOSS_WEIGHTS[algorithm.aggregate](trained, groups, budget), 0.0)

@@ -12,15 +12,19 @@ import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from dapo_jax.advantages import Feedback, preference_margins
+from dapo_jax.algorithms import Algorithm
 from dapo_jax.filtering import Collected
+from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
-from dapo_jax.structs import Completion, Group, Mean, ScoredBatch
+from dapo_jax.structs import Completion, Group, Mean
 
 # Every name that a step logs, with the sentence that the README shows.
 MEANINGS = {
     "reward": "Mean shaped reward over all judged responses, before filtering.",
     "accuracy": "Share of right answers over all judged responses, before filtering.",
-    "kept_fraction": "Share of judged groups with both right and wrong answers.",
+    "kept_fraction": "Share of judged groups that carry signal: right and wrong answers, or a "
+    "spread of rewards where the config asks for that.",
     "all_right_fraction": "Share of judged groups where every answer is right; it grows as the "
     "task is learned (DAPO, figure 3b).",
     "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
@@ -35,6 +39,8 @@ MEANINGS = {
     "answer_not_found_rate": "Share of responses in which the verifier found no answer; high at "
     "the start means that template and verifier disagree.",
     "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong.",
+    "reward_parts": "Mean of every weighted part of the reward, as `reward_parts/rule`.",
+    "broken_groups": "Groups dropped because a reward part raised or gave no finite number.",
     "repetition": "Share of 8-token windows that occur earlier in the same response.",
     "reflection_fraction": "Share of responses with a reflection word (wait, recheck, again, ...).",
     "accuracy_with_reflection": "Accuracy of the responses with a reflection word.",
@@ -42,6 +48,17 @@ MEANINGS = {
     "advantage_std": "Standard deviation of the advantages over response tokens.",
     "loss": "Policy loss, mean over the step's updates.",
     "entropy": "Mean entropy of the policy on trained tokens, in nats; collapse shows here first.",
+    "kl_reference": "Mean KL of the policy to the reference (k3), in nats per token.",
+    "importance_weight": "Mean weight that corrects the sampler's arithmetic (importance_cap).",
+    "explained_variance": "1 - variance of (return - value) / variance of the returns, before the "
+    "update; near 0 the critic knows nothing.",
+    "value_loss": "Loss of the critic, mean over the step's updates.",
+    "value_gradient_norm": "The critic's global gradient norm before clipping.",
+    "value_skipped_updates": "Share of the critic's updates whose gradient was not finite.",
+    "value_clip_fraction": "Share of trained tokens where the value clip decided.",
+    "preference_accuracy": "Share of pairs in which the right response gained more on the "
+    "reference than the wrong one.",
+    "preference_loss": "DPO's loss, mean over pairs, before the update.",
     "mean_probability": "Mean probability of trained tokens under the policy before the update.",
     "clip_fraction_low": "Share of trained tokens whose gradient the lower clip cut.",
     "clip_fraction_high": "Share of trained tokens whose gradient the upper clip cut.",
@@ -61,25 +78,19 @@ MEANINGS = {
     "trained_tokens_per_second": "Response tokens trained on over the update's seconds.",
     "seconds_rollout": "Seconds of sampling, judging and filtering.",
     "seconds_score": "Seconds of packing and the score pass.",
-    "seconds_update": "Seconds of the optimizer updates.",
+    "seconds_update": "Seconds of the optimizer updates, the critic's included.",
     "seconds_step": "Seconds from prompts to updated policy; evaluating and saving come on top.",
     "seconds_evaluation": "Seconds of the evaluation, where there was one.",
     "heldout_accuracy": "Sampled accuracy on held-out problems (avg@k), where evaluated.",
     "heldout_truncated_fraction": "Share of held-out responses cut off by the budget.",
     "heldout_response_tokens": "Mean response length on held-out problems.",
+    "heldout_entropy": "Mean negative log-prob of the tokens sampled there: an estimate of the "
+    "entropy, in nats, at temperature 1 and top_p 1.",
 }
 CLOCKED = ("seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
 
+VARIANCE_FLOOR = 1e-12
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
-WINDOW = 8  # tokens of a repeated window
-
-
-def repetition(tokens: np.ndarray) -> float:
-    """Share of the windows of 8 tokens that occurred before in the same response."""
-    if len(tokens) <= WINDOW:
-        return 0.0
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, WINDOW)
-    return 1.0 - len(np.unique(windows, axis=0)) / len(windows)
 
 
 def mean_or_zero(values: Any) -> float:
@@ -92,7 +103,7 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
     """Everything that responses and verdicts tell, over all judged groups."""
     completions: list[Completion] = [c for group in groups for c in group.completions]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
-    correct = np.array([verdict.correct for verdict in verdicts], bool)
+    correct = np.array([right for group in groups for right in group.correct], bool)
     lengths = np.array([len(completion) for completion in completions])
     reflects = np.array([bool(REFLECTION.search(c.text)) for c in completions], bool)
     return {
@@ -117,35 +128,53 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Filtering and its price, beside `response_metrics` of all judged groups."""
     judged = max(1, len(collected.judged))
-    kept = judged - collected.all_right - collected.all_wrong if collected.judged else 0
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
-    return response_metrics(collected.judged) | {
-        "kept_fraction": kept / judged,
-        "all_right_fraction": collected.all_right / judged,
-        "all_wrong_fraction": collected.all_wrong / judged,
-        "trained_groups": float(len(collected.groups)),
-        "sampled_to_kept_tokens": (counts.tokens + counts.abandoned_tokens)
-        / max(1, trained_tokens),
-        "abandoned_tokens": float(counts.abandoned_tokens),
-        "dropped_prompts": float(collected.dropped_prompts),
-        "starved": float(collected.starved),
-        "prefills": float(counts.prefills),
-        "slot_occupancy": counts.occupancy,
-        "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
-        "seconds_step": clock.total(),
+    parts = {
+        f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
+        for name in (collected.judged[0].reward_parts if collected.judged else ())
     }
+    return (
+        response_metrics(collected.judged)
+        | parts
+        | {
+            "broken_groups": float(len(collected.broken)),
+            "kept_fraction": collected.with_signal / judged,
+            "all_right_fraction": collected.all_right / judged,
+            "all_wrong_fraction": collected.all_wrong / judged,
+            "trained_groups": float(len(collected.groups)),
+            "sampled_to_kept_tokens": (counts.tokens + counts.abandoned_tokens)
+            / max(1, trained_tokens),
+            "abandoned_tokens": float(counts.abandoned_tokens),
+            "dropped_prompts": float(collected.dropped_prompts),
+            "starved": float(collected.starved),
+            "prefills": float(counts.prefills),
+            "slot_occupancy": counts.occupancy,
+            "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
+            "trained_tokens_per_second": trained_tokens
+            / clock.seconds.get("seconds_update", math.inf),
+            "seconds_step": clock.total(),
+        }
+    )
 
 
-def update_metrics(
-    scored: ScoredBatch, advantages: np.ndarray, empty_updates: int, clock: "Clock"
+def feedback_metrics(
+    algorithm: Algorithm, feedback: Feedback, advantages: np.ndarray, returns: np.ndarray | None
 ) -> dict[str, float]:
-    """What the updates' own means don't hold."""
-    trained = scored.rollouts.response_index >= 0
-    return {
-        "advantage_std": float(advantages[trained].std()) if trained.any() else 0.0,
-        "empty_updates": float(empty_updates),
-        "trained_tokens_per_second": float(trained.sum()) / clock.seconds["seconds_update"],
-    }
+    """What the advantages, and where there are any the values and the pairs, tell."""
+    on = feedback.on_response
+    values = {"advantage_std": float(advantages[on].std()) if on.any() else 0.0}
+    if returns is not None and on.any():
+        variance = float(returns[on].var())
+        unexplained = float((returns[on] - feedback.values[on]).var())
+        # Equal returns leave nothing to explain.
+        explained = 1 - unexplained / variance if variance > VARIANCE_FLOOR else 0.0
+        values["explained_variance"] = explained
+    if feedback.reference_log_ratios is not None and algorithm.trained_responses == "pairs":
+        pairs, margins = preference_margins(feedback)
+        losses = np.logaddexp(0.0, -algorithm.preference_beta * margins)
+        values["preference_accuracy"] = mean_or_zero(margins > 0)
+        values["preference_loss"] = mean_or_zero(losses)
+    return values
 
 
 def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:
@@ -210,8 +239,8 @@ class MetricWriter:
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line and one event. Raises KeyError for a name without a meaning."""
         for name in values:
-            MEANINGS[name]
-        line = {name: v if math.isfinite(v) else None for name, v in values.items()}
+            MEANINGS[name.split("/")[0]]
+        line = {name: _number(value) for name, value in values.items()}
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step} | line) + "\n")
         if self._events:
@@ -235,6 +264,11 @@ class MetricWriter:
             self._events.close()
 
 
+def _number(value: float) -> float | None:
+    """What JSON can hold of a float."""
+    return float(value) if math.isfinite(value) else None
+
+
 def write_rollouts(run_dir: pathlib.Path, step: int, groups: list[Group]) -> None:
     """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent."""
     folder = run_dir / "rollouts"
@@ -254,12 +288,13 @@ def write_rollouts(run_dir: pathlib.Path, step: int, groups: list[Group]) -> Non
                     "response": completion.text,
                     "answer": group.prompt.answer,
                     "extracted": verdict.extracted,
-                    "correct": verdict.correct,
+                    "correct": bool(group.correct[i]),
                     "truncated": completion.truncated,
                     "tokens": len(completion),
                     "policy_step": completion.policy_step,
-                    "reward": float(group.rewards[i]),
-                    "reward_parts": {k: float(v[i]) for k, v in group.reward_parts.items()},
+                    "reward": _number(group.rewards[i]),
+                    "reward_parts": {k: _number(v[i]) for k, v in group.reward_parts.items()},
+                    "failure": verdict.broken or verdict.failure,
                 }
                 file.write(json.dumps(line) + "\n")
     os.replace(path.with_suffix(".tmp"), path)

@@ -13,7 +13,9 @@ def _is_matrix(params: Any) -> Any:
     """True for matrices; norms and biases are not decayed."""
 
     def is_matrix(path: tuple, _: Any) -> bool:
-        return any(getattr(part, "key", None) in ("kernel", "embedding", "head") for part in path)
+        return any(
+            getattr(part, "key", None) in ("kernel", "embedding", "head", "score") for part in path
+        )
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

@@ -15,7 +15,7 @@ import numpy as np
 from dapo_jax.advantages import spread
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.losses import response_weights
-from dapo_jax.structs import Completion, Prompt, Rollouts
+from dapo_jax.structs import Completion, Prompt, Rollouts, ScoredBatch, TrainBatch
 
 
 class Segment(NamedTuple):
@@ -24,6 +24,8 @@ class Segment(NamedTuple):
     prompt: Prompt
     completion: Completion
     index: int
+    correct: bool = True
+    token_weights: np.ndarray | None = None  # [n], from the user's hook; None: all 1
 
     @property
     def length(self) -> int:
@@ -82,7 +84,7 @@ def pack(
     for row, members in enumerate(rows):
         start = 0
         for number, member in enumerate(members, 1):
-            prompt, completion, index = segments[member]
+            prompt, completion, index, *_ = segments[member]
             response, end = start + len(prompt.tokens), start + lengths[member]
             tokens[row, start:response] = prompt.tokens
             tokens[row, response:end] = completion.tokens
@@ -116,17 +118,58 @@ def nth(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda array: array[index], tree)
 
 
-def spread_weights(
-    rollouts: Rollouts, segments: Sequence[Segment], algorithm: Algorithm, budget: int
-) -> np.ndarray:
-    """Loss weights [M, R, T] of one minibatch, from its own counts."""
-    weights = np.zeros(1 + max((segment.index for segment in segments), default=0))
-    members = [segment.index for segment in segments]
-    weights[members] = response_weights(
-        algorithm,
-        np.array([len(segment.completion) for segment in segments]),
-        np.array([segment.prompt.index for segment in segments]),
-        np.array([segment.completion.truncated for segment in segments], bool),
-        budget,
+def trained_tokens(segments: Sequence[Segment], algorithm: Algorithm) -> np.ndarray:
+    """[B] response tokens that may carry loss: not filtered as overlong, not weighed 0."""
+    return np.array(
+        [
+            0
+            if s.completion.truncated and algorithm.overlong_filtering
+            else len(s.completion)
+            if s.token_weights is None
+            else np.count_nonzero(s.token_weights)
+            for s in segments
+        ],
+        int,
     )
-    return spread(weights, rollouts.response_index)
+
+
+def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) -> np.ndarray:
+    """Arrays of the responses' tokens, in the order of their indices, at their places in rows."""
+    flat = response_index.ravel()
+    order = np.argsort(flat, kind="stable")
+    placed = np.zeros(flat.shape)
+    placed[order[np.count_nonzero(flat < 0) :]] = np.concatenate(per_token)
+    return placed.reshape(response_index.shape)
+
+
+def make_batch(
+    scored: ScoredBatch,
+    segments: Sequence[Segment],
+    advantages: np.ndarray,
+    returns: np.ndarray | None,
+    algorithm: Algorithm,
+    budget: int,
+) -> TrainBatch:
+    """One minibatch with its weights, from its own counts. Arrays are [M, R, T]."""
+    index = scored.rollouts.response_index
+    correct = np.array([segment.correct for segment in segments], bool)
+    groups = np.array([segment.prompt.index for segment in segments])
+    per_response = response_weights(
+        algorithm, trained_tokens(segments, algorithm), groups, correct, budget
+    )
+
+    def of_responses(values: np.ndarray) -> np.ndarray:
+        whole = np.zeros(1 + max((segment.index for segment in segments), default=0))
+        whole[[segment.index for segment in segments]] = values
+        return spread(whole, index)
+
+    weights = of_responses(per_response)
+    if algorithm.token_weights:
+        weights *= place_tokens([s.token_weights for s in segments], index)
+    trained, nll_weights, value_weights = weights > 0, None, None
+    if algorithm.positive_nll_coefficient:
+        right = trained & (of_responses(correct) > 0)
+        nll_weights = np.float32(algorithm.positive_nll_coefficient * right / max(1, right.sum()))
+    if returns is not None:
+        value_weights = np.float32(trained / max(1, trained.sum()))
+    return TrainBatch(scored, advantages, np.float32(weights), nll_weights, returns, value_weights)

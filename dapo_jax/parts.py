@@ -1,15 +1,25 @@
 """The rooms of one run, built from its config: what training and evaluation share."""
 
 import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dapo_jax.config import Compute, Config, Mesh
+from dapo_jax.critic import critic_learner, scalar_config
 from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.hooks import resolve
 from dapo_jax.model import attention, huggingface
+from dapo_jax.model.decoder import DecoderConfig, cast_params
+from dapo_jax.policy import policy_learner
 from dapo_jax.progress import Progress
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
@@ -65,31 +75,103 @@ def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
 
 @dataclasses.dataclass
 class Parts:
-    """What a rollout step works with."""
+    """What a rollout step works with; None for what the algorithm has not."""
 
     config: Config
     tokenizer: Tokenizer
     prompts: PromptStream
     sampler: RolloutSampler
-    pool: RewardPool
+    judge: Judge
     learner: Learner
     progress: Progress
+    critic: Learner | None
+    reference: Any  # parameters in the compute dtype
+    token_weights: Callable | None  # the user's hook
+    decoder: DecoderConfig
 
     def folder_params(self) -> Any:
         """The parameters of the model folder, on the mesh."""
-        return huggingface.load_params(
-            self.config.model.folder, self.learner.config, self.learner.mesh
-        )
+        return huggingface.load_params(self.config.model.folder, self.decoder, self.learner.mesh)
+
+    def critic_params(self) -> Any:
+        """The critic's parameters before training: a policy's folder, or a reward model's."""
+        folder = self.config.critic.folder or self.config.model.folder
+        config = scalar_config(self.decoder)
+        return huggingface.load_params(folder, config, self.learner.mesh, fresh_score=True)
 
     def close(self) -> None:
         """Ends the reward workers."""
-        self.pool.close()
+        self.judge.close()
 
 
-def build(config: Config) -> Parts:
-    """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door."""
+def load_reference(config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> Any:
+    """The frozen reference: sharded as the policy, in the compute dtype. None if not asked for."""
+    if not config.algorithm.reference:
+        return None
+    folder = config.model.reference_folder or config.model.folder
+    check_same_model("model.reference_folder", folder, config.model.folder, lambda shape: shape)
+    params = huggingface.load_params(folder, decoder, mesh)
+    return jax.jit(functools.partial(cast_params, config=decoder), donate_argnums=0)(params)
+
+
+def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
+    """The learned reward, where the config asks for one."""
+    folder = config.reward.model_folder
+    if not folder:
+        return None
+    field = "reward.model_folder"
+    check_same_model(field, folder, config.model.folder)
+    decoder = huggingface.read_config(folder, field=field, **numerics(config.compute, mesh))
+    check_divisible(decoder, mesh)
+    decoder = scalar_config(decoder)
+    return RewardModel(
+        huggingface.load_params(folder, decoder, mesh),
+        decoder,
+        mesh,
+        config.packing.row_tokens,
+        config.packing.rows_per_microbatch,
+    )
+
+
+def check_same_model(
+    field: str,
+    folder: str,
+    policy: str,
+    shape: Callable[[DecoderConfig], Any] = lambda config: None,
+) -> None:
+    """Raises `ConfigError` where tokens mean something else there, or `shape` differs."""
+    mine, theirs = huggingface.read_config(policy), huggingface.read_config(folder, field=field)
+    require(shape(mine) == shape(theirs), field, folder, f"a folder with the shape of {policy}")
+    mine, theirs = (pathlib.Path(path) / "tokenizer.json" for path in (policy, folder))
+    if theirs.exists():
+        same = mine.read_bytes() == theirs.read_bytes()
+        require(same, field, folder, f"a folder with the tokenizer of {policy}")
+
+
+def frozen_layers(share: float, layers: int) -> int:
+    """How many of the first layers are frozen. Raises `ConfigError` where a share freezes none."""
+    frozen = math.floor(share * layers + 1e-9)
+    require(
+        frozen < layers and (frozen > 0 or share == 0),
+        "model.freeze_layers",
+        share,
+        f"0, or from 1/{layers} to below 1 for a policy of {layers} layers",
+    )
+    return frozen
+
+
+def build(config: Config, *, training: bool = True) -> Parts:
+    """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
+
+    Args:
+        training: without it there is no reference policy, which only updates need.
+    """
+    hook = config.algorithm.token_weights
+    token_weights = resolve("algorithm.token_weights", hook) if hook else None
     mesh = open_mesh(config.mesh, config.packing.rows_per_microbatch)
     decoder = huggingface.read_config(config.model.folder, **numerics(config.compute, mesh))
+    frozen = frozen_layers(config.model.freeze_layers, decoder.layers)
+    decoder = dataclasses.replace(decoder, frozen_layers=frozen)
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     engine = PolicyEngine(
@@ -103,19 +185,26 @@ def build(config: Config) -> Parts:
         insert_width=max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
         end_ids=tokenizer.end_ids,
     )
+    algorithm, critic = config.algorithm, None
+    if algorithm.critic:
+        settings, folder = config.critic.optimizer, config.critic.folder
+        if folder:
+            check_same_model("critic.folder", folder, config.model.folder, scalar_config)
+        critic = critic_learner(algorithm, settings, scalar_config(decoder), mesh)
+    temperature = config.sampler.temperature
+    reward_model = load_reward_model(config, mesh)
     return Parts(
         config=config,
         tokenizer=tokenizer,
         prompts=PromptStream(config.data, config.seed, tokenizer),
         sampler=RolloutSampler(engine, tokenizer, config.seed),
-        pool=RewardPool(config.reward),
-        learner=Learner(
-            config.algorithm,
-            config.compute,
-            config.optimizer,
-            decoder,
-            mesh,
-            config.sampler.temperature,
+        judge=Judge(config, RewardPool(config.reward), reward_model),
+        learner=policy_learner(
+            algorithm, config.compute, config.optimizer, decoder, mesh, temperature
         ),
         progress=Progress(),
+        critic=critic,
+        reference=load_reference(config, decoder, mesh) if training else None,
+        token_weights=token_weights,
+        decoder=decoder,
     )

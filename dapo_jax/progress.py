@@ -4,12 +4,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dapo_jax.advantages import normalise_in_groups
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.structs import Group
 
@@ -43,34 +41,38 @@ class Progress:
     def step(self, step: int, total: int, values: dict[str, float]) -> None:
         """The line that a step leaves."""
         heldout = values.get("heldout_accuracy")
+        if "entropy" in values:
+            update = f"entropy {values['entropy']:.3f}  grad {values['gradient_norm']:.2f}"
+        elif "explained_variance" in values:
+            update = f"critic alone, explains {values['explained_variance']:.2f}"
+        else:
+            update = "no update"
         self.say(
             f"step {step:>3}/{total}  reward {values['reward']:+.2f}  "
             f"accuracy {values['accuracy']:.2f}  kept {values['kept_fraction']:.2f} "
             f"(all right {values['all_right_fraction']:.2f}, "
             f"all wrong {values['all_wrong_fraction']:.2f})  "
-            f"entropy {values.get('entropy', 0):.3f}  "
             f"tokens {values['response_tokens_mean']:.0f} "
             f"(cut {values['truncated_fraction']:.0%})  "
-            f"grad {values.get('gradient_norm', 0):.2f}  {values['seconds_step']:.1f} s"
+            f"{update}  {values['seconds_step']:.1f} s"
             + ("" if heldout is None else f"  [bold]held-out {heldout:.3f}[/]")
         )
 
     def group(self, group: Group) -> None:
-        """One group as a table: what was answered, and what the update makes of it."""
-        advantages = normalise_in_groups(group.rewards, np.zeros(len(group.rewards), int))
+        """One group as a table: what was answered, and what it earned."""
         table = Table(
             title=f"{escape(group.prompt.text)}  (answer {escape(group.prompt.answer)})",
             title_justify="left",
         )
-        for name in ("answer tail", "verdict", "advantage", "tokens", "cut"):
+        for name in ("answer tail", "verdict", "reward", "tokens", "cut"):
             table.add_column(name, justify="left" if name == "answer tail" else "right")
-        for completion, verdict, advantage in zip(
-            group.completions, group.verdicts, advantages, strict=True
+        for completion, right, reward in zip(
+            group.completions, group.correct, group.rewards, strict=True
         ):
             table.add_row(
                 escape(completion.text[-TAIL:]),
-                "[green]right[/]" if verdict.correct else "[red]wrong[/]",
-                f"{advantage:+.2f}",
+                "[green]right[/]" if right else "[red]wrong[/]",
+                f"{reward:+.2f}",
                 str(len(completion)),
                 "cut" if completion.truncated else "",
             )

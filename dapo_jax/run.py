@@ -8,6 +8,7 @@ import signal
 import time
 from typing import Any
 
+import jax
 from rich.markup import escape
 
 from dapo_jax.checkpoints import Checkpoints, check_same_run
@@ -24,6 +25,7 @@ from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
 MANY_WITHOUT_ANSWER = 0.5
+SHOWN_BROKEN_GROUPS = 3
 
 
 class Signals:
@@ -72,17 +74,22 @@ class Run:
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
+        parts = self.parts
+        train = parts.learner.start(parts.folder_params())
+        critic = parts.critic.start(parts.critic_params()) if parts.critic else None
         settings = json.dumps(dataclasses.asdict(self.config), indent=2)
         (self.folder / "config.json").write_text(settings)
-        train = self.parts.learner.start(self.parts.folder_params())
-        return RunState(0, train, 0, FIRST_KEPT_FRACTION)
+        return RunState(0, train, 0, FIRST_KEPT_FRACTION, critic)
 
     def _resume(self, step: int) -> RunState:
         record = self.checkpoints.record()
         check_same_run(self._settings(), record.pop("settings"))
-        train = self.checkpoints.state(self.parts.learner.abstract_state)
+        parts, critic = self.parts, None
+        train = self.checkpoints.state(parts.learner.abstract_state)
+        if parts.critic:
+            critic = self.checkpoints.state(parts.critic.abstract_state, "critic")
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
-        return RunState(train=train, **record)
+        return RunState(train=train, critic=critic, **record)
 
     def _last_row(self) -> int:
         """The newest row that stays; that of the checkpoint's own step may be still to come."""
@@ -118,7 +125,9 @@ class Run:
         self.state.unwritten = values
         step, log = self.state.step, self.config.log
         if log.rollouts:
-            write_rollouts(self.folder, step, collected.judged)
+            write_rollouts(self.folder, step, collected.judged + collected.broken)
+        for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
+            self.parts.progress.warn(f"step {step}: a group was dropped: {escape(group.broken)}")
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
         warn_about(step, values, self.parts.progress)
@@ -144,7 +153,21 @@ class Run:
         """A checkpoint of the state as it is."""
         self.state.seconds = time.perf_counter() - self._started
         record = self.state.record() | {"settings": self._settings()}
-        self.checkpoints.save(self.state.step, self.state.train, record)
+        states = {"state": self.state.train, "critic": self.state.critic}
+        self.checkpoints.save(self.state.step, states, record)
+
+    def megabytes_per_device(self) -> dict[str, float]:
+        """What stays in memory between steps: parameters, moments and the reference."""
+        held = {
+            "policy": self.state.train,
+            "critic": self.state.critic,
+            "reference": self.parts.reference,
+        }
+        return {
+            name: round(sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays) / 1e6, 2)
+            for name, tree in held.items()
+            if (arrays := jax.tree.leaves(tree))
+        }
 
     def finish(self) -> dict[str, Any]:
         """summary.json, the picture, and the last words."""
@@ -155,6 +178,7 @@ class Run:
             "heldout_accuracy_after": rows[-1].get("heldout_accuracy") if rows else None,
             "seconds": round(state.seconds, 1),
             "seed": self.config.seed,
+            "megabytes_per_device": self.megabytes_per_device(),
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
         plot_run(rows, self.folder / "curves.png", str(self.folder))

@@ -10,12 +10,15 @@ Alignment rule: entry t of a per-token array speaks of `tokens[..., t]`, and
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
+
+SHOWN_OF_BROKEN = 200  # characters
 
 # --- host, ragged ---------------------------------------------------------------------------
 
@@ -48,11 +51,13 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the reward rule said of one response."""
+    """What a reward worker said of one response."""
 
     correct: bool
     extracted: str | None  # the answer that was found, None where there was none
-    failure: str | None = None  # what kept the rule from finishing
+    failure: str | None = None  # what kept the worker from finishing
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)  # unweighted, by name
+    broken: str | None = None  # the reward part that raised or gave no number, and how
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +67,20 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
     verdicts: tuple[Verdict, ...]
-    reward_parts: dict[str, np.ndarray]  # each [G] float64, by name
+    reward_parts: dict[str, np.ndarray]  # each [G] float64, weighted, by name
     rewards: np.ndarray  # [G] float64, their sum
+    raw_rewards: np.ndarray  # [G] float64, without the parts that only shape
+    correct: np.ndarray  # [G] bool, by the verifier or by the raw reward
 
     @property
-    def correct(self) -> np.ndarray:
-        """[G] bool."""
-        return np.array([verdict.correct for verdict in self.verdicts], bool)
+    def broken(self) -> str | None:
+        """Which reward part failed on which response; None where every reward is a number."""
+        for i, verdict in enumerate(self.verdicts):
+            if not math.isfinite(self.rewards[i]):
+                cause = verdict.broken or verdict.failure or "the reward is not a finite number"
+                tail = self.completions[i].text[-SHOWN_OF_BROKEN:]
+                return f"{cause}; prompt {self.prompt.id}, response {i}, which ends in {tail!r}"
+        return None
 
 
 # --- device, packed -------------------------------------------------------------------------
@@ -92,23 +104,33 @@ class Rollouts:
 
 @struct.dataclass
 class ScoredBatch:
-    """Rollouts with the policy's log-probs before the update.
+    """Rollouts with what policy, reference and critic said of them before the update.
 
     `old_logprobs` is None where the policy is still the one that will be differentiated (a single
-    update per rollout batch): the ratio is then exactly 1 and no score pass is needed.
+    update per rollout batch): the ratio is then exactly 1 and no score pass is needed. The others
+    are None where the algorithm has no reference or no critic.
     """
 
     rollouts: Rollouts
     old_logprobs: Float[Array, "*M R T"] | None
+    reference_logprobs: Float[Array, "*M R T"] | None = None
+    values: Float[Array, "*M R T"] | None = None
 
 
 @struct.dataclass
 class TrainBatch:
-    """All that one optimizer update needs. Its loss is `sum(loss_weights * token_loss)`."""
+    """All that one optimizer update needs. Its loss is `sum(loss_weights * token_loss)`.
+
+    The value loss and the negative log-prob of right responses have weights of their own; what an
+    algorithm has not is None.
+    """
 
     scored: ScoredBatch
     advantages: Float[Array, "*M R T"]
     loss_weights: Float[Array, "*M R T"]
+    nll_weights: Float[Array, "*M R T"] | None = None
+    returns: Float[Array, "*M R T"] | None = None
+    value_weights: Float[Array, "*M R T"] | None = None
 
 
 @struct.dataclass

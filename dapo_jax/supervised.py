@@ -1,13 +1,14 @@
-"""Supervised training from nothing on worked examples, by the update of reinforcement learning."""
+"""Supervised training on worked examples, by the update of reinforcement learning."""
 
 import pathlib
 import shutil
 import time
+from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.advantages import one
+from dapo_jax.advantages import estimate, gather_feedback
 from dapo_jax.algorithms import sft
 from dapo_jax.config import SftConfig
 from dapo_jax.data.arithmetic import make_worked_example
@@ -15,13 +16,13 @@ from dapo_jax.metrics import add_up
 from dapo_jax.model import huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.optimizer import learning_rate
-from dapo_jax.packing import Segment, most_microbatches, pack, spread_weights
+from dapo_jax.packing import Segment, make_batch, most_microbatches, pack, trained_tokens
 from dapo_jax.parts import check_divisible, numerics, open_mesh
+from dapo_jax.policy import policy_learner
 from dapo_jax.progress import Progress
 from dapo_jax.sharding import unbox
-from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
+from dapo_jax.structs import Completion, Prompt, ScoredBatch
 from dapo_jax.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.update import Learner
 
 LINES_PER_RUN = 10
 
@@ -34,9 +35,7 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
     segments, examples = [], config.examples
     for i in range(config.examples_per_step):
         index = step * config.examples_per_step + i
-        text, worked = make_worked_example(
-            config.seed, index, examples.min_terms, examples.max_terms
-        )
+        text, worked = make_worked_example(config.seed, index, examples)
         response = [*tokenizer.encode(worked), tokenizer.end_ids[0]]
         tokens = np.asarray(response[: config.max_response_tokens], np.int32)
         prompt_tokens = np.asarray(tokenizer.encode(text), np.int32)
@@ -46,10 +45,16 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
     return segments
 
 
-def make_base(config: SftConfig) -> pathlib.Path:
-    """Trains a policy and writes its folder; returns the path. Raises `ConfigError` at the door."""
-    shape, packing, algorithm = config.architecture, config.packing, sft()
-    mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
+def starting_point(
+    config: SftConfig, mesh: jax.sharding.Mesh
+) -> tuple[DecoderConfig, Tokenizer, Any]:
+    """The policy to train, its tokenizer and its parameters: a folder's, or random ones."""
+    numbers, shape = numerics(config.compute, mesh), config.architecture
+    if config.start:
+        decoder = huggingface.read_config(config.start, **numbers)
+        check_divisible(decoder, mesh)
+        params = huggingface.load_params(config.start, decoder, mesh)
+        return decoder, Tokenizer.from_folder(config.start), params
     tokenizer = arithmetic_tokenizer()
     decoder = DecoderConfig(
         vocab=tokenizer.padded_vocab,
@@ -60,11 +65,19 @@ def make_base(config: SftConfig) -> pathlib.Path:
         head_dim=shape.head_dim,
         mlp=shape.mlp,
         rope_theta=shape.rope_theta,
-        **numerics(config.compute, mesh),
+        **numbers,
     )
     check_divisible(decoder, mesh)
-    learner = Learner(algorithm, config.compute, config.optimizer, decoder, mesh)
-    state = learner.start(unbox(init_params(decoder, jax.random.key(config.seed))))
+    return decoder, tokenizer, unbox(init_params(decoder, jax.random.key(config.seed)))
+
+
+def make_base(config: SftConfig) -> pathlib.Path:
+    """Trains a policy and writes its folder; returns the path. Raises `ConfigError` at the door."""
+    packing, algorithm = config.packing, sft()
+    mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
+    decoder, tokenizer, params = starting_point(config, mesh)
+    learner = policy_learner(algorithm, config.compute, config.optimizer, decoder, mesh)
+    state = learner.start(params)
     microbatches = most_microbatches(
         config.examples_per_step,
         2 * config.examples.max_terms + config.max_response_tokens,
@@ -77,9 +90,16 @@ def make_base(config: SftConfig) -> pathlib.Path:
         rollouts, used = pack(
             segments, packing.row_tokens, packing.rows_per_microbatch, microbatches
         )
-        weights = spread_weights(rollouts, segments, algorithm, config.max_response_tokens)
-        scored = ScoredBatch(rollouts, None)
-        batch = TrainBatch(scored, one(scored, np.ones(len(segments)), None), weights)
+        feedback = gather_feedback(
+            rollouts.response_index,
+            np.ones(len(segments)),
+            groups=np.arange(len(segments)),
+            correct=np.ones(len(segments), bool),
+            tokens=trained_tokens(segments, algorithm),
+        )
+        advantages, _ = estimate(algorithm, feedback)
+        scored, budget = ScoredBatch(rollouts, None), config.max_response_tokens
+        batch = make_batch(scored, segments, advantages, None, algorithm, budget)
         rate = learning_rate(config.optimizer, step, config.total_steps)
         state, means = learner.update(state, batch, used, rate)
         if (step + 1) % max(1, config.total_steps // LINES_PER_RUN) == 0:

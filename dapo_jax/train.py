@@ -8,15 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.advantages import ESTIMATORS
+from dapo_jax.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.config import Config
+from dapo_jax.critic import as_value_metrics
 from dapo_jax.filtering import Collected, collect
-from dapo_jax.metrics import Clock, add_up, rollout_metrics, update_metrics
+from dapo_jax.losses import KL_ESTIMATORS
+from dapo_jax.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.optimizer import learning_rate
-from dapo_jax.packing import Segment, most_microbatches, nth, pack_updates, spread_weights
+from dapo_jax.packing import (
+    Segment,
+    make_batch,
+    most_microbatches,
+    nth,
+    pack_updates,
+    trained_tokens,
+)
 from dapo_jax.parts import Parts
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.structs import Group, Mean, ScoredBatch, TrainBatch, TrainState
+from dapo_jax.structs import Group, ScoredBatch, TrainState
+from dapo_jax.update import Learner
 
 
 @dataclasses.dataclass
@@ -27,14 +37,15 @@ class RunState:
     train: TrainState
     position: int  # place in the data
     kept_fraction: float  # running estimate
+    critic: TrainState | None = None
     heldout_before: float | None = None
     seconds: float = 0.0
     unwritten: dict[str, float] | None = None  # metrics of `step`, still without its evaluation
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
-        fields = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in fields if name != "train"}
+        names = {field.name for field in dataclasses.fields(self)} - {"train", "critic"}
+        return {name: getattr(self, name) for name in sorted(names)}
 
 
 def prompts_per_update(config: Config) -> int:
@@ -42,20 +53,40 @@ def prompts_per_update(config: Config) -> int:
     return config.rollout.prompts_per_step // config.rollout.updates_per_rollout
 
 
-def split_updates(config: Config, groups: list[Group]) -> list[list[Segment]]:
+def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray | None:
+    """What the user's hook says of a response; None without a hook. Raises ValueError."""
+    if parts.token_weights is None:
+        return None
+    weights = np.asarray(parts.token_weights(group, sample), np.float64)
+    tokens = len(group.completions[sample])
+    if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
+        raise ValueError(
+            f"config.algorithm.token_weights = {parts.config.algorithm.token_weights!r} must "
+            f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
+            f"{group.prompt.id}; got shape {weights.shape}"
+        )
+    return weights
+
+
+def split_updates(parts: Parts, groups: list[Group]) -> list[list[Segment]]:
     """Responses per optimizer update: as many prompts each (the last may have fewer), in order."""
-    share = prompts_per_update(config)
-    size = config.rollout.samples_per_prompt
+    share = prompts_per_update(parts.config)
+    size = parts.config.rollout.samples_per_prompt
     segments = [
-        [Segment(g.prompt, done, i * size + j) for j, done in enumerate(g.completions)]
+        [
+            Segment(g.prompt, done, i * size + j, bool(g.correct[j]), weigh_tokens(parts, g, j))
+            for j, done in enumerate(g.completions)
+        ]
         for i, g in enumerate(groups)
     ]
     return [sum(segments[i : i + share], []) for i in range(0, len(groups), share)]
 
 
-def score(parts: Parts, params: Any, updates: list[list[Segment]]) -> tuple[ScoredBatch, list[int]]:
-    """Packs the updates and adds the policy's log-probs before any of them."""
-    config, packing = parts.config, parts.config.packing
+def score(
+    parts: Parts, run: RunState, updates: list[list[Segment]]
+) -> tuple[ScoredBatch, list[int]]:
+    """Packs the updates and adds what policy, reference and critic say before any of them."""
+    config, packing, algorithm = parts.config, parts.config.packing, parts.config.algorithm
     rollouts, used = pack_updates(
         updates,
         row_tokens=packing.row_tokens,
@@ -67,39 +98,84 @@ def score(parts: Parts, params: Any, updates: list[list[Segment]]) -> tuple[Scor
             packing.rows_per_microbatch,
         ),
     )
-    if config.algorithm.old_logprobs == "sampler":
-        return ScoredBatch(rollouts, rollouts.sampler_logprobs), used
-    if len(updates) == 1:  # the update's own forward pass is the old policy: ratio exactly 1
-        return ScoredBatch(rollouts, None), used
-    old = [parts.learner.score(params, nth(rollouts, u), count) for u, count in enumerate(used)]
-    return ScoredBatch(rollouts, jnp.stack(old)), used
+
+    def over_updates(learner: Learner, params: Any) -> jax.Array:
+        return jnp.stack(
+            [learner.score(params, nth(rollouts, u), count) for u, count in enumerate(used)]
+        )
+
+    old = reference = values = None
+    # A single update's own forward pass is the old policy: the ratio is exactly 1.
+    if algorithm.old_logprobs == "sampler":
+        old = rollouts.sampler_logprobs
+    elif len(updates) > 1 or algorithm.kl == "reward" or algorithm.trained_responses == "pairs":
+        old = over_updates(parts.learner, run.train.params)
+    if algorithm.reference:
+        reference = over_updates(parts.learner, parts.reference)
+    if algorithm.critic:
+        values = over_updates(parts.critic, run.critic.params)
+    return ScoredBatch(rollouts, old, reference, values), used
+
+
+def gather(
+    config: Config, scored: ScoredBatch, groups: list[Group], segments: list[Segment]
+) -> Feedback:
+    """The feedback on a rollout batch, with the KL penalty where it belongs into the reward."""
+    algorithm, penalties, log_ratios = config.algorithm, None, None
+    if algorithm.kl == "reward":
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, scored.reference_logprobs)
+        penalties = algorithm.kl_coefficient * np.asarray(kl)
+    if algorithm.trained_responses == "pairs":
+        log_ratios = np.asarray(scored.old_logprobs - scored.reference_logprobs)
+    rewards = np.concatenate([group.rewards for group in groups])
+    return gather_feedback(
+        scored.rollouts.response_index,
+        rewards,
+        penalties=penalties,
+        log_ratios=log_ratios,
+        groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
+        correct=np.concatenate([group.correct for group in groups]),
+        tokens=trained_tokens(segments, algorithm),
+        values=None if scored.values is None else np.asarray(scored.values, np.float64),
+    )
+
+
+def learning_rates(config: Config, step: int) -> tuple[float, float]:
+    """Of the policy (0 while the critic learns alone) and of the critic."""
+    alone, total = config.critic.pretrain_steps, config.total_steps
+    policy = learning_rate(config.optimizer, step - alone, total - alone) if step >= alone else 0.0
+    return policy, learning_rate(config.critic.optimizer, step, total)
 
 
 def update_policy(
-    parts: Parts, state: TrainState, groups: list[Group], rate: float, clock: Clock
-) -> tuple[TrainState, dict[str, float]]:
+    parts: Parts, run: RunState, groups: list[Group], clock: Clock
+) -> tuple[RunState, dict[str, float]]:
     """Score pass, advantages over the rollout batch, then an optimizer step per minibatch."""
-    config = parts.config
-    updates = split_updates(config, groups)
-    scored, used = score(parts, state.params, updates)
+    config, algorithm = parts.config, parts.config.algorithm
+    updates = split_updates(parts, groups)
+    scored, used = score(parts, run, updates)
     jax.block_until_ready(scored)  # so that its seconds are not booked on the updates
     clock.lap("score")
-    rewards = np.concatenate([group.rewards for group in groups])
-    members = np.arange(len(rewards)) // config.rollout.samples_per_prompt
-    advantages = ESTIMATORS[config.algorithm.advantage](scored, rewards, members)
-    means: list[dict[str, Mean]] = []
+    feedback = gather(config, scored, groups, sum(updates, []))
+    advantages, returns = estimate(algorithm, feedback)
+    policy, critic, means = run.train, run.critic, []
+    rate, value_rate = learning_rates(config, run.step)
+    budget = config.sampler.max_response_tokens
     for u, segments in enumerate(updates):
-        part = nth(scored, u)
-        weights = spread_weights(
-            part.rollouts, segments, config.algorithm, config.sampler.max_response_tokens
-        )
-        if weights.any():  # an all-truncated, filtered minibatch has nothing to learn from
-            batch = TrainBatch(part, advantages[u], weights)
-            state, mean = parts.learner.update(state, batch, used[u], rate)
-            means.append(mean)
-    values = add_up(jax.device_get(means))
+        part, gains, targets = nth((scored, advantages, returns), u)
+        batch, mean = make_batch(part, segments, gains, targets, algorithm, budget), {}
+        if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
+            continue
+        if rate:
+            policy, mean = parts.learner.update(policy, batch, used[u], rate)
+        if algorithm.critic:
+            critic, value_mean = parts.critic.update(critic, batch, used[u], value_rate)
+            mean |= as_value_metrics(value_mean)
+        means.append(mean)
+    values = add_up(jax.device_get(means)) | {"empty_updates": float(len(updates) - len(means))}
     clock.lap("update")
-    return state, values | update_metrics(scored, advantages, len(updates) - len(means), clock)
+    values |= feedback_metrics(algorithm, feedback, advantages, returns)
+    return dataclasses.replace(run, train=policy, critic=critic), values | {"learning_rate": rate}
 
 
 def train_step(
@@ -108,30 +184,19 @@ def train_step(
     """One rollout step (DAPO, arXiv 2503.14476, Algorithm 1): collect groups, update the policy."""
     config, clock = parts.config, Clock()
     rule = SamplingRule(config.sampler.temperature, config.sampler.top_p, config.sampler.top_k)
-    rate = learning_rate(config.optimizer, run.step, config.total_steps)
     parts.sampler.begin(run.train.params, purpose=SAMPLE_FOR_TRAINING, step=run.step, rule=rule)
     parts.prompts.position = run.position
     with parts.progress.collecting(run.step + 1, parts.sampler) as show:
+        data = parts.prompts, parts.sampler, parts.judge
         collected = collect(
-            config,
-            parts.prompts,
-            parts.sampler,
-            parts.pool,
-            run.kept_fraction,
-            on_burst=show,
-            interrupted=interrupted,
+            config, *data, run.kept_fraction, on_burst=show, interrupted=interrupted
         )
     parts.sampler.release()  # the update needs the memory of the caches
     clock.lap("rollout")
-    state, values = run.train, {}
+    values: dict[str, float] = {}
     if collected.groups:
-        state, values = update_policy(parts, state, collected.groups, rate, clock)
-    values |= rollout_metrics(collected, parts.sampler.counts, clock) | {"learning_rate": rate}
-    after = dataclasses.replace(
-        run,
-        step=run.step + 1,
-        train=state,
-        position=collected.next_position,
-        kept_fraction=collected.kept_fraction,
-    )
-    return after, values | clock.seconds, collected
+        run, values = update_policy(parts, run, collected.groups, clock)
+    values |= rollout_metrics(collected, parts.sampler.counts, clock)
+    following = {"position": collected.next_position, "kept_fraction": collected.kept_fraction}
+    run = dataclasses.replace(run, step=run.step + 1, **following)
+    return run, values | clock.seconds, collected

@@ -6,7 +6,8 @@ those are opened, before anything is compiled.
 
 import math
 
-from dapo_jax.config import Config, Data, Examples, SftConfig
+from dapo_jax.algorithms import Algorithm
+from dapo_jax.config import SHAPING, Config, Data, Examples, Rollout, Sampler, SftConfig
 from dapo_jax.settings import leaves, require
 
 CHOICES = {
@@ -16,14 +17,19 @@ CHOICES = {
     "data.overlong_prompts": ("truncate_left", "drop"),
     "rollout.when_starved": ("partial", "stop"),
     "algorithm.old_logprobs": ("recompute", "sampler"),
+    "algorithm.kl": ("none", "loss", "reward"),
+    "reward.correct": ("verifier", "threshold", "spread"),
 }
 AT_LEAST_ZERO = (
-    "algorithm.clip_low algorithm.clip_high algorithm.dual_clip sampler.top_k "
+    "algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.value_clip "
+    "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
+    "algorithm.importance_cap reward.min_spread critic.pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems"
 ).split()
 POSITIVE = (
-    "total_steps examples_per_step max_response_tokens compute.logprob_chunk_tokens "
+    "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
+    "algorithm.preference_beta compute.logprob_chunk_tokens "
     "compute.scan_unroll data.train_problems data.max_prompt_tokens rollout.prompts_per_step "
     "rollout.samples_per_prompt rollout.updates_per_rollout rollout.max_sample_rounds "
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
@@ -38,24 +44,35 @@ SHARES = {  # open below, closed above
     "sampler.top_p": (0.0, 1.0),
     "evaluation.top_p": (0.0, 1.0),
     "algorithm.overlong_buffer_share": (0.0, 1.0),
+    "algorithm.gamma": (0.0, 1.0),
 }
+FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
+
+# Estimators by what they need; one that is in none of these needs nothing.
+OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")
+OF_VALUES = ("gae", "length_adaptive_gae")
+PER_TOKEN = ("reward_to_go", *OF_VALUES)
+OF_NO_REWARD = ("one", "preference")
 
 
 def _check_single_fields(values: dict[str, object]) -> None:
-    for name, value in values.items():
+    for full_name, value in values.items():
+        name = full_name.removeprefix("critic.") if ".optimizer." in full_name else full_name
         if isinstance(value, float):
-            require(math.isfinite(value), name, value, "a finite number")
+            require(math.isfinite(value), full_name, value, "a finite number")
         if name in CHOICES:
-            require(value in CHOICES[name], name, value, "one of " + ", ".join(CHOICES[name]))
+            require(value in CHOICES[name], full_name, value, "one of " + ", ".join(CHOICES[name]))
         if name in AT_LEAST_ZERO:
-            require(value >= 0, name, value, "at least 0")
+            require(value >= 0, full_name, value, "at least 0")
         if name in POSITIVE:
-            require(value > 0, name, value, "above 0")
+            require(value > 0, full_name, value, "above 0")
         if name in SHARES:
             low, high = SHARES[name]
-            require(low < value <= high, name, value, f"above {low} and at most {high}")
-        if name.startswith("optimizer.beta"):
-            require(0 <= value < 1, name, value, "at least 0 and below 1")
+            require(low < value <= high, full_name, value, f"above {low} and at most {high}")
+        if name in FROM_0_TO_1:
+            require(0 <= value <= 1, full_name, value, "from 0 to 1")
+        if name.startswith("optimizer.beta") or name == "model.freeze_layers":
+            require(0 <= value < 1, full_name, value, "at least 0 and below 1")
     require(0 <= values["seed"] < 2**32, "seed", values["seed"], f"from 0 to {2**32 - 1}")
 
 
@@ -85,22 +102,8 @@ def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budge
     )
 
 
-def _check_algorithm(config: Config) -> None:
-    algorithm, rollout, sampler = config.algorithm, config.rollout, config.sampler
-    require(algorithm.clip_low <= 1, "algorithm.clip_low", algorithm.clip_low, "at most 1")
-    require(
-        algorithm.dual_clip == 0 or algorithm.dual_clip > 1 + algorithm.clip_high,
-        "algorithm.dual_clip",
-        algorithm.dual_clip,
-        f"0 (off) or above 1 + clip_high = {1 + algorithm.clip_high}",
-    )
-    require(
-        algorithm.advantage != "one",
-        "algorithm.advantage",
-        algorithm.advantage,
-        "a reward's estimator: 'one' imitates wrong answers too and is for supervised runs",
-    )
-    grouped = algorithm.advantage.startswith("group") or algorithm.dynamic_sampling
+def _check_updates(algorithm: Algorithm, rollout: Rollout) -> None:
+    grouped = algorithm.advantage in OF_GROUPS or algorithm.dynamic_sampling
     require(
         not grouped or rollout.samples_per_prompt > 1,
         "rollout.samples_per_prompt",
@@ -114,22 +117,158 @@ def _check_algorithm(config: Config) -> None:
         f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
     )
     require(
-        algorithm.reward_correct > algorithm.reward_wrong,
-        "algorithm.reward_correct",
-        algorithm.reward_correct,
-        f"above algorithm.reward_wrong = {algorithm.reward_wrong}",
-    )
-    require(
         algorithm.ratio != "none" or rollout.updates_per_rollout == 1,
         "rollout.updates_per_rollout",
         rollout.updates_per_rollout,
         "1 with algorithm.ratio = 'none': later updates would be off-policy, uncorrected",
+    )
+
+
+def _check_ratio(algorithm: Algorithm, sampler: Sampler) -> None:
+    require(algorithm.clip_low <= 1, "algorithm.clip_low", algorithm.clip_low, "at most 1")
+    require(
+        not (algorithm.clip and algorithm.ratio == "none"),
+        "algorithm.clip",
+        algorithm.clip,
+        "false with algorithm.ratio = 'none', which has nothing to clip",
+    )
+    require(
+        algorithm.dual_clip == 0
+        or algorithm.clip
+        and algorithm.dual_clip > 1 + algorithm.clip_high,
+        "algorithm.dual_clip",
+        algorithm.dual_clip,
+        f"0 (off) or, with algorithm.clip, above 1 + clip_high = {1 + algorithm.clip_high}",
+    )
+    require(
+        algorithm.ratio != "sequence" or algorithm.advantage not in PER_TOKEN,
+        "algorithm.ratio",
+        algorithm.ratio,
+        f"'token' with algorithm.advantage = {algorithm.advantage!r}: a response has one ratio "
+        "but here an advantage for every token",
     )
     require(
         algorithm.old_logprobs != "sampler" or (sampler.top_p == 1 and sampler.top_k == 0),
         "algorithm.old_logprobs",
         algorithm.old_logprobs,
         "'recompute' where sampler.top_p or sampler.top_k truncates the distribution",
+    )
+    require(
+        algorithm.importance_cap == 0 or algorithm.old_logprobs == "recompute",
+        "algorithm.importance_cap",
+        algorithm.importance_cap,
+        "0 with algorithm.old_logprobs = 'sampler': the ratio already is against the sampler",
+    )
+
+
+def _check_reference(algorithm: Algorithm, reference_folder: str) -> None:
+    kl, preferring = algorithm.kl != "none", algorithm.advantage == "preference"
+    require(
+        algorithm.reference == (kl or preferring),
+        "algorithm.reference",
+        algorithm.reference,
+        "true, for the KL or the preference" if kl or preferring else "false: nothing reads it",
+    )
+    require(
+        algorithm.reference or not reference_folder,
+        "model.reference_folder",
+        reference_folder,
+        "empty without algorithm.reference",
+    )
+    require(
+        kl == (algorithm.kl_coefficient > 0),
+        "algorithm.kl_coefficient",
+        algorithm.kl_coefficient,
+        "above 0" if kl else "0 with algorithm.kl = 'none'",
+    )
+    require(
+        algorithm.kl != "loss" or algorithm.kl_estimator != "k1",
+        "algorithm.kl_estimator",
+        algorithm.kl_estimator,
+        "k2 or k3 with algorithm.kl = 'loss': the expected gradient of k1 is 0 there",
+    )
+    require(
+        algorithm.kl != "reward" or algorithm.advantage not in OF_NO_REWARD,
+        "algorithm.kl",
+        algorithm.kl,
+        f"'none' or 'loss': algorithm.advantage = {algorithm.advantage!r} reads no reward",
+    )
+
+
+def _check_advantage(algorithm: Algorithm) -> None:
+    require(
+        algorithm.critic == (algorithm.advantage in OF_VALUES),
+        "algorithm.critic",
+        algorithm.critic,
+        f"{algorithm.advantage in OF_VALUES} with algorithm.advantage = {algorithm.advantage!r}",
+    )
+    preferring = algorithm.advantage == "preference"
+    for name, value in (("trained_responses", "pairs"), ("aggregate", "pair_sum")):
+        found = getattr(algorithm, name)
+        require(
+            (found == value) == preferring,
+            f"algorithm.{name}",
+            found,
+            f"{value!r} with algorithm.advantage = 'preference', and only with it",
+        )
+    require(
+        algorithm.advantage != "one" or algorithm.trained_responses == "correct",
+        "algorithm.trained_responses",
+        algorithm.trained_responses,
+        "'correct' with algorithm.advantage = 'one', which else imitates wrong answers too",
+    )
+    require(
+        not algorithm.whiten or algorithm.advantage not in OF_NO_REWARD,
+        "algorithm.whiten",
+        algorithm.whiten,
+        f"false: algorithm.advantage = {algorithm.advantage!r} is no estimate from rewards",
+    )
+    require(
+        not algorithm.token_weights or not preferring,
+        "algorithm.token_weights",
+        algorithm.token_weights,
+        "empty with algorithm.advantage = 'preference', whose margins weigh every token alike",
+    )
+    require(
+        algorithm.ratio == "none" or not preferring,
+        "algorithm.ratio",
+        algorithm.ratio,
+        "'none' with algorithm.advantage = 'preference'",
+    )
+    require(
+        algorithm.reward_correct > algorithm.reward_wrong,
+        "algorithm.reward_correct",
+        algorithm.reward_correct,
+        f"above algorithm.reward_wrong = {algorithm.reward_wrong}",
+    )
+
+
+def _check_reward(config: Config) -> None:
+    reward, weights = config.reward, config.reward.weights()
+    require(
+        ("model" in weights) == bool(reward.model_folder),
+        "reward.model_folder",
+        reward.model_folder,
+        "a folder where reward.parts names 'model', and only there",
+    )
+    require(
+        reward.correct == "verifier" or not set(weights) <= set(SHAPING),
+        "reward.parts",
+        reward.parts,
+        f"with a part that judges where reward.correct = {reward.correct!r}; these only shape",
+    )
+    alone, total = config.critic.pretrain_steps, config.total_steps
+    require(
+        alone < total if config.algorithm.critic else alone == 0,
+        "critic.pretrain_steps",
+        alone,
+        f"below total_steps = {total}" if config.algorithm.critic else "0 without a critic",
+    )
+    require(
+        config.algorithm.critic or not config.critic.folder,
+        "critic.folder",
+        config.critic.folder,
+        "empty without algorithm.critic",
     )
 
 
@@ -153,4 +292,9 @@ def validate(config: Config | SftConfig) -> None:
         _check_terms("data", config.data)
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)
-        _check_algorithm(config)
+        algorithm = config.algorithm
+        _check_advantage(algorithm)
+        _check_ratio(algorithm, config.sampler)
+        _check_reference(algorithm, config.model.reference_folder)
+        _check_updates(algorithm, config.rollout)
+        _check_reward(config)

@@ -1,6 +1,8 @@
 """Shared fixtures: eight virtual devices, a tiny model folder, a mesh of one device."""
 
 import os
+import shutil
+import sys
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.critic import scalar_config
 from dapo_jax.model import huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.sharding import make_mesh
@@ -48,6 +51,52 @@ def tiny_folder(tmp_path_factory, tiny_params):
     huggingface.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def score_params(tiny_params):
+    """The tiny decoder with a scalar head."""
+    return tiny_params | {"score": jax.random.normal(jax.random.key(3), (TINY.embed,))}
+
+
+@pytest.fixture(scope="session")
+def score_folder(tmp_path_factory, tiny_folder, score_params):
+    """A reward model's folder with the embedded task's tokenizer."""
+    folder = tmp_path_factory.mktemp("score")
+    huggingface.save_folder(folder, score_params, scalar_config(TINY), (1,))
+    shutil.copy(tiny_folder / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The program sees one of the eight devices: cheaper where sharding is not the subject."""
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+
+
+@pytest.fixture
+def write_module(tmp_path, monkeypatch):
+    """Writes a module of a user's own; this process and the reward workers can import it."""
+    folder = tmp_path / "own_modules"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    path = [str(folder), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+
+    def write(name: str, text: str) -> None:
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The folder of a policy that knows the embedded task's format and guesses the sums."""
+    from small_runs import make_small_base
+
+    return make_small_base(tmp_path_factory.mktemp("base"))
 
 
 def make_prompt(index: int, tokens: list[int], answer: str = "1") -> Prompt:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_jax.config import Data
+from dapo_jax.config import Data, Examples
 from dapo_jax.data import arithmetic
 from dapo_jax.data.pipeline import PromptStream, heldout_prompts
 from dapo_jax.rewards.verifier import final_number
@@ -27,16 +27,23 @@ def test_no_heldout_problem_is_trained_on():
 def test_worked_examples_end_in_their_own_last_result_and_are_often_wrong():
     right = 0
     for i in range(500):
-        text, worked = arithmetic.make_worked_example(0, i, 3, 12)
+        text, worked = arithmetic.make_worked_example(0, i, Examples(max_terms=12))
         last = worked.split("####")[0].split("=")[-1]
         assert worked.endswith(f"#### {last}")
         right += final_number(worked, str(eval(text[:-1]) % 10))[0]
     assert 0.4 < right / 500 < 0.7
 
 
+def test_worked_examples_without_errors_are_all_right_and_never_ramble():
+    for i in range(300):
+        text, worked = arithmetic.make_worked_example(0, i, Examples(errors=False, max_terms=6))
+        assert final_number(worked, str(eval(text[:-1]) % 10))[0]
+        assert "again" not in worked and worked.count("=") == text.count("+")
+
+
 def test_every_character_of_the_task_survives_the_tokenizer():
     for i in range(100):
-        for text in arithmetic.make_worked_example(0, i, 3, 12):
+        for text in arithmetic.make_worked_example(0, i, Examples(max_terms=12)):
             assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 

@@ -13,6 +13,7 @@ from dapo_jax import algorithms
 from dapo_jax.config import Config, Data, Rollout
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.filtering import Interrupted, Starved, carries_signal, collect, next_kept_fraction
+from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.structs import Verdict
@@ -53,7 +54,7 @@ class ScriptedPool:
     def __init__(self, right):
         self._right, self._seen = right, {}
 
-    def submit(self, text, answer):
+    def submit(self, prompt, response, answer):
         index = self._current
         self._seen[index] = self._seen.get(index, 0) + 1
         future = Future()
@@ -80,7 +81,7 @@ def run(right, *, wanted=4, bursts=lambda i: 1, algorithm=None, fraction=0.5, **
             yield prompt, done
 
     sampler.decode_burst = decode_in_turn
-    return collect(config, prompts, sampler, pool, fraction), prompts, sampler
+    return collect(config, prompts, sampler, Judge(config, pool), fraction), prompts, sampler
 
 
 def indices(collected):
@@ -89,11 +90,13 @@ def indices(collected):
 
 def test_a_group_is_kept_only_where_correctness_differs():
     """However different the shaped rewards of an all-wrong group are."""
+    config = Config()
+    config.sampler.max_response_tokens = 96
     completions = (make_completion([5] * 90), make_completion([5]))
     for correct, kept in (((0, 0), False), ((1, 1), False), ((1, 0), True)):
         verdicts = tuple(Verdict(bool(c), "1") for c in correct)
-        group = reward_group(algorithms.dapo(), 96, None, completions, verdicts)
-        assert carries_signal(group) == kept
+        group = reward_group(config, None, completions, verdicts)
+        assert carries_signal(group, config.reward) == kept
         assert len(set(group.rewards)) == 2
 
 
@@ -164,7 +167,7 @@ def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
     for _ in range(3):
         sampler, pool = ScriptedSampler(lambda i: 1), ScriptedPool(lambda i: 1)
         pool._current = 0
-        collected = collect(config, prompts, sampler, pool, 0.5)
+        collected = collect(config, prompts, sampler, Judge(config, pool), 0.5)
         dropped += collected.dropped_prompts
     assert prompts.position == 12 + dropped and dropped > 0
 

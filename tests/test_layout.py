@@ -15,15 +15,18 @@ SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__in
 
 # A room imports only from rooms above it.
 ROOMS = """
-settings algorithms config validation structs sharding tokenizer templates data.arithmetic
+settings hooks algorithms config validation structs sharding tokenizer templates data.arithmetic
 data.pipeline model.attention model.decoder model.huggingface model.logprobs sampler.sampling
-sampler.decoding sampler.engine sampler.rollout rewards.verifier rewards.worker rewards.pool
-rewards.rule filtering advantages
-losses packing optimizer update metrics plots progress checkpoints cli parts evaluation supervised
+sampler.decoding sampler.engine sampler.rollout advantages losses packing rewards.verifier
+rewards.functions rewards.worker rewards.pool rewards.rule rewards.model rewards.judge filtering
+optimizer update policy critic metrics plots progress checkpoints cli parts evaluation supervised
 train run main evaluate sft
 """.split()
 
-SFT_ROOMS = "supervised parts update optimizer sharding model.attention model.decoder".split()
+SFT_ROOMS = (
+    "supervised data.arithmetic parts update policy optimizer sharding model.attention "
+    "model.decoder"
+).split()
 
 
 def room(path: pathlib.Path) -> str:

@@ -1,131 +1,309 @@
-"""Advantages, ratios, clips and weights against loops written from the papers."""
+"""Ratios, clips, KL and value losses against loops written from the papers, in float64."""
 
 import dataclasses
 import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.advantages import normalise_in_groups, spread
-from dapo_jax.algorithms import dapo, grpo, sft
-from dapo_jax.losses import LOSS_WEIGHTS, policy_loss, response_weights
+from dapo_jax import algorithms
+from dapo_jax.algorithms import dapo
+from dapo_jax.critic import critic_objective
+from dapo_jax.losses import KL_ESTIMATORS, RATIOS, importance_weights, policy_loss
+from dapo_jax.policy import policy_objective
+from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
-RNG = np.random.default_rng(0)
+EXACT = {"rtol": 1e-6, "atol": 1e-12}
+STEP = 1e-5  # of central differences
 
-
-def test_advantages_are_the_papers_zscore():
-    rewards = np.array([1.0, -1, -1, 1, 0.5, 0.5, -1, -2])
-    groups = np.array([0, 0, 0, 0, 1, 1, 2, 2])
-    found = normalise_in_groups(rewards, groups)
-    for g in range(3):
-        own = rewards[groups == g]
-        mean = sum(own) / len(own)
-        std = math.sqrt(sum((r - mean) ** 2 for r in own) / (len(own) - 1))
-        np.testing.assert_allclose(found[groups == g], [(r - mean) / (std + 1e-6) for r in own])
-    assert np.all(found[4:6] == 0)
-
-
-def test_advantages_are_spread_over_the_response_only():
-    index = np.array([[-1, 0, 0, -1, 1, -1]])
-    np.testing.assert_array_equal(spread(np.array([2.0, -3.0]), index), [[0, 2, 2, 0, -3, 0]])
+# (row, segment, first column, tokens): row 1 holds a one-token and an empty response, row 2 only
+# responses that are masked as a whole, row 3 nothing.
+RESPONSES = [(0, 1, 2, 6), (0, 2, 9, 3), (1, 1, 1, 1), (1, 2, 4, 5), (1, 3, 10, 0), (1, 4, 11, 1)]
+MASKED = [(2, 1, 3, 4), (2, 2, 8, 2)]
+SHAPE = (4, 12)
+PLACES = [(row, start + t) for row, _, start, n in RESPONSES for t in range(n)]
+SKIPPED = (1, 6)  # a token of weight 0 inside a trained response
 
 
-def clipped_loss(algorithm, ratio, advantage):
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    surrogate = min(ratio * advantage, min(max(ratio, low), high) * advantage)
+def segment_ids():
+    ids = np.zeros(SHAPE, int)
+    for row, segment, start, n in sorted(RESPONSES + MASKED, reverse=True):
+        ids[row, : start + n] = segment  # with its prompt; earlier segments overwrite the left
+    return ids
+
+
+def trained_places(response):
+    row, _, start, n = response
+    return [(row, start + t) for t in range(n) if (row, start + t) != SKIPPED]
+
+
+TRAINED = [place for response in RESPONSES for place in trained_places(response)]
+
+
+def on_trained(values, fill=np.nan):
+    """The values on the trained tokens; rubbish everywhere else."""
+    array = np.full(SHAPE, fill)
+    for place, value in zip(TRAINED, values, strict=True):
+        array[place] = value
+    return array
+
+
+def make_case(log_ratios, seed=0, rubbish=np.nan, old=True):
+    """A microbatch whose trained tokens have these log-ratios, with its log-probs and entropy."""
+    rng, count = np.random.default_rng(seed), len(TRAINED)
+    logprobs = rng.normal(-2, 1, count)
+    reference = logprobs + np.resize([0.3, -0.2, 2.9, -12.0, 1.1, 30.0, -0.9], count)
+    sampler = logprobs - log_ratios + np.resize([0.1, -0.3, -2.0, -40.0, 40.0], count)
+    advantages = np.zeros(SHAPE)
+    for row, _, start, n in RESPONSES + MASKED:
+        advantages[row, start : start + n] = rng.normal(size=n)
+    integers, fill = np.zeros(SHAPE, int), rubbish
+    rollouts = Rollouts(integers, segment_ids(), integers, integers - 1, on_trained(sampler, fill))
+    olds = on_trained(logprobs - log_ratios, fill) if old else None
+    scored = ScoredBatch(rollouts, olds, on_trained(reference, fill))
+    weights = on_trained(rng.uniform(0.1, 1, count), 0.0)
+    nll_weights = on_trained(rng.uniform(0, 0.3, count) * (np.arange(count) % 3 > 0), 0.0)
+    batch = TrainBatch(scored, advantages, weights, nll_weights)
+    return batch, on_trained(logprobs, fill), on_trained(rng.uniform(0, 2, count), fill)
+
+
+def cut(x, low, high):
+    return min(max(x, low), high)
+
+
+def loop_surrogate(algorithm, ratio, advantage):
+    """PPO's equation 7 with DAPO's two bounds, then dual-clip PPO's equation 4, as a loss."""
+    gain = ratio * advantage
+    if algorithm.clip:
+        bounded = cut(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        gain = min(gain, bounded * advantage)
     if advantage < 0 and algorithm.dual_clip:
-        surrogate = max(surrogate, algorithm.dual_clip * advantage)
-    return -surrogate
+        gain = max(gain, algorithm.dual_clip * advantage)
+    return -gain
 
 
-@pytest.mark.parametrize("algorithm", [dapo(), grpo()], ids=["dapo", "grpo"])
-def test_policy_loss_is_the_clipped_surrogate(algorithm):
-    ratios = [1e-3, 0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 5.0, 50.0]
-    cases = list(itertools.product(ratios, [-2.0, 0.0, 1.5]))
-    old = RNG.normal(-2, 1, (1, len(cases)))
-    ratio, advantage = (np.array([column]) for column in zip(*cases, strict=True))
-    loss, clipped = policy_loss(
-        algorithm, jnp.array(old + np.log(ratio)), jnp.array(old), advantage, np.ones_like(ratio)
+def loop_ratio(algorithm, place, response, logprobs, old, start):
+    """Ratio of one token; `start` are the log-probs where the differentiation began."""
+    if algorithm.ratio == "none":
+        return math.exp(logprobs[place] - start[place])
+    own = trained_places(response) if algorithm.ratio == "sequence" else [place]
+    return math.exp(cut(math.fsum(logprobs[p] - old[p] for p in own) / len(own), -20, 20))
+
+
+def loop_kl(name, logprob, reference):
+    if name == "k3":
+        d = cut(reference - logprob, -20, 20)
+        return cut(math.exp(d) - d - 1, -10, 10)
+    return logprob - reference if name == "k1" else (logprob - reference) ** 2 / 2
+
+
+def loop_terms(algorithm, batch, logprobs, entropy, start):
+    """Every summand of the loss, token by token of response by response."""
+    scored, terms = batch.scored, []
+    old = start if scored.old_logprobs is None else scored.old_logprobs
+    for response in RESPONSES:
+        for p in trained_places(response):
+            ratio = loop_ratio(algorithm, p, response, logprobs, old, start)
+            loss, weight = loop_surrogate(algorithm, ratio, batch.advantages[p]), 1.0
+            if algorithm.importance_cap:
+                drift = cut(old[p] - scored.rollouts.sampler_logprobs[p], -20, 20)
+                weight = min(math.exp(drift), algorithm.importance_cap)
+            terms.append(batch.loss_weights[p] * weight * loss)
+            if algorithm.kl == "loss":
+                kl = loop_kl(algorithm.kl_estimator, logprobs[p], scored.reference_logprobs[p])
+                terms.append(batch.loss_weights[p] * algorithm.kl_coefficient * kl)
+            terms.append(-batch.loss_weights[p] * algorithm.entropy_coefficient * entropy[p])
+            if batch.nll_weights is not None:
+                terms.append(-batch.nll_weights[p] * logprobs[p])
+    return terms
+
+
+def numerical_gradient(terms, x):
+    """Central differences of the sum, summand by summand, so that large ones hide no small ones."""
+    gradient = np.zeros(x.shape)
+    for place in TRAINED:
+        ends = []
+        for sign in (1, -1):
+            moved = x.copy()
+            moved[place] += sign * STEP
+            ends.append(terms(moved))
+        gradient[place] = math.fsum((a - b) / (2 * STEP) for a, b in zip(*ends, strict=True))
+    return gradient
+
+
+def assert_objective_is_the_loop(algorithm, case):
+    batch, logprobs, entropy = case
+    if not algorithm.positive_nll_coefficient:
+        batch = dataclasses.replace(batch, nll_weights=None)
+
+    def total(logprobs, entropy):
+        return policy_objective(algorithm, batch, logprobs, entropy)[0]
+
+    with jax.enable_x64(True):
+        value, found = jax.value_and_grad(total, argnums=(0, 1))(logprobs, entropy)
+        assert value.dtype == np.float64
+    terms = loop_terms(algorithm, batch, logprobs, entropy, logprobs)
+    np.testing.assert_allclose(value, math.fsum(terms), **EXACT)
+    by_logprobs = numerical_gradient(
+        lambda x: loop_terms(algorithm, batch, x, entropy, logprobs), logprobs
     )
-    expected = [[clipped_loss(algorithm, r, a) for r, a in cases]]
-    np.testing.assert_allclose(loss, expected, rtol=1e-4)
-    high = [[a > 0 and r > 1 + algorithm.clip_high for r, a in cases]]
-    low = [[a < 0 and r < 1 - algorithm.clip_low for r, a in cases]]
-    np.testing.assert_array_equal(clipped["clipped_high"], high)
-    np.testing.assert_array_equal(clipped["clipped_low"], low)
+    by_entropy = numerical_gradient(
+        lambda x: loop_terms(algorithm, batch, logprobs, x, logprobs), entropy
+    )
+    # Zeros too: the numerical gradient is 0 off the trained tokens, where rubbish stands.
+    np.testing.assert_allclose(found[0], by_logprobs, rtol=1e-6, atol=1e-11)
+    np.testing.assert_allclose(found[1], by_entropy, rtol=1e-6, atol=1e-11)
 
 
-def test_on_policy_gradient_is_minus_the_advantage():
-    logprobs, advantages = RNG.normal(-2, 1, (2, 5)), RNG.normal(size=(2, 5))
-    unclipped = dataclasses.replace(dapo(), clip_low=0.0, clip_high=0.0)
-    for algorithm in (dapo(), grpo(), sft(), unclipped):
+# Inside and outside either clip, beyond the dual clip, and beyond what exp survives.
+WILD = np.resize([0.1, -0.5, 0.4, 3.0, -25.0, 0.26, 19.0, -0.2, 700.0, 0.23, -0.1], len(TRAINED))
+OBJECTIVES = {
+    "token ratio": {},
+    "token ratio, dual clip 3": {"dual_clip": 3.0},
+    "token ratio, no dual clip": {"dual_clip": 0.0, "clip_high": 0.2},
+    "token ratio, clip off": {"clip": False, "dual_clip": 0.0},
+    "no ratio": {"ratio": "none", "clip": False, "dual_clip": 0.0},
+    "k2": {"kl": "loss", "kl_estimator": "k2", "kl_coefficient": 0.5},
+    "k3": {"kl": "loss", "kl_estimator": "k3", "kl_coefficient": 0.5},
+    "entropy bonus": {"entropy_coefficient": 0.7},
+    "importance cap": {"importance_cap": 2.0},
+    "positive NLL": {"positive_nll_coefficient": 0.1},
+    "everything": {
+        "kl": "loss",
+        "kl_coefficient": 0.1,
+        "entropy_coefficient": 0.01,
+        "importance_cap": 1.5,
+        "positive_nll_coefficient": 0.1,
+    },
+}
 
-        def total(x, algorithm=algorithm):
-            return policy_loss(algorithm, x, logprobs, advantages, np.ones((2, 5)))[0].sum()
 
-        np.testing.assert_allclose(jax.grad(total)(jnp.array(logprobs)), -advantages, rtol=1e-5)
+@pytest.mark.filterwarnings("ignore:invalid value")  # metrics of the rubbish: inf - inf
+@pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_policy_objective_and_its_gradient_are_the_papers_loop(changes, seed):
+    algorithm = dataclasses.replace(dapo(), **changes)
+    assert_objective_is_the_loop(algorithm, make_case(WILD, seed, [np.nan, np.inf][seed]))
 
 
+@pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_without_old_logprobs_the_policy_is_its_own_old_one(changes):
+    algorithm = dataclasses.replace(dapo(), **changes)
+    assert_objective_is_the_loop(algorithm, make_case(0 * WILD, old=False))
+
+
+@pytest.mark.parametrize("scale", [5e-4, 0.1, 30.0])
+@pytest.mark.parametrize("terms", [{}, OBJECTIVES["everything"]], ids=["gspo", "everything"])
+def test_the_sequence_ratio_and_its_gradient_are_gspos_loop(scale, terms):
+    algorithm = dataclasses.replace(algorithms.gspo(), **terms)
+    if scale > 0.01:  # else all would be clipped
+        algorithm = dataclasses.replace(algorithm, clip_low=0.2, clip_high=0.28)
+    for seed in range(3):
+        log_ratios = np.random.default_rng(seed).normal(0, scale, len(TRAINED))
+        assert_objective_is_the_loop(algorithm, make_case(log_ratios, seed))
+
+
+def test_a_masked_microbatch_has_neither_loss_nor_gradient():
+    for name, changes in OBJECTIVES.items():
+        for ratio in RATIOS:
+            algorithm = dataclasses.replace(dapo(), **changes | {"ratio": ratio})
+            batch, logprobs, entropy = make_case(WILD)
+            zeros = np.zeros(SHAPE)
+            batch = dataclasses.replace(batch, loss_weights=zeros, nll_weights=None)
+
+            def total(x, algorithm=algorithm, batch=batch, entropy=entropy):
+                return policy_objective(algorithm, batch, x, entropy)[0]
+
+            value, gradient = jax.value_and_grad(total)(np.float32(logprobs))
+            assert value == 0 and not np.any(gradient), (name, ratio)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
-def test_padding_gets_no_loss_and_no_gradient(rubbish):
-    logprobs = np.array([[-1.0, rubbish, -2.0]])
-    mask = np.array([[1.0, 0.0, 1.0]])
+def test_padding_gets_no_loss_and_no_gradient(ratio, rubbish):
+    algorithm = dataclasses.replace(dapo(), ratio=ratio)
+    logprobs, mask = np.float32([[-1.0, rubbish, -2.0]]), np.array([[1.0, 0.0, 1.0]])
+    advantages = np.array([[1.0, 1.0, -0.5]])
 
     def total(x):
-        loss, _ = policy_loss(dapo(), x, logprobs * 0.9, np.array([[1.0, 1.0, -1.0]]), mask)
-        return loss.sum()
+        loss = policy_loss(algorithm, x, logprobs * 0.9, advantages, mask, np.ones((1, 3), int))[0]
+        return loss.sum(), loss
 
-    value, gradient = jax.value_and_grad(total)(jnp.array(logprobs))
-    assert np.isfinite(value) and np.all(np.isfinite(gradient)) and gradient[0, 1] == 0
-
-
-def test_a_huge_log_ratio_stays_finite():
-    for old in (-500.0, 500.0):
-        loss = policy_loss(
-            dapo(), jnp.zeros((1, 1)), jnp.full((1, 1), old), -np.ones((1, 1)), np.ones((1, 1))
-        )[0]
-        assert np.isfinite(loss).all()
-    assert loss[0, 0] >= 0
+    (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
+    assert np.isfinite(loss).all() and np.isfinite(gradient).all()
+    assert loss[0, 1] == gradient[0, 1] == 0 and loss[0, 0] and gradient[0, 0]
 
 
-TOKENS = np.array([4, 1, 0, 7])
-GROUPS = np.array([3, 3, 8, 8])
+def test_importance_weights_are_not_differentiated():
+    trainer, sampler = np.float32([-1.0, -2.0, -3.0]), np.float32([-1.2, -2.1, -50.0])
+    slope = jax.grad(lambda x: importance_weights(x, sampler, 2.0).sum())(trainer)
+    np.testing.assert_array_equal(slope, np.zeros(3))
+    found = importance_weights(trainer, sampler, 2.0)
+    np.testing.assert_allclose(found, [math.exp(0.2), math.exp(0.1), 2.0], rtol=1e-6)
 
 
-def test_weights_reproduce_the_nested_means():
-    """Each aggregate as its paper nests it, for arbitrary token losses and an empty response."""
-    losses = [RNG.normal(size=n) for n in TOKENS]
-    real = [part for part in losses if len(part)]
-    expected = {
-        "token_mean": np.concatenate(losses).mean(),
-        "token_mean_per_group": np.mean(
-            [np.concatenate(losses[:2]).mean(), np.concatenate(losses[2:]).mean()]
-        ),
-        "sequence_mean": np.mean([part.mean() for part in real]),
-        "sequence_sum": np.mean([part.sum() for part in real]),
-        "token_sum_over_budget": np.mean([part.sum() / 9 for part in real]),
-    }
-    assert set(expected) == set(LOSS_WEIGHTS)
-    for name, value in expected.items():
-        algorithm = dapo()
-        algorithm.aggregate = name
-        weights = response_weights(algorithm, TOKENS, GROUPS, np.zeros(4, bool), budget=9)
-        found = sum(w * part.sum() for w, part in zip(weights, losses, strict=True))
-        np.testing.assert_allclose(found, value, err_msg=name)
-        assert weights[2] == 0
+def test_the_clip_is_reported_where_it_cut_the_gradient():
+    ratios = [1e-3, 0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 5.0, 50.0]
+    cases = list(itertools.product(ratios, [-2.0, 0.0, 1.5]))
+    ratio, advantage = (np.array([column]) for column in zip(*cases, strict=True))
+    old, ones = np.full(ratio.shape, -60.0), np.ones(ratio.shape)
+    for algorithm in (dapo(), algorithms.grpo(), dataclasses.replace(dapo(), clip=False)):
+        _, clipped = policy_loss(algorithm, old + np.log(ratio), old, advantage, ones, ones > 0)
+        top, bottom = 1 + algorithm.clip_high, 1 - algorithm.clip_low
+        high = [[algorithm.clip and a > 0 and r > top for r, a in cases]]
+        low = [[algorithm.clip and a < 0 and r < bottom for r, a in cases]]
+        np.testing.assert_array_equal(clipped["clipped_high"], high)
+        np.testing.assert_array_equal(clipped["clipped_low"], low)
 
 
-def test_overlong_filtering_leaves_loss_and_counts():
-    algorithm = dapo()
-    truncated = np.array([False, False, False, True])
-    np.testing.assert_allclose(
-        response_weights(algorithm, TOKENS, GROUPS, truncated, 9), [1 / 12, 1 / 12, 0, 1 / 12]
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_estimates_and_their_gradients_are_the_formulas(name):
+    distances = [-700, -30, -15, -11.5, -5, -0.3, -1e-3, 0, 0.2, 1, 2.5, 2.7, 10, 25, 700]
+    reference = -1.5
+    for distance in distances:
+        at = reference - distance
+        with jax.enable_x64(True):
+            value, slope = jax.value_and_grad(KL_ESTIMATORS[name])(np.float64(at), reference)
+        np.testing.assert_allclose(value, loop_kl(name, at, reference), **EXACT)
+        inside = math.exp(min(distance, 700.0)) - distance - 1 < 10
+        slopes = {"k1": 1.0, "k2": -distance, "k3": -math.expm1(distance) if inside else 0.0}
+        np.testing.assert_allclose(slope, slopes[name], **EXACT)
+
+
+# --- value loss ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])
+def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
+    algorithm = dataclasses.replace(dapo(), value_clip=clip)
+    cases = itertools.product([-1.0, -0.31, -0.1, 0.0, 0.15, 0.45, 2.0], [-1.5, -0.12, 0.07, 1.0])
+    moves, targets = np.array(list(cases)).T[:, None]
+    rng = np.random.default_rng(0)
+    old, weights = rng.normal(size=moves.shape), rng.uniform(0, 1, moves.shape)
+    weights[0, ::5] = 0
+    values, returns = old + moves, old + targets
+    batch = TrainBatch(
+        ScoredBatch(None, None, None, old), None, None, None, returns, value_weights=weights
     )
-    algorithm.overlong_filtering = True
+
+    def loop_loss(i, value):
+        loss = (value - returns[0, i]) ** 2
+        if clip:
+            limited = cut(value, old[0, i] - clip, old[0, i] + clip)
+            loss = max(loss, (limited - returns[0, i]) ** 2)
+        return weights[0, i] * loss / 2
+
+    with jax.enable_x64(True):
+        found, gradient = jax.value_and_grad(
+            lambda values: critic_objective(algorithm, batch, values)[0]
+        )(values)
+    places = range(values.shape[1])
     np.testing.assert_allclose(
-        response_weights(algorithm, TOKENS, GROUPS, truncated, 9), [1 / 5, 1 / 5, 0, 0]
+        found, math.fsum(loop_loss(i, values[0, i]) for i in places), **EXACT
     )
-    assert not response_weights(algorithm, TOKENS, GROUPS, np.ones(4, bool), 9).any()
+    for i in places:
+        ends = [loop_loss(i, values[0, i] + sign * STEP) for sign in (1, -1)]
+        slope = (ends[0] - ends[1]) / (2 * STEP)
+        np.testing.assert_allclose(gradient[0, i], slope, rtol=1e-6, atol=1e-10)

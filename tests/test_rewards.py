@@ -7,7 +7,7 @@ import pytest
 from conftest import make_completion, make_prompt
 
 from dapo_jax.algorithms import dapo, grpo
-from dapo_jax.config import Reward
+from dapo_jax.config import Config, Reward, Sampler
 from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.rule import overlong_punishment, reward_group
@@ -48,21 +48,24 @@ def test_punishment_is_zero_then_linear_then_minus_one():
     np.testing.assert_allclose(overlong_punishment(lengths, 20_480, 4_096), expected)
 
 
+def config_of(algorithm, budget: int) -> Config:
+    return Config(algorithm=algorithm, sampler=Sampler(max_response_tokens=budget))
+
+
 def test_punishment_adds_to_right_and_wrong_alike_and_counts_tokens():
     completions = tuple(make_completion([3] * n) for n in (10, 95, 95))
     verdicts = (Verdict(True, "1"), Verdict(True, "1"), Verdict(False, None))
-    group = reward_group(dapo(), 100, make_prompt(0, [2] * 90), completions, verdicts)
+    group = reward_group(config_of(dapo(), 100), make_prompt(0, [2] * 90), completions, verdicts)
     np.testing.assert_allclose(group.rewards, [1.0, 0.25, -1.75])
     np.testing.assert_allclose(group.reward_parts["overlong"], [0, -0.75, -0.75])
-    plain = reward_group(grpo(), 100, make_prompt(0, [2]), completions, verdicts)
+    plain = reward_group(config_of(grpo(), 100), make_prompt(0, [2]), completions, verdicts)
     np.testing.assert_allclose(plain.rewards, [1, 1, -1])
 
 
 def test_an_empty_response_can_not_be_right():
     verdicts = (Verdict(True, "1"), Verdict(True, "1"))
-    group = reward_group(
-        grpo(), 10, make_prompt(0, [2]), (make_completion([]), make_completion([5])), verdicts
-    )
+    completions = (make_completion([]), make_completion([5]))
+    group = reward_group(config_of(grpo(), 10), make_prompt(0, [2]), completions, verdicts)
     assert group.correct.tolist() == [False, True]
 
 
@@ -74,14 +77,14 @@ def pool():
 
 
 def test_workers_answer_in_the_order_asked(pool):
-    asked = [pool.submit(f"#### {i}", str(i if i % 3 else i + 1)) for i in range(60)]
+    asked = [pool.submit("", f"#### {i}", str(i if i % 3 else i + 1)) for i in range(60)]
     assert [future.result().correct for future in asked] == [bool(i % 3) for i in range(60)]
     assert pool.kills == 0
 
 
 def test_odd_text_reaches_the_verifier_unharmed(pool):
     for text in ("\x00\ud800 #### 7", "\u202e#### 7", "\n\r#### 7\n", "x" * 300_000 + "#### 7"):
-        assert pool.submit(text, "7").result().correct, text[:20]
+        assert pool.submit("", text, "7").result().correct, text[:20]
 
 
 HANGING = """
@@ -108,7 +111,7 @@ def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
     )
     rogue = RewardPool(Reward(workers=2, timeout_seconds=0.5))
     texts = ["fine", "hang", "fine", "die", "fine", "babble", "fine", "fine"]
-    verdicts = [future.result() for future in [rogue.submit(text, "1") for text in texts]]
+    verdicts = [future.result() for future in [rogue.submit("", text, "1") for text in texts]]
     rogue.close()
     assert [v.correct for v in verdicts] == [text == "fine" for text in texts]
     assert [v.failure is None for v in verdicts] == [text == "fine" for text in texts]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,75 +10,19 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
+from small_runs import ROOT, STEPS, make_config, read_rollouts, read_rows
 
-from dapo_jax import algorithms, cli
+from dapo_jax import algorithms
 from dapo_jax.checkpoints import Checkpoints, check_same_run
-from dapo_jax.config import (
-    Architecture,
-    Checkpoint,
-    Config,
-    Data,
-    Evaluation,
-    Examples,
-    Mesh,
-    Model,
-    Optimizer,
-    Packing,
-    Rollout,
-    Sampler,
-    SftConfig,
-)
+from dapo_jax.config import Checkpoint, Mesh, Sampler
 from dapo_jax.evaluation import evaluate_newest
-from dapo_jax.metrics import CLOCKED, Clock
+from dapo_jax.metrics import Clock
 from dapo_jax.parts import build
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
 from dapo_jax.settings import ConfigError, leaves
 from dapo_jax.structs import Verdict
-from dapo_jax.supervised import make_base
-from dapo_jax.train import update_policy
-
-ROOT = pathlib.Path(__file__).parent.parent
-DATA = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=16)
-STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A policy that knows the format and guesses the sums."""
-    folder = tmp_path_factory.mktemp("base")
-    config = SftConfig(
-        out=str(folder),
-        total_steps=60,
-        examples_per_step=32,
-        architecture=Architecture(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128),
-        examples=Examples(min_terms=2, max_terms=3),
-        max_response_tokens=24,
-        optimizer=Optimizer(learning_rate=5e-3, warmup_steps=5),
-        packing=Packing(row_tokens=64, rows_per_microbatch=16),
-        mesh=Mesh(data=8, fsdp=1, tensor=1),
-    )
-    return make_base(config)
-
-
-def make_config(folder, run_dir, **changes) -> Config:
-    config = Config(
-        run_dir=str(run_dir),
-        total_steps=STEPS,
-        model=Model(folder=str(folder)),
-        data=DATA,
-        rollout=Rollout(prompts_per_step=8, samples_per_prompt=8, updates_per_rollout=2),
-        sampler=Sampler(slots=32, burst_tokens=4, max_response_tokens=24, first_window_tokens=32),
-        optimizer=Optimizer(learning_rate=1e-3, warmup_steps=2),
-        packing=Packing(row_tokens=64, rows_per_microbatch=8),
-        mesh=Mesh(data=2, fsdp=2, tensor=2),
-        checkpoint=Checkpoint(every_steps=1, keep=9),
-        evaluation=Evaluation(every_steps=2, samples_per_problem=2),
-    )
-    for name, value in changes.items():
-        setattr(config, name, value)
-    cli.check(config)
-    return config
+from dapo_jax.train import RunState, update_policy
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +30,6 @@ def finished(base, tmp_path_factory):
     """An uninterrupted run on eight virtual devices, and its summary."""
     run_dir = tmp_path_factory.mktemp("finished")
     return run_dir, train(make_config(base, run_dir))
-
-
-def read_rows(run_dir) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
-
-
-def read_rollouts(run_dir) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted((run_dir / "rollouts").iterdir())}
 
 
 def final_params(base, run_dir):
@@ -163,12 +97,12 @@ TERM_IN_STEP = """
 from dapo_jax import filtering
 burst = filtering._Collection.read_verdicts
 bursts = 0
-def read(self):
+def read(self, judge):
     global bursts
     bursts += 1
     if bursts == 9:
         os.kill(os.getpid(), signal.SIGTERM)
-    return burst(self)
+    return burst(self, judge)
 filtering._Collection.read_verdicts = read
 """
 
@@ -178,7 +112,7 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
         "import os, signal, sys; sys.path.insert(0, 'tests')\n"
         "import conftest\n"
         f"{patch}\n"
-        "from test_train import make_config\n"
+        "from small_runs import make_config\n"
         "from dapo_jax.run import train\n"
         f"train(make_config({str(base)!r}, {str(run_dir)!r}))\n"
     )
@@ -257,7 +191,7 @@ def make_group(config, truncated, length=4):
         make_completion([5] * (length + i if length else 0), truncated=truncated) for i in range(8)
     )
     verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(8))
-    return reward_group(config.algorithm, 24, make_prompt(0, [3, 4]), done, verdicts)
+    return reward_group(config, make_prompt(0, [3, 4]), done, verdicts)
 
 
 def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
@@ -265,17 +199,17 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     algorithm.overlong_filtering = True
     config = make_config(base, tmp_path, algorithm=algorithm)
     parts = build(config)
-    state = parts.learner.start(parts.folder_params())
-    before = jax.device_get(state)
+    run = RunState(0, parts.learner.start(parts.folder_params()), 0, 1.0)
+    before = jax.device_get(run.train)
     cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
-    state, values = update_policy(parts, state, cut, 1e-3, Clock())
+    run, values = update_policy(parts, run, cut, Clock())
     assert values["empty_updates"] == 2 and "loss" not in values
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
-    state, values = update_policy(parts, state, whole, 1e-3, Clock())
-    assert values["empty_updates"] == 0 and int(state.update_count) == 2
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.train), before)
+    run, values = update_policy(parts, run, whole, Clock())
+    assert values["empty_updates"] == 0 and int(run.train.update_count) == 2
     empty = [make_group(config, True, length=0)] * 8
     assert not any(group.correct.any() for group in empty)
-    _, values = update_policy(parts, state, empty, 1e-3, Clock())
+    _, values = update_policy(parts, run, empty, Clock())
     assert values["empty_updates"] == 2 and all(np.isfinite(list(values.values())))
     parts.close()
 

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from conftest import TINY, make_prompt
 
-from dapo_jax import algorithms, sharding
+from dapo_jax import algorithms, packing, sharding
 from dapo_jax.advantages import spread
 from dapo_jax.config import Compute, Optimizer
 from dapo_jax.losses import response_weights
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.optimizer import learning_rate
-from dapo_jax.packing import Segment, assign_rows, most_microbatches, pack, spread_weights
-from dapo_jax.structs import Completion, ScoredBatch, TrainBatch
+from dapo_jax.packing import Segment, assign_rows, most_microbatches, pack
+from dapo_jax.policy import policy_learner
+from dapo_jax.structs import Completion, ScoredBatch
 from dapo_jax.update import Learner
 
 RNG = np.random.default_rng(1)
@@ -41,17 +42,16 @@ ADVANTAGES = RNG.normal(size=len(LENGTHS))
 
 def make_learner(mesh, algorithm=None, **optimizer) -> Learner:
     settings = Optimizer(learning_rate=1e-3, **optimizer)
-    return Learner(algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
+    return policy_learner(algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
 
 
 def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_tokens=20):
     """The batch with the sampler's log-probs as old ones, and its used microbatches."""
     algorithm = algorithm or algorithms.dapo()
     rollouts, used = pack(segments, row_tokens, rows, microbatches)
-    weights = spread_weights(rollouts, segments, algorithm, BUDGET)
     advantages = spread(ADVANTAGES[: len(segments)], rollouts.response_index)
     scored = ScoredBatch(rollouts, rollouts.sampler_logprobs)
-    return TrainBatch(scored, advantages, weights), used
+    return packing.make_batch(scored, segments, advantages, None, algorithm, BUDGET), used
 
 
 def microbatches_of(row_tokens: int, rows: int) -> int:
@@ -286,6 +286,6 @@ def test_a_segment_longer_than_a_row_is_refused():
 def test_weights_add_up_to_one_over_all_microbatches():
     batch, _ = make_batch()
     np.testing.assert_allclose(batch.loss_weights.sum(), 1, rtol=1e-6)
-    lengths, truncated = np.array(LENGTHS), np.zeros(len(LENGTHS), bool)
-    expected = response_weights(algorithms.dapo(), lengths, lengths, truncated, BUDGET) * lengths
+    lengths, correct = np.array(LENGTHS), np.ones(len(LENGTHS), bool)
+    expected = response_weights(algorithms.dapo(), lengths, lengths, correct, BUDGET) * lengths
     np.testing.assert_allclose(expected.sum(), 1)

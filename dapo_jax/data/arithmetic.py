@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 
-from dapo_jax.config import Data
+from dapo_jax.config import Data, Examples
 
 LARGEST_DIGITS = (3, 6, 9)
 # How often a worked example gets `a + digit` wrong, by the digit.
@@ -69,25 +69,27 @@ class Problems:
         return make_problem(self._split, self._seed, int(index), *terms)
 
 
-def _work_chain(rng: np.random.Generator, operands: list[int]) -> tuple[list[str], int]:
+def _work_chain(
+    rng: np.random.Generator, operands: list[int], errors: bool
+) -> tuple[list[str], int]:
     steps, total = [], operands[0]
     for digit in operands[1:]:
         result = (total + digit) % 10
-        if rng.random() < STEP_ERROR[digit]:
+        if errors and rng.random() < STEP_ERROR[digit]:
             result = (result + rng.integers(1, 10)) % 10
         steps.append(f"{total}+{digit}={result}")
         total = int(result)
     return steps, total
 
 
-def make_worked_example(seed: int, index: int, min_terms: int, max_terms: int) -> tuple[str, str]:
-    """(problem text, worked answer) with errors; problems come from the training side only."""
-    problem = make_problem("train", seed, index, min_terms, max_terms)
+def make_worked_example(seed: int, index: int, examples: Examples) -> tuple[str, str]:
+    """(problem text, worked answer); problems come from the training side only."""
+    problem = make_problem("train", seed, index, examples.min_terms, examples.max_terms)
     operands = [int(digit) for digit in problem.text[:-1].split("+")]
     rng = _generator(seed, "worked", index)
-    steps, total = _work_chain(rng, operands)
+    steps, total = _work_chain(rng, operands, examples.errors)
     worked = ",".join(steps)
-    while rng.random() < RAMBLE_SHARE:
-        steps, total = _work_chain(rng, operands)
+    while examples.errors and rng.random() < RAMBLE_SHARE:
+        steps, total = _work_chain(rng, operands, examples.errors)
         worked += "?again " + ",".join(steps)
     return problem.text, f"{worked}#### {total}"

@@ -48,6 +48,8 @@ class DecoderConfig:
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
     scan_unroll: int = 1  # layers per iteration of the training scan
+    frozen_layers: int = 0  # the first ones, in a subtree of their own: `frozen_layers`
+    scalar_head: bool = False  # a vector instead of a vocabulary: critics and reward models
 
 
 def rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"], theta: float) -> Array:
@@ -128,6 +130,12 @@ class Block(nn.Module):
         return nn.with_logical_constraint(x, ("batch", None, None)), cache
 
 
+def layer_stacks(config: DecoderConfig) -> dict[str, int]:
+    """The stacks of layers in a parameter tree, first layers first, with their heights."""
+    frozen = {"frozen_layers": config.frozen_layers} if config.frozen_layers else {}
+    return frozen | {"layers": config.layers - config.frozen_layers}
+
+
 class Decoder(nn.Module):
     """Tokens of packed rows to final hidden states; the head is applied by `model.logprobs`."""
 
@@ -143,7 +151,10 @@ class Decoder(nn.Module):
         c = self.config
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
         embedding = self.param("embedding", init, (c.vocab, c.embed))
-        if not c.tie_embeddings:
+        if c.scalar_head:
+            init = nn.with_logical_partitioning(nn.initializers.zeros, ("embed",))
+            self.param("score", init, (c.embed,))
+        elif not c.tie_embeddings:
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
         # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch.
@@ -152,16 +163,18 @@ class Decoder(nn.Module):
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        layers = nn.scan(
-            block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=c.layers,
-            unroll=min(c.scan_unroll, c.layers),
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )(c, TRAINING_ATTENTION[c.attention], name="layers")
-        x, _ = layers(x, Context(positions, packed_mask(segment_ids)), None)
+        context = Context(positions, packed_mask(segment_ids))
+        for name, length in layer_stacks(c).items():
+            layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=length,
+                unroll=min(c.scan_unroll, length),
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )(c, TRAINING_ATTENTION[c.attention], name=name)
+            x, _ = layers(x, context, None)
         return rms_norm(c, name="final_norm")(x)
 
 
@@ -181,17 +194,25 @@ def head_kernel(params: Any) -> Float[Array, "D V"]:
     return params["head"] if "head" in params else params["embedding"].T
 
 
-def unstack_layers(params: Any, config: DecoderConfig) -> Any:
-    """Parameters as decoding wants them: `layers` a tuple of trees, in the compute dtype."""
+def cast_params(params: Any, config: DecoderConfig) -> Any:
+    """Parameters in the compute dtype, as a forward pass alone needs them; norms stay float32."""
 
     def cast(path, leaf):
-        return leaf if path[-1].key == "scale" else leaf.astype(config.dtype)  # norms stay float32
+        return leaf if path[-1].key == "scale" else leaf.astype(config.dtype)
 
-    params = jax.tree_util.tree_map_with_path(cast, params)
-    layers = params["layers"]
-    return params | {
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def unstack_layers(params: Any, config: DecoderConfig) -> Any:
+    """Parameters as decoding wants them: `layers` a tuple of trees, in the compute dtype."""
+    params = cast_params(params, config)
+    stacks = layer_stacks(config)
+    rest = {name: part for name, part in params.items() if name not in stacks}
+    return rest | {
         "layers": tuple(
-            jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(config.layers)
+            jax.tree.map(lambda leaf, i=i: leaf[i], params[name])
+            for name, height in stacks.items()
+            for i in range(height)
         )
     }
 

@@ -44,6 +44,7 @@ TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
+    "score": "score.weight",
 }
 
 
@@ -54,6 +55,8 @@ def _published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (int(np.prod(shape)),)
     if leaf == "head":
         return shape[::-1]
+    if leaf == "score":
+        return (1, *shape)
     if leaf != "kernel":
         return shape
     inputs = shape[:-1] if layer == "out" else shape[:1]
@@ -72,36 +75,46 @@ def _to_published(path: str, array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array.reshape(published))
 
 
-def _published_names(path: str, layers: int) -> list[str]:
-    if path.startswith("layers/"):
-        name = LAYER_NAMES[path.removeprefix("layers/")]
-        return [f"model.layers.{i}.{name}" for i in range(layers)]
-    return [TOP_NAMES[path]]
+def _in_layer(path: str) -> str | None:
+    """The path below a stack of layers; None for what is in none."""
+    stack, _, below = path.partition("/")
+    return below if stack in ("layers", "frozen_layers") else None
 
 
-def read_config(folder: str | pathlib.Path, **numerics: Any) -> DecoderConfig:
+def _published_names(path: str, config: DecoderConfig) -> list[str]:
+    below = _in_layer(path)
+    if below is None:
+        return [TOP_NAMES[path]]
+    frozen = path.startswith("frozen_layers")
+    numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
+    return [f"model.layers.{i}.{LAYER_NAMES[below]}" for i in numbers]
+
+
+def read_config(
+    folder: str | pathlib.Path, *, field: str = "model.folder", **numerics: Any
+) -> DecoderConfig:
     """The decoder that config.json describes; `numerics` are fields it does not (dtype, remat).
 
-    Raises `ConfigError` naming the folder and what it lacks.
+    Raises `ConfigError` naming the setting `field`, the folder and what it lacks.
     """
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
         raise ConfigError(
-            f"config.model.folder = {str(folder)!r}: has no config.json. A folder for the embedded "
+            f"config.{field} = {str(folder)!r}: has no config.json. A folder for the embedded "
             "task is made by: python -m dapo_jax.sft --config=configs/arithmetic_base.py"
         )
     values = json.loads(path.read_text())
     require(
         values.get("model_type") in MODEL_TYPES,
-        "model.folder",
+        field,
         f"{folder} (model_type {values.get('model_type')!r})",
         f"a folder with model_type {' or '.join(MODEL_TYPES)}",
     )
     for name, plain in UNSUPPORTED.items():
         require(
             values.get(name, plain) == plain,
-            "model.folder",
-            f"{name} {values.get(name)!r}",
+            field,
+            f"{folder}: {name} {values.get(name)!r}",
             f"a folder with {name} {plain!r}",
         )
     try:
@@ -114,20 +127,20 @@ def read_config(folder: str | pathlib.Path, **numerics: Any) -> DecoderConfig:
             kv_heads=values.get("num_key_value_heads", heads),
             head_dim=values.get("head_dim") or embed // heads,
             mlp=values["intermediate_size"],
-            rope_theta=_rope_theta(values),
+            rope_theta=_rope_theta(values, field),
             norm_eps=values.get("rms_norm_eps", 1e-6),
             tie_embeddings=values.get("tie_word_embeddings", False),
             **numerics,
         )
     except KeyError as missing:
-        raise ConfigError(f"{path}: has no {missing}") from None
+        raise ConfigError(f"config.{field}: {path} has no {missing}") from None
 
 
-def _rope_theta(values: dict) -> float:
+def _rope_theta(values: dict, field: str) -> float:
     """Where newer folders keep it (rope_parameters), or where older ones do."""
     rope = values.get("rope_parameters") or values
     kind = rope.get("rope_type", "default")
-    require(kind == "default", "model.folder", f"rope_type {kind!r}", "a folder with the default")
+    require(kind == "default", field, f"rope_type {kind!r}", "a folder with the default")
     return float(rope.get("rope_theta", 10_000.0))
 
 
@@ -144,7 +157,7 @@ class _Tensors:
                 self._files[name] = file
         if not self._files:
             problems.append("no *.safetensors file")
-        self.problems = problems
+        self.folder, self.problems = folder, problems
 
     def names(self) -> set[str]:
         return set(self._files)
@@ -156,31 +169,33 @@ class _Tensors:
         return self._files[name].get_tensor(name)
 
 
-def _check_names(tensors: _Tensors, shapes: dict[str, tuple[int, ...]], layers: int) -> None:
+def _check_names(
+    tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig
+) -> None:
     """Raises one error that names every missing, unknown or wrongly shaped tensor."""
-    problems, known = list(tensors.problems), set()
+    problems = list(tensors.problems)
+    known = {TOP_NAMES["head"]}  # may be there unread: a tied embedding repeated, a critic's policy
     for path, shape in shapes.items():
-        stacked = path.startswith("layers/")
-        wanted = _published_shape(path.removeprefix("layers/"), shape[1:] if stacked else shape)
-        for name in _published_names(path, layers):
+        below = _in_layer(path)
+        wanted = _published_shape(below or path, shape[1:] if below else shape)
+        for name in _published_names(path, config):
             known.add(name)
             if name not in tensors.names():
                 problems.append(f"{name}: missing")
             elif tensors.shape(name) != wanted:
                 problems.append(f"{name}: shape {tensors.shape(name)}, expected {wanted}")
-    if "head" not in shapes:
-        known.add(TOP_NAMES["head"])  # some folders repeat the tied embedding under this name
     problems += [f"{name}: unknown" for name in sorted(tensors.names() - known)]
     if problems:
-        raise ConfigError("model folder can't be read:\n  " + "\n  ".join(problems))
+        raise ConfigError(f"{tensors.folder} can't be read:\n  " + "\n  ".join(problems))
 
 
-def _shard_reader(tensors: _Tensors, path: str, shape: tuple[int, ...], layers: int) -> Callable:
+def _shard_reader(
+    tensors: _Tensors, path: str, shape: tuple[int, ...], config: DecoderConfig
+) -> Callable:
     """A function from a shard's index to its float32 values."""
-    names = _published_names(path, layers)
-    below = path.removeprefix("layers/")
-    if not path.startswith("layers/"):
-        return lambda index: _from_published(below, tensors.read(names[0]), shape)[index].astype(
+    names, below = _published_names(path, config), _in_layer(path)
+    if below is None:
+        return lambda index: _from_published(path, tensors.read(names[0]), shape)[index].astype(
             np.float32
         )
 
@@ -197,21 +212,35 @@ def _shard_reader(tensors: _Tensors, path: str, shape: tuple[int, ...], layers: 
     return read
 
 
-def load_params(folder: str | pathlib.Path, config: DecoderConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Parameters of a model folder, float32, each shard read straight onto its device."""
+def load_params(
+    folder: str | pathlib.Path,
+    config: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    fresh_score: bool = False,
+) -> Any:
+    """Parameters of a model folder, float32, each shard read straight onto its device.
+
+    Args:
+        fresh_score: a folder without a scalar head (a policy's) gets one of zeros.
+    """
     tensors = _Tensors(pathlib.Path(folder))
     boxed = abstract_params(config)
     places = traverse_util.flatten_dict(sharding.tree_shardings(mesh, boxed), sep="/")
     abstract = traverse_util.flatten_dict(sharding.unbox(boxed), sep="/")
     shapes = {path: leaf.shape for path, leaf in abstract.items()}
-    _check_names(tensors, shapes, config.layers)
+    fresh = {}
+    if fresh_score and TOP_NAMES["score"] not in tensors.names():
+        zeros = np.zeros(shapes.pop("score"), np.float32)
+        fresh["score"] = jax.device_put(zeros, places["score"])
+    _check_names(tensors, shapes, config)
     arrays = {
         path: jax.make_array_from_callback(
-            shape, places[path], _shard_reader(tensors, path, shape, config.layers)
+            shape, places[path], _shard_reader(tensors, path, shape, config)
         )
         for path, shape in shapes.items()
     }
-    return traverse_util.unflatten_dict(arrays, sep="/")
+    return traverse_util.unflatten_dict(arrays | fresh, sep="/")
 
 
 def save_folder(
@@ -222,11 +251,11 @@ def save_folder(
     folder.mkdir(parents=True, exist_ok=True)
     published = {}
     for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
-        array, below = np.asarray(leaf, np.float32), path.removeprefix("layers/")
-        parts = array if path.startswith("layers/") else [array]
-        names = _published_names(path, config.layers)
+        array, below = np.asarray(leaf, np.float32), _in_layer(path)
+        names = _published_names(path, config)
         published |= {
-            name: _to_published(below, part) for name, part in zip(names, parts, strict=True)
+            name: _to_published(below or path, part)
+            for name, part in zip(names, array if below else [array], strict=True)
         }
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
     ids = {"eos_token_id": list(end_ids), "pad_token_id": 0}
@@ -236,7 +265,9 @@ def save_folder(
 
 def _config_json(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen2ForCausalLM"],
+        "architectures": [
+            "Qwen2ForSequenceClassification" if config.scalar_head else "Qwen2ForCausalLM"
+        ],
         "model_type": "qwen2",
         "hidden_act": "silu",
         "vocab_size": config.vocab,

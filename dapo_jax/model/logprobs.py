@@ -1,4 +1,7 @@
-"""Log-probability and entropy of given tokens, in chunks, so that [R, T, V] never exists."""
+"""What a decoder says of given tokens: log-probability and entropy, or a scalar.
+
+Logits come in chunks, so that [R, T, V] never exists.
+"""
 
 import functools
 from typing import Any
@@ -63,3 +66,29 @@ def token_logprobs(
     following = jnp.roll(tokens, -1, axis=1)
     results = head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens)
     return tuple(jnp.roll(result, 1, axis=1) for result in results)
+
+
+def token_values(
+    params: Any,
+    config: DecoderConfig,
+    tokens: Int[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+) -> Float[Array, "R T"]:
+    """The scalar head's V(tokens[<t]), aligned with `tokens`; float32.
+
+    What stands on the first token of a segment is meaningless and must be masked.
+    """
+    return jnp.roll(scalars_after(params, config, tokens, segment_ids, positions), 1, axis=1)
+
+
+def scalars_after(
+    params: Any,
+    config: DecoderConfig,
+    tokens: Int[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+) -> Float[Array, "R T"]:
+    """The scalar head applied to the hidden state that has read tokens[<=t]; float32."""
+    hidden = Decoder(config).apply({"params": params}, tokens, segment_ids, positions)
+    return jnp.dot(hidden, params["score"], preferred_element_type=jnp.float32)

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.config import Reward
+from dapo_jax.rewards.functions import OF_THE_TRAINER, worker_parts
 from dapo_jax.structs import Verdict
 
 START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
@@ -19,9 +20,10 @@ TRIES = 2  # a verdict must not depend on one worker's bad luck
 class _Worker:
     """One process; a reply that is late or broken ends it."""
 
-    def __init__(self, verifier: str):
+    def __init__(self, reward: Reward):
+        parts = [name for name in reward.weights() if name not in OF_THE_TRAINER]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dapo_jax.rewards.worker", verifier],
+            [sys.executable, "-m", "dapo_jax.rewards.worker", reward.verifier, *parts],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -65,23 +67,29 @@ class _Worker:
 class RewardPool:
     """Judges responses beside the decoding: a thread and a process per worker.
 
+    Raises `ConfigError` for a reward function that can't be found.
+
     Attributes:
         kills: workers that had to be killed since the start.
     """
 
     def __init__(self, reward: Reward):
+        worker_parts(list(reward.weights()))  # a wrong name stops here, not in a worker
         self._reward, self._own = reward, threading.local()
         self._lock, self._alive = threading.Lock(), set()
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
-        self.kills = 0
+        self._closed, self.kills = False, 0
 
-    def submit(self, text: str, answer: str) -> Future[Verdict]:
+    def submit(self, prompt: str, response: str, answer: str) -> Future[Verdict]:
         """The verdict on one response, later. Never fails: what went wrong is in the verdict."""
-        return self._threads.submit(self._judge, {"text": text, "answer": answer})
+        job = {"prompt": prompt, "response": response, "answer": answer}
+        return self._threads.submit(self._judge, job)
 
     def _judge(self, job: dict) -> Verdict:
         problem = ""
         for _ in range(TRIES):
+            if self._closed:
+                break
             try:
                 return Verdict(**self._worker().ask(job, self._reward.timeout_seconds))
             except (TimeoutError, OSError, ValueError, TypeError) as error:
@@ -91,9 +99,14 @@ class RewardPool:
 
     def _worker(self) -> _Worker:
         if getattr(self._own, "worker", None) is None:
-            self._own.worker = _Worker(self._reward.verifier)
+            worker = _Worker(self._reward)
             with self._lock:
-                self._alive.add(self._own.worker)
+                if not self._closed:
+                    self._alive.add(worker)
+            if self._closed:  # while it was starting: `close` could not know of it
+                worker.kill()
+                raise OSError("the pool is closed")
+            self._own.worker = worker
         return self._own.worker
 
     def _drop_worker(self) -> None:
@@ -108,6 +121,7 @@ class RewardPool:
         """Ends the worker processes; verdicts still under way are lost."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._closed = True
             workers, self._alive = self._alive, set()
         for worker in workers:
             worker.kill()

@@ -1,9 +1,13 @@
-"""The rule reward: right or wrong, plus the soft punishment of overlong responses."""
+"""What a group earns: the rule, the parts beside it, and what only shapes."""
+
+from collections.abc import Callable
 
 import numpy as np
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config import SHAPING, Config
 from dapo_jax.structs import Completion, Group, Prompt, Verdict
+
+REPEATED_WINDOW_TOKENS = 8
 
 
 def overlong_punishment(
@@ -18,22 +22,71 @@ def overlong_punishment(
     return -np.clip(beyond / buffer_tokens, 0.0, 1.0)
 
 
+def repetition(tokens: np.ndarray) -> float:
+    """Share of the windows of 8 tokens that occurred before in the same response."""
+    if len(tokens) <= REPEATED_WINDOW_TOKENS:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, REPEATED_WINDOW_TOKENS)
+    return 1.0 - len(np.unique(windows, axis=0)) / len(windows)
+
+
+# Parts that the trainer computes: (config, completion, verdict) -> unweighted reward.
+RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
+    "rule": lambda config, completion, verdict: (
+        config.algorithm.reward_correct if verdict.correct else config.algorithm.reward_wrong
+    ),
+    "format": lambda config, completion, verdict: float(verdict.extracted is not None),
+    "repetition": lambda config, completion, verdict: -repetition(completion.tokens),
+}
+
+
+def reward_parts(
+    config: Config,
+    completions: tuple[Completion, ...],
+    verdicts: tuple[Verdict, ...],
+    model_scores: np.ndarray | None,
+) -> dict[str, np.ndarray]:
+    """Weighted parts by name, each [G]; NaN where a worker's part gave no number."""
+    parts = {}
+    for name, weight in config.reward.weights().items():
+        if name in RULES:
+            pairs = zip(completions, verdicts, strict=True)
+            values = [RULES[name](config, completion, verdict) for completion, verdict in pairs]
+        elif name == "model":
+            values = model_scores
+        else:
+            values = [verdict.parts.get(name, np.nan) for verdict in verdicts]
+        parts[name] = weight * np.array(values, np.float64)
+    if config.algorithm.overlong_punishment:
+        lengths = np.array([len(completion) for completion in completions])
+        budget = config.sampler.max_response_tokens
+        buffer = max(1, round(config.algorithm.overlong_buffer_share * budget))
+        parts["overlong"] = overlong_punishment(lengths, budget, buffer)
+    return parts
+
+
 def reward_group(
-    algorithm: Algorithm,
-    max_response_tokens: int,
+    config: Config,
     prompt: Prompt,
     completions: tuple[Completion, ...],
     verdicts: tuple[Verdict, ...],
+    model_scores: np.ndarray | None = None,
 ) -> Group:
-    """The group with its reward parts; an empty response can't be right."""
+    """The group with its reward parts; an empty response can't be right.
+
+    Args:
+        model_scores: [G] of the learned reward model, where the config asks for one.
+    """
     verdicts = tuple(
-        verdict if len(completion) else Verdict(False, None, verdict.failure)
+        verdict
+        if len(completion)
+        else Verdict(False, None, verdict.failure, verdict.parts, verdict.broken)
         for completion, verdict in zip(completions, verdicts, strict=True)
     )
+    parts = reward_parts(config, completions, verdicts, model_scores)
+    raw = sum((v for name, v in parts.items() if name not in SHAPING), np.zeros(len(verdicts)))
     correct = np.array([verdict.correct for verdict in verdicts], bool)
-    parts = {"rule": np.where(correct, algorithm.reward_correct, algorithm.reward_wrong)}
-    if algorithm.overlong_punishment:
-        lengths = np.array([len(completion) for completion in completions])
-        buffer = max(1, round(algorithm.overlong_buffer_share * max_response_tokens))
-        parts["overlong"] = overlong_punishment(lengths, max_response_tokens, buffer)
-    return Group(prompt, completions, verdicts, parts, sum(parts.values()))
+    if config.reward.correct == "threshold":
+        tokens = np.array([len(completion) for completion in completions])
+        correct = (raw >= config.reward.threshold) & (tokens > 0)
+    return Group(prompt, completions, verdicts, parts, sum(parts.values()), raw, correct)

@@ -244,7 +244,8 @@ class PolicyEngine(engine_api.Engine):
             )
 
         layer = jax.tree.map(of_one_layer, stacked["layers"])
-        return stacked | {"layers": (layer,) * self.config.layers}
+        rest = {k: place for k, place in stacked.items() if k != "frozen_layers"}
+        return rest | {"layers": (layer,) * self.config.layers}
 
     # --- jitted bodies ------------------------------------------------------------------------
 

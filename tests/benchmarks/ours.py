@@ -158,7 +158,7 @@ def main() -> None:
 
         measure("update", update, args.repeats, seen)
     if "step" in args.only:
-        run = RunState(0, state, 0, 1.0, None)
+        run = RunState(0, state, 0, 1.0)
 
         def step():
             nonlocal run

@@ -1,0 +1,52 @@
+"""The critic: a decoder with a scalar head that predicts what a response will still earn.
+
+The only structural branch of the family (PPO, VAPO). It is a second `Learner`: the same rows, the
+same loop over microbatches, its own parameters and optimizer. A learned reward model is the same
+network, read at the last token.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from dapo_jax.algorithms import Algorithm
+from dapo_jax.config import Optimizer
+from dapo_jax.losses import value_loss
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.logprobs import token_values
+from dapo_jax.structs import Mean, Rollouts, TrainBatch
+from dapo_jax.update import Learner, weighted
+
+
+def critic_objective(
+    algorithm: Algorithm, batch: TrainBatch, values: Float[Array, "R T"]
+) -> tuple[Array, dict[str, Mean]]:
+    """The clipped squared error of one microbatch, summed with the value weights."""
+    losses, cut = value_loss(values, batch.scored.values, batch.returns, algorithm.value_clip)
+    loss = (batch.value_weights * losses).sum()
+    return loss, {"value_clip_fraction": weighted(cut, batch.value_weights)}
+
+
+def critic_learner(
+    algorithm: Algorithm, settings: Optimizer, config: DecoderConfig, mesh: jax.sharding.Mesh
+) -> Learner:
+    """The learner whose score is V(tokens before t), aligned with token t."""
+
+    def score(params, rows: Rollouts):
+        return token_values(params, config, rows.tokens, rows.segment_ids, rows.positions)
+
+    def loss(params, batch: TrainBatch):
+        return critic_objective(algorithm, batch, score(params, batch.scored.rollouts))
+
+    return Learner(score, loss, abstract_params(config), settings, mesh)
+
+
+def as_value_metrics(means: dict[str, Mean]) -> dict[str, Mean]:
+    """What the critic's learner measured, under names of its own."""
+    return {f"value_{name.removeprefix('value_')}": mean for name, mean in means.items()}
+
+
+def scalar_config(config: DecoderConfig) -> DecoderConfig:
+    """The decoder of that shape with a scalar head; all its layers are trained."""
+    return dataclasses.replace(config, scalar_head=True, tie_embeddings=True, frozen_layers=0)

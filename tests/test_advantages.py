@@ -1,0 +1,332 @@
+"""Every advantage estimator against a loop over responses and tokens, written from its paper."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from dapo_jax.advantages import ESTIMATORS, estimate, gather_feedback, spread, whiten
+from dapo_jax.algorithms import dapo
+
+RNG = np.random.default_rng(0)
+EXACT = {"rtol": 1e-6, "atol": 1e-12}
+
+# One-token and empty responses, and a group whose rewards don't differ (the second).
+LENGTHS = [3, 1, 0, 5, 2, 4, 1, 2]
+GROUPS = np.array([4, 4, 4, 4, 7, 7, 2, 2])
+EARNED = np.array([1.0, -1.0, -1.0, 0.25, 0.5, 0.5, -1.0, -1.75])
+CORRECT = np.array([True, False, False, True, False, True, False, True])
+# Row and first column of each response, of [2, 2, 9]. Responses 5 and 6 adjoin, 4 ends its row;
+# elsewhere prompts stand between them.
+STARTS = [(0, 2), (2, 7), (1, 8), (1, 2), (0, 7), (2, 1), (2, 5), (3, 3)]
+SHAPE, ALL = (2, 2, 9), range(len(LENGTHS))
+
+
+def placed(per_token, fill):
+    """Lists of the responses' tokens at their places; `fill` off the responses."""
+    array = np.full((4, 9), fill)
+    for (row, start), values in zip(STARTS, per_token, strict=True):
+        array[row, start : start + len(values)] = values
+    return array.reshape(SHAPE)
+
+
+def draws(scale=1.0):
+    return [[float(x) for x in RNG.normal(0, scale, n)] for n in LENGTHS]
+
+
+INDEX = placed([[i] * n for i, n in enumerate(LENGTHS)], -1)
+PENALTIES, VALUES, LOG_RATIOS = draws(0.3), draws(), draws(3.0)
+
+
+def feedback(penalties=None, values=None, rubbish=np.nan, **changes):
+    """Feedback with NaN (or other rubbish) wherever no response stands."""
+    known = {"groups": GROUPS, "correct": CORRECT, "tokens": np.array(LENGTHS)} | changes
+    return gather_feedback(
+        INDEX,
+        EARNED,
+        penalties=None if penalties is None else placed(penalties, rubbish),
+        values=None if values is None else placed(values, rubbish),
+        **known,
+    )
+
+
+def estimated(name, known, **changes):
+    """The estimator's own float64 value; `estimate` must be that, rounded to float32."""
+    algorithm = dataclasses.replace(dapo(), advantage=name, **changes)
+    exact = ESTIMATORS[name](algorithm, known)
+    assert exact.dtype == np.float64
+    rounded = estimate(algorithm, known)[0]
+    assert rounded.dtype == np.float32
+    if not algorithm.whiten:
+        np.testing.assert_array_equal(rounded, exact.astype(np.float32))
+    return exact
+
+
+def loop_returns(penalties):
+    """What each response earned, less what its tokens cost."""
+    return [EARNED[i] - math.fsum(penalties[i] if penalties else []) for i in ALL]
+
+
+def loop_token_rewards(penalties):
+    """Per response: minus the penalty on each token, what it earned on the last."""
+    rewards = [[-x for x in penalties[i]] if penalties else [0.0] * LENGTHS[i] for i in ALL]
+    for i, own in enumerate(rewards):
+        if own:
+            own[-1] += EARNED[i]
+    return rewards
+
+
+def mean(numbers):
+    return math.fsum(numbers) / len(numbers)
+
+
+def loop_response_advantage(name, rewards, i):
+    """The advantage of response i, from the rewards of all."""
+    group = [rewards[j] for j in ALL if GROUPS[j] == GROUPS[i]]
+    if name == "group_zscore":
+        squares = math.fsum((r - mean(group)) ** 2 for r in group)
+        return (rewards[i] - mean(group)) / (math.sqrt(squares / (len(group) - 1)) + 1e-6)
+    if name == "leave_one_out":
+        return rewards[i] - mean([rewards[j] for j in ALL if GROUPS[j] == GROUPS[i] and j != i])
+    baselines = {"group_centre": mean(group), "batch_centre": mean(rewards), "reward": 0.0}
+    return rewards[i] - baselines[name]
+
+
+OF_RESPONSES = ["group_zscore", "group_centre", "leave_one_out", "batch_centre", "reward"]
+
+
+@pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
+@pytest.mark.parametrize("name", OF_RESPONSES)
+def test_a_response_has_the_papers_advantage_on_all_its_tokens(name, penalties):
+    rewards = loop_returns(penalties)
+    expected = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
+    found = estimated(name, feedback(penalties))
+    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+
+
+def test_a_group_without_variance_has_advantage_zero():
+    for name in ("group_zscore", "group_centre", "leave_one_out"):
+        found = estimated(name, feedback())
+        assert not found[(INDEX == 4) | (INDEX == 5)].any() and found.any()
+
+
+def test_an_empty_response_still_counts_in_its_groups_statistics():
+    earned = np.array([1.0, 0.0, 0.0])
+    known = {"groups": np.zeros(3, int), "correct": earned > 0, "tokens": np.array([1, 1, 0])}
+    found = gather_feedback(np.array([[[0, 1]]]), earned, **known)
+    np.testing.assert_allclose(estimated("group_centre", found), [[[2 / 3, -1 / 3]]])
+
+
+def loop_discounted(values, factor):
+    """sum over l of factor^l x[t + l], for each t, sum by sum."""
+    n = len(values)
+    return [math.fsum(factor**k * values[t + k] for k in range(n - t)) for t in range(n)]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
+def test_reward_to_go_sums_what_is_still_to_come(gamma, penalties):
+    expected = [loop_discounted(own, gamma) for own in loop_token_rewards(penalties)]
+    found = estimated("reward_to_go", feedback(penalties), gamma=gamma)
+    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+
+
+def loop_gae(rewards, values, gamma, lam):
+    """GAE's equation 16; the value after the last token is 0."""
+    following = [*values[1:], 0.0][: len(values)]
+    errors = [r + gamma * f - v for r, f, v in zip(rewards, following, values, strict=True)]
+    return loop_discounted(errors, gamma * lam)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "policy", "value"),
+    [(1.0, 0.95, 0.95), (1.0, 0.9, 1.0), (0.97, 0.5, 0.8), (1.0, 0.0, 0.0)],
+)
+def test_gae_and_returns_have_a_lambda_each(gamma, policy, value):
+    known, rewards = feedback(PENALTIES, VALUES), loop_token_rewards(PENALTIES)
+    changes = {"gamma": gamma, "lambda_policy": policy, "lambda_value": value}
+    found = estimated("gae", known, **changes)
+    advantages = [loop_gae(rewards[i], VALUES[i], gamma, policy) for i in ALL]
+    np.testing.assert_allclose(found, placed(advantages, 0.0), **EXACT)
+    gains = [loop_gae(rewards[i], VALUES[i], gamma, value) for i in ALL]
+    expected = [[g + v for g, v in zip(gains[i], VALUES[i], strict=True)] for i in ALL]
+    for whitened in (False, True):  # which returns never are
+        algorithm = dataclasses.replace(dapo(), advantage="gae", whiten=whitened, **changes)
+        returns = estimate(algorithm, known)[1]
+        assert returns.dtype == np.float32
+        np.testing.assert_allclose(returns, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 0.6])
+def test_length_adaptive_lambda_grows_with_the_response_and_is_never_negative(alpha):
+    lambdas = [max(0.0, 1 - 1 / (alpha * n)) if n else 0.0 for n in LENGTHS]
+    assert min(lambdas) == 0 and (alpha < 0.2 or max(lambdas) > 0.3)
+    rewards = loop_token_rewards(PENALTIES)
+    expected = [loop_gae(rewards[i], VALUES[i], 0.99, lambdas[i]) for i in ALL]
+    known = feedback(PENALTIES, VALUES)
+    found = estimated("length_adaptive_gae", known, gamma=0.99, lambda_alpha=alpha)
+    np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
+
+
+def test_without_values_there_are_no_returns():
+    assert estimate(dapo(), feedback())[1] is None
+
+
+def test_imitation_has_coefficient_one_on_responses_only():
+    np.testing.assert_array_equal(estimated("one", feedback()), np.where(INDEX >= 0, 1.0, 0.0))
+
+
+# --- preference ------------------------------------------------------------------------------
+
+
+def loop_pairs(tokens):
+    """The group's first right response with its first wrong one, and so on, while both last."""
+    pairs = []
+    for group in (4, 7, 2):
+        own = [i for i in ALL if GROUPS[i] == group and tokens[i]]
+        right, wrong = [i for i in own if CORRECT[i]], [i for i in own if not CORRECT[i]]
+        while right and wrong:
+            pairs.append((right.pop(0), wrong.pop(0)))
+    return pairs
+
+
+def loop_preference_losses(log_ratios, pairs, beta):
+    """-log sigmoid(beta (sum of the right one's log-ratios - sum of the wrong one's))."""
+    margins = [math.fsum(log_ratios[r]) - math.fsum(log_ratios[w]) for r, w in pairs]
+    return [math.log1p(math.exp(-beta * margin)) for margin in margins]
+
+
+def numerical_coefficients(pairs, beta, step=1e-4):
+    """Minus the derivative of each pair's loss by each token's log-prob."""
+    result = [[0.0] * n for n in LENGTHS]
+    for i in ALL:
+        for t in range(LENGTHS[i]):
+            ends = []
+            for sign in (1, -1):
+                moved = [list(own) for own in LOG_RATIOS]
+                moved[i][t] += sign * step
+                ends.append(loop_preference_losses(moved, pairs, beta))
+            difference = math.fsum(a - b for a, b in zip(*ends, strict=True))
+            result[i][t] = -difference / (2 * step)
+    return result
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf])
+@pytest.mark.parametrize("tokens", [LENGTHS, [0, 1, 0, 5, 2, 4, 1, 0]], ids=["all", "filtered"])
+def test_preference_is_minus_the_gradient_of_dpos_loss(tokens, rubbish):
+    pairs = loop_pairs(tokens)
+    assert len(pairs) == (3 if tokens is LENGTHS else 2)
+    known = feedback(tokens=np.array(tokens), log_ratios=placed(LOG_RATIOS, rubbish))
+    found = estimated("preference", known, preference_beta=0.3)
+    expected = placed(numerical_coefficients(pairs, 0.3), 0.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-11)
+    for right, wrong in pairs:
+        assert (found[INDEX == right] > 0).all() and (found[INDEX == wrong] < 0).all()
+
+
+def test_a_preference_without_any_pair_has_no_coefficient():
+    known = feedback(correct=np.ones(8, bool), log_ratios=placed(LOG_RATIOS, np.nan))
+    assert not estimated("preference", known).any()
+
+
+@pytest.mark.parametrize("margin", [1e5, -1e5])
+def test_a_huge_margin_neither_overflows_nor_pulls_more_than_beta(margin):
+    log_ratios = [[margin if CORRECT[i] else -margin] * LENGTHS[i] for i in ALL]
+    found = estimated("preference", feedback(log_ratios=placed(log_ratios, np.nan)))
+    expected = 0.0 if margin > 0 else 0.1
+    np.testing.assert_allclose(np.abs(found[INDEX == 0]), expected)
+    assert np.isfinite(found).all()
+
+
+# --- whitening -------------------------------------------------------------------------------
+
+
+def loop_whitened(per_token):
+    every = [x for own in per_token for x in own]
+    variance = math.fsum((x - mean(every)) ** 2 for x in every) / (len(every) - 1)
+    return [[(x - mean(every)) / math.sqrt(variance + 1e-8) for x in own] for own in per_token]
+
+
+def test_whitening_makes_response_tokens_standard_and_leaves_the_rest_zero():
+    values = draws(5.0)
+    found = whiten(placed(values, 1e9), INDEX >= 0)
+    np.testing.assert_allclose(found, placed(loop_whitened(values), 0.0), **EXACT)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_whitening_less_than_two_tokens_gives_zeros(tokens):
+    on = np.arange(4)[None] < tokens
+    np.testing.assert_array_equal(whiten(np.where(on, 3.0, 0.0), on), np.zeros((1, 4)))
+
+
+def test_whitening_equal_advantages_gives_zeros():
+    assert not whiten(np.full((1, 4), 0.5), np.ones((1, 4), bool)).any()
+
+
+def test_reinforce_pp_whitens_reward_to_go_with_token_penalties():
+    expected = loop_whitened([loop_discounted(own, 0.98) for own in loop_token_rewards(PENALTIES)])
+    algorithm = dataclasses.replace(dapo(), advantage="reward_to_go", gamma=0.98, whiten=True)
+    found = estimate(algorithm, feedback(PENALTIES))[0]
+    np.testing.assert_allclose(found, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
+
+
+def test_reinforce_pp_baseline_centres_in_groups_then_whitens_by_token():
+    """Long responses weigh more in the batch's mean and variance: once per token."""
+    centred = [loop_response_advantage("group_centre", list(EARNED), i) for i in ALL]
+    expected = loop_whitened([[centred[i]] * LENGTHS[i] for i in ALL])
+    algorithm = dataclasses.replace(dapo(), advantage="group_centre", whiten=True)
+    found = estimate(algorithm, feedback())[0]
+    np.testing.assert_allclose(found, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
+
+
+# --- feedback --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
+def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
+    """Nor the rewards, nor the returns: what stands on prompts and padding means nothing."""
+
+    def known(fill):
+        log_ratios = placed(LOG_RATIOS, fill)
+        return feedback(PENALTIES, VALUES, rubbish=fill, log_ratios=log_ratios)
+
+    np.testing.assert_array_equal(known(rubbish).rewards, known(0.0).rewards)
+    for name in ESTIMATORS:
+        for whitened in (False, True):
+            algorithm = dataclasses.replace(dapo(), advantage=name, whiten=whitened)
+            found, clean = estimate(algorithm, known(rubbish)), estimate(algorithm, known(0.0))
+            np.testing.assert_array_equal(found, clean, err_msg=name)
+            assert not found[0][INDEX < 0].any() and not found[1][INDEX < 0].any()
+
+
+def test_responses_that_adjoin_in_a_row_stay_apart():
+    """No prompt stands between responses 5 and 6; neither hears of the other's reward."""
+    algorithm = dataclasses.replace(dapo(), advantage="reward_to_go")
+    found = ESTIMATORS["reward_to_go"](algorithm, feedback())
+    np.testing.assert_array_equal(found[1, 0, 1:6], [0.5, 0.5, 0.5, 0.5, -1.0])
+
+
+def test_a_response_that_fills_its_row_ends_there():
+    known = {"groups": np.zeros(1, int), "correct": np.ones(1, bool), "tokens": np.array([3])}
+    found = gather_feedback(np.zeros((1, 1, 3), int), np.array([2.0]), **known)
+    np.testing.assert_array_equal(found.token_rewards, [[[0.0, 0.0, 2.0]]])
+
+
+def test_feedback_sums_penalties_and_puts_the_reward_on_the_last_token():
+    found = feedback(PENALTIES, log_ratios=placed(LOG_RATIOS, np.nan))
+    np.testing.assert_allclose(found.rewards, loop_returns(PENALTIES), **EXACT)
+    expected = placed(loop_token_rewards(PENALTIES), 0.0)
+    np.testing.assert_allclose(found.token_rewards, expected, **EXACT)
+    sums = [math.fsum(own) for own in LOG_RATIOS]
+    np.testing.assert_allclose(found.reference_log_ratios, sums, **EXACT)
+
+
+def test_what_belongs_to_a_response_is_spread_over_its_tokens_only():
+    index = np.array([[-1, 0, 0, -1, 1, -1]])
+    np.testing.assert_array_equal(spread(np.array([2.0, -3.0]), index), [[0, 2, 2, 0, -3, 0]])
+
+
+def test_every_estimator_has_a_loop_in_this_file():
+    others = {"reward_to_go", "gae", "length_adaptive_gae", "one", "preference"}
+    assert set(ESTIMATORS) == set(OF_RESPONSES) | others

@@ -1,0 +1,65 @@
+"""Every preset trains: it validates, and two steps of a small run move the policy."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from small_runs import equal, make_groups, make_quick_config, open_run, read_rows
+
+from dapo_jax import algorithms
+from dapo_jax.metrics import Clock
+from dapo_jax.parts import build
+from dapo_jax.train import RunState, update_policy
+
+QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update
+RL_PRESETS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in sorted(algorithms.PRESETS)
+    if name != "sft"
+]
+
+
+@pytest.mark.parametrize("preset", RL_PRESETS)
+def test_two_steps_of_a_preset_are_finite_and_move_what_it_trains(preset, base, alone, tmp_path):
+    config = make_quick_config(base, tmp_path, preset)
+    with open_run(config) as run:
+        models = {"policy": lambda: run.state.train.params}
+        if config.algorithm.critic:
+            models["critic"] = lambda: run.state.critic.params
+        before = jax.device_get({name: params() for name, params in models.items()})
+        for _ in range(2):
+            run.step()
+            after = jax.device_get({name: params() for name, params in models.items()})
+            assert not any(equal(before[name], after[name]) for name in models)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+            before = after
+    rows = read_rows(tmp_path)
+    assert len(rows) == 2
+    for row in rows:
+        assert None not in row.values()  # what is not finite has no number in JSON
+        assert row["skipped_updates"] == row["empty_updates"] == 0
+        assert row["gradient_norm"] > 0 and row["trained_groups"] == 4
+        assert ("kl_reference" in row) == config.algorithm.reference
+        assert ("explained_variance" in row) == config.algorithm.critic
+        assert ("preference_loss" in row) == (preset == "dpo")
+
+
+@pytest.mark.slow
+def test_dpo_comes_to_prefer_the_right_responses_of_its_pairs(tiny_folder, alone, tmp_path):
+    config = make_quick_config(tiny_folder, tmp_path, "dpo")
+    parts = build(config)
+    run, seen = RunState(1, parts.learner.start(parts.folder_params()), 0, 1.0), []
+    for _ in range(4):
+        run, values = update_policy(parts, run, make_groups(config), Clock())
+        seen.append((values["preference_loss"], values["preference_accuracy"]))
+    parts.close()
+    losses, accuracies = zip(*seen, strict=True)
+    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-5)  # policy and reference are one
+    assert sorted(losses, reverse=True) == list(losses) and losses[-1] < 0.5
+    assert accuracies[-1] == 1
+
+
+def test_no_two_presets_are_the_same_algorithm():
+    values = {name: dataclasses.astuple(make()) for name, make in algorithms.PRESETS.items()}
+    assert len(set(values.values())) == len(values) == 13
