@@ -1,0 +1,148 @@
+"""Trains the embedded task with every preset and prints the README's table of the family.
+
+    python tests/benchmarks/family.py --seeds 3 --folder runs/family
+
+One command for everything: base policies are made where they are missing, finished runs are kept,
+a run that was cut off goes on from its checkpoint. Runs go one at a time, so that `seconds` means
+something. Any other argument is handed to the trainer (`--config.total_steps=2` for a quick look).
+"""
+
+import argparse
+import json
+import pathlib
+import runpy
+import statistics
+import subprocess
+import sys
+import time
+
+from dapo_jax.algorithms import PRESETS
+
+BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
+OTHER_SUMS = 1000  # added to the seed of supervised runs: not the base policy's examples
+COLUMNS = {
+    "heldout_accuracy": 3,
+    "steps": 0,
+    "heldout_entropy": 3,
+    "heldout_response_tokens": 1,
+    "seconds": 0,
+}
+
+
+def python(module: str, *arguments: object) -> str:
+    """Runs a command of the project, shown as it is typed; returns what it printed."""
+    command = ["python", "-m", f"dapo_jax.{module}", *map(str, arguments)]
+    print("$", *command, file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + f"failed: {' '.join(command)}")
+    return done.stdout
+
+
+def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
+    """The base policy of a seed, made where it is missing."""
+    folder = root / f"base_{seed}"
+    if not folder.exists():
+        python("sft", f"--config={BASE}", f"--config.seed={seed}", f"--config.out={folder}")
+    return folder
+
+
+def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> dict:
+    """The rows of a run's ends: before and after, steps, seconds, updates that went wrong."""
+    folder = root / f"{preset}_{seed}"
+    if not (folder / "summary.json").exists():
+        python(
+            "main",
+            f"--config={RL}:{preset}",
+            f"--config.seed={seed}",
+            f"--config.model.folder={base_policy(root, seed)}",
+            f"--config.run_dir={folder}",
+            *extra,
+        )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    skipped = sum(
+        row.get(name, 0.0) > 0
+        for row in rows
+        for name in ("skipped_updates", "value_skipped_updates")
+    )
+    timed = {"steps": summary["steps"], "seconds": summary["seconds"], "skipped": skipped}
+    memory = {"megabytes": sum(summary["megabytes_per_device"].values())}
+    step = statistics.median(row["seconds_step"] for row in rows[1:])
+    return {"before": rows[0], "after": rows[-1] | timed} | memory | {"seconds_step": step}
+
+
+def supervised(root: pathlib.Path, seed: int) -> dict:
+    """The same of a supervised run on worked examples without mistakes."""
+    folder, row = root / f"sft_{seed}", root / f"sft_{seed}.json"
+    if not row.exists():
+        base = base_policy(root, seed)
+        started = time.perf_counter()
+        python(
+            "sft",
+            f"--config={SFT}",
+            f"--config.seed={seed + OTHER_SUMS}",
+            f"--config.start={base}",
+            f"--config.out={folder}",
+        )
+        seconds = time.perf_counter() - started
+        found = {}
+        for name, path in ("before", base), ("after", folder):
+            printed = python(
+                "evaluate",
+                f"--config={RL}",
+                f"--config.seed={seed}",
+                f"--config.model.folder={path}",
+                f"--config.run_dir={folder}",
+            )
+            found[name] = json.loads(printed.splitlines()[-1])
+        steps = runpy.run_path(SFT)["get_config"]().total_steps
+        found["after"] |= {"steps": steps, "seconds": seconds, "skipped": 0}
+        row.write_text(json.dumps(found))
+    return json.loads(row.read_text())
+
+
+def table_row(preset: str, runs: list[dict]) -> str:
+    """A line of the README's table: means over the seeds, the accuracies also one by one."""
+
+    def mean(end: str, column: str) -> str:
+        return f"{statistics.mean(run[end][column] for run in runs):.{COLUMNS[column]}f}"
+
+    before, *after = mean("before", "heldout_accuracy"), *(mean("after", c) for c in COLUMNS)
+    each = " ".join(f"{run['after']['heldout_accuracy']:.3f}" for run in runs)
+    after[0] = f"**{after[0]}** ({each})"
+    return f"| `{preset}` | {before} | " + " | ".join(after) + " |"
+
+
+def main() -> int:
+    """The exit code: 1 where an update had a gradient that was not finite."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/family"))
+    parser.add_argument("--presets", nargs="*", default=list(PRESETS))
+    options, extra = parser.parse_known_args()
+    found = {
+        (preset, seed): supervised(options.folder, seed)
+        if preset == "sft"
+        else reinforced(options.folder, preset, seed, extra)
+        for seed in range(options.seeds)
+        for preset in options.presets
+    }
+    print("| preset | accuracy before | after | steps | entropy | mean length | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    for preset in options.presets:
+        print(table_row(preset, [found[preset, seed] for seed in range(options.seeds)]))
+    print(
+        "\n| preset | parameters and optimizer, MB per device | seconds per step |\n|---|---|---|"
+    )
+    for preset in options.presets:
+        if preset != "sft":
+            step = statistics.mean(found[preset, s]["seconds_step"] for s in range(options.seeds))
+            print(f"| `{preset}` | {found[preset, 0]['megabytes']:.1f} | {step:.2f} |")
+    skipped = {f"{p} {s}": n for (p, s), run in found.items() if (n := run["after"]["skipped"])}
+    print(f"\nsteps with a gradient that was not finite: {skipped or 'none'}")
+    return 1 if skipped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
