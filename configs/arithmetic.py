@@ -22,6 +22,7 @@ from dapo_jax.config import (
 
 def get_config(preset: str = "dapo") -> Config:
     algorithm = algorithms.preset(preset)
+    algorithm.lambda_alpha = 1.0  # VAPO's 0.05 is for thousands of tokens; here are tens
     # 8 groups per optimizer step. A ratio allows four such steps per rollout batch; without one
     # every update has to be on policy.
     updates, steps = (4, 30) if algorithm.ratio != "none" else (1, 120)
@@ -37,7 +38,7 @@ def get_config(preset: str = "dapo") -> Config:
         ),
         sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=64),
         optimizer=Optimizer(learning_rate=2e-4, schedule="linear", warmup_steps=2),
-        critic=Critic(optimizer=Optimizer(learning_rate=5e-4, schedule="linear", warmup_steps=2)),
+        critic=Critic(optimizer=Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2)),
         packing=Packing(row_tokens=160, rows_per_microbatch=16),
         evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4),
     )
