@@ -89,11 +89,15 @@ def loop_response_advantage(name, rewards, i):
         return (rewards[i] - mean(group)) / (math.sqrt(squares / (len(group) - 1)) + 1e-6)
     if name == "leave_one_out":
         return rewards[i] - mean([rewards[j] for j in ALL if GROUPS[j] == GROUPS[i] and j != i])
-    baselines = {"group_centre": mean(group), "batch_centre": mean(rewards), "reward": 0.0}
-    return rewards[i] - baselines[name]
+    return rewards[i] - LOOP_BASELINES[name](group, rewards)
 
 
-OF_RESPONSES = ["group_zscore", "group_centre", "leave_one_out", "batch_centre", "reward"]
+LOOP_BASELINES = {
+    "group_centre": lambda group, batch: mean(group),
+    "batch_centre": lambda group, batch: mean(batch),
+    "reward": lambda group, batch: 0.0,
+}
+OF_RESPONSES = ["group_zscore", "leave_one_out", *LOOP_BASELINES]
 
 
 @pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["bare", "with KL in the reward"])
