@@ -17,6 +17,8 @@ from dapo_jax.metrics import Clock, feedback_metrics
 from dapo_jax.model import huggingface
 from dapo_jax.parts import build
 from dapo_jax.rewards.rule import reward_group
+from dapo_jax.run import train
+from dapo_jax.settings import ConfigError
 from dapo_jax.structs import Group, Verdict
 from dapo_jax.train import RunState, update_policy
 
@@ -129,6 +131,17 @@ def test_a_critic_of_an_untied_policy_leaves_its_vocabulary_head_behind(
     huggingface.save_folder(tmp_path, tiny_params | {"head": head}, untied, (1,))
     critic = huggingface.load_params(tmp_path, scalar_config(untied), one_device, fresh_score=True)
     assert set(critic) == set(tiny_params) | {"score"}
+
+
+@pytest.mark.parametrize(("name", "words"), [("absent", "config.json"), ("other", "shape")])
+def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
+    name, words, base, tiny_folder, alone, tmp_path
+):
+    folder = base if name == "other" else tmp_path / name
+    config = make_quick_config(tiny_folder, tmp_path / "run", "ppo", critic=Critic(str(folder)))
+    with pytest.raises(ConfigError, match=f"config.critic.folder = '{folder}'.*{words}"):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_critic_none_is_held(tiny_folder):

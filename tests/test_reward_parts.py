@@ -93,12 +93,14 @@ def test_spaces_around_names_and_weights_do_not_count():
         ("own:absent", "absent"),
         ("absent_module:f", "absent_module"),
         ("own:not_a_function", "not a function"),
-        ("lenght", "module:function"),
+        ("broken_module:f", "ZeroDivisionError"),
+        ("lenght", "rule, format, .*module:function"),
         ("own:", "module:function"),
     ],
 )
 def test_a_part_that_can_not_be_found_stops_before_the_first_worker(name, words, write_module):
     write_module("own", OWN)
+    write_module("broken_module", "1 / 0")
     with pytest.raises(ConfigError, match=f"config.reward.parts = '{name}'.*{words}"):
         RewardPool(Reward(parts=f"rule=1,{name}=1"))
 

@@ -1,6 +1,7 @@
 """The rule reward, its workers, and the punishment of overlong responses."""
 
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -99,6 +100,23 @@ for line in sys.stdin.buffer:
         print("no json", flush=True)
     print('{"correct": true, "extracted": "1"}', flush=True)
 """
+
+
+def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypatch):
+    start, started = pool_module.subprocess.Popen, []
+
+    def record(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(pool_module.subprocess, "Popen", record)
+    closing = RewardPool(Reward(workers=1))
+    future = closing.submit("", "#### 1", "1")
+    while not started:
+        time.sleep(0.001)
+    closing.close()
+    assert future.result().failure is not None
+    assert [process.poll() is None for process in started] == [False]
 
 
 def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):

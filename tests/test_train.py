@@ -176,6 +176,9 @@ def test_a_run_does_not_go_on_with_other_settings(base, finished):
     with pytest.raises(ConfigError, match="total_steps = 99"):
         linear = settings | {"optimizer.schedule": "linear"}
         check_same_run(linear | {"total_steps": 99}, linear)
+    with pytest.raises(ConfigError, match="total_steps = 99"):
+        critics = settings | {"algorithm.critic": True, "critic.optimizer.schedule": "cosine"}
+        check_same_run(critics | {"total_steps": 99}, critics)
 
 
 def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
