@@ -22,10 +22,13 @@ from dapo_jax.config import (
 
 def get_config(preset: str = "dapo") -> Config:
     algorithm = algorithms.preset(preset)
-    algorithm.lambda_alpha = 1.0  # VAPO's 0.05 is for thousands of tokens; here are tens
     # 8 groups per optimizer step. A ratio allows four such steps per rollout batch; without one
     # every update has to be on policy.
     updates, steps = (4, 30) if algorithm.ratio != "none" else (1, 120)
+    critic = Critic(optimizer=Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2))
+    if algorithm.advantage == "length_adaptive_gae":
+        algorithm.lambda_alpha = 1.0  # 0.05 is for thousands of tokens; here are tens
+        critic.pretrain_steps = 5
     return Config(
         run_dir=f"runs/arithmetic_{preset}",
         total_steps=steps,
@@ -38,7 +41,7 @@ def get_config(preset: str = "dapo") -> Config:
         ),
         sampler=Sampler(slots=128, burst_tokens=8, max_response_tokens=64),
         optimizer=Optimizer(learning_rate=2e-4, schedule="linear", warmup_steps=2),
-        critic=Critic(optimizer=Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2)),
+        critic=critic,
         packing=Packing(row_tokens=160, rows_per_microbatch=16),
         evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4),
     )

@@ -17,7 +17,9 @@ STD_EPSILON, WHITEN_EPSILON = 1e-6, 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What is known of a rollout batch before its update. Per-token arrays are 0 off responses.
+    """What is known of a rollout batch before its update.
+
+    Off the responses `token_rewards` are 0; `values` may be anything there.
 
     `rewards` and `token_rewards` hold the KL penalty where the algorithm puts it in the reward;
     the reward of a response stands on its last token.

@@ -11,8 +11,10 @@ from ml_collections import config_flags
 from dapo_jax.advantages import ESTIMATORS
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import SOURCES
+from dapo_jax.hooks import resolve
 from dapo_jax.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.optimizer import SCHEDULES
+from dapo_jax.rewards.functions import worker_parts
 from dapo_jax.rewards.verifier import VERIFIERS
 from dapo_jax.settings import ConfigError, leaves, require
 from dapo_jax.templates import TEMPLATES, VERIFIER_OF
@@ -40,6 +42,9 @@ def check(config: Any) -> None:
             require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
     validate(config)
     if isinstance(config, Config):
+        worker_parts(list(config.reward.weights()))
+        if config.algorithm.token_weights:
+            resolve("algorithm.token_weights", config.algorithm.token_weights)
         asked = VERIFIER_OF.get(config.data.template, config.reward.verifier)
         require(
             config.reward.verifier == asked,

@@ -128,6 +128,11 @@ class _Collection:
             f"{len(self._order)} asked · {right} all right · {wrong} all wrong"
         )
 
+    def all_broken(self) -> bool:
+        """Whether a whole batch was judged and no reward worked: more would not help."""
+        judged = self._judged.values()
+        return len(judged) >= self._wanted and all(group.broken for group in judged)
+
     def exhausted(self) -> bool:
         return len(self._judged) == len(self._order) >= self._limit
 
@@ -182,6 +187,8 @@ def collect(
         collection.read_verdicts(judge)
         for prompt, completions in finished:
             collection.finish(judge.submit(prompt, completions))
+        if collection.all_broken():
+            break
         if sampler.idle:
             collection.read_verdicts(judge)
             if collection.exhausted():

@@ -46,7 +46,8 @@ MEANINGS = {
     "accuracy_with_reflection": "Accuracy of the responses with a reflection word.",
     "accuracy_without_reflection": "Accuracy of the others.",
     "advantage_std": "Standard deviation of the advantages over response tokens.",
-    "loss": "Policy loss, mean over the step's updates.",
+    "loss": "Policy loss, mean over the step's updates: a surrogate, whose gradient matters. With "
+    "coefficient 1 it stays at -1: read policy_nll; of DPO read preference_loss.",
     "entropy": "Mean entropy of the policy on trained tokens, in nats; collapse shows here first.",
     "kl_reference": "Mean KL of the policy to the reference (k3), in nats per token.",
     "importance_weight": "Mean weight that corrects the sampler's arithmetic (importance_cap).",
@@ -55,6 +56,7 @@ MEANINGS = {
     "value_loss": "Loss of the critic, mean over the step's updates.",
     "value_gradient_norm": "The critic's global gradient norm before clipping.",
     "value_skipped_updates": "Share of the critic's updates whose gradient was not finite.",
+    "value_learning_rate": "The critic's learning rate of the step.",
     "value_clip_fraction": "Share of trained tokens where the value clip decided.",
     "preference_accuracy": "Share of pairs in which the right response gained more on the "
     "reference than the wrong one.",

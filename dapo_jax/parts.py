@@ -95,9 +95,12 @@ class Parts:
 
     def critic_params(self) -> Any:
         """The critic's parameters before training: a policy's folder, or a reward model's."""
-        folder = self.config.critic.folder or self.config.model.folder
-        config = scalar_config(self.decoder)
-        return huggingface.load_params(folder, config, self.learner.mesh, fresh_score=True)
+        folder, field = self.config.critic.folder, "critic.folder"
+        if not folder:
+            folder, field = self.config.model.folder, "model.folder"
+        return huggingface.load_params(
+            folder, scalar_config(self.decoder), self.learner.mesh, field=field, fresh_score=True
+        )
 
     def close(self) -> None:
         """Ends the reward workers."""
@@ -110,7 +113,8 @@ def load_reference(config: Config, decoder: DecoderConfig, mesh: jax.sharding.Me
         return None
     folder = config.model.reference_folder or config.model.folder
     check_same_model("model.reference_folder", folder, config.model.folder, lambda shape: shape)
-    params = huggingface.load_params(folder, decoder, mesh)
+    field = "model.reference_folder" if config.model.reference_folder else "model.folder"
+    params = huggingface.load_params(folder, decoder, mesh, field=field)
     return jax.jit(functools.partial(cast_params, config=decoder), donate_argnums=0)(params)
 
 
@@ -125,7 +129,7 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
     check_divisible(decoder, mesh)
     decoder = scalar_config(decoder)
     return RewardModel(
-        huggingface.load_params(folder, decoder, mesh),
+        huggingface.load_params(folder, decoder, mesh, field=field),
         decoder,
         mesh,
         config.packing.row_tokens,
@@ -137,7 +141,7 @@ def check_same_model(
     field: str,
     folder: str,
     policy: str,
-    shape: Callable[[DecoderConfig], Any] = lambda config: None,
+    shape: Callable[[DecoderConfig], Any] = lambda config: config.vocab,
 ) -> None:
     """Raises `ConfigError` where tokens mean something else there, or `shape` differs."""
     mine, theirs = huggingface.read_config(policy), huggingface.read_config(folder, field=field)

@@ -17,10 +17,11 @@ from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation import heldout_metrics, sample_groups
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.metrics import Clock, MetricWriter, write_rollouts
+from dapo_jax.model import huggingface
 from dapo_jax.parts import build
 from dapo_jax.plots import plot_run
 from dapo_jax.progress import Progress
-from dapo_jax.settings import leaves
+from dapo_jax.settings import ConfigError, leaves
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
@@ -98,7 +99,16 @@ class Run:
         return state.step - 1 if to_come else state.step
 
     def _settings(self) -> dict[str, Any]:
-        return {name: value for name, _, value in leaves(self.config)}
+        """What a checkpoint remembers of the run; frozen models also by content."""
+        folders = {"reward.model_folder": self.config.reward.model_folder}
+        if self.config.algorithm.reference:
+            model = self.config.model
+            folders["model.reference_folder"] = model.reference_folder or model.folder
+        return {name: value for name, _, value in leaves(self.config)} | {
+            f"{name} (content)": huggingface.fingerprint(folder)
+            for name, folder in folders.items()
+            if folder
+        }
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics of the policy as it is; empty without held-out problems."""
@@ -200,13 +210,16 @@ def due(step: int, every: int) -> bool:
 def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
     """Says what a person would want to know of a step that went badly."""
     if values["starved"]:
-        progress.warn(f"step {step}: only {values['trained_groups']:.0f} groups carried signal")
+        broken = f", {values['broken_groups']:.0f} were broken" if values["broken_groups"] else ""
+        progress.warn(
+            f"step {step}: only {values['trained_groups']:.0f} groups carried signal{broken}"
+        )
     if values.get("empty_updates"):
         progress.warn(
             f"step {step}: {values['empty_updates']:.0f} updates had no trained token and were "
-            "not taken (every response truncated and filtered?)"
+            "not taken (every response filtered, weighed 0, or none right?)"
         )
-    if values.get("skipped_updates"):
+    if values.get("skipped_updates") or values.get("value_skipped_updates"):
         progress.warn(f"step {step}: an update was skipped: its gradient was not finite")
     if step == 1 and values["answer_not_found_rate"] > MANY_WITHOUT_ANSWER:
         progress.warn(
@@ -241,6 +254,6 @@ def train(config: Config) -> dict[str, Any] | None:
                 f"{escape(config.run_dir)}. The same command goes on from there"
             )
             return None
-        except Starved:
+        except (Starved, ConfigError):  # or a hook of the user's that failed
             run.save()
             raise

@@ -25,6 +25,7 @@ from dapo_jax.packing import (
 )
 from dapo_jax.parts import Parts
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.settings import ConfigError
 from dapo_jax.structs import Group, ScoredBatch, TrainState
 from dapo_jax.update import Learner
 
@@ -54,17 +55,20 @@ def prompts_per_update(config: Config) -> int:
 
 
 def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray | None:
-    """What the user's hook says of a response; None without a hook. Raises ValueError."""
+    """What the user's hook says of a response; None without a hook. Raises `ConfigError`."""
     if parts.token_weights is None:
         return None
-    weights = np.asarray(parts.token_weights(group, sample), np.float64)
     tokens = len(group.completions[sample])
-    if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(
-            f"config.algorithm.token_weights = {parts.config.algorithm.token_weights!r} must "
+    try:
+        weights = np.asarray(parts.token_weights(group, sample), np.float64)
+        if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
+            raise ValueError(f"got shape {weights.shape}")
+    except Exception as error:  # whatever a user's function may raise
+        raise ConfigError(
+            f"config.algorithm.token_weights = {parts.config.algorithm.token_weights!r}: must "
             f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
-            f"{group.prompt.id}; got shape {weights.shape}"
-        )
+            f"{group.prompt.id}; {type(error).__name__}: {error}"
+        ) from error
     return weights
 
 
@@ -175,7 +179,10 @@ def update_policy(
     values = add_up(jax.device_get(means)) | {"empty_updates": float(len(updates) - len(means))}
     clock.lap("update")
     values |= feedback_metrics(algorithm, feedback, advantages, returns)
-    return dataclasses.replace(run, train=policy, critic=critic), values | {"learning_rate": rate}
+    values |= {"learning_rate": rate}
+    if algorithm.critic:
+        values["value_learning_rate"] = value_rate
+    return dataclasses.replace(run, train=policy, critic=critic), values
 
 
 def train_step(

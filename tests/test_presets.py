@@ -8,6 +8,7 @@ import pytest
 from small_runs import equal, make_groups, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
+from dapo_jax import train as train_module
 from dapo_jax.metrics import Clock
 from dapo_jax.parts import build
 from dapo_jax.train import RunState, update_policy
@@ -58,6 +59,27 @@ def test_dpo_comes_to_prefer_the_right_responses_of_its_pairs(tiny_folder, alone
     np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-5)  # policy and reference are one
     assert sorted(losses, reverse=True) == list(losses) and losses[-1] < 0.5
     assert accuracies[-1] == 1
+
+
+def test_advantages_are_estimated_once_over_the_whole_rollout_batch(
+    tiny_folder, alone, tmp_path, monkeypatch
+):
+    config = make_quick_config(tiny_folder, tmp_path, "reinforce_pp_baseline")
+    config.algorithm.old_logprobs = "sampler"
+    config.rollout.updates_per_rollout = 2
+    parts, seen = build(config), []
+
+    def record(algorithm, feedback):
+        seen.append(len(feedback.rewards))
+        raise StopIteration
+
+    monkeypatch.setattr(train_module, "estimate", record)
+    run = RunState(0, parts.learner.start(parts.folder_params()), 0, 1.0)
+    groups = make_groups(config)
+    with pytest.raises(StopIteration):
+        update_policy(parts, run, groups, Clock())
+    parts.close()
+    assert seen == [sum(len(group.completions) for group in groups)]
 
 
 def test_no_two_presets_are_the_same_algorithm():

@@ -140,6 +140,5 @@ def test_a_hook_that_can_not_be_found_stops_at_the_door(
 ):
     write_module("own", OWN)
     algorithm = dataclasses.replace(algorithms.dapo(), token_weights=name)
-    config = make_quick_config(tiny_folder, tmp_path, algorithm=algorithm)
     with pytest.raises(ConfigError, match=f"config.algorithm.token_weights = '{name}': "):
-        build(config)
+        make_quick_config(tiny_folder, tmp_path, algorithm=algorithm)  # checks as a command does

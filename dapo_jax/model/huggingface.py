@@ -4,6 +4,7 @@ One name table serves both directions. A tensor is read when a device shard need
 holds one tensor at a time beside the shards themselves.
 """
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.settings import ConfigError, require
 
 MODEL_TYPES = ("qwen2",)
+FINGERPRINT_BYTES = 1 << 20  # of either end of a file
 
 # Settings that would change the numbers, with the only value that is computed here.
 UNSUPPORTED = {"rope_scaling": None, "use_sliding_window": False, "hidden_act": "silu"}
@@ -170,7 +172,7 @@ class _Tensors:
 
 
 def _check_names(
-    tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig
+    tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
 ) -> None:
     """Raises one error that names every missing, unknown or wrongly shaped tensor."""
     problems = list(tensors.problems)
@@ -186,7 +188,8 @@ def _check_names(
                 problems.append(f"{name}: shape {tensors.shape(name)}, expected {wanted}")
     problems += [f"{name}: unknown" for name in sorted(tensors.names() - known)]
     if problems:
-        raise ConfigError(f"{tensors.folder} can't be read:\n  " + "\n  ".join(problems))
+        listed = "\n  ".join(problems)
+        raise ConfigError(f"config.{field} = '{tensors.folder}': can't be read:\n  {listed}")
 
 
 def _shard_reader(
@@ -212,16 +215,33 @@ def _shard_reader(
     return read
 
 
+def fingerprint(folder: str | pathlib.Path) -> str:
+    """Tells one set of weights from another without reading gigabytes.
+
+    From the names, sizes, first and last bytes of the *.safetensors files.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {size}".encode() + file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
 def load_params(
     folder: str | pathlib.Path,
     config: DecoderConfig,
     mesh: jax.sharding.Mesh,
     *,
+    field: str = "model.folder",
     fresh_score: bool = False,
 ) -> Any:
     """Parameters of a model folder, float32, each shard read straight onto its device.
 
     Args:
+        field: the setting that names the folder, for the error message.
         fresh_score: a folder without a scalar head (a policy's) gets one of zeros.
     """
     tensors = _Tensors(pathlib.Path(folder))
@@ -233,7 +253,7 @@ def load_params(
     if fresh_score and TOP_NAMES["score"] not in tensors.names():
         zeros = np.zeros(shapes.pop("score"), np.float32)
         fresh["score"] = jax.device_put(zeros, places["score"])
-    _check_names(tensors, shapes, config)
+    _check_names(tensors, shapes, config, field)
     arrays = {
         path: jax.make_array_from_callback(
             shape, places[path], _shard_reader(tensors, path, shape, config)

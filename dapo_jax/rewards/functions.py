@@ -3,11 +3,12 @@
 A part is a function `(prompt, response, answer) -> float` of three texts.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 
 from dapo_jax.hooks import resolve
-from dapo_jax.settings import require
+from dapo_jax.settings import ConfigError, require
 
 OF_THE_TRAINER = ("rule", "format", "repetition", "model")  # need tokens, verdicts or the devices
 
@@ -35,8 +36,15 @@ def worker_parts(names: list[str]) -> dict[str, Callable[[str, str, str], float]
     for name in names:
         allowed = ", ".join(ready) + " or module:function"
         require(name in ready or ":" in name, "reward.parts", name, allowed)
-    return {
+    functions = {
         name: READY[name] if name in READY else resolve("reward.parts", name)
         for name in names
         if name not in OF_THE_TRAINER
     }
+    for name, function in functions.items():
+        try:
+            inspect.signature(function).bind(prompt="", response="", answer="")
+        except TypeError as error:
+            reason = f"{error}; a reward is (prompt, response, answer) -> float"
+            raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
+    return functions

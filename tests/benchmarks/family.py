@@ -2,9 +2,12 @@
 
     python tests/benchmarks/family.py --seeds 3 --folder runs/family
 
-One command for everything: base policies are made where they are missing, finished runs are kept,
-a run that was cut off goes on from its checkpoint. Runs go one at a time, so that `seconds` means
-something. Any other argument is handed to the trainer (`--config.total_steps=2` for a quick look).
+One command for everything, to be started again where it was cut off: what is finished is kept, a
+trainer's run goes on from its checkpoint, a supervised one begins anew. Runs go one at a time, so
+that `seconds` means something; those of `sft` include its imports, those of the others their
+evaluations. Any other argument is handed to the trainer; take another folder for a quick look:
+
+    python tests/benchmarks/family.py --seeds 1 --folder /tmp/look --config.total_steps=2
 """
 
 import argparse
@@ -50,15 +53,19 @@ def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
 def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> dict:
     """The rows of a run's ends: before and after, steps, seconds, updates that went wrong."""
     folder = root / f"{preset}_{seed}"
+    arguments = [
+        f"--config={RL}:{preset}",
+        f"--config.seed={seed}",
+        f"--config.model.folder={base_policy(root, seed)}",
+        f"--config.run_dir={folder}",
+        *extra,
+    ]
+    made_by = folder / "arguments.txt"
     if not (folder / "summary.json").exists():
-        python(
-            "main",
-            f"--config={RL}:{preset}",
-            f"--config.seed={seed}",
-            f"--config.model.folder={base_policy(root, seed)}",
-            f"--config.run_dir={folder}",
-            *extra,
-        )
+        python("main", *arguments)
+        made_by.write_text("\n".join(arguments))
+    elif made_by.read_text() != "\n".join(arguments):
+        raise SystemExit(f"{folder} was made with other arguments; take another --folder")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     skipped = sum(
@@ -132,9 +139,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     for preset in options.presets:
         print(table_row(preset, [found[preset, seed] for seed in range(options.seeds)]))
-    print(
-        "\n| preset | parameters and optimizer, MB per device | seconds per step |\n|---|---|---|"
-    )
+    print("\n| preset | models and optimizers, MB per device | seconds per step |\n|---|---|---|")
     for preset in options.presets:
         if preset != "sft":
             step = statistics.mean(found[preset, s]["seconds_step"] for s in range(options.seeds))
