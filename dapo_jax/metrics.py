@@ -1,5 +1,6 @@
 """What is measured in a step, under which name, and where it is written."""
 
+import collections
 import json
 import math
 import os
@@ -39,6 +40,8 @@ MEANINGS = {
     "answer_not_found_rate": "Share of responses in which the verifier found no answer; high at "
     "the start means that template and verifier disagree.",
     "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong.",
+    "verdicts": "Responses by how their verdict came about, as `verdicts/direct` (strings, exact "
+    "numbers), `/algebra`, `/remembered`, `/no_marker`, `/truncated_box`, `/too_long`, `/failed`.",
     "reward_parts": "Mean of every weighted part of the reward, as `reward_parts/rule`.",
     "broken_groups": "Groups dropped because a reward part raised or gave no finite number.",
     "repetition": "Share of 8-token windows that occur earlier in the same response.",
@@ -107,6 +110,7 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     correct = np.array([right for group in groups for right in group.correct], bool)
     lengths = np.array([len(completion) for completion in completions])
+    decided = collections.Counter(verdict.decided for verdict in verdicts)
     reflects = np.array([bool(REFLECTION.search(c.text)) for c in completions], bool)
     return {
         "reward": mean_or_zero([reward for group in groups for reward in group.rewards]),
@@ -118,6 +122,7 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
         "response_tokens_wrong": mean_or_zero(lengths[~correct]),
         "answer_not_found_rate": mean_or_zero([v.extracted is None for v in verdicts]),
         "verifier_failures": float(sum(v.failure is not None for v in verdicts)),
+        **{f"verdicts/{how}": float(n) for how, n in decided.items() if how},
         "repetition": mean_or_zero([repetition(c.tokens) for c in completions]),
         "reflection_fraction": mean_or_zero(reflects),
         "accuracy_with_reflection": mean_or_zero(correct[reflects]),

@@ -58,6 +58,7 @@ class Verdict:
     failure: str | None = None  # what kept the worker from finishing
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # unweighted, by name
     broken: str | None = None  # the reward part that raised or gave no number, and how
+    decided: str = ""  # direct, algebra, remembered; or why there was nothing to decide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ TEMPLATES = {
 
 # A prompt that asks for one format and a verifier that reads another reward nothing: templates that
 # ask for a format name the verifier that reads it.
-VERIFIER_OF = {"dapo": "answer_line"}
+VERIFIER_OF = {"dapo": "dapo"}
 
 
 def apply_template(name: str, problem: str) -> str:

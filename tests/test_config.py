@@ -61,7 +61,7 @@ BAD = [
         ["--config.algorithm.advantage=one"],
         ["trained_responses", "'all'", "'correct'", "imitates wrong"],
     ),
-    (["--config.data.template=dapo"], ["reward.verifier", "final_number", "answer_line"]),
+    (["--config.data.template=dapo"], ["reward.verifier", "final_number", "dapo"]),
 ]
 
 

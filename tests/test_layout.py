@@ -18,9 +18,11 @@ ROOMS = """
 settings hooks algorithms config combinations validation structs sharding tokenizer templates
 data.arithmetic data.pipeline model.attention model.decoder model.huggingface model.logprobs
 sampler.sampling sampler.decoding sampler.engine sampler.rollout advantages losses packing
-rewards.verifier rewards.functions rewards.worker rewards.pool rewards.rule rewards.model
-rewards.judge filtering optimizer update policy critic metrics plots progress checkpoints cli parts
-evaluation supervised train run main evaluate sft
+rewards.extraction rewards.normalisation rewards.numerals rewards.structure rewards.units
+rewards.equivalence rewards.expressions rewards.algebra rewards.regions rewards.judgement
+rewards.minerva rewards.verifier rewards.process rewards.remote rewards.functions rewards.worker
+rewards.pool rewards.rule rewards.model rewards.judge filtering optimizer update policy critic
+metrics plots progress checkpoints cli parts evaluation supervised train run main evaluate sft
 """.split()
 
 SFT_ROOMS = (

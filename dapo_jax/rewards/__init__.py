@@ -1,0 +1,5 @@
+"""Rewards: verifiers, the processes they run in, parts and their weights."""
+
+from dapo_jax.rewards.remote import is_equivalent
+
+__all__ = ["is_equivalent"]

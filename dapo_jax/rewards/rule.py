@@ -1,5 +1,6 @@
 """What a group earns: the rule, the parts beside it, and what only shapes."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -78,9 +79,7 @@ def reward_group(
         model_scores: [G] of the learned reward model, where the config asks for one.
     """
     verdicts = tuple(
-        verdict
-        if len(completion)
-        else Verdict(False, None, verdict.failure, verdict.parts, verdict.broken)
+        verdict if len(completion) else dataclasses.replace(verdict, correct=False, extracted=None)
         for completion, verdict in zip(completions, verdicts, strict=True)
     )
     parts = reward_parts(config, completions, verdicts, model_scores)

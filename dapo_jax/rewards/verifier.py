@@ -1,50 +1,72 @@
-"""Which answer a response gives, and whether it is the right one. Standard library only.
+"""Which answer a response gives, and whether it is the right one.
 
-This runs in worker processes on text that a model wrote: it never evaluates that text.
+All of it runs on text that a model wrote, in time linear in that text, and evaluates none of it;
+only `algebra` parses expressions, in a process that can be killed.
 """
 
-import re
+from typing import NamedTuple
 
-MARKER, LABEL = "####", "Answer:"
+from dapo_jax.rewards.equivalence import Algebra, decide, gold_answer
+from dapo_jax.rewards.extraction import LONGEST_ANSWER, Extraction, extract
+from dapo_jax.rewards.minerva import labelled_answer, spelling
+from dapo_jax.rewards.numerals import read_integer
+
+MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
-_INTEGER = re.compile(r"([+-]?)(\d+)\Z", re.ASCII)
 
 
-def _integer(text: str) -> tuple[bool, str] | None:
-    """(is negative, digits without leading zeros), of any size; None where it is no integer."""
-    match = _INTEGER.match(text)
-    if match is None:
-        return None
-    digits = match[2].lstrip("0") or "0"
-    return match[1] == "-" and digits != "0", digits
+class Ruling(NamedTuple):
+    """Right or wrong, the extracted answer (None: not found) and how it was found, or why not."""
+
+    correct: bool
+    extracted: str | None
+    how: str
 
 
-def final_number(text: str, answer: str) -> tuple[bool, str | None]:
-    """Compares the integer behind the last `####` with the gold answer, exactly.
-
-    Returns:
-        (correct, extracted): extracted is None where the marker or anything behind it is missing.
-    """
-    before, marker, after = text.rpartition(MARKER)
-    if not marker or not after.strip() or len(after) > LONGEST_NUMBER:
-        return False, None
+def final_number(response: str, answer: str, algebra: Algebra) -> Ruling:
+    """Compares the integer behind the last `####` with the gold answer, exactly."""
+    _, marker, after = response.rpartition(MARKER)
     extracted = after.strip()
-    found = _integer(extracted)
-    return found is not None and found == _integer(answer.strip()), extracted
+    if not marker or not extracted or len(after) > LONGEST_NUMBER:
+        return Ruling(False, None, "no_marker")
+    found = read_integer(extracted)
+    return Ruling(found is not None and found == read_integer(answer.strip()), extracted, "hash")
 
 
-def answer_line(text: str, answer: str) -> tuple[bool, str | None]:
-    """Compares what follows the last `Answer:` at the start of a line, as DAPO's prompt asks for.
-
-    Integers are compared exactly, anything else as text without surrounding dollar signs.
-    """
-    lines = [line for line in text.splitlines() if line.startswith(LABEL)]
-    extracted = lines[-1].removeprefix(LABEL).strip().strip("$").strip() if lines else ""
-    if not extracted or len(extracted) > LONGEST_NUMBER:
-        return False, None
-    found, gold = _integer(extracted), _integer(answer.strip())
-    return (extracted == answer.strip() if found is None else found == gold), extracted
+def _same(found: Extraction, answer: str, algebra: Algebra) -> Ruling:
+    if found.text is None:
+        return Ruling(False, None, found.how)
+    return Ruling(decide(found.text, gold_answer(answer), algebra), found.text.strip(), found.how)
 
 
-# name: function (response text, gold answer) -> (correct, extracted answer or None)
-VERIFIERS = {"final_number": final_number, "answer_line": answer_line}
+def math(response: str, answer: str, algebra: Algebra) -> Ruling:
+    """Mathematical equivalence; any marker counts, and a single short line."""
+    return _same(extract(response), answer, algebra)
+
+
+def math_box(response: str, answer: str, algebra: Algebra) -> Ruling:
+    """Mathematical equivalence of what stands in the last box."""
+    return _same(extract(response, "box"), answer, algebra)
+
+
+def math_label(response: str, answer: str, algebra: Algebra) -> Ruling:
+    """Mathematical equivalence of what a tag, `####` or 'Answer:' marks."""
+    return _same(extract(response, "label"), answer, algebra)
+
+
+def dapo(response: str, answer: str, algebra: Algebra) -> Ruling:
+    """The scorer of DAPO's released code: the same string after Minerva's normalisation."""
+    extracted = labelled_answer(response)
+    if extracted is None:
+        return Ruling(False, None, "no_marker")
+    return Ruling(spelling(extracted) == spelling(answer), extracted[:LONGEST_ANSWER], "label")
+
+
+# name: function (response, gold answer, algebra) -> ruling
+VERIFIERS = {
+    "final_number": final_number,
+    "math": math,
+    "math_box": math_box,
+    "math_label": math_label,
+    "dapo": dapo,
+}

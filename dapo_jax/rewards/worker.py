@@ -1,40 +1,90 @@
-"""A reward worker: reads one JSON line per response, answers with one JSON line."""
+"""A reward worker: reads one JSON line per job, answers with one JSON line.
+
+python -m dapo_jax.rewards.worker algebra         equality of what a model wrote
+python -m dapo_jax.rewards.worker parts NAMES     reward functions, the user's among them
+"""
 
 import json
 import math
 import os
+import resource
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 
-from dapo_jax.rewards.functions import worker_parts
-from dapo_jax.rewards.verifier import VERIFIERS
-
 READY = b'{"ready": true}\n'
+MEMORY_BYTES = 2 << 30  # of addresses; what is resident stays far below
+CACHED_JOBS = 1_000  # after so many, sympy's own caches are emptied
+PARENT_CHECK_SECONDS = 1.0
 
 
-def verdict(job: dict[str, str], verify: Callable, parts: dict[str, Callable]) -> dict:
-    """The fields of a `Verdict`. A verifier's bug costs a response, a part's its whole group."""
-    reply = {"correct": False, "extracted": None, "parts": {}}
-    try:
-        reply["correct"], reply["extracted"] = verify(job["response"], job["answer"])
-    except Exception as error:
-        reply["failure"] = f"{error!r}"
-    for name, part in parts.items():
+def limit_process() -> None:
+    """No large memory, no file: what text could make a parser do, it can't do here."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def exit_with_parent() -> None:
+    """A worker that is busy when its trainer dies does not outlive it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def make_algebra() -> Callable[[dict], dict]:
+    """The function that answers `{"question", "prediction", "answer"}` with `{"same"}`."""
+    from sympy.core.cache import clear_cache
+
+    from dapo_jax.rewards.judgement import WorkerAlgebra
+
+    limit_process()
+    algebra, jobs = WorkerAlgebra(), 0
+
+    def answer(job: dict) -> dict:
+        nonlocal jobs
+        jobs += 1
+        if jobs % CACHED_JOBS == 0:
+            clear_cache()
         try:
-            value = float(
-                part(prompt=job["prompt"], response=job["response"], answer=job["answer"])
-            )
-            if not math.isfinite(value):
-                raise ValueError(f"returned {value}")
-            reply["parts"][name] = value
-        except Exception as error:
-            reply.setdefault("broken", f"{name}: {error!r}")
-    return reply
+            same = getattr(algebra, job["question"])(job["prediction"], job["answer"])
+            return {"same": bool(same)}
+        except Exception as error:  # not understood is not equal, whatever the reason
+            return {"same": False, "failure": repr(error)[:200]}
+
+    return answer
+
+
+def make_parts(names: list[str]) -> Callable[[dict], dict]:
+    """The function that answers `{"prompt", "response", "answer"}` with the parts' rewards."""
+    from dapo_jax.rewards.functions import worker_parts
+
+    parts = worker_parts(names)
+
+    def answer(job: dict) -> dict:
+        reply = {"parts": {}}
+        for name, part in parts.items():
+            try:
+                value = float(part(**job))
+                if not math.isfinite(value):
+                    raise ValueError(f"returned {value}")
+                reply["parts"][name] = value
+            except Exception as error:
+                reply.setdefault("broken", f"{name}: {error!r}")
+        return reply
+
+    return answer
 
 
 def main() -> None:
-    """Serves standard input until it closes. Arguments: the verifier, then the parts' names.
+    """Serves standard input until it closes.
 
     A signal to the whole process group is the trainer's to handle: a worker that died of it would
     turn the verdicts under way into wrong ones.
@@ -44,12 +94,13 @@ def main() -> None:
     # A reward function may print; the line to the trainer must stay clean.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    verify, parts = VERIFIERS[sys.argv[1]], worker_parts(sys.argv[2:])
+    kind, *names = sys.argv[1:]
+    answer = make_algebra() if kind == "algebra" else make_parts(names)
+    exit_with_parent()
     output.write(READY)
     output.flush()
     for line in sys.stdin.buffer:
-        reply = verdict(json.loads(line), verify, parts)
-        output.write(json.dumps(reply).encode() + b"\n")
+        output.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
         output.flush()
 
 

@@ -1,0 +1,217 @@
+"""Whether two answers mean the same: by shape first, then value by value.
+
+Everything that strings and exact numerals can decide is decided here, in time linear in short
+texts. What needs algebra is asked of `Algebra`, which lives in a process that can be killed.
+"""
+
+import re
+from typing import Protocol
+
+from dapo_jax.rewards.extraction import extract
+from dapo_jax.rewards.normalisation import FORBIDDEN, normalise
+from dapo_jax.rewards.numerals import read_integer, read_number
+from dapo_jax.rewards.structure import Node, read
+from dapo_jax.rewards.units import split_unit
+
+LONGEST_COMPARED, MOST_ITEMS = 2_000, 64  # characters; members of a list or set
+_INEQUALITIES = {"<", ">", "<=", ">=", "!="}
+_REGIONS = {"union", "intersection", "difference"}
+REALS = r"\mathbbR"  # compact
+_NAME = r"(?:\\?[A-Za-z]+|\\(?:text|mathbf)\{[^{}]*\}|\\angle ?[A-Z]+)(?:_ ?(?:\{[^{}]*\}|\w))?'*"
+_VARIABLE = re.compile(
+    rf"{_NAME}(?: ?\( ?{_NAME}(?: ?, ?{_NAME})* ?\))?(?: {_NAME})*|\|[A-Z]{{1,3}}\|"
+    r"|\\(?:overline|widehat)\{[A-Z]+\}"
+)
+_NUMERIC_NAMES = {r"\pi", "e", "i", r"\infty"}
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_NO_WORDS = set(
+    "sin cos tan cot sec csc log exp sqrt arcsin arccos arctan asin acos atan sinh cosh tanh "
+    "infinity inf xyz abc abcd text".split()
+)
+_SHORT_WORDS = {"no", "on", "is", "it", "if", "an", "at", "or", "of", "to", "up", "so"}
+_TEXT = re.compile(r"\\(?:text|mathbf) ?\{([^{}]*)\}")
+_CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
+
+
+class Algebra(Protocol):
+    """What strings can't decide; arguments are normalised texts."""
+
+    def same_value(self, prediction: str, answer: str) -> bool: ...
+
+    def same_equation(self, prediction: str, answer: str) -> bool: ...
+
+    def same_region(self, prediction: str, answer: str) -> bool: ...
+
+
+def compact(text: str) -> str:
+    """The text without blanks, save between digits, and without braces around single characters."""
+    text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
+    return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text) if "{" in text else text
+
+
+def words_of(text: str) -> str:
+    """The text as words: no commands, braces or case."""
+    text = _TEXT.sub(r" \1 ", text)
+    return " ".join(re.sub(r"[{}\\$~]", " ", text).lower().split()).strip(" .,;:!")
+
+
+def has_words(text: str) -> bool:
+    """Whether it speaks in words rather than symbols."""
+    if any(re.search(r"[A-Za-z]{2}", inner) for inner in _TEXT.findall(text)):
+        return True
+    bare = _TEXT.sub(" ", text)
+    if bare.strip(" {}").lower() in _SHORT_WORDS:
+        return True
+    return any(word.lower() not in _NO_WORDS for word in _WORD.findall(bare))
+
+
+class _Comparison:
+    def __init__(self, algebra: Algebra):
+        self._algebra = algebra
+
+    def same(self, mine: Node, gold: Node) -> bool:
+        if compact(mine.text) == compact(gold.text):
+            return True
+        mine, gold = _without_membership(mine), _without_membership(gold)
+        if _is_region(mine) or _is_region(gold):
+            return self._algebra.same_region(mine.text, gold.text)
+        if "relation" in (mine.kind, gold.kind):
+            return self._same_relation(mine, gold)
+        if "matrix" in (mine.kind, gold.kind):
+            return mine.kind == gold.kind and self._in_order(mine.items, gold.items)
+        if "tuple" in (mine.kind, gold.kind):
+            alike = mine.kind == gold.kind and mine.marks == gold.marks
+            return alike and self._in_order(mine.items, gold.items)
+        if mine.kind == gold.kind == "value":
+            return self._same_value(mine.text, gold.text)
+        if mine.kind == "value" and gold.kind == "list" and "," in mine.text:
+            mine = Node("list", mine.text, tuple(map(read, mine.text.split(","))))  # 100,200
+        return self._as_sets(_items(mine), _items(gold))
+
+    def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
+        return len(mine) == len(gold) and all(map(self.same, mine, gold))
+
+    def _as_sets(self, mine: list[Node], gold: list[Node]) -> bool:
+        if max(len(mine), len(gold)) > MOST_ITEMS:
+            return False
+        left = list(gold)
+        for item in mine:
+            match = next((other for other in left if self.same(item, other)), None)
+            if match is None:
+                return False
+            left.remove(match)
+        return not left
+
+    def _same_relation(self, mine: Node, gold: Node) -> bool:
+        mine, gold = _without_approximation(mine), _without_approximation(gold)
+        if mine.kind == gold.kind == "relation":
+            named, wanted = _assigned(mine), _assigned(gold)
+            if named and wanted and compact(named[0]) == compact(wanted[0]):
+                return self.same(named[1], wanted[1])
+            if len(mine.items) == len(gold.items) == 2:
+                return self._algebra.same_equation(mine.text, gold.text)
+            return self._in_order(mine.items[-1:], gold.items[-1:]) and bool(named and wanted)
+        if mine.kind != "relation" and gold.kind != "relation":
+            return self.same(mine, gold)
+        relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
+        assigned = _assigned(relation)
+        if assigned is None:
+            first, *_, last = relation.items
+            if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
+                return False
+            assigned = "", last
+        return self.same(assigned[1], other) if mine is relation else self.same(other, assigned[1])
+
+    def _same_value(self, mine: str, gold: str) -> bool:
+        mine_number, gold_number = read_number(mine), read_number(gold)
+        if mine_number is not None and gold_number is not None:
+            return mine_number == gold_number
+        whole, wanted = read_integer(mine), read_integer(gold)
+        if whole and wanted:  # longer than a numeral may be
+            return whole == wanted
+        choice = _CHOICE.fullmatch(gold)
+        if choice and choice[1].isupper() and (found := _CHOICE.fullmatch(mine)):
+            return found[1].upper() == choice[1]
+        mine_value, mine_unit = split_unit(mine)
+        gold_value, gold_unit = split_unit(gold, trusted=True)
+        if mine_unit or gold_unit:
+            if not mine_unit:  # the gold answer says what may stand here
+                mine_value, mine_unit = split_unit(mine, trusted=True)
+            if mine_unit and gold_unit and mine_unit != gold_unit:
+                return False
+            return self.same(read(mine_value), read(gold_value))
+        if has_words(mine) or has_words(gold):
+            return words_of(mine) == words_of(gold)
+        return self._algebra.same_value(mine, gold)
+
+
+def _items(node: Node) -> list[Node]:
+    """Members without those written twice."""
+    members = node.items if node.kind in ("list", "set") else (node,)
+    members = [
+        inner
+        for member in members
+        for inner in (member.items if member.kind == "list" else (member,))  # plus-minus
+    ]
+    return list({compact(member.text): member for member in members}.values())
+
+
+def _without_membership(node: Node) -> Node:
+    inside = node.kind == "relation" and node.marks == ("in",)
+    return node.items[1] if inside and _VARIABLE.fullmatch(node.items[0].text) else node
+
+
+def _is_region(node: Node) -> bool:
+    if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & set(node.marks):
+        return True
+    if node.kind == "value":
+        return compact(node.text) == REALS
+    return node.kind == "list" and all(_is_region(item) for item in node.items)
+
+
+def _is_variable(node: Node) -> bool:
+    if node.kind == "tuple":
+        return all(map(_is_variable, node.items))
+    return bool(_VARIABLE.fullmatch(node.text)) and node.text not in _NUMERIC_NAMES
+
+
+def _assigned(node: Node) -> tuple[str, Node] | None:
+    """(variable, value) of `x = value`, `value = x` or a chain; None for another equation."""
+    if set(node.marks) != {"="}:
+        return None
+    first, last = node.items[0], node.items[-1]
+    if _is_variable(first) or len(node.items) > 2 and not _is_variable(last):
+        return first.text, last
+    return (last.text, first) if _is_variable(last) and len(node.items) == 2 else None
+
+
+def _without_approximation(node: Node) -> Node:
+    """What is exact of `a = b ~ c`; `x ~ c` says c."""
+    if node.kind != "relation" or "~" not in node.marks:
+        return node
+    cut = node.marks.index("~") + 1
+    items, marks = node.items[:cut], node.marks[: cut - 1]
+    if len(items) == 1:
+        return node.items[1] if _is_variable(items[0]) else items[0]
+    return node._replace(items=items, marks=marks, text=" = ".join(i.text for i in items))
+
+
+def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
+    """Whether two extracted answers mean the same. The prediction is hostile, the answer trusted.
+
+    Raises whatever `algebra` does.
+    """
+    if prediction == answer:
+        return True
+    if len(prediction) > LONGEST_COMPARED:
+        mine, gold = read_integer(prediction.strip()), read_integer(answer.strip())
+        return mine is not None and mine == gold
+    mine, gold = normalise(prediction), normalise(answer)
+    if FORBIDDEN in mine or not mine or not gold:
+        return False
+    return _Comparison(algebra).same(read(mine), read(gold))
+
+
+def gold_answer(answer: str) -> str:
+    """The answer inside a gold text: that of its box or marker, or the text itself."""
+    return extract(answer).text or answer

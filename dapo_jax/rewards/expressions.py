@@ -1,0 +1,348 @@
+"""A bounded recursive-descent parser: LaTeX-like text to sympy objects. Runs in a worker process.
+
+It builds every object itself, consumes the whole text, and refuses what would be large: nothing is
+handed to `sympify` or any other evaluation of strings. What it refuses is compared as text.
+"""
+
+import re
+
+import sympy
+from sympy import E, I, Integer, Rational, Symbol, oo, pi
+
+MOST_TOKENS, DEEPEST, MOST_DIGITS = 400, 40, 400
+LARGEST_POWER_DIGITS = 20_000  # of a power of rationals
+LARGEST_EXPONENT, LARGEST_FACTORIAL = 1_000, 1_000
+
+
+class Refused(ValueError):
+    """Text that is no expression, or one that is too large."""
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z]+)|(\\.|.))", re.S
+)
+_GREEK = set(
+    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi "
+    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
+)
+_FUNCTIONS = {
+    **{name: getattr(sympy, name) for name in "sin cos tan cot sec csc sinh cosh tanh".split()},
+    **{f"arc{n}": getattr(sympy, f"a{n}") for n in ("sin", "cos", "tan", "cot")},
+    **{f"a{n}": getattr(sympy, f"a{n}") for n in ("sin", "cos", "tan")},
+    "ln": sympy.log,
+    "log": sympy.log,
+    "lg": lambda x: sympy.log(x) / sympy.log(10),
+    "exp": sympy.exp,
+    "sqrt": sympy.sqrt,
+    "abs": sympy.Abs,
+}
+_INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
+_CONSTANTS = {"pi": pi, "infty": oo, "infinity": oo, "inf": oo}
+_WORDS = set(_FUNCTIONS) | {"pi", "infinity", "inf"}
+_BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_TIMES = {"*", r"\times", r"\cdot"}
+_DIVIDE = {"/", r"\div"}
+
+
+def _tokens(text: str) -> list[str]:
+    found = []
+    for match in _TOKEN.finditer(text.rstrip()):
+        number, command, word, other = match.groups()
+        if (
+            word
+            and word.lower() in _WORDS
+            and (len(word) > 2 or word.lower() in ("pi", "ln", "lg"))
+        ):
+            found.append("\\" + word.lower())
+        elif word:
+            if len(word) > 2 and not set(word) <= set("xyzabcmnkrst"):
+                raise Refused(f"a word: {word}")
+            found.extend(word)
+        else:
+            found.append(number or command or other)
+        if len(found) > MOST_TOKENS:
+            raise Refused("too long")
+    return found
+
+
+def literal_digits(text: str) -> int:
+    """Digits written in the text: how precise a comparison of it has to be."""
+    return sum(char.isdigit() for char in text)
+
+
+def _digits(number: Rational) -> float:
+    return max(number.p.bit_length(), number.q.bit_length()) * 0.302
+
+
+def power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
+    """base ** exponent. Raises `Refused` where that would be large."""
+    if base == 0 and exponent.is_number and not exponent.is_positive:
+        raise Refused("a power of zero")
+    if exponent.is_Rational and base.is_Rational:
+        if abs(exponent.p) * _digits(base) > LARGEST_POWER_DIGITS and abs(base.p) + base.q > 2:
+            raise Refused("a large power")
+    elif exponent.is_Rational:
+        if abs(exponent) > LARGEST_EXPONENT or exponent.q > LARGEST_EXPONENT:
+            raise Refused("a large exponent")
+    elif exponent.is_number and base.is_number and not base == E:
+        value = exponent.evalf(15)
+        if not value.is_number or abs(value) > LARGEST_EXPONENT:
+            raise Refused("a large exponent")
+    return base**exponent
+
+
+def factorial(argument: sympy.Expr) -> sympy.Expr:
+    """argument! Raises `Refused` for large or non-integer numbers."""
+    if argument.is_number and not (argument.is_Integer and 0 <= argument <= LARGEST_FACTORIAL):
+        raise Refused("a large factorial")
+    return sympy.factorial(argument)
+
+
+def _binomial(above: sympy.Expr, below: sympy.Expr) -> sympy.Expr:
+    for part in (above, below):
+        if part.is_number and not (part.is_Integer and 0 <= part <= LARGEST_FACTORIAL):
+            raise Refused("a large binomial")
+    return sympy.binomial(above, below)
+
+
+def _divide(above: sympy.Expr, below: sympy.Expr) -> sympy.Expr:
+    if below == 0:
+        raise Refused("division by zero")
+    return above / below
+
+
+class _Parser:
+    def __init__(self, text: str):
+        self._tokens, self._at, self._depth = _tokens(text), 0, 0
+        self._bars: list[str] = []
+
+    def whole(self) -> sympy.Expr:
+        value = self._sum()
+        if self._at != len(self._tokens):
+            raise Refused(f"unexpected {self._peek()}")
+        return value
+
+    def _peek(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _take(self, *allowed: str) -> str:
+        token = self._peek()
+        if not token or allowed and token not in allowed:
+            raise Refused(f"unexpected {token or 'end'}")
+        self._at += 1
+        return token
+
+    def _accept(self, *tokens: str) -> bool:
+        if self._peek() and self._peek() in tokens:
+            self._at += 1
+            return True
+        return False
+
+    def _sum(self) -> sympy.Expr:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise Refused("too deep")
+        terms = [self._signed_term()]
+        while self._peek() in ("+", "-"):
+            terms.append(self._signed_term())
+        self._depth -= 1
+        return sympy.Add(*terms)
+
+    def _signed_term(self) -> sympy.Expr:
+        negative = False
+        for _ in range(2):  # a + -b is written, a - - - b is not
+            if self._peek() in ("+", "-"):
+                negative ^= self._take() == "-"
+        value = self._product()
+        return -value if negative else value
+
+    def _product(self) -> sympy.Expr:
+        value = self._power()
+        while True:
+            if self._accept(*_TIMES):
+                value = value * self._signed_power()
+            elif self._accept(*_DIVIDE):
+                value = _divide(value, self._signed_power())
+            elif self._starts_factor():
+                value = value * self._power()
+            else:
+                return value
+
+    def _signed_power(self) -> sympy.Expr:
+        if self._peek() in ("+", "-"):
+            return -self._power() if self._take() == "-" else self._power()
+        return self._power()
+
+    def _starts_factor(self) -> bool:
+        token = self._peek()
+        if self._bars and token == self._bars[-1]:
+            return False
+        name = token[1:]
+        known = name in _FUNCTIONS or name in _GREEK or name in _CONSTANTS
+        named = token[:1] == "\\" and (known or name in ("frac", "binom", "mathbf"))
+        plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
+        return bool(token) and (token in "({[" or token in _BARS or named or plain)
+
+    def _power(self) -> sympy.Expr:
+        base = self._mixed_or_atom()
+        while self._peek() and self._peek() in "^!%'":
+            mark = self._take()
+            if mark == "!":
+                base = factorial(base)
+            elif mark == "%":
+                base = base / 100
+            elif mark == "'":
+                base = Symbol(f"{base}'") if base.is_Symbol else self._refuse("a prime")
+            elif self._is_degree():
+                base = base * pi / 180
+            else:
+                base = power(base, self._exponent())
+        return base
+
+    def _refuse(self, reason: str):
+        raise Refused(reason)
+
+    def _is_degree(self) -> bool:
+        for written in (["\\circ"], ["{", "\\circ", "}"]):
+            if self._tokens[self._at : self._at + len(written)] == written:
+                self._at += len(written)
+                return True
+        return False
+
+    def _exponent(self) -> sympy.Expr:
+        if self._peek() in ("+", "-"):
+            return -self._atom() if self._take() == "-" else self._atom()
+        return self._atom()
+
+    def _mixed_or_atom(self) -> sympy.Expr:
+        start, value = self._at, self._atom()
+        mixed = re.fullmatch(r"\d+", self._tokens[start]) and self._at == start + 1
+        if mixed and self._peek() == r"\frac":
+            here = self._at
+            part = self._atom()
+            written = "".join(self._tokens[here + 1 : self._at])
+            if part.is_Rational and re.fullmatch(r"[\d{}]+", written):
+                return value + part
+            self._at = here
+        return value
+
+    def _argument(self) -> sympy.Expr:
+        """What a command takes: a group, or one digit or letter."""
+        token = self._peek()
+        if token.isdigit() and len(token) > 1:
+            self._tokens[self._at : self._at + 1] = list(token)
+        return self._atom()
+
+    def _group(self, end: str) -> sympy.Expr:
+        outer, self._bars = self._bars, []
+        value = self._sum()
+        if end == "}" and self._accept(r"\choose"):
+            value = _binomial(value, self._sum())
+        self._take(end)
+        self._bars = outer
+        return value
+
+    def _atom(self) -> sympy.Expr:
+        token = self._take()
+        if token[0].isdigit() or token[0] == "." and len(token) > 1:
+            if len(token) > MOST_DIGITS:
+                raise Refused("a long number")
+            return Rational(token.replace(",", ""))
+        if token in ("(", "{", "["):
+            return self._group({"(": ")", "{": "}", "[": "]"}[token])
+        if token in _BARS:
+            return self._bars_of(token)
+        if token.startswith("\\"):
+            return self._command(token[1:])
+        if token.isalpha() and token.isascii():
+            return self._letter(token)
+        raise Refused(f"unexpected {token}")
+
+    def _bars_of(self, token: str) -> sympy.Expr:
+        end = _BARS[token]
+        self._bars.append(end)
+        value = self._sum()
+        self._bars.pop()
+        self._take(end)
+        shape = {r"\lfloor": sympy.floor, r"\lceil": sympy.ceiling}
+        return shape.get(token, sympy.Abs)(value)
+
+    def _letter(self, name: str) -> sympy.Expr:
+        if self._accept("_"):
+            return Symbol(f"{name}_{self._subscript()}")
+        return {"e": E, "i": I}.get(name) or Symbol(name)
+
+    def _subscript(self) -> str:
+        if not self._accept("{"):
+            return self._take()
+        inside = []
+        while self._peek() != "}":
+            inside.append(self._take())
+        self._take("}")
+        return "".join(inside)
+
+    def _command(self, name: str) -> sympy.Expr:
+        if name == "frac":
+            above = self._argument()
+            return _divide(above, self._argument())
+        if name == "binom":
+            above = self._argument()
+            return _binomial(above, self._argument())
+        if name == "sqrt":
+            order = Integer(2)
+            if self._accept("["):
+                order = self._group("]")
+            inside = self._argument()
+            if not (order.is_Integer and 2 <= order <= 100):
+                raise Refused("a root")
+            return power(inside, 1 / order)
+        if name == "mathbf":
+            return Symbol(f"bold_{self._subscript()}")
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name in _FUNCTIONS:
+            return self._function(name)
+        if name in _GREEK:
+            return self._letter(name)
+        raise Refused(f"unknown \\{name}")
+
+    def _function(self, name: str) -> sympy.Expr:
+        function, exponent = _FUNCTIONS[name], None
+        if name in ("log", "ln") and self._accept("_"):
+            base = self._argument()
+            if base in (0, 1):
+                raise Refused("a logarithm's base")
+            function = lambda x: sympy.log(x) / sympy.log(base)  # noqa: E731
+        if self._accept("^"):
+            exponent = self._exponent()
+            if exponent == -1 and name in _INVERSES:
+                function, exponent = _FUNCTIONS[_INVERSES[name]], None
+        value = function(self._function_argument())
+        return value if exponent is None else power(value, exponent)
+
+    def _function_argument(self) -> sympy.Expr:
+        """A group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
+        if self._peek() in ("(", "["):
+            return self._power() if self._peek() == "[" else self._bracketed()
+        negative = self._accept("-")
+        value = self._power()
+        while self._starts_factor() and self._peek()[1:] not in _FUNCTIONS and self._peek() != "(":
+            value = value * self._power()
+        while self._accept("/"):
+            value = _divide(value, self._power())
+        return -value if negative else value
+
+    def _bracketed(self) -> sympy.Expr:
+        self._take("(")
+        return self._group(")")
+
+
+def parse(text: str) -> sympy.Expr:
+    """The expression that the text writes. Raises `Refused`."""
+    try:
+        value = _Parser(text).whole()
+    except RecursionError:
+        raise Refused("too deep") from None
+    if value.has(sympy.nan, sympy.zoo):
+        raise Refused("not a number")
+    return value

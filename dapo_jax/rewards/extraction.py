@@ -1,0 +1,131 @@
+"""Which part of a response is its answer: markers read from the end, in linear time.
+
+The last box counts, then the last answer tag, `####`, or labelled line. A box that is never closed
+is no answer, and nothing earlier replaces it: the response was cut off.
+"""
+
+import re
+from typing import NamedTuple
+
+LONGEST_ANSWER = 10_000  # characters; what is longer is not an answer
+LONGEST_SHORT_LINE = 400  # a response without a marker is an answer up to here
+REQUIRE = ("any", "box", "label")
+
+MOST_MARKERS = 1_000  # looked at, from the end, before a response is given up
+
+_BOXES = ("\\boxed", "\\fbox")
+_BOX_END = re.compile(r"(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOXED = re.compile(r"[-+]?(?:\\[A-Za-z]+|[\w.,/%]+)")
+_LABEL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)\**")
+_FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)?\**")
+
+
+class Extraction(NamedTuple):
+    """An answer and the marker it stood behind; `text` is None where there is none."""
+
+    text: str | None
+    how: str  # box, tag, hash, label, line; or why not: truncated_box, too_long, no_marker
+
+
+def closing_brace(text: str, start: int, end: int) -> int:
+    """Index of the brace that closes a group whose content begins at `start`; -1 without one."""
+    depth = 1
+    for match in _BRACE.finditer(text, start, end):
+        if match[0] == "{":
+            depth += 1
+        elif match[0] == "}":
+            depth -= 1
+            if not depth:
+                return match.start()
+    return -1
+
+
+def _last_box(text: str) -> Extraction | None:
+    """The last box that holds something; None without any."""
+    places = {name: text.rfind(name) for name in _BOXES}
+    for _ in range(MOST_MARKERS):
+        last = max(places, key=places.get)
+        end = places[last]
+        if end < 0:
+            return None
+        places[last] = text.rfind(last, 0, end)
+        named = _BOX_END.match(text, end + 1)
+        if named is None:
+            continue
+        start = named.end()
+        if text[start : start + 1] != "{":
+            bare = _BARE_BOXED.match(text, start, start + LONGEST_ANSWER)
+            if bare is None:
+                continue
+            return Extraction(bare[0], "box")
+        close = closing_brace(text, start + 1, start + 1 + LONGEST_ANSWER)
+        if close < 0:
+            cut_off = len(text) <= start + 1 + LONGEST_ANSWER
+            return Extraction(None, "truncated_box" if cut_off else "too_long")
+        if text[start + 1 : close].strip():
+            return Extraction(text[start + 1 : close], "box")
+    return Extraction(None, "no_marker")
+
+
+def _last_tag(text: str) -> Extraction | None:
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return Extraction(text[start + len("<answer>") : end], "tag") if start >= 0 else None
+
+
+def _rest_of_line(text: str, start: int) -> str:
+    """What follows on the line, or the next line that holds anything."""
+    rest = text[start : start + 2 * LONGEST_ANSWER].lstrip(" \t:\r\n").split("\n", 1)[0].strip()
+    if rest.count("**") % 2:  # emphasis that began before the label
+        rest = rest.removesuffix("**") if rest.endswith("**") else rest.removeprefix("**")
+    return rest
+
+
+def _last_hash(text: str) -> Extraction | None:
+    start = text.rfind("####")
+    if start < 0:
+        return None
+    line = text[start + 4 : start + 4 + LONGEST_ANSWER].lstrip("#").split("\n", 1)[0]
+    return Extraction(line, "hash") if line.strip() else None
+
+
+def _last_label(text: str) -> Extraction | None:
+    """What stands behind the last 'answer:', 'answer is' or 'final answer'."""
+    plain = text.encode("ascii", "replace").lower()  # one byte a character: places stay
+    end = len(plain)
+    for _ in range(MOST_MARKERS):
+        start = plain.rfind(b"answer", 0, end)
+        if start < 0:
+            break
+        final = plain[max(0, start - 8) : start].split()[-1:] == [b"final"]
+        label = (_FINAL_END if final else _LABEL_END).match(plain, start + len(b"answer"))
+        if label is not None:
+            rest = _rest_of_line(text, label.end())
+            return Extraction(rest, "label") if rest.strip() else None
+        end = start
+    return None
+
+
+def extract(response: str, require: str = "any") -> Extraction:
+    """The answer of a response.
+
+    Args:
+        require: which markers count: 'box', 'label' (tags, `####` and labelled lines), or 'any' of
+            them, where a single short line is also an answer by itself.
+    """
+    text = response.rpartition("</think>")[2]
+    found = None
+    if require != "label":
+        found = _last_box(text)
+    if found is None and require != "box":
+        found = _last_tag(text) or _last_hash(text) or _last_label(text)
+    if found is None and require == "any":
+        line = text[: LONGEST_SHORT_LINE * 4].strip()
+        if "\n" not in line and len(line) <= LONGEST_SHORT_LINE and len(text.strip()) == len(line):
+            found = Extraction(line, "line")
+    if found is None or found.text is None:
+        return found or Extraction(None, "no_marker")
+    if len(found.text) > LONGEST_ANSWER:
+        return Extraction(None, "too_long")
+    return found if found.text.strip() else Extraction(None, "no_marker")

@@ -1,0 +1,58 @@
+"""The verifier of DAPO's released code: a label near the end, a fixed spelling, equal strings.
+
+The substitutions are those of Minerva's evaluation (arXiv 2206.14858, appendix D.1).
+"""
+
+import re
+
+CHARACTERS_READ = 300  # from the end of a response
+_LABEL = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    (r"\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
+_REMOVED = (
+    *(
+        "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes "
+        "digits cents degrees cm gm pounds meters meals edges students childrentickets multiples "
+        "\\text{s} \\text{.}"
+    ).split(),
+    "\\text{\ns}",
+    *"\\text{}^2 \\text{}^3".split(),
+    "\\text{\n}",
+    *'\\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'.split(),
+)
+_INNER = (
+    (re.compile(r".*?\$(.*?)\$.*", re.DOTALL), r"$\1$"),
+    (re.compile(r"\\(?:text|textbf|overline|boxed)\{(.*?)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+def labelled_answer(response: str) -> str | None:
+    """What follows the last 'Answer:' of the last 300 characters."""
+    found = _LABEL.findall(response[-CHARACTERS_READ:])
+    return found[-1] if found else None
+
+
+def spelling(answer: str) -> str:
+    """The spelling that decides."""
+    answer = answer.split("=")[-1]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for old in _REMOVED:
+        answer = answer.replace(old, "")
+    for pattern, new in _INNER:
+        answer = pattern.sub(new, answer)
+    answer = answer.replace("$", "")
+    digits = answer.replace(",", "")
+    return (digits if digits.isdigit() else answer).strip()

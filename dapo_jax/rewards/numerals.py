@@ -1,0 +1,100 @@
+"""Plain numerals, exactly: integers of any size, decimals, fractions, mixed numbers, percent.
+
+What both sides of a comparison read as numerals is decided here, once and for all.
+"""
+
+import re
+from fractions import Fraction
+
+LONGEST_NUMERAL = 1_000  # characters; longer ones are compared as text
+LARGEST_EXPONENT = 1_000  # of ten
+
+_INTEGER = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
+_DECIMAL = rf"(?:(?:{_INTEGER})(?:\.\d*)?|\.\d+)"
+_SIGN = r"(?:[-+] ?)?"
+_PART = re.compile(_SIGN + _DECIMAL, re.ASCII)
+_REPEATING = re.compile(
+    r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?\{ ?(\d+) ?\}|\\(?:overline|bar|dot) ?(\d)|\((\d+)\))",
+    re.ASCII,
+)
+_FRACTION = re.compile(
+    r"\\frac ?(?:\{ ?([^{}]+?) ?\}|(\d)) ?(?:\{ ?([^{}]+?) ?\}|(\d))|([^/{}\\]+?) ?/ ?([^/{}\\]+)",
+    re.ASCII,
+)
+_MIXED = re.compile(rf"({_INTEGER}) ?(\\frac.+|(?<= )\d+ ?/ ?\d+)", re.ASCII)
+_SCIENTIFIC = re.compile(
+    rf"(?:({_DECIMAL}) ?(?:\\times|\\cdot|\*|x) ?)?10 ?\^ ?(?:\{{ ?([-+]?\d+) ?\}}|([-+]?\d+))"
+    rf"|({_DECIMAL}) ?[eE] ?([-+]?\d+)",
+    re.ASCII,
+)
+_DIGITS = re.compile(rf"({_SIGN})({_INTEGER})", re.ASCII)
+
+
+def read_integer(text: str) -> tuple[bool, str] | None:
+    """(is negative, digits without leading zeros), of any size; None for anything else."""
+    match = _DIGITS.fullmatch(text)
+    if match is None:
+        return None
+    digits = match[2].replace(",", "").replace(" ", "").lstrip("0") or "0"
+    return "-" in match[1] and digits != "0", digits
+
+
+def _decimal(text: str) -> Fraction | None:
+    text = text.strip()
+    if not _PART.fullmatch(text):
+        return None
+    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
+
+
+def _repeating(text: str) -> Fraction | None:
+    match = _REPEATING.fullmatch(text)
+    if match is None:
+        return None
+    whole, fixed = match[1] or "0", match[2]
+    period = match[3] or match[4] or match[5]
+    nines = (10 ** len(period) - 1) * 10 ** len(fixed)
+    return int(whole) + Fraction(int(fixed or 0), 10 ** len(fixed)) + Fraction(int(period), nines)
+
+
+def _fraction(text: str) -> Fraction | None:
+    match = _FRACTION.fullmatch(text)
+    if match is None:
+        return None
+    above, below = (_decimal(part) for part in filter(None, match.groups()))
+    return above / below if above is not None and below else None
+
+
+def _mixed(text: str) -> Fraction | None:
+    match = _MIXED.fullmatch(text)
+    part = _fraction(match[2]) if match else None
+    if part is None or part < 0 or not re.fullmatch(r"[^-+.]*", match[2]):
+        return None
+    return _decimal(match[1]) + part
+
+
+def _scientific(text: str) -> Fraction | None:
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None:
+        return None
+    exponent = next(filter(None, (match[2], match[3], match[5])))
+    if len(exponent) > 5 or abs(int(exponent)) > LARGEST_EXPONENT:
+        return None
+    factor = _decimal(match[1] or match[4] or "1")
+    return factor * Fraction(10) ** int(exponent)
+
+
+def read_number(text: str) -> Fraction | None:
+    """The value of a plain numeral, of normalised text; None where it is anything else."""
+    if len(text) > LONGEST_NUMERAL or not text:
+        return None
+    percent = text.endswith("%")
+    body = text.removesuffix("%").strip()
+    negative = body.startswith(("-", "+"))
+    rest = body[1:].lstrip() if negative else body
+    if rest.startswith(("-", "+")):
+        return None
+    for read in (_decimal, _repeating, _mixed, _fraction, _scientific):
+        value = read(rest)
+        if value is not None:
+            return value * (-1 if body.startswith("-") else 1) / (100 if percent else 1)
+    return None

@@ -1,0 +1,66 @@
+"""A worker process spoken to in JSON lines; one that is late or broken is killed."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+
+START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
+
+
+class WorkerProcess:
+    """One process running `python -m dapo_jax.rewards.worker ARGUMENTS`."""
+
+    def __init__(self, *arguments: str):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dapo_jax.rewards.worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        os.set_blocking(self._process.stdin.fileno(), False)
+        try:
+            self._read_line(time.monotonic() + START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, job: dict, deadline: float) -> dict:
+        """The reply, by `deadline` of time.monotonic().
+
+        Raises TimeoutError, OSError or ValueError; the process is then of no more use.
+        """
+        message, pipe = json.dumps(job).encode() + b"\n", self._process.stdin.fileno()
+        while message:
+            self._wait([], [pipe], deadline)
+            message = message[os.write(pipe, message[:65_536]) :]
+        return json.loads(self._read_line(deadline))
+
+    def _read_line(self, deadline: float) -> bytes:
+        reply, pipe = b"", self._process.stdout.fileno()
+        while not reply.endswith(b"\n"):
+            self._wait([pipe], [], deadline)
+            piece = os.read(pipe, 65_536)
+            if not piece:
+                raise OSError("the worker died")
+            reply += piece
+        return reply
+
+    @staticmethod
+    def _wait(readable: list[int], writable: list[int], deadline: float) -> None:
+        waiting = select.poll()  # unlike select(), for any number of open files
+        for pipe in readable:
+            waiting.register(pipe, select.POLLIN)
+        for pipe in writable:
+            waiting.register(pipe, select.POLLOUT)
+        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError("no answer in time")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()

@@ -1,0 +1,149 @@
+"""Algebra in a process of its own, and `is_equivalent` on top of it."""
+
+import atexit
+import collections
+import os
+import threading
+import time
+
+from dapo_jax.rewards.process import WorkerProcess
+from dapo_jax.rewards.verifier import dapo, math, math_box, math_label
+
+MOST_REMEMBERED = 100_000
+SECONDS = 2.0  # for one verdict of `is_equivalent`, a worker's start not counted
+MODES = {"any": math, "box": math_box, "label": math_label, "dapo": dapo}
+
+
+class Memory:
+    """Answers by question, shared by the processes of a pool; the oldest are forgotten."""
+
+    def __init__(self):
+        self._answers: collections.OrderedDict[tuple, bool] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple) -> bool | None:
+        with self._lock:
+            return self._answers.get(key)
+
+    def put(self, key: tuple, answer: bool) -> None:
+        with self._lock:
+            self._answers[key] = answer
+            if len(self._answers) > MOST_REMEMBERED:
+                self._answers.popitem(last=False)
+
+
+class RemoteAlgebra:
+    """The `Algebra` that asks a worker process, started when it is first needed.
+
+    A late worker is killed and the verdict raises TimeoutError; one that died, of whatever, is
+    replaced and asked again.
+
+    Attributes:
+        deadline: of the verdict under way, in time.monotonic() seconds.
+        allowed: whether workers may be asked at all.
+        asked, remembered, kills: what was asked of workers, what was known, workers killed.
+    """
+
+    def __init__(self, memory: Memory):
+        self._memory, self._process, self._closed = memory, None, False
+        self.deadline, self.allowed = float("inf"), True
+        self.asked = self.remembered = self.kills = 0
+
+    def same_value(self, prediction: str, answer: str) -> bool:
+        return self._ask("same_value", prediction, answer)
+
+    def same_equation(self, prediction: str, answer: str) -> bool:
+        return self._ask("same_equation", prediction, answer)
+
+    def same_region(self, prediction: str, answer: str) -> bool:
+        return self._ask("same_region", prediction, answer)
+
+    def _ask(self, question: str, prediction: str, answer: str) -> bool:
+        key = question, prediction, answer
+        known = self._memory.get(key)
+        if known is not None:
+            self.remembered += 1
+            return known
+        if not self.allowed:
+            raise TimeoutError("workers were killed too often")
+        job = dict(zip(("question", "prediction", "answer"), key, strict=True))
+        for last in (False, True):
+            try:
+                same = self._started().ask(job, self.deadline)["same"]
+                break
+            except TimeoutError:
+                self._drop()
+                raise
+            except (OSError, ValueError, KeyError, TypeError):
+                self._drop()
+                if last:
+                    raise OSError("the worker died twice") from None
+        self.asked += 1
+        self._memory.put(key, same)
+        return same
+
+    def _started(self) -> WorkerProcess:
+        if self._closed:
+            raise OSError("closed")
+        if self._process is None:
+            left = self.deadline - time.monotonic()
+            self._process = WorkerProcess("algebra")
+            self.deadline = time.monotonic() + left  # the interpreter's start is not the text's
+            if self._closed:
+                self._drop()
+                raise OSError("closed")
+        return self._process
+
+    def _drop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            self.kills += 1
+            process.kill()
+
+    def close(self) -> None:
+        """Ends the process, also one that another thread is just starting."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+
+class _Shared:
+    """The one process behind `is_equivalent`; a forked child makes its own."""
+
+    def __init__(self):
+        self.lock, self.algebra = threading.Lock(), RemoteAlgebra(Memory())
+
+    def close(self) -> None:
+        self.algebra.close()
+
+
+_shared = _Shared()
+
+
+def _forget_parents() -> None:
+    global _shared
+    _shared = _Shared()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
+atexit.register(lambda: _shared.close())
+
+
+def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
+    """Whether a response's answer means the same as the gold answer. Never raises for texts.
+
+    Args:
+        prediction: a model's response, or just its answer. Hostile: it is never evaluated, and
+            what needs algebra is decided in a process with a limit on memory and time.
+        answer: trusted.
+        require: which markers of the response count, 'any', 'box' or 'label'; 'dapo' is the
+            scorer of DAPO's released code.
+    """
+    judge = MODES[require]
+    with _shared.lock:
+        _shared.algebra.deadline = time.monotonic() + SECONDS
+        try:
+            return judge(prediction, answer, _shared.algebra).correct
+        except Exception:  # late, dead or not understood: not known to be the same
+            return False

@@ -1,0 +1,200 @@
+"""The outer shape of an answer: list, set, tuple, interval, union, matrix, relation, or a value.
+
+Only brackets and separators are read here; what stands between them stays text.
+"""
+
+import re
+from typing import NamedTuple
+
+from dapo_jax.rewards.normalisation import unwrap
+
+DEEPEST = 8  # nested sets, tuples and matrices
+
+
+class Node(NamedTuple):
+    """A shape and its parts.
+
+    kind: 'value' (text), 'list' (items; mark 'or', 'and' or ','), 'set' (items), 'tuple' (items;
+    mark: its two brackets), 'union' / 'intersection' / 'difference' (items), 'matrix' (items: rows
+    of kind 'tuple'), 'relation' (items; marks: the operators between them).
+    """
+
+    kind: str
+    text: str
+    items: tuple["Node", ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+_OPEN, _CLOSE = "([{", ")]}"
+_TOKEN = re.compile(r"\\begin\{[a-z*]+\}|\\end\{[a-z*]+\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_PAIRS = {r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_ENDS = set(_PAIRS.values())
+RELATIONS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\ne": "!=",
+    r"\in": "in",
+    r"\equiv": "=",
+    r"\approx": "~",
+}
+_WORD_SEPARATOR = re.compile(
+    r"\\text\{\s*,?\s*(and|or)\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
+)
+_ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
+_UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
+_MATRIX = re.compile(
+    r"\\begin\{((?:[pbB]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
+)
+
+
+def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | None:
+    """Text between the separators outside all brackets, and the separators; None if unbalanced."""
+    parts, found, start, closers = [], [], 0, []
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token.startswith(r"\begin"):
+            closers.append(r"\end" + token[6:])
+        elif token.startswith(r"\end"):
+            if not closers or closers.pop() != token:
+                return None
+        elif token in _PAIRS:
+            closers.append(_PAIRS[token])
+        elif token in _ENDS:
+            if not closers or closers.pop() != token:
+                return None
+        elif token in _OPEN:
+            closers.append("}" if token == "{" else ")]")
+        elif token in _CLOSE:
+            if not closers or token not in closers.pop():
+                return None
+        elif token in separators and not closers:
+            parts.append(text[start : match.start()])
+            found.append(token)
+            start = match.end()
+    return None if closers else ([*parts, text[start:]], found)
+
+
+def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
+    """As `_pieces`, and text with unbalanced brackets in one piece."""
+    return _pieces(text, separators) or ([text], [])
+
+
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
+def _split_list(text: str) -> tuple[list[str], str]:
+    """Members of a bare list, and how they are joined."""
+    words = [next(filter(None, m.groups())) for m in _WORD_SEPARATOR.finditer(text)]
+    text = _WORD_SEPARATOR.sub(" ; ", text)
+    joined = {"land": "and", "lor": "or"}.get(words[0], words[0]) if words else ","
+    # Commas inside numerals stay, unless every comma could be one and a space says otherwise.
+    text = _THOUSANDS.sub(lambda m: m[0].replace(",", "\0"), text)
+    parts, _ = split(text, {",", ";"})
+    parts = [part.replace("\0", ",").strip() for part in parts]
+    if len(parts) > 1:
+        parts = [part for part in parts if part]
+    return parts, joined
+
+
+def _inside(text: str, start: str, ends: tuple[str, ...]) -> str | None:
+    """The content, where one pair of brackets encloses the whole text."""
+    for end in ends:
+        if not (text.startswith(start) and text.endswith(end)):
+            continue
+        content = text[len(start) : len(text) - len(end)]
+        if start == r"\{" and content.endswith("\\"):
+            continue
+        if _pieces(content, set()) is not None:
+            return content
+    return None
+
+
+def _members(content: str, depth: int) -> tuple[Node, ...]:
+    parts, _ = split(content, {",", ";"})
+    return tuple(read(part, depth + 1) for part in parts)
+
+
+def _read_matrix(text: str, depth: int) -> Node | None:
+    bare = text.strip("()[]| ") if r"\begin{array}" in text else text
+    match = _MATRIX.fullmatch(bare)
+    if match is None:
+        return None
+    content = re.sub(r"\\hline", " ", match[2])
+    rows, _ = split(content, {r"\\"})
+    rows = [row for row in rows if row.strip()]
+    nodes = []
+    for row in rows:
+        cells, _ = split(row, {"&"})
+        items = tuple(read(cell, depth + 1) for cell in cells)
+        nodes.append(Node("tuple", row, items, ("&", "&")))
+    return Node("matrix", text, tuple(nodes))
+
+
+def _read_brackets(text: str, depth: int) -> Node | None:
+    """A set, tuple or interval; None where no pair of brackets encloses the text."""
+    content = _inside(text, r"\{", (r"\}",))
+    if content is not None:
+        condition, found = split(content, {":", "|", r"\colon"})
+        if len(found) == 1:  # {x : x > 2}
+            return read(condition[1], depth + 1)
+        if not content.strip():
+            return Node("value", r"\emptyset")
+        return Node("set", text, _members(content, depth))
+    for start, ends in (("(", (")", "]")), ("[", ("]", ")")), (r"\langle", (r"\rangle",))):
+        content = _inside(text, start, ends)
+        if content is None:
+            continue
+        if len(split(content, {",", ";"})[0]) > 1:
+            brackets = (start, r"\rangle" if start[0] == "\\" else text[-1])
+            return Node("tuple", text, _members(content, depth), brackets)
+        if start == "(" and text[-1] == ")":
+            return read(content, depth + 1)
+    return None
+
+
+def _with_signs(text: str) -> tuple[str, ...]:
+    """The two values of an expression with plus-minus signs; just itself without any."""
+    if r"\pm" not in text and r"\mp" not in text:
+        return (text,)
+    upper = text.replace(r"\pm", "+").replace(r"\mp", "-")
+    lower = text.replace(r"\pm", "-").replace(r"\mp", "+")
+    return upper, lower
+
+
+def read(text: str, depth: int = 0) -> Node:
+    """The shape of a normalised answer. What has no readable shape is a value."""
+    text = unwrap(text)
+    for written, command in _ASCII_RELATIONS:
+        text = text.replace(written, command)
+    if depth >= DEEPEST:
+        return Node("value", text)
+    text = _UNION_LETTER.sub(r"\\cup ", text)
+    matrix = _read_matrix(text, depth)
+    if matrix is not None:
+        return matrix
+    parts, joined = _split_list(text)
+    if len(parts) > 1:
+        items = tuple(read(part, depth + 1) for part in parts)
+        return Node("list", text, items, (joined,))
+    text = parts[0]
+    members, operators = split(text, set(RELATIONS))
+    if operators:
+        items = tuple(read(member, depth + 1) for member in members)
+        return Node("relation", text, items, tuple(RELATIONS[o] for o in operators))
+    for command, kind in ((r"\cup", "union"), (r"\cap", "intersection")):
+        sets, found = split(text, {command})
+        if found:
+            return Node(kind, text, tuple(read(part, depth + 1) for part in sets))
+    sets, found = split(text, {r"\setminus", r"\backslash"})
+    if len(found) == 1:
+        return Node("difference", text, tuple(read(part, depth + 1) for part in sets))
+    node = _read_brackets(text, depth)
+    if node is not None:
+        return node
+    values = _with_signs(text)
+    if len(values) > 1:
+        return Node("list", text, tuple(Node("value", value) for value in values), (",",))
+    return Node("value", text)
