@@ -9,7 +9,7 @@ from conftest import make_completion, make_prompt
 
 from dapo_jax.algorithms import dapo, grpo
 from dapo_jax.config import Config, Reward, Sampler
-from dapo_jax.rewards import pool as pool_module
+from dapo_jax.rewards import process as process_module
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.rule import overlong_punishment, reward_group
 from dapo_jax.rewards.verifier import final_number
@@ -39,7 +39,7 @@ from dapo_jax.structs import Verdict
     ],
 )
 def test_only_the_number_behind_the_last_marker_counts(text, answer, expected):
-    assert final_number(text, answer) == expected
+    assert final_number(text, answer, None)[:2] == expected
 
 
 def test_punishment_is_zero_then_linear_then_minus_one():
@@ -92,26 +92,26 @@ HANGING = """
 import sys, time
 print('{"ready": true}', flush=True)
 for line in sys.stdin.buffer:
-    if b"hang" in line:
+    if b"_{7}" in line:
         time.sleep(60)
-    if b"die" in line:
+    if b"_{8}" in line:
         sys.exit(1)
-    if b"babble" in line:
+    if b"_{9}" in line:
         print("no json", flush=True)
-    print('{"correct": true, "extracted": "1"}', flush=True)
+    print('{"same": true}', flush=True)
 """
 
 
 def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypatch):
-    start, started = pool_module.subprocess.Popen, []
+    start, started = process_module.subprocess.Popen, []
 
     def record(*arguments, **options):
         started.append(start(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(pool_module.subprocess, "Popen", record)
-    closing = RewardPool(Reward(workers=1))
-    future = closing.submit("", "#### 1", "1")
+    monkeypatch.setattr(process_module.subprocess, "Popen", record)
+    closing = RewardPool(Reward(workers=1, verifier="math"))
+    future = closing.submit("", r"\sqrt{8}", r"2\sqrt2")
     while not started:
         time.sleep(0.001)
     closing.close()
@@ -121,16 +121,19 @@ def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypat
 
 def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
     """The real pool over a worker program that misbehaves on request."""
-    start = pool_module.subprocess.Popen
+    start = process_module.subprocess.Popen
     monkeypatch.setattr(
-        pool_module.subprocess,
+        process_module.subprocess,
         "Popen",
         lambda command, **options: start([sys.executable, "-c", HANGING], **options),
     )
-    rogue = RewardPool(Reward(workers=2, timeout_seconds=0.5))
-    texts = ["fine", "hang", "fine", "die", "fine", "babble", "fine", "fine"]
-    verdicts = [future.result() for future in [rogue.submit("", text, "1") for text in texts]]
+    rogue = RewardPool(Reward(workers=2, timeout_seconds=0.5, verifier="math"))
+    indices = [1, 7, 2, 8, 3, 9, 4, 5]  # 7 hangs, 8 dies, 9 babbles
+    texts = [rf"\boxed{{x_{{{i}}}+1}}" for i in indices]
+    verdicts = [future.result() for future in [rogue.submit("", text, "1+y") for text in texts]]
     rogue.close()
-    assert [v.correct for v in verdicts] == [text == "fine" for text in texts]
-    assert [v.failure is None for v in verdicts] == [text == "fine" for text in texts]
-    assert "TimeoutError" in verdicts[1].failure and rogue.kills == 6  # each tried twice
+    fine = [i < 7 for i in indices]
+    assert [v.correct for v in verdicts] == fine
+    assert [v.failure is None for v in verdicts] == fine
+    # What hangs is not asked again; what dies or babbles may have been the worker's bad luck.
+    assert "TimeoutError" in verdicts[1].failure and rogue.kills == 5
