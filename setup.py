@@ -31,6 +31,7 @@ setup(
         "numpy>=2.4",
         "rich>=15.0",
         "safetensors>=0.8",
+        "sympy>=1.14",
         "tensorboard>=2.21",
         "tokenizers>=0.23",
     ],

@@ -1,0 +1,104 @@
+"""Times the verifier, and math-verify where it is installed, on the same responses in one run.
+
+    python tests/benchmarks/verifier.py --responses 8192 --characters 24000 --workers 2
+
+'dapo-like' responses end in an `Answer:` line with an integer; 'math-like' ones in a box with a
+MATH-style answer, right or wrong. Every wrong one is wrong in its own way.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import random
+import time
+
+from dapo_jax.config import Reward
+from dapo_jax.rewards.pool import RewardPool
+
+WORDS = "so we let the sum of all terms be equal to x and then divide both sides by two".split()
+SHAPES = (
+    (r"\frac{{{a}}}{{{b}}}", r"\dfrac{{{a}}}{{{b}}}"),
+    (r"{a}\sqrt{{{b}}}", r"\sqrt{{{b}}} \cdot {a}"),
+    (r"\left({a}, {b}\right)", r"({a},{b})"),
+    (r"[{a},\infty)", r"x \ge {a}"),
+    (r"x^2+{a}x+{b}", r"{b}+x({a}+x)"),
+    (r"\frac{{\pi}}{{{a}}}", r"\pi/{a}"),
+    (r"{a}", r"{a}.0"),
+    (r"{a},{b}", r"{b}, {a}"),
+    (r"{a}^\circ", r"{a}"),
+    (r"(-\infty,{a})\cup({b},\infty)", r"(-\infty, {a}) \cup ({b}, \infty)"),
+)
+
+
+def filler(rng: random.Random, characters: int) -> str:
+    words = rng.choices(WORDS, k=characters // 4)
+    return " ".join(words)[:characters] + "\n"
+
+
+def dapo_like(rng: random.Random, characters: int) -> tuple[str, str]:
+    answer = rng.randrange(1000)
+    found = answer if rng.random() < 0.5 else answer + 1
+    return filler(rng, characters) + f"Answer: ${found}$", str(answer)
+
+
+def math_like(rng: random.Random, characters: int) -> tuple[str, str]:
+    gold, same = rng.choice(SHAPES)
+    a = rng.randrange(2, 60)
+    b = a + rng.randrange(1, 40)
+    found = b + (rng.random() < 0.5)
+    text = same.format(a=a, b=found) if "b}" in same else same.format(a=a + found - b)
+    return filler(rng, characters) + rf"\boxed{{{text}}}.", gold.format(a=a, b=b)
+
+
+def ours(pairs: list[tuple[str, str]], workers: int) -> tuple[float, int]:
+    """Seconds from a new pool to the last verdict, and how many were right."""
+    started = time.perf_counter()
+    pool = RewardPool(Reward(verifier="math", workers=workers))
+    futures = [pool.submit("", text, answer) for text, answer in pairs]
+    right = sum(future.result().correct for future in futures)
+    pool.close()
+    return time.perf_counter() - started, right
+
+
+def _judge(pair: tuple[str, str]) -> bool:
+    from math_verify import parse, verify
+
+    text, answer = pair
+    gold = parse(f"${answer}$", parsing_timeout=None)
+    return verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None)
+
+
+def math_verify(pairs: list[tuple[str, str]], workers: int) -> tuple[float, int]:
+    """The same with math-verify in as many processes."""
+    started = time.perf_counter()
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        right = sum(pool.map(_judge, pairs, chunksize=64))
+    return time.perf_counter() - started, right
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--responses", type=int, default=8192)
+    parser.add_argument("--characters", type=int, default=24_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    judges = {"dapo_jax": ours}
+    try:
+        import math_verify as _  # noqa: F401
+
+        judges["math-verify"] = math_verify
+    except ImportError:
+        print("math-verify is not installed: timing ours alone")
+    for kind, make in (("dapo-like", dapo_like), ("math-like", math_like)):
+        rng = random.Random(kind)
+        pairs = [make(rng, options.characters) for _ in range(options.responses)]
+        for _ in range(options.rounds):  # interleaved: a shared machine's speed drifts
+            for name, judge in judges.items():
+                seconds, right = judge(pairs, options.workers)
+                line = {"kind": kind, "judge": name, "seconds": round(seconds, 2), "right": right}
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
