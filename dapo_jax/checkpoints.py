@@ -12,7 +12,7 @@ from dapo_jax.structs import TrainState
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
 # goes on, or when it ends; never what a step computes (beyond rounding).
 FREE = (
-    "run_dir total_steps log. checkpoint. evaluation. mesh. packing. reward.workers "
+    "run_dir total_steps log. checkpoint. evaluation. data.heldout mesh. packing. reward.workers "
     "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
     "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens"
 ).split()

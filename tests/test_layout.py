@@ -19,8 +19,9 @@ settings hooks algorithms config combinations validation structs sharding tokeni
 data.arithmetic data.pipeline model.attention model.decoder model.huggingface model.logprobs
 sampler.sampling sampler.decoding sampler.engine sampler.rollout advantages losses packing
 rewards.verifier rewards.functions rewards.worker rewards.pool rewards.rule rewards.model
-rewards.judge filtering optimizer update policy critic metrics plots progress checkpoints cli parts
-evaluation supervised train run main evaluate sft
+rewards.judge filtering optimizer update policy critic metrics scores responses
+plots tables progress checkpoints cli parts signals evaluation supervised train run main evaluate
+sft
 """.split()
 
 SFT_ROOMS = (
