@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 from small_runs import ROOT, make_quick_config, open_run
+from test_scores import respond
 
-from dapo_jax import cli, evaluate
+from dapo_jax import cli, evaluate, evaluation
 from dapo_jax.config import Data, Evaluation, Sampler
 from dapo_jax.evaluation import evaluate as run_evaluation
 from dapo_jax.evaluation import params_digest
@@ -103,6 +104,15 @@ def test_a_killed_evaluation_goes_on_to_what_an_uninterrupted_one_gives(
     assert f"40 of {PROBLEMS * SAMPLES} responses are there already" in capsys.readouterr().out
 
 
+def test_a_line_that_was_cut_off_twice_costs_only_itself(tmp_path):
+    for index in range(3):
+        file = ResponseFile(tmp_path, {}, {})
+        assert list(file.responses) == [(i, 0) for i in range(index)]
+        file.append(respond(index, 0, True))
+        with file.path.open("a") as raw:
+            raw.write('{"problem": "cut o')
+
+
 def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
     whole, base, tmp_path, alone, capsys, monkeypatch
 ):
@@ -183,6 +193,14 @@ def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path
     assert code == 0 and last["policy"] == str(base) and "heldout_accuracy" in last
     assert "avg@2" in shown and "T 0.7 · top_p 0.5" in shown
     assert len((tmp_path / "here/responses.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(("flag", "from_folder"), [("model", True), ("config.model.folder", False)])
+def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(evaluation, "evaluate", lambda config, **options: asked.append(options))
+    assert run_command(f"--config={ROOT}/configs/arithmetic.py", f"--{flag}=somewhere") == 0
+    assert asked == [{"from_folder": from_folder}]
 
 
 def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):

@@ -99,8 +99,8 @@ def test_a_tied_majority_counts_as_often_as_a_fair_draw_is_right(classes, score)
 
 
 def test_a_problem_votes_with_k_voices_however_often_it_is_listed():
-    """Three votes of two: right, tied, wrong; all six together would tie."""
-    votes = [(1, 1), (1, 0), (0, 0)]
+    """Three votes of two: right, tied, tied; all six together would be right."""
+    votes = [(1, 1), (1, 0), (1, 0)]
     listed = [
         respond(i, j, bool(right), question="q")
         for i, pair in enumerate(votes)
@@ -109,7 +109,7 @@ def test_a_problem_votes_with_k_voices_however_often_it_is_listed():
     other = [respond(9, j, True) for j in range(2)]
     found = make_report(listed + other)
     assert found.samples_per_problem == 2
-    assert found.majority.value == pytest.approx((6 * (1 + 1 / 2 + 0) / 3 + 2 * 1) / 8)
+    assert found.majority.value == pytest.approx((6 * (1 + 1 / 2 + 1 / 2) / 3 + 2 * 1) / 8)
 
 
 def test_the_interval_of_two_problems_is_that_of_their_resamples():

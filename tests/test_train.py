@@ -194,6 +194,7 @@ def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_
     assert after["heldout_accuracy"] == summary["heldout_accuracy_after"]
     before = evaluate(make_config(base, tmp_path))
     assert before["heldout_accuracy"] == summary["heldout_accuracy_before"]
+    assert evaluate(make_config(base, run_dir), from_folder=True) == before
 
 
 def make_group(config, truncated, length=4):
