@@ -43,5 +43,6 @@ def get_config(preset: str = "dapo") -> Config:
         optimizer=Optimizer(learning_rate=2e-4, schedule="linear", warmup_steps=2),
         critic=critic,
         packing=Packing(row_tokens=160, rows_per_microbatch=16),
-        evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4),
+        # Whole distributions, so that held-out accuracy and entropy describe what is trained.
+        evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4, top_p=1.0),
     )

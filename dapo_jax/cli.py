@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
@@ -45,6 +45,9 @@ def check(config: Any) -> None:
         worker_parts(list(config.reward.weights()))
         if config.algorithm.token_weights:
             resolve("algorithm.token_weights", config.algorithm.token_weights)
+        source = config.data.heldout_source
+        allowed = "empty or one of " + ", ".join(SOURCES)
+        require(not source or source in SOURCES, "data.heldout_source", source, allowed)
         asked = VERIFIER_OF.get(config.data.template, config.reward.verifier)
         require(
             config.reward.verifier == asked,
@@ -76,21 +79,39 @@ def _check_override_names(arguments: list[str], kind: type) -> None:
             raise ConfigError(f"config.{name}: there is no such setting{hint} (--help lists all)")
 
 
-def load(kind: type, usage: str) -> Any:
+def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
+    """The command line with `--k=32` written as the setting that `k` is short for."""
+    full = []
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        short = short_names.get(name.lstrip("-")) if name.startswith("-") else None
+        full.append(f"--config.{short}{separator}{value}" if short else argument)
+    return full
+
+
+def load(kind: type, usage: str, short_names: Mapping[str, str] | None = None) -> Any:
     """The checked config that the command line describes: `--config=FILE[:PRESET] --config.x=y`.
 
     Prints help, or one line that says what is wrong, and exits where there is no config to return.
+
+    Args:
+        short_names: settings by the flag that may stand for them.
     """
-    arguments = sys.argv[1:]
+    short_names = short_names or {}
+    arguments = spell_out(sys.argv[1:], short_names)
     if not arguments or {"-h", "--help", "--helpshort", "--helpfull"} & set(arguments):
-        print(f"{usage.strip()}\n\nSettings (defaults; a config file may differ):\n")
+        print(usage.strip())
+        for short, name in short_names.items():
+            print(f"  --{short}=..".ljust(22) + f"is --config.{name}=..")
+        print("\nSettings (defaults; a config file may differ):\n")
         print(describe_settings(kind))
         raise SystemExit(0)
     values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values)
+    line = [sys.argv[0], *arguments]
+    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=line)
     try:
         _check_override_names(arguments, kind)
-        extra = values(sys.argv)[1:]
+        extra = values(line)[1:]
         if extra:
             raise ConfigError(f"unexpected arguments: {' '.join(extra)}")
         if holder.value is None:

@@ -68,6 +68,7 @@ class Data:
     """Problems with known answers."""
 
     source: str = setting("arithmetic", "A key of data.pipeline.SOURCES.")
+    heldout_source: str = setting("", "The same for the held-out problems; empty: `source`.")
     template: str = setting("none", "Prompt template: a key of templates.TEMPLATES.")
     train_problems: int = setting(20_000, "Problems of one pass; then they are shuffled anew.")
     heldout_problems: int = setting(256, "Problems kept for evaluation, disjoint from training.")
@@ -210,7 +211,10 @@ class Evaluation:
     every_steps: int = setting(10, "Rollout steps between evaluations; 0: only before and after.")
     samples_per_problem: int = setting(4, "Responses per problem (k of avg@k).")
     temperature: float = setting(1.0, "Softmax temperature while evaluating.")
-    top_p: float = setting(1.0, "Nucleus share while evaluating.")
+    top_p: float = setting(0.7, "Nucleus share while evaluating; the default is DAPO's.")
+    out: str = setting(
+        "", "Where dapo_jax.evaluate writes; empty: a folder in run_dir/evaluations."
+    )
 
 
 @dataclasses.dataclass
@@ -219,7 +223,9 @@ class Log:
 
     show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
-    rollouts: bool = setting(True, "Write every judged response to rollouts/step_*.jsonl.")
+    rollouts: bool = setting(
+        True, "Write every judged response to rollouts/ and evaluations/, step_*.jsonl."
+    )
 
 
 def _section(kind: type) -> dataclasses.Field:

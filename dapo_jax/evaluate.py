@@ -1,8 +1,11 @@
-"""Measures sampled accuracy on the held-out problems of a config; prints one JSON line.
+"""Scores a policy on held-out problems: avg@k, pass@k, maj@k and what its responses look like.
 
     python -m dapo_jax.evaluate --config=configs/arithmetic.py
+    python -m dapo_jax.evaluate --config=configs/arithmetic.py --model=FOLDER --k=32 --top_p=0.7
 
-evaluates the newest checkpoint in run_dir or, where there is none, the model folder.
+evaluates the newest checkpoint in run_dir or, with --model or where there is none, a model folder.
+Every response is written as it is finished; the same command goes on where it was stopped, and a
+larger --k adds to what is there. The last line of the output is JSON. Short flags:
 """
 
 import json
@@ -11,13 +14,29 @@ import sys
 from dapo_jax import cli
 from dapo_jax.config import Config
 
+SHORT_NAMES = {
+    "model": "model.folder",
+    "data": "data.heldout_source",
+    "k": "evaluation.samples_per_problem",
+    "temperature": "evaluation.temperature",
+    "top_p": "evaluation.top_p",
+    "template": "data.template",
+    "out": "evaluation.out",
+}
+
 
 def main() -> int:
-    """The exit code."""
-    config = cli.load(Config, __doc__)
-    from dapo_jax.evaluation import evaluate_newest
+    """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
+    config = cli.load(Config, __doc__, SHORT_NAMES)
+    from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
+    from dapo_jax.evaluation import evaluate
 
-    return cli.guarded(lambda: print(json.dumps(evaluate_newest(config))))
+    def show() -> None:
+        scores = evaluate(config, from_folder=from_folder)
+        if scores is not None:
+            print(json.dumps(scores))
+
+    return cli.guarded(show)
 
 
 if __name__ == "__main__":

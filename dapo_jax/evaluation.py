@@ -1,77 +1,265 @@
-"""Sampled accuracy on held-out problems, while training and as a command of its own."""
+"""Sampled scores on held-out problems: while training, and as a command that resumes."""
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
+from rich.markup import escape
 
 from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.filtering import Interrupted
-from dapo_jax.metrics import mean_or_zero
 from dapo_jax.parts import Parts, build
+from dapo_jax.responses import ResponseFile, responses_of
+from dapo_jax.rewards.judge import Pending
+from dapo_jax.rewards.remote import is_equivalent
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
-from dapo_jax.structs import Group, Prompt
+from dapo_jax.scores import Report, Response, make_report
+from dapo_jax.settings import leaves, require
+from dapo_jax.signals import Signals
+from dapo_jax.structs import Prompt
+
+# Besides the policy and the problems, what decides the responses and their verdicts.
+DECIDING = (
+    "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
+    "compute.dtype reward.verifier reward.correct reward.threshold reward.parts"
+).split()
 
 
-def sample_groups(
+def evaluation_rule(config: Config) -> SamplingRule:
+    """How held-out responses are drawn."""
+    return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
+
+
+def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+    """Those whose verdicts can be read without waiting, and the others."""
+    lists: tuple[list[Pending], list[Pending]] = [], []
+    for one in pending:
+        lists[not all(verdict.done() for verdict in one.verdicts)].append(one)
+    return lists
+
+
+def sample_responses(
     params: Any,
-    prompts: list[Prompt],
+    wanted: Sequence[tuple[Prompt, Sequence[int]]],
     parts: Parts,
+    rule: SamplingRule,
     interrupted: Callable[[], bool] = lambda: False,
-) -> list[Group]:
-    """k judged responses to each prompt, in the order of the prompts.
+) -> Iterator[Response]:
+    """Judged responses as they finish, to each prompt those of the numbers beside it.
 
-    Draws are keyed by the prompt alone, so two policies are compared on the same random numbers.
-    Raises `Interrupted` where `interrupted()` says so between two bursts.
+    Draws are keyed by prompt and number alone, so two policies are compared on the same random
+    numbers, and what is asked for later is what would have come at once. Raises `Interrupted`
+    where `interrupted()` says so between two bursts, after what was finished until then.
     """
-    sampler, judge, settings = parts.sampler, parts.judge, parts.config.evaluation
-    rule = SamplingRule(settings.temperature, settings.top_p)
+    sampler, judge = parts.sampler, parts.judge
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
-    for prompt in prompts:
-        sampler.submit(prompt, settings.samples_per_problem)
-    pending = []
-    while not sampler.idle:
-        if interrupted():
-            raise Interrupted
+    for prompt, samples in wanted:
+        sampler.submit_each(prompt, samples)
+    pending: list[Pending] = []
+    while not sampler.idle and not interrupted():
         pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
+        judged, pending = split_judged(pending)
+        for group in judge.groups(judged):
+            yield from responses_of(group)
+    stopped = not sampler.idle
     sampler.release()
-    return judge.groups(sorted(pending, key=lambda one: one.prompt.index))
+    for group in judge.groups(pending):
+        yield from responses_of(group)
+    if stopped:
+        raise Interrupted
 
 
-def heldout_metrics(groups: list[Group]) -> dict[str, float]:
-    """avg@k and what the responses look like."""
-    completions = [completion for group in groups for completion in group.completions]
+def sample_heldout(
+    params: Any, prompts: list[Prompt], parts: Parts, interrupted: Callable[[], bool]
+) -> list[Response]:
+    """k judged responses to each prompt, all in memory. Raises `Interrupted`."""
+    config = parts.config
+    numbers = range(config.evaluation.samples_per_problem)
+    wanted = [(prompt, numbers) for prompt in prompts]
+    return list(sample_responses(params, wanted, parts, evaluation_rule(config), interrupted))
+
+
+def report_on(responses: Sequence[Response], config: Config) -> Report:
+    """Their scores, with the config's seed for the bootstrap."""
+    return make_report(responses, is_equivalent, config.seed)
+
+
+def heldout_metrics(report: Report) -> dict[str, float]:
+    """What a step logs of a report."""
+    values = {
+        "heldout_accuracy": report.accuracy.value,
+        "heldout_accuracy_low": report.accuracy.low,
+        "heldout_accuracy_high": report.accuracy.high,
+        "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
+        "heldout_majority": report.majority.value,
+        "heldout_answer_not_found_rate": report.answer_not_found_rate,
+        "heldout_truncated_fraction": report.truncated_fraction,
+        "heldout_response_tokens": report.response_tokens,
+        "heldout_repetition": report.repetition,
+        "heldout_reflection_fraction": report.reflection_fraction,
+        "heldout_entropy": report.entropy,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def stamp(config: Config, policy: str) -> dict[str, Any]:
+    """What every line of responses says about where it comes from."""
+    evaluation = config.evaluation
     return {
-        "heldout_accuracy": mean_or_zero([group.correct.mean() for group in groups]),
-        "heldout_truncated_fraction": mean_or_zero([c.truncated for c in completions]),
-        "heldout_response_tokens": mean_or_zero([len(c) for c in completions]),
-        "heldout_entropy": -mean_or_zero(
-            np.concatenate([c.sampler_logprobs for c in completions] or [[]])
-        ),
+        "policy": policy,
+        "seed": config.seed,
+        "temperature": evaluation.temperature,
+        "top_p": evaluation.top_p,
+        "template": config.data.template,
     }
 
 
-def evaluate_newest(config: Config) -> dict[str, Any]:
-    """Held-out metrics of the newest checkpoint in run_dir, or of the model folder without one."""
-    step = None
+@jax.jit
+def _checksums(params: Any) -> Any:
+    """A sum modulo 2^32 of each leaf's bits, every place with an odd factor of its own."""
+
+    def of(leaf: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        place = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis in range(leaf.ndim):
+            place = place * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(of, params)
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of something that JSON can hold."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def params_digest(params: Any) -> str:
+    """Tells float32 parameters apart by their values, wherever they lie and however sharded."""
+    sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
+    return digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
+
+
+def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
+    """All that a resumed evaluation must share with the one it goes on with."""
+    problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
+    return {
+        "policy_digest": params_digest(params),
+        "problems": len(problems),
+        "problems_digest": digest(problems),
+    } | {name: value for name, _, value in leaves(config) if name in DECIDING}
+
+
+def open_policy(
+    config: Config, parts: Parts, from_folder: bool, stack: contextlib.ExitStack
+) -> tuple[str, str, Any]:
+    """A short name, a description and the parameters of the policy to evaluate."""
+    if not from_folder and Checkpoints.exist(config.run_dir):
+        checkpoints = Checkpoints(config.run_dir, config.checkpoint)
+        stack.callback(checkpoints.close)
+        step = checkpoints.latest_step()
+        if step is not None:
+            frozen = checkpoints.record()["settings"]["model.freeze_layers"]
+            asked = config.model.freeze_layers
+            require(asked == frozen, "model.freeze_layers", asked, f"{frozen}, as in the run")
+            params = checkpoints.state(parts.learner.abstract_state).params
+            return f"step_{step}", f"{config.run_dir} step {step}", params
+    folder = config.model.folder
+    return pathlib.Path(folder).absolute().name, folder, parts.folder_params()
+
+
+def out_folder(config: Config, policy: str) -> pathlib.Path:
+    """Where responses and report go: named after what is most often varied."""
+    if config.evaluation.out:
+        return pathlib.Path(config.evaluation.out)
+    data, evaluation = config.data, config.evaluation
+    name = [policy, pathlib.Path(data.heldout_source or data.source).stem]
+    name += [data.template] if data.template != "none" else []
+    name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
+    return pathlib.Path(config.run_dir) / "evaluations" / "_".join(name)
+
+
+def sample_missing(
+    file: ResponseFile,
+    params: Any,
+    prompts: list[Prompt],
+    parts: Parts,
+    interrupted: Callable[[], bool],
+) -> list[Response]:
+    """k responses to each prompt, those from `file` and what it lacks. Raises `Interrupted`."""
+    config, progress = parts.config, parts.progress
+    numbers = range(config.evaluation.samples_per_problem)
+    asked = {prompt.index: [(prompt.index, j) for j in numbers] for prompt in prompts}
+    missing = [
+        (prompt, [j for i, j in asked[prompt.index] if (i, j) not in file.responses])
+        for prompt in prompts
+    ]
+    wanted = [(prompt, samples) for prompt, samples in missing if samples]
+    total = len(prompts) * len(numbers)
+    done = total - sum(len(samples) for _, samples in wanted)
+    if done:
+        progress.say(f"{done} of {total} responses are there already, in {escape(str(file.path))}")
+    rule = evaluation_rule(config)
+    with progress.evaluating(done, total) as show:
+        for response in sample_responses(params, wanted, parts, rule, interrupted):
+            file.append(response)
+            show(response)
+    file.tidy()
+    return [file.responses[key] for keys in asked.values() for key in keys]
+
+
+def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
+    """Scores of the newest checkpoint in run_dir, or of the model folder where there is none.
+
+    Shows the report, writes it beside the responses, and returns its main figures; None where a
+    signal ended it early. The same call goes on from there.
+
+    Args:
+        from_folder: the model folder even where run_dir has a checkpoint.
+
+    Raises:
+        ConfigError: settings, model folder and what was written so far don't fit together.
+    """
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals())
         parts = build(config, training=False)
         stack.callback(parts.close)
-        if Checkpoints.exist(config.run_dir):
-            checkpoints = Checkpoints(config.run_dir, config.checkpoint)
-            stack.callback(checkpoints.close)
-            step = checkpoints.latest_step()
-        if step is None:
-            params = parts.folder_params()
-        else:
-            params = checkpoints.state(parts.learner.abstract_state).params
+        name, policy, params = open_policy(config, parts, from_folder, stack)
         prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
-        groups = sample_groups(params, prompts, parts)
+        require(
+            bool(prompts),
+            "data.heldout_problems",
+            config.data.heldout_problems,
+            "more, or with shorter prompts: no problem is left to evaluate on",
+        )
+        folder, marks = out_folder(config, name), stamp(config, policy)
+        file = ResponseFile(folder, deciding_settings(config, params, prompts), marks)
+        try:
+            responses = sample_missing(file, params, prompts, parts, signals)
+        except Interrupted:
+            parts.progress.say(
+                f"stopped by {signals.received} with {len(file.responses)} responses in "
+                f"{escape(str(folder))}. The same command goes on from there"
+            )
+            return None
+        report = report_on(responses, config)
+        data = config.data.heldout_source or config.data.source
+        everything = marks | {"data": data} | dataclasses.asdict(report)
+        (folder / "report.json").write_text(json.dumps(everything, indent=2))
+        parts.progress.report(report, marks | {"data": data})
+        parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {
-        "policy": config.model.folder if step is None else f"{config.run_dir} step {step}",
-        "problems": len(groups),
-        "samples_per_problem": config.evaluation.samples_per_problem,
-    } | heldout_metrics(groups)
+        "policy": policy,
+        "problems": report.problems,
+        "samples_per_problem": report.samples_per_problem,
+    } | heldout_metrics(report)

@@ -87,6 +87,14 @@ MEANINGS = {
     "seconds_step": "Seconds from prompts to updated policy; evaluating and saving come on top.",
     "seconds_evaluation": "Seconds of the evaluation, where there was one.",
     "heldout_accuracy": "Sampled accuracy on held-out problems (avg@k), where evaluated.",
+    "heldout_accuracy_low": "Lower end of its 95 % bootstrap interval over problems.",
+    "heldout_accuracy_high": "Upper end of that interval.",
+    "heldout_pass_at_k": "Chance that k responses hold a right one (unbiased); k is the largest "
+    "power of two up to the samples per problem.",
+    "heldout_majority": "Accuracy of the most frequent answer (maj@k); of t tied, 1/t each.",
+    "heldout_answer_not_found_rate": "Share of held-out responses without an answer.",
+    "heldout_repetition": "`repetition` on held-out problems.",
+    "heldout_reflection_fraction": "`reflection_fraction` on held-out problems.",
     "heldout_truncated_fraction": "Share of held-out responses cut off by the budget.",
     "heldout_response_tokens": "Mean response length on held-out problems.",
     "heldout_entropy": "Mean negative log-prob of the tokens sampled there: an estimate of the "

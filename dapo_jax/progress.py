@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
 
 from dapo_jax.sampler.rollout import RolloutSampler
+from dapo_jax.scores import Report, Response
 from dapo_jax.structs import Group
+from dapo_jax.tables import describe_problems, report_tables
 
 TAIL = 38  # characters of a response that a table shows
 
@@ -26,6 +29,12 @@ class Progress:
     def warn(self, text: str) -> None:
         self.console.print(f"[bold yellow]warning:[/] {text}")
 
+    def alarm(self, title: str, text: str) -> None:
+        """A warning that nobody overlooks."""
+        title = f"[bold]warning: {escape(title)}[/]"
+        panel = Panel(escape(text), title=title, border_style="bold yellow")
+        self.console.print(panel, soft_wrap=False)
+
     @contextlib.contextmanager
     def collecting(self, step: int, sampler: RolloutSampler) -> Iterator[Callable]:
         """Yields the callback that `filtering.collect` calls after every burst."""
@@ -37,6 +46,40 @@ class Progress:
                 status.update(f"step {step}: {collection.describe()} · {speed:,.0f} tokens/s")
 
             yield show
+
+    @contextlib.contextmanager
+    def evaluating(self, done: int, total: int) -> Iterator[Callable[[Response], None]]:
+        """Yields what is called with every new response; `done` were there before.
+
+        A log file gets a line per tenth instead of the live one.
+        """
+        started, new, right = time.perf_counter(), 0, 0
+        with self.console.status("") as status:
+
+            def show(response: Response) -> None:
+                nonlocal new, right
+                new, right = new + 1, right + response.correct
+                speed = new / (time.perf_counter() - started)
+                text = (
+                    f"{done + new} of {total} responses · {speed:.1f}/s · {right / new:.2f} right"
+                )
+                status.update(f"evaluating: {text}")
+                tenths = 10 * (done + new) // total
+                if not self.console.is_terminal and tenths > 10 * (done + new - 1) // total:
+                    self.say(text)
+
+            yield show
+
+    def report(self, report: Report, marks: dict[str, object]) -> None:
+        """An evaluation's scores. `marks` says what was evaluated, and how."""
+        self.say(
+            f"\n[bold]{escape(str(marks['data']))}[/] · {escape(str(marks['policy']))} · "
+            f"T {marks['temperature']:g} · top_p {marks['top_p']:g} · "
+            f"template {escape(str(marks['template']))}"
+        )
+        self.say(describe_problems(report))
+        for table in report_tables(report):
+            self.console.print(table, soft_wrap=False)
 
     def step(self, step: int, total: int, values: dict[str, float]) -> None:
         """The line that a step leaves."""

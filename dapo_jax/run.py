@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
-import signal
 import time
 from typing import Any
 
@@ -14,46 +14,31 @@ from rich.markup import escape
 from dapo_jax.checkpoints import Checkpoints, check_same_run
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
-from dapo_jax.evaluation import heldout_metrics, sample_groups
+from dapo_jax.evaluation import (
+    heldout_metrics,
+    report_on,
+    sample_heldout,
+    sample_responses,
+    stamp,
+)
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.metrics import Clock, MetricWriter, write_rollouts
 from dapo_jax.model import huggingface
 from dapo_jax.parts import build
 from dapo_jax.plots import plot_run
 from dapo_jax.progress import Progress
+from dapo_jax.responses import write_responses
+from dapo_jax.sampler.sampling import SamplingRule
+from dapo_jax.scores import Response
 from dapo_jax.settings import ConfigError, leaves
+from dapo_jax.signals import Signals
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
 MANY_WITHOUT_ANSWER = 0.5
+CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
 SHOWN_BROKEN_GROUPS = 3
-
-
-class Signals:
-    """Remembers the first SIGTERM or Ctrl-C, so that the run saves and leaves at a safe place.
-
-    A second one acts as it always does. Call it to ask; use it as a context manager.
-    """
-
-    def __init__(self):
-        self.received = ""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _: Any) -> None:
-        self.received = signal.Signals(number).name
-        self.__exit__()
-
-    def __call__(self) -> bool:
-        return bool(self.received)
+SHOWN_CHARACTERS = 200
 
 
 class Run:
@@ -110,24 +95,40 @@ class Run:
             if folder
         }
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out metrics of the policy as it is; empty without held-out problems."""
+    def evaluate(self) -> tuple[dict[str, float], list[Response]]:
+        """Held-out metrics of the policy as it is, and the responses; none without problems."""
         if not self.heldout:
-            return {}
-        clock = Clock()
-        params = self.state.train.params
-        groups = sample_groups(params, self.heldout, self.parts, self.signals)
-        return heldout_metrics(groups) | {"seconds_evaluation": clock.total()}
+            return {}, []
+        clock, config, state = Clock(), self.config, self.state
+        responses = sample_heldout(state.train.params, self.heldout, self.parts, self.signals)
+        if config.log.rollouts:
+            path = self.folder / "evaluations" / f"step_{state.step:06d}.jsonl"
+            write_responses(path, responses, stamp(config, f"step {state.step}"))
+        values = heldout_metrics(report_on(responses, config))
+        return values | {"seconds_evaluation": clock.total()}, responses
 
-    def evaluate_before(self) -> None:
-        """The first row: the policy that the run starts from."""
-        if self.state.step == 0 and self.state.heldout_before is None and self.heldout:
-            values = self.evaluate()
-            self.state.heldout_before = values["heldout_accuracy"]
+    def begin(self) -> None:
+        """Before the first step: the first row, and whether template and verifier agree."""
+        state, say = self.state, self.parts.progress.say
+        if state.step > 0 or state.heldout_before is not None:
+            return
+        values, responses = self.evaluate()
+        if values:
+            state.heldout_before = values["heldout_accuracy"]
             self.writer.write(0, values)
-            self.parts.progress.say(
-                f"held-out accuracy before training: {self.state.heldout_before:.3f}"
-            )
+            say(f"held-out accuracy before training: {state.heldout_before:.3f}")
+        warn_about_answers(responses or self._first_responses(), self.config, self.parts.progress)
+
+    def _first_responses(self) -> list[Response]:
+        """A few responses to the first training prompts."""
+        parts, sampler = self.parts, self.config.sampler
+        parts.prompts.position = self.state.position
+        numbers = range(min(CHECKED_SAMPLES, self.config.rollout.samples_per_prompt))
+        count = min(CHECKED_PROMPTS, self.config.rollout.prompts_per_step)
+        wanted = [(prompt, numbers) for prompt in itertools.islice(parts.prompts, count)]
+        rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
+        params = self.state.train.params
+        return list(sample_responses(params, wanted, parts, rule, self.signals))
 
     def step(self) -> None:
         """One rollout step, with its rollouts file and, now and then, a group to look at."""
@@ -152,7 +153,7 @@ class Run:
         config, step, values = self.config, self.state.step, self.state.unwritten
         last = step == config.total_steps
         if last or due(step, config.evaluation.every_steps):
-            values = values | self.evaluate()
+            values = values | self.evaluate()[0]
         self.writer.write(step, values)
         self.state.unwritten = None
         self.parts.progress.step(step, config.total_steps, values)
@@ -221,11 +222,24 @@ def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
         )
     if values.get("skipped_updates") or values.get("value_skipped_updates"):
         progress.warn(f"step {step}: an update was skipped: its gradient was not finite")
-    if step == 1 and values["answer_not_found_rate"] > MANY_WITHOUT_ANSWER:
-        progress.warn(
-            f"no answer was found in {values['answer_not_found_rate']:.0%} of the responses: do "
-            "config.data.template and config.reward.verifier agree?"
-        )
+
+
+def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
+    """Says loudly, before anything is trained, that what is asked for is not what is read."""
+    reward = config.reward
+    judged_by_answer = reward.correct == "verifier" or "rule" in reward.weights()
+    without = [one for one in responses if one.extracted is None]
+    if not judged_by_answer or len(without) <= MANY_WITHOUT_ANSWER * len(responses):
+        return
+    cut = sum(one.truncated for one in without) / len(without)
+    progress.alarm(
+        f"no answer was found in {len(without) / len(responses):.0%} of {len(responses)} responses",
+        f"config.data.template = {config.data.template!r} asks for one form of answer and "
+        f"config.reward.verifier = {reward.verifier!r} reads another, or responses end too "
+        f"early: {cut:.0%} of these were cut off by config.sampler.max_response_tokens = "
+        f"{config.sampler.max_response_tokens}. Such a run learns nothing. One response ends in:"
+        f"\n\n{without[0].response[-SHOWN_CHARACTERS:]!r}",
+    )
 
 
 def train(config: Config) -> dict[str, Any] | None:
@@ -241,7 +255,7 @@ def train(config: Config) -> dict[str, Any] | None:
         signals = stack.enter_context(Signals())
         run = Run(config, signals, stack)
         try:
-            run.evaluate_before()
+            run.begin()
             if run.state.unwritten is not None:
                 run.complete_row()
             while run.state.step < config.total_steps:

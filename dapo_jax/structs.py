@@ -33,6 +33,8 @@ class Prompt:
     tokens: np.ndarray  # [P] int32
     answer: str
     source: str
+    subject: str = ""  # where the data says it
+    level: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Completion:
     truncated: bool  # the budget ran out before the end token
     policy_step: int
     text: str
+    sample: int = 0  # its place among the responses to the prompt, which keys its draws
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -68,7 +68,7 @@ def make_config(folder, run_dir, **changes) -> Config:
         packing=Packing(row_tokens=64, rows_per_microbatch=8),
         mesh=Mesh(data=2, fsdp=2, tensor=2),
         checkpoint=Checkpoint(every_steps=1, keep=9),
-        evaluation=Evaluation(every_steps=2, samples_per_problem=2),
+        evaluation=Evaluation(every_steps=2, samples_per_problem=2, top_p=1.0),
     )
     for name, value in changes.items():
         setattr(config, name, value)
@@ -126,6 +126,6 @@ def read_rows(run_dir) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
 
 
-def read_rollouts(run_dir) -> dict[str, str]:
-    """The rollouts files by name."""
-    return {path.name: path.read_text() for path in sorted((run_dir / "rollouts").iterdir())}
+def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
+    """The rollouts or evaluations files by name."""
+    return {path.name: path.read_text() for path in sorted((run_dir / folder).iterdir())}

@@ -22,7 +22,8 @@ rewards.extraction rewards.normalisation rewards.numerals rewards.structure rewa
 rewards.equivalence rewards.expressions rewards.algebra rewards.regions rewards.judgement
 rewards.minerva rewards.verifier rewards.process rewards.remote rewards.functions rewards.worker
 rewards.pool rewards.rule rewards.model rewards.judge filtering optimizer update policy critic
-metrics plots progress checkpoints cli parts evaluation supervised train run main evaluate sft
+metrics scores responses plots tables progress checkpoints cli parts signals evaluation supervised
+train run main evaluate sft
 """.split()
 
 SFT_ROOMS = (

@@ -103,6 +103,20 @@ def test_a_response_depends_on_its_keys_not_on_slots_or_company(
     assert len(drawn) > len(PROMPTS) * 2  # samples of a prompt differ
 
 
+def test_responses_asked_for_one_by_one_are_those_of_the_group(tiny_params, one_device):
+    groups = sample(make_sampler(one_device), tiny_params, samples=6)
+    sampler = make_sampler(one_device, slots=5)
+    sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
+    for prompt in PROMPTS[3:6]:
+        sampler.submit_each(prompt, [1, 4, 5])
+    found = {}
+    while not sampler.idle:
+        for prompt, (done,) in sampler.decode_burst():
+            found[prompt.index, done.sample] = done.tokens.tolist()
+    assert sampler.counts.prefills == 3
+    assert found == {(i, j): groups[i][j].tokens.tolist() for i in (3, 4, 5) for j in (1, 4, 5)}
+
+
 def test_prompts_are_prefilled_once_and_slots_stay_full(tiny_params, one_device):
     sampler = make_sampler(one_device, slots=6, burst=2, response=60)
     sample(sampler, tiny_params, samples=8)

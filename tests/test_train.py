@@ -15,7 +15,7 @@ from small_runs import ROOT, STEPS, make_config, read_rollouts, read_rows
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import Checkpoints, check_same_run
 from dapo_jax.config import Checkpoint, Mesh, Sampler
-from dapo_jax.evaluation import evaluate_newest
+from dapo_jax.evaluation import evaluate
 from dapo_jax.metrics import Clock
 from dapo_jax.parts import build
 from dapo_jax.rewards.rule import reward_group
@@ -57,6 +57,12 @@ def test_a_run_leaves_what_people_look_for(finished):
     line = json.loads(lines[0])
     assert line["correct"] == (line["extracted"] == line["answer"]) and line["policy_step"] == 0
     assert len(lines) >= 64
+    evaluated = read_rollouts(run_dir, "evaluations")
+    assert list(evaluated) == ["step_000000.jsonl", "step_000002.jsonl", "step_000004.jsonl"]
+    last = [json.loads(line) for line in evaluated["step_000004.jsonl"].splitlines()]
+    assert len(last) == 16 * 2 and last[0]["policy"] == "step 4"
+    assert np.mean([line["correct"] for line in last]) == summary["heldout_accuracy_after"]
+    assert rows[-1]["heldout_pass_at_k"] >= rows[-1]["heldout_accuracy"] > 0
 
 
 def test_one_device_and_eight_train_alike(base, finished, tmp_path):
@@ -131,7 +137,8 @@ def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, 
     assert resumed.returncode == 0, resumed.stderr
     assert f"after step {resumed_after}" in resumed.stdout.replace("\n", " ")
     assert read_rows(tmp_path) == read_rows(finished[0])
-    assert read_rollouts(tmp_path) == read_rollouts(finished[0])
+    for folder in "rollouts", "evaluations":
+        assert read_rollouts(tmp_path, folder) == read_rollouts(finished[0], folder)
     (state, record), (expected, expected_record) = (
         final_params(base, run_dir) for run_dir in (tmp_path, finished[0])
     )
@@ -142,14 +149,14 @@ def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, 
 TERM_GROUP_IN_EVALUATION = """
 from dapo_jax.sampler.rollout import RolloutSampler
 os.setpgrp()
-submit, sent = RolloutSampler.submit, []
+submit, sent = RolloutSampler.submit_each, []
 def submit_and_stop(self, prompt, samples):
     submit(self, prompt, samples)
     evaluating = self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
     if evaluating and not sent:
         sent.append(True)
         os.killpg(0, signal.SIGTERM)
-RolloutSampler.submit = submit_and_stop
+RolloutSampler.submit_each = submit_and_stop
 """
 
 
@@ -183,10 +190,11 @@ def test_a_run_does_not_go_on_with_other_settings(base, finished):
 
 def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
     run_dir, summary = finished
-    after = evaluate_newest(make_config(base, run_dir))
+    after = evaluate(make_config(base, run_dir))
     assert after["heldout_accuracy"] == summary["heldout_accuracy_after"]
-    before = evaluate_newest(make_config(base, tmp_path))
+    before = evaluate(make_config(base, tmp_path))
     assert before["heldout_accuracy"] == summary["heldout_accuracy_before"]
+    assert evaluate(make_config(base, run_dir), from_folder=True) == before
 
 
 def make_group(config, truncated, length=4):
@@ -240,10 +248,10 @@ def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
     config.rollout.max_sample_rounds = 2
     train(config)
     row = read_rows(tmp_path)[1]
-    assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
-    assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
     shown = capsys.readouterr().out
     assert "only 0 groups carried signal" in shown and "no answer was found in 100%" in shown
+    assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
+    assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
 
 
 def test_main_reports_a_missing_model_in_one_line(tmp_path):

@@ -72,6 +72,6 @@ class PromptStream:
 
 def heldout_prompts(data: Data, seed: int, tokenizer: Tokenizer) -> list[Prompt]:
     """The evaluation prompts, each once, in a fixed order; overlong ones as configured."""
-    problems = SOURCES[data.source](data, "heldout", seed)
+    problems = SOURCES[data.heldout_source or data.source](data, "heldout", seed)
     prompts = (_to_prompt(problems[i], i, data, tokenizer) for i in range(len(problems)))
     return [prompt for prompt in prompts if prompt is not None]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ class _Request:
     """A prompt on its way: how many of its samples have a slot, and those that are finished."""
 
     prompt: Prompt
-    samples: int
+    samples: Sequence[int]
+    whole: bool  # all samples are handed back together
     started: int = 0
     prefix: Prefix | None = None
     finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
@@ -80,10 +82,17 @@ class RolloutSampler:
         self.counts = SamplerCounts()
 
     def submit(self, prompt: Prompt, samples: int) -> None:
-        """Queues `samples` responses to `prompt`. Raises ValueError for an empty prompt."""
-        if len(prompt.tokens) == 0:
-            raise ValueError(f"prompt {prompt.id!r} has no tokens")
-        self._waiting.append(_Request(prompt, samples))
+        """Queues a group of `samples` responses. Raises ValueError for an empty prompt."""
+        self._queue(_Request(prompt, range(samples), whole=True))
+
+    def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
+        """Queues the responses of those numbers; each is a group of its own, once finished."""
+        self._queue(_Request(prompt, samples, whole=False))
+
+    def _queue(self, request: _Request) -> None:
+        if len(request.prompt.tokens) == 0:
+            raise ValueError(f"prompt {request.prompt.id!r} has no tokens")
+        self._waiting.append(request)
 
     @property
     def idle(self) -> bool:
@@ -137,9 +146,9 @@ class RolloutSampler:
             request = self._waiting[0]
             if request.prefix is None:
                 request.prefix = self._prefill(request.prompt)
-            count = min(len(free), request.samples - request.started)
+            count = min(len(free), len(request.samples) - request.started)
             taken, free = free[:count], free[count:]
-            samples = range(request.started, request.started + count)
+            samples = request.samples[request.started : request.started + count]
             self._state = self._engine.insert(
                 request.prefix, self._state, np.array(taken), sample_index=np.array(samples)
             )
@@ -148,7 +157,7 @@ class RolloutSampler:
                 (slot, (request, sample)) for slot, sample in zip(taken, samples, strict=True)
             )
             request.started += count
-            if request.started == request.samples:
+            if request.started == len(request.samples):
                 request.prefix = None
                 self._waiting.popleft()
 
@@ -170,16 +179,21 @@ class RolloutSampler:
         for row, slot in enumerate(slots):
             request, sample = self._in_slot.pop(slot)
             drawn = tokens[row, : self._generated[slot]]
-            request.finished[sample] = Completion(
+            completion = Completion(
                 tokens=drawn,
                 sampler_logprobs=logprobs[row, : len(drawn)],
                 truncated=len(drawn) == 0 or int(drawn[-1]) not in self._tokenizer.end_ids,
                 policy_step=self._step,
                 text=self._tokenizer.decode(drawn.tolist()),
+                sample=sample,
             )
             self.counts.responses += 1
             self.counts.tokens += len(drawn)
-            if len(request.finished) == request.samples:
-                ordered = tuple(request.finished[i] for i in range(request.samples))
+            if not request.whole:
+                groups.append((request.prompt, (completion,)))
+                continue
+            request.finished[sample] = completion
+            if len(request.finished) == len(request.samples):
+                ordered = tuple(request.finished[i] for i in request.samples)
                 groups.append((request.prompt, ordered))
         return groups

@@ -1,0 +1,123 @@
+"""Judged responses on disk: a JSON line each, so that nothing has to be sampled twice."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dapo_jax.metrics import REFLECTION
+from dapo_jax.rewards.rule import repetition
+from dapo_jax.scores import Response
+from dapo_jax.settings import ConfigError
+from dapo_jax.structs import Group
+
+FIELDS = {field.name for field in dataclasses.fields(Response)}
+
+
+def responses_of(group: Group) -> Iterator[Response]:
+    """What is kept of a judged group."""
+    prompt = group.prompt
+    judged = zip(group.completions, group.verdicts, group.correct, strict=True)
+    for completion, verdict, correct in judged:
+        yield Response(
+            problem=prompt.id,
+            index=prompt.index,
+            sample=completion.sample,
+            question=prompt.text,
+            answer=prompt.answer,
+            response=completion.text,
+            extracted=verdict.extracted,
+            correct=bool(correct),
+            truncated=completion.truncated,
+            tokens=len(completion),
+            logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
+            reflection=bool(REFLECTION.search(completion.text)),
+            repetition=repetition(completion.tokens),
+            failure=verdict.broken or verdict.failure,
+            subject=prompt.subject,
+            level=prompt.level,
+        )
+
+
+def write_responses(
+    path: pathlib.Path, responses: Iterable[Response], stamp: dict[str, Any]
+) -> None:
+    """The whole file, in file order, complete or absent; every line also says `stamp`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        for one in sorted(responses, key=lambda one: (one.index, one.sample)):
+            file.write(_line(one, stamp))
+    os.replace(temporary, path)
+
+
+def _line(response: Response, stamp: dict[str, Any]) -> str:
+    return json.dumps(dataclasses.asdict(response) | stamp) + "\n"
+
+
+def _read(path: pathlib.Path) -> Iterator[Response]:
+    """The responses of a file, without a line that a kill cut off."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        yield Response(**{name: values[name] for name in FIELDS & set(values)})
+
+
+class ResponseFile:
+    """The growing file of an evaluation, with the settings it was begun with.
+
+    Args:
+        settings: what decides the responses, by name; a folder that was begun with others is not
+            gone on with.
+        stamp: said on every line.
+
+    Attributes:
+        responses: those on disk, by (place in the file, sample).
+
+    Raises `ConfigError` naming every setting that differs.
+    """
+
+    def __init__(self, folder: pathlib.Path, settings: dict[str, Any], stamp: dict[str, Any]):
+        self.path, self._stamp = folder / "responses.jsonl", stamp
+        begun = folder / "settings.json"
+        if begun.exists():
+            check_same_evaluation(folder, settings, json.loads(begun.read_text()))
+        folder.mkdir(parents=True, exist_ok=True)
+        if not begun.exists():
+            begun.with_suffix(".tmp").write_text(json.dumps(settings, indent=2))
+            os.replace(begun.with_suffix(".tmp"), begun)
+        self.responses = {(one.index, one.sample): one for one in _read(self.path)}
+        self.tidy()
+
+    def append(self, response: Response) -> None:
+        """One line, on disk when this returns."""
+        self.responses[response.index, response.sample] = response
+        with self.path.open("a") as file:
+            file.write(_line(response, self._stamp))
+
+    def tidy(self) -> None:
+        """Brings the lines into file order: they were written as responses finished."""
+        write_responses(self.path, self.responses.values(), self._stamp)
+
+
+def check_same_evaluation(
+    folder: pathlib.Path, settings: dict[str, Any], begun: dict[str, Any]
+) -> None:
+    """Raises `ConfigError` where the responses in `folder` answer to other settings."""
+    names = sorted(set(settings) | set(begun))
+    changed = [
+        f"{name}: {settings.get(name)!r}, but it was begun with {begun.get(name)!r}"
+        for name in names
+        if settings.get(name) != begun.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"the evaluation in {str(folder)!r} can't go on with other settings; choose another "
+            "folder by --out:\n  " + "\n  ".join(changed)
+        )

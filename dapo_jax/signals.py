@@ -1,0 +1,31 @@
+"""Leaving when asked to: SIGTERM and Ctrl-C are remembered, and acted on at a safe place."""
+
+import signal
+from typing import Any
+
+
+class Signals:
+    """Remembers the first SIGTERM or Ctrl-C, so that work is saved before the process leaves.
+
+    A second one acts as it always does. Call it to ask; use it as a context manager.
+    """
+
+    def __init__(self):
+        self.received = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _: Any) -> None:
+        self.received = signal.Signals(number).name
+        self.__exit__()
+
+    def __call__(self) -> bool:
+        return bool(self.received)
