@@ -13,7 +13,7 @@ from dapo_jax.rewards.numerals import read_integer, read_number
 from dapo_jax.rewards.structure import Node, read
 from dapo_jax.rewards.units import split_unit
 
-LONGEST_COMPARED, MOST_ITEMS = 2_000, 64  # characters; members of a list or set
+LONGEST_COMPARED, LONGEST_NAME, MOST_ITEMS = 2_000, 200, 64  # characters; members of a set
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
 REALS = r"\mathbbR"  # compact
@@ -158,7 +158,7 @@ def _items(node: Node) -> list[Node]:
 
 def _without_membership(node: Node) -> Node:
     inside = node.kind == "relation" and node.marks == ("in",)
-    return node.items[1] if inside and _VARIABLE.fullmatch(node.items[0].text) else node
+    return node.items[1] if inside and _is_variable(node.items[0]) else node
 
 
 def _is_region(node: Node) -> bool:
@@ -172,6 +172,8 @@ def _is_region(node: Node) -> bool:
 def _is_variable(node: Node) -> bool:
     if node.kind == "tuple":
         return all(map(_is_variable, node.items))
+    if len(node.text) > LONGEST_NAME:
+        return False
     return bool(_VARIABLE.fullmatch(node.text)) and node.text not in _NUMERIC_NAMES
 
 
@@ -207,7 +209,7 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
         mine, gold = read_integer(prediction.strip()), read_integer(answer.strip())
         return mine is not None and mine == gold
     mine, gold = normalise(prediction), normalise(answer)
-    if FORBIDDEN in mine or not mine or not gold:
+    if FORBIDDEN in mine or not mine or not gold or len(mine) > LONGEST_COMPARED:
         return False
     return _Comparison(algebra).same(read(mine), read(gold))
 

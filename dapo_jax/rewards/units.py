@@ -2,6 +2,8 @@
 
 import re
 
+LONGEST_WITH_UNIT = 300  # characters; longer texts are no measured value
+
 _ALIASES = {
     "cm": "centimeter centimetre cms",
     "mm": "millimeter millimetre",
@@ -68,11 +70,11 @@ _PIECE = re.compile(r"[A-Za-z_]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|
 _DEGREE = re.compile(
     r"\s*(?:\{\s*\})?\^?\s*\{?\s*\^?\s*\\circ\s*\}?\s*(?:\\text\{\s*([CFK])\s*\}|([CFK]))?\s*$"
 )
+# Possessive throughout: a long run of units must not be read in exponentially many ways.
 _TEXT_TAIL = re.compile(
-    r"(.*?[\d)}\]a-zA-Z.!%])\s*"
-    r"((?:\\text\{[^{}]*\}\s*(?:\^ ?\{? ?-?\d ?\}?)?\s*(?:/|\\cdot|\\times)?\s*)+)$",
-    re.DOTALL,
+    r"(?:\\text\{[^{}]*+\}\s*+(?:\^ ?\{? ?-?\d ?\}?)?+\s*+(?:/|\\cdot|\\times)?+\s*+)++"
 )
+_VALUE_END = re.compile(r"[\d)}\]a-zA-Z.!%]$")
 _PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([A-Za-z][A-Za-z ./^\d{}-]*)$", re.S)
 _CURRENCY = re.compile(r"\\text\{(dollar|euro|pound|yen|cent)\}\s*(.+)$", re.S)
 _CURRENCY_SIGNED = re.compile(r"-\s*\\text\{(dollar|euro|pound|yen)\}\s*(.+)$", re.S)
@@ -125,6 +127,8 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     Args:
         trusted: a gold answer's words behind a number are a unit even where no table knows them.
     """
+    if len(text) > LONGEST_WITH_UNIT:
+        return text, ""
     for pattern, sign in ((_CURRENCY, ""), (_CURRENCY_SIGNED, "-")):
         match = pattern.fullmatch(text)
         if match is not None:
@@ -133,12 +137,11 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     if match is not None and match.start() > 0:
         letter = match[1] or match[2] or ""
         return text[: match.start()].strip(), "degree" + letter
-    match = _TEXT_TAIL.fullmatch(text)
-    if match is not None:
-        unit, known = canonical_unit(match[2])
-        if unit and (known or trusted):
-            return match[1].strip(), unit
-        return text, ""
+    start = text.find(r"\text{")
+    value = text[:start].rstrip()
+    if start > 0 and _VALUE_END.search(value) and _TEXT_TAIL.fullmatch(text, start):
+        unit, known = canonical_unit(text[start:])
+        return (value, unit) if unit and (known or trusted) else (text, "")
     match = _PLAIN_TAIL.fullmatch(text)
     if match is not None:
         unit, known = canonical_unit(match[3])
