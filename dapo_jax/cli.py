@@ -10,7 +10,7 @@ from ml_collections import config_flags
 
 from dapo_jax.advantages import ESTIMATORS
 from dapo_jax.config import Config
-from dapo_jax.data.pipeline import SOURCES
+from dapo_jax.data.sources import parse_sources
 from dapo_jax.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.optimizer import SCHEDULES
 from dapo_jax.rewards.verifier import VERIFIERS
@@ -25,7 +25,6 @@ TABLES = {
     "algorithm.aggregate": LOSS_WEIGHTS,
     "algorithm.trained_responses": TRAINED_RESPONSES,
     "algorithm.kl_estimator": KL_ESTIMATORS,
-    "data.source": SOURCES,
     "data.template": TEMPLATES,
     "optimizer.schedule": SCHEDULES,
     "critic.optimizer.schedule": SCHEDULES,
@@ -40,9 +39,12 @@ def check(config: Any) -> None:
             require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
     validate(config)
     if isinstance(config, Config):
-        asked = VERIFIER_OF.get(config.data.template, config.reward.verifier)
+        parse_sources("data.source", config.data.source)
+        if config.data.heldout_source:
+            parse_sources("data.heldout_source", config.data.heldout_source)
+        asked = VERIFIER_OF.get(config.data.template)
         require(
-            config.reward.verifier == asked,
+            asked not in VERIFIERS or config.reward.verifier == asked,
             "reward.verifier",
             config.reward.verifier,
             f"{asked!r}, which reads what data.template = {config.data.template!r} asks for",

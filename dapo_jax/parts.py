@@ -79,7 +79,7 @@ class Parts:
 
     config: Config
     tokenizer: Tokenizer
-    prompts: PromptStream
+    prompts: PromptStream | None  # only for training
     sampler: RolloutSampler
     judge: Judge
     learner: Learner
@@ -164,7 +164,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
 
     Args:
-        training: without it there is no reference policy, which only updates need.
+        training: without it there are no training prompts and no reference policy.
     """
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
@@ -196,7 +196,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     return Parts(
         config=config,
         tokenizer=tokenizer,
-        prompts=PromptStream(config.data, config.seed, tokenizer),
+        prompts=PromptStream(config.data, config.seed, tokenizer) if training else None,
         sampler=RolloutSampler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
         learner=policy_learner(

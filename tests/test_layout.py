@@ -15,8 +15,9 @@ SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__in
 
 # A room imports only from rooms above it.
 ROOMS = """
-settings hooks algorithms config validation structs sharding tokenizer templates data.arithmetic
-data.pipeline model.attention model.decoder model.huggingface model.logprobs sampler.sampling
+settings hooks algorithms config validation structs sharding chat tokenizer templates
+data.arithmetic data.gym data.formats data.files data.sources data.pipeline
+model.attention model.decoder model.huggingface model.logprobs sampler.sampling
 sampler.decoding sampler.engine sampler.rollout advantages losses packing rewards.verifier
 rewards.functions rewards.worker rewards.pool rewards.rule rewards.model rewards.judge filtering
 optimizer update policy critic metrics plots progress checkpoints cli parts evaluation supervised
