@@ -92,7 +92,9 @@ def test_heldout_problems_of_a_file_do_not_depend_on_seed_or_order(settings):
     data = settings("one")
     first, again = (heldout_prompts(data, seed, TOKENIZER) for seed in (0, 1))
     assert len(first) == 8 and [p.id for p in first] == [p.id for p in again]
-    assert [p.index for p in first] == list(range(8))
+    assert [p.index for p in first] == list(range(8)) and first[0].id.startswith("one-")
+    by_path = heldout_prompts(settings(f"{data.folder}/one.jsonl"), 0, TOKENIZER)
+    assert [p.id for p in by_path] == [p.id for p in first]
     held = {p.problem for p in first}
     assert not held & {p.problem for p in read(data, 100)}
     settings.write("turned.jsonl", [f"{i}+{i}" for i in reversed(range(40))])
@@ -182,7 +184,12 @@ def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
     make_fake_gym(monkeypatch)
     data = settings("gym:numbers", heldout_problems=2, train_problems=50)
     prompts = read(data, 40)
-    held = {p.problem for p in heldout_prompts(data, 0, TOKENIZER)}
+    heldout = heldout_prompts(data, 0, TOKENIZER)
+    assert [p.id for p in heldout] == [
+        "gym:numbers-50",
+        "gym:numbers-51",
+    ]  # after those of training
+    held = {p.problem for p in heldout}
     assert len(held) == 2 and len({p.problem for p in prompts}) == 5
     assert not held & {p.problem for p in prompts} and sum(p.skipped for p in prompts) > 0
     prompt = prompts[0]

@@ -125,8 +125,19 @@ def test_prompts_of_a_folder_follow_its_chat_template(tiny_folder, tmp_path):
         assert prompt.tokens[-1] == 1  # the end token, not its letters
 
 
-def test_few_shot_examples_are_training_problems_keyed_by_the_seed():
-    data = Data(template="few_shot", few_shot=3, heldout_problems=20, max_prompt_tokens=999)
+def test_few_shot_examples_are_training_problems_keyed_by_the_seed(tmp_path):
+    sums = [f"{i}+{j}=" for i in range(10) for j in range(10) if i != j]
+    rows = [json.dumps({"problem": text, "answer": "0"}) for text in sums]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    data = Data(
+        source="arithmetic",
+        heldout_source=str(tmp_path / "sums.jsonl"),
+        template="few_shot",
+        few_shot=3,
+        min_terms=2,
+        max_terms=2,
+        max_prompt_tokens=999,
+    )
 
     def first(seed: int) -> str:
         return next(PromptStream(data, seed, arithmetic_tokenizer())).text

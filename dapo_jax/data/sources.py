@@ -9,11 +9,12 @@ import dataclasses
 import functools
 import hashlib
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 
 from dapo_jax.config import Data
 from dapo_jax.data import arithmetic, gym
-from dapo_jax.data.files import Loaded, find_files, read_problems
+from dapo_jax.data.files import READERS, Loaded, find_files, read_problems
 from dapo_jax.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
@@ -104,7 +105,9 @@ def _generator(field: str, name: str) -> Generator | None:
 
 def _load(field: str, name: str, data: Data, split: str) -> Loaded:
     paths = find_files(field, name, data.folder, split)
-    loaded = read_problems(paths, name.rpartition("/")[2] or name, data.bad_rows_limit)
+    path = pathlib.PurePath(name)
+    short = path.stem if path.suffix in READERS else path.name
+    loaded = read_problems(paths, short, data.bad_rows_limit)
     if not loaded.problems:
         raise ConfigError(f"config.{field} = {name!r}: not one of its rows is a problem")
     return loaded
