@@ -22,13 +22,16 @@ setup(
         "flax>=0.12.8",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "etils[epath]>=1.15",
         "google-jetstream==0.2.2",  # its last release; the package called jetstream is another
         "grain>=0.2.18",
         "ml-collections>=1.1.0",
         "absl-py>=2.3",
         "jaxtyping>=0.3.11",
+        "jinja2>=3.1.6",
         "matplotlib>=3.11",
         "numpy>=2.4",
+        "pyarrow>=26.0",
         "rich>=15.0",
         "safetensors>=0.8",
         "sympy>=1.14",
@@ -38,6 +41,7 @@ setup(
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
+        "gym": ["reasoning-gym>=0.1.25"],
         "test": ["pytest>=9.2", "ruff>=0.17"],
     },
     classifiers=[

@@ -10,14 +10,14 @@ from ml_collections import config_flags
 
 from dapo_jax.advantages import ESTIMATORS
 from dapo_jax.config import Config
-from dapo_jax.data.pipeline import SOURCES
+from dapo_jax.data.sources import parse_sources
 from dapo_jax.hooks import resolve
 from dapo_jax.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.optimizer import SCHEDULES
 from dapo_jax.rewards.functions import worker_parts
 from dapo_jax.rewards.verifier import VERIFIERS
 from dapo_jax.settings import ConfigError, leaves, require
-from dapo_jax.templates import TEMPLATES, VERIFIER_OF
+from dapo_jax.templates import TEMPLATES, VERIFIERS_OF
 from dapo_jax.validation import validate
 
 # Settings whose value is a key of a table that lives beside the code it names.
@@ -27,7 +27,6 @@ TABLES = {
     "algorithm.aggregate": LOSS_WEIGHTS,
     "algorithm.trained_responses": TRAINED_RESPONSES,
     "algorithm.kl_estimator": KL_ESTIMATORS,
-    "data.source": SOURCES,
     "data.template": TEMPLATES,
     "optimizer.schedule": SCHEDULES,
     "critic.optimizer.schedule": SCHEDULES,
@@ -45,15 +44,15 @@ def check(config: Any) -> None:
         worker_parts(list(config.reward.weights()))
         if config.algorithm.token_weights:
             resolve("algorithm.token_weights", config.algorithm.token_weights)
-        source = config.data.heldout_source
-        allowed = "empty or one of " + ", ".join(SOURCES)
-        require(not source or source in SOURCES, "data.heldout_source", source, allowed)
-        asked = VERIFIER_OF.get(config.data.template, config.reward.verifier)
+        parse_sources("data.source", config.data.source)
+        if config.data.heldout_source:
+            parse_sources("data.heldout_source", config.data.heldout_source)
+        readers = VERIFIERS_OF.get(config.data.template, (config.reward.verifier,))
         require(
-            config.reward.verifier == asked,
+            config.reward.verifier in readers,
             "reward.verifier",
             config.reward.verifier,
-            f"{asked!r}, which reads what data.template = {config.data.template!r} asks for",
+            f"{' or '.join(readers)}: what data.template = {config.data.template!r} asks for",
         )
 
 

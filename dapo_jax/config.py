@@ -67,11 +67,25 @@ class Examples:
 class Data:
     """Problems with known answers."""
 
-    source: str = setting("arithmetic", "A key of data.pipeline.SOURCES.")
-    heldout_source: str = setting("", "The same for the held-out problems; empty: `source`.")
+    source: str = setting(
+        "arithmetic",
+        "NAME or NAME=WEIGHT, comma-separated: arithmetic, gym:TASK, or a file, folder or glob "
+        "(also gs://) of jsonl, json, parquet or arrow; a bare name is looked up in `folder`.",
+    )
+    heldout_source: str = setting(
+        "", "Names as in `source`, evaluated whole; empty: held-out problems of `source` itself."
+    )
+    folder: str = setting("data", "Where bare names are looked up.")
+    bad_rows_limit: int = setting(10, "Malformed rows of a source that are skipped, not an error.")
     template: str = setting("none", "Prompt template: a key of templates.TEMPLATES.")
-    train_problems: int = setting(20_000, "Problems of one pass; then they are shuffled anew.")
-    heldout_problems: int = setting(256, "Problems kept for evaluation, disjoint from training.")
+    few_shot: int = setting(4, "Worked training examples before the problem (few_shot).")
+    system_prompt: str = setting("", "System message of the template 'chat'; empty: none.")
+    train_problems: int = setting(
+        20_000, "Generated problems of one pass, which is then shuffled anew."
+    )
+    heldout_problems: int = setting(
+        256, "Problems generated or taken off for evaluation, never trained on; 0: no evaluation."
+    )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
     max_prompt_tokens: int = setting(32, "Longest prompt the sampler accepts.")
@@ -117,7 +131,7 @@ class Reward:
     verifier: str = setting("final_number", "A key of rewards.verifier.VERIFIERS.")
     parts: str = setting(
         "rule=1",
-        "name=weight, comma-separated: rule, format, think_format, repetition, model, or the "
+        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, or the "
         "module:function of your own.",
     )
     model_folder: str = setting(

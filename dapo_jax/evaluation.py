@@ -15,6 +15,7 @@ from rich.markup import escape
 from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
+from dapo_jax.data.sources import heldout_sources
 from dapo_jax.filtering import Interrupted
 from dapo_jax.parts import Parts, build
 from dapo_jax.responses import ResponseFile, responses_of
@@ -242,6 +243,10 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             config.data.heldout_problems,
             "more, or with shorter prompts: no problem is left to evaluate on",
         )
+        for source in heldout_sources(config.data, config.seed):
+            parts.progress.say(escape(f"data: {source.describe()}"))
+            for complaint in source.complaints:
+                parts.progress.warn(escape(complaint))
         folder, marks = out_folder(config, name), stamp(config, policy)
         file = ResponseFile(folder, deciding_settings(config, params, prompts), marks)
         try:

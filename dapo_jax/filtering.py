@@ -52,7 +52,8 @@ class Collected:
     asked_prompts: int
     kept_fraction: float  # the estimate for the next step
     next_position: int  # where the data goes on; surplus prompts are asked again
-    dropped_prompts: int  # over the limit, before next_position
+    dropped_prompts: int  # over the limit or held out, before next_position
+    truncated_prompts: int  # cut to the limit, before next_position
     starved: bool
 
     @property
@@ -67,13 +68,12 @@ class Collected:
 class _Collection:
     """One step's prompts in the order they were asked for, and what became of each."""
 
-    def __init__(self, config: Config, position: int, kept_fraction: float):
-        self._start = position
+    def __init__(self, config: Config, kept_fraction: float):
         self._algorithm, self._wanted = config.algorithm, config.rollout.prompts_per_step
         self._reward = config.reward
         self._limit = self._wanted * config.rollout.max_sample_rounds
         self._kept_fraction = kept_fraction
-        self._order: list[int] = []
+        self._order: list[Prompt] = []
         self._judged: dict[int, Group] = {}
         self._unread: list[Pending] = []
 
@@ -98,7 +98,7 @@ class _Collection:
         return in_flight < target and len(self._order) < self._limit
 
     def ask(self, prompt: Prompt) -> None:
-        self._order.append(prompt.index)
+        self._order.append(prompt)
 
     def finish(self, pending: Pending) -> None:
         self._unread.append(pending)
@@ -111,11 +111,11 @@ class _Collection:
     def first_kept(self) -> list[Group]:
         """The kept groups of the judged head of the order, at most as many as are wanted."""
         groups: list[Group] = []
-        for index in self._order:
-            if index not in self._judged or len(groups) == self._wanted:
+        for prompt in self._order:
+            if prompt.index not in self._judged or len(groups) == self._wanted:
                 break
-            if self._is_kept(self._judged[index]):
-                groups.append(self._judged[index])
+            if self._is_kept(self._judged[prompt.index]):
+                groups.append(self._judged[prompt.index])
         return groups
 
     def describe(self) -> str:
@@ -140,7 +140,8 @@ class _Collection:
         groups = self.first_kept()
         full = len(groups) == self._wanted
         following = groups[-1].prompt.index + 1 if full else position
-        judged = [self._judged[index] for index in self._order if index in self._judged]
+        judged = [self._judged[p.index] for p in self._order if p.index in self._judged]
+        passed = [prompt for prompt in self._order if prompt.index < following]
         whole = [group for group in judged if not group.broken]
         return Collected(
             groups=groups,
@@ -150,7 +151,8 @@ class _Collection:
             asked_prompts=len(self._order),
             kept_fraction=self.estimate(),
             next_position=following,
-            dropped_prompts=following - self._start - sum(i < following for i in self._order),
+            dropped_prompts=sum(prompt.skipped for prompt in passed),
+            truncated_prompts=sum(prompt.truncated for prompt in passed),
             starved=not full,
         )
 
@@ -175,7 +177,7 @@ def collect(
             group has a reward.
         Interrupted: `interrupted()` said so between two bursts.
     """
-    collection = _Collection(config, prompts.position, kept_fraction)
+    collection = _Collection(config, kept_fraction)
     while len(collection.first_kept()) < config.rollout.prompts_per_step:
         if interrupted():
             raise Interrupted

@@ -41,7 +41,8 @@ MEANINGS = {
     "the start means that template and verifier disagree.",
     "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong.",
     "verdicts": "Responses by how their verdict came about, as `verdicts/direct` (strings, exact "
-    "numbers), `/algebra`, `/remembered`, `/no_marker`, `/truncated_box`, `/too_long`, `/failed`.",
+    "numbers), `/algebra`, `/remembered`, `/scorer` (of a gym task), `/no_marker`, "
+    "`/truncated_box`, `/too_long`, `/failed`.",
     "reward_parts": "Mean of every weighted part of the reward, as `reward_parts/rule`.",
     "broken_groups": "Groups dropped because a reward part raised or gave no finite number.",
     "repetition": "Share of 8-token windows that occur earlier in the same response.",
@@ -75,7 +76,8 @@ MEANINGS = {
     "skipped_updates": "Share of updates not taken because the gradient was not finite.",
     "empty_updates": "Minibatches without a trained token; no optimizer step was taken.",
     "learning_rate": "Learning rate of the step.",
-    "dropped_prompts": "Prompts skipped because they are over the limit.",
+    "dropped_prompts": "Prompts skipped because they are over the limit, or held out.",
+    "truncated_prompts": "Prompts cut to the limit, from the left.",
     "abandoned_tokens": "Tokens of responses that were stopped because the batch was full.",
     "prefills": "Prompts prefilled; one per prompt, not per response.",
     "slot_occupancy": "Share of decode-slot steps that drew a token while prompts were waiting.",
@@ -161,6 +163,7 @@ def rollout_metrics(
             / max(1, trained_tokens),
             "abandoned_tokens": float(counts.abandoned_tokens),
             "dropped_prompts": float(collected.dropped_prompts),
+            "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
             "prefills": float(counts.prefills),
             "slot_occupancy": counts.occupancy,

@@ -24,7 +24,7 @@ from dapo_jax.evaluation import (
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.metrics import Clock, MetricWriter, write_rollouts
 from dapo_jax.model import huggingface
-from dapo_jax.parts import build
+from dapo_jax.parts import Parts, build
 from dapo_jax.plots import plot_run
 from dapo_jax.progress import Progress
 from dapo_jax.responses import write_responses
@@ -32,6 +32,7 @@ from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.scores import Response
 from dapo_jax.settings import ConfigError, leaves
 from dapo_jax.signals import Signals
+from dapo_jax.structs import Prompt
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
@@ -53,6 +54,7 @@ class Run:
         self.checkpoints = Checkpoints(self.folder, config.checkpoint)
         stack.callback(self.checkpoints.close)
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
+        announce_data(self.parts, self.heldout)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
@@ -201,6 +203,18 @@ class Run:
             )
         say(f"metrics, rollouts and curves.png are in {escape(str(self.folder))}")
         return summary
+
+
+def announce_data(parts: Parts, heldout: list[Prompt]) -> None:
+    """What there is to train on and to evaluate, and which rows of the files are bad."""
+    cut, prompts = sum(prompt.truncated for prompt in heldout), parts.prompts
+    dropped = sum(len(source.problems) for source in prompts.heldout) - len(heldout)
+    fates = ((cut, "cut"), (dropped, "dropped"))
+    overlong = "".join(f", {fate}: {count:,}" for count, fate in fates if count)
+    parts.progress.say(escape(f"data: {prompts.describe()}{overlong}"))
+    for source in [*prompts.sources, *prompts.heldout]:
+        for complaint in source.complaints:
+            parts.progress.warn(escape(complaint))
 
 
 def due(step: int, every: int) -> bool:

@@ -11,6 +11,8 @@ Alignment rule: entry t of a per-token array speaks of `tokens[..., t]`, and
 
 import dataclasses
 import math
+import re
+import unicodedata
 from typing import Any
 
 import jax
@@ -19,8 +21,28 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 SHOWN_OF_BROKEN = 200  # characters
+_BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # and the signs that only say where mathematics begins
 
 # --- host, ragged ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question with its answer, as its source has it; what a source lacks is empty."""
+
+    id: str
+    text: str
+    answer: str
+    source: str
+    subject: str = ""
+    level: str = ""
+    solution: str = ""  # worked, as few-shot examples show it
+    metadata: str = ""  # JSON, for a source that scores answers itself
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for texts that differ only in case, blanks and dollar signs."""
+        return _BLANKS.sub("", unicodedata.normalize("NFKC", self.text)).casefold()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +57,10 @@ class Prompt:
     source: str
     subject: str = ""  # where the data says it
     level: str = ""
+    problem: str = ""  # without the template
+    metadata: str = ""  # the problem's
+    truncated: bool = False  # its start was cut off
+    skipped: int = 0  # places of the order passed over just before it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pathlib
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from dapo_jax.chat import ChatTemplate, read_chat_template
 from dapo_jax.settings import ConfigError
 
 VOCAB_MULTIPLE = 32
@@ -20,12 +21,20 @@ class Tokenizer:
     Attributes:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
         pad_id: fills the places that no token uses.
+        chat: the model's chat template, where it has one.
     """
 
-    def __init__(self, backend: Backend, end_ids: tuple[int, ...], pad_id: int):
+    def __init__(
+        self,
+        backend: Backend,
+        end_ids: tuple[int, ...],
+        pad_id: int,
+        chat: ChatTemplate | None = None,
+    ):
         self.backend = backend
         self.end_ids = end_ids
         self.pad_id = pad_id
+        self.chat = chat
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special tokens added."""
@@ -59,7 +68,8 @@ class Tokenizer:
             )
         end_ids = tuple(end) if isinstance(end, list) else (end,)
         pad = settings.get("pad_token_id")
-        return cls(Backend.from_file(str(path)), end_ids, end_ids[0] if pad is None else pad)
+        pad_id = end_ids[0] if pad is None else pad
+        return cls(Backend.from_file(str(path)), end_ids, pad_id, read_chat_template(folder))
 
 
 PAD, END = "<|pad|>", "<|end|>"

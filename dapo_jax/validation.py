@@ -25,13 +25,14 @@ AT_LEAST_ZERO = (
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread critic.pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
-    "log.show_group_every_steps data.heldout_problems"
+    "log.show_group_every_steps data.heldout_problems data.bad_rows_limit"
 ).split()
 POSITIVE = (
     "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
     "algorithm.preference_beta compute.logprob_chunk_tokens "
-    "compute.scan_unroll data.train_problems data.max_prompt_tokens rollout.prompts_per_step "
-    "rollout.samples_per_prompt rollout.updates_per_rollout rollout.max_sample_rounds "
+    "compute.scan_unroll data.train_problems data.few_shot data.max_prompt_tokens "
+    "rollout.prompts_per_step rollout.samples_per_prompt rollout.updates_per_rollout "
+    "rollout.max_sample_rounds "
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
     "reward.timeout_seconds reward.max_kills optimizer.learning_rate optimizer.max_grad_norm "
@@ -152,6 +153,9 @@ def validate(config: Config | SftConfig) -> None:
         )
     else:
         _check_terms("data", config.data)
+        template, system = config.data.template, config.data.system_prompt
+        allowed = f"empty with data.template = {template!r}, which does not show it"
+        require(template == "chat" or not system, "data.system_prompt", system, allowed)
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)
         check_algorithm(config)

@@ -62,6 +62,10 @@ BAD = [
         ["trained_responses", "'all'", "'correct'", "imitates wrong"],
     ),
     (["--config.data.template=dapo"], ["reward.verifier", "final_number", "dapo"]),
+    (["--config.data.source=gsm8k=0"], ["data.source", "gsm8k=0", "above 0"]),
+    (["--config.data.heldout_source=a,a"], ["data.heldout_source", "a,a", "each once"]),
+    (["--config.data.system_prompt=Hi"], ["data.system_prompt", "Hi", "empty", "none"]),
+    (["--config.data.few_shot=0"], ["data.few_shot", "0", "above 0"]),
 ]
 
 

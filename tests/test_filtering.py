@@ -54,7 +54,7 @@ class ScriptedPool:
     def __init__(self, right):
         self._right, self._seen = right, {}
 
-    def submit(self, prompt, response, answer):
+    def submit(self, prompt, response, answer, source, metadata):
         index = self._current
         self._seen[index] = self._seen.get(index, 0) + 1
         future = Future()
@@ -62,7 +62,9 @@ class ScriptedPool:
         return future
 
 
-def run(right, *, wanted=4, bursts=lambda i: 1, algorithm=None, fraction=0.5, **rollout):
+def run(
+    right, *, wanted=4, bursts=lambda i: 1, algorithm=None, fraction=0.5, prompts=None, **rollout
+):
     config = Config(
         algorithm=algorithm or algorithms.dapo(),
         data=Data(train_problems=100),
@@ -70,7 +72,7 @@ def run(right, *, wanted=4, bursts=lambda i: 1, algorithm=None, fraction=0.5, **
             prompts_per_step=wanted, samples_per_prompt=2, updates_per_rollout=1, **rollout
         ),
     )
-    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
+    prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
     sampler, pool = ScriptedSampler(bursts), ScriptedPool(right)
     decode = sampler.decode_burst
 
@@ -157,19 +159,20 @@ def test_an_interruption_takes_effect_between_bursts():
 
 
 def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
-    config = Config(
-        algorithm=algorithms.grpo(),
-        data=Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop"),
-        rollout=Rollout(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=1),
-    )
-    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
-    dropped = 0
-    for _ in range(3):
-        sampler, pool = ScriptedSampler(lambda i: 1), ScriptedPool(lambda i: 1)
-        pool._current = 0
-        collected = collect(config, prompts, sampler, Judge(config, pool), 0.5)
-        dropped += collected.dropped_prompts
+    data = Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop")
+    prompts = PromptStream(data, 0, arithmetic_tokenizer())
+    collected = [run(lambda i: 1, prompts=prompts)[0] for _ in range(3)]
+    assert all(one.asked_prompts > 4 for one in collected)  # the surplus is asked for again
+    dropped = sum(one.dropped_prompts for one in collected)
     assert prompts.position == 12 + dropped and dropped > 0
+
+
+def test_truncated_prompts_are_counted_where_they_are_used():
+    data = Data(train_problems=100, max_prompt_tokens=9)
+    prompts = PromptStream(data, 0, arithmetic_tokenizer())
+    collected = run(lambda i: 1, prompts=prompts)[0]
+    cut = sum(group.prompt.truncated for group in collected.groups)
+    assert collected.truncated_prompts == cut > 0 == collected.dropped_prompts
 
 
 def test_collection_repeats_itself():

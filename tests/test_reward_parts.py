@@ -130,7 +130,7 @@ def test_a_function_is_given_the_prompt_the_response_and_the_answer(write_module
     pool = RewardPool(Reward(parts="own:of_all_texts=1"))
     verdict = pool.submit("four", "sixsix", "7").result()
     pool.close()
-    assert verdict.parts == {"own:of_all_texts": 461.0}
+    assert verdict.parts == {"own:of_all_texts": 461.0, "gym": 0.0}
 
 
 FAILURES = [
@@ -165,7 +165,7 @@ def test_a_failing_function_leaves_the_verdict_alone(write_module):
     pool = RewardPool(Reward(parts="own:fussy=1"))
     verdict = pool.submit("", "raise #### 7", "7").result()
     pool.close()
-    assert verdict.correct and verdict.extracted == "7" and verdict.parts == {}
+    assert verdict.correct and verdict.extracted == "7" and verdict.parts == {"gym": 1.0}
 
 
 # --- ready parts ----------------------------------------------------------------------------

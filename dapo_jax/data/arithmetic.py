@@ -7,28 +7,18 @@ Some examples ramble: they start the chain over instead of answering, which trun
 Everything about item i of a split is drawn from the key (seed, split, i) alone.
 """
 
-import dataclasses
 import zlib
 
 import numpy as np
 
 from dapo_jax.config import Data, Examples
+from dapo_jax.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)
 # How often a worked example gets `a + digit` wrong, by the digit.
 STEP_ERROR = (0.0, 0.05, 0.07, 0.1, 0.15, 0.2, 0.27, 0.38, 0.48, 0.6)
 RAMBLE_SHARE = 0.2  # chance to start over, after each finished chain
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A question, its answer, and where it came from."""
-
-    id: str
-    text: str
-    answer: str
-    source: str
 
 
 def _is_heldout(text: str) -> bool:

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from dapo_jax.hooks import resolve
 from dapo_jax.settings import ConfigError, require
 
-OF_THE_TRAINER = ("rule", "format", "repetition", "model")  # need tokens, verdicts or the devices
+GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
+OF_THE_TRAINER = (
+    "rule",
+    "format",
+    "repetition",
+    "model",
+    GYM,
+)  # need tokens, verdicts or the devices
 
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re.DOTALL)
 

@@ -32,7 +32,10 @@ class Judge:
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Hands the responses to the workers."""
-        verdicts = [self._pool.submit(prompt.text, c.text, prompt.answer) for c in completions]
+        verdicts = [
+            self._pool.submit(prompt.text, c.text, prompt.answer, prompt.source, prompt.metadata)
+            for c in completions
+        ]
         return Pending(prompt, completions, verdicts)
 
     def groups(self, pending: list[Pending]) -> list[Group]:

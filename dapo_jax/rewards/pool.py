@@ -1,11 +1,12 @@
 """Reward workers: threads that judge, and processes that can be killed for what is dangerous."""
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.config import Reward
-from dapo_jax.rewards.functions import OF_THE_TRAINER, worker_parts
+from dapo_jax.rewards.functions import GYM, OF_THE_TRAINER, worker_parts
 from dapo_jax.rewards.process import WorkerProcess
 from dapo_jax.rewards.remote import Memory, RemoteAlgebra
 from dapo_jax.rewards.verifier import VERIFIERS
@@ -15,39 +16,41 @@ TRIES = 2  # a verdict must not depend on one worker's bad luck
 
 
 class _Desk:
-    """What one thread of the pool judges with: algebra, and a process for the user's parts."""
+    """What one thread of the pool judges with: algebra, and processes for the functions of others.
 
-    def __init__(self, reward: Reward, memory: Memory):
-        self.algebra = RemoteAlgebra(memory)
-        self._names = [name for name in reward.weights() if name not in OF_THE_TRAINER]
-        self._parts: WorkerProcess | None = None
-        self._closed, self.kills = False, 0
+    Attributes:
+        kills: workers that had to be killed, those of the algebra aside.
+    """
 
-    def parts_of(self, job: dict, seconds: float) -> dict:
-        """`Verdict` fields of the parts that a worker computes. Never raises."""
-        problem = ""
-        for _ in range(TRIES if self._names else 0):
+    def __init__(self, memory: Memory):
+        self.algebra, self.kills = RemoteAlgebra(memory), 0
+        self._processes: dict[tuple[str, ...], WorkerProcess] = {}
+        self._closed = False
+
+    def ask(self, kind: tuple[str, ...], job: dict, seconds: float) -> dict:
+        """The reply of that kind of worker. Raises TimeoutError, OSError or ValueError."""
+        for last in range(TRIES - 1, -1, -1):
             try:
-                if self._parts is None and not self._closed:
-                    self._parts = WorkerProcess("parts", *self._names)
                 if self._closed:
                     raise OSError("closed")
-                return self._parts.ask(job, time.monotonic() + seconds)
-            except (TimeoutError, OSError, ValueError) as error:
-                problem = f"{self._names[0]}: {type(error).__name__}: {error}"
-                self._drop()
-        return {"broken": problem} if self._names else {}
-
-    def _drop(self) -> None:
-        process, self._parts = self._parts, None
-        if process is not None:
-            self.kills += 1
-            process.kill()
+                if kind not in self._processes:
+                    self._processes[kind] = WorkerProcess(*kind)
+                    if self._closed:  # while it was starting: `close` could not know of it
+                        raise OSError("closed")
+                return self._processes[kind].ask(job, time.monotonic() + seconds)
+            except (TimeoutError, OSError, ValueError):
+                process = self._processes.pop(kind, None)
+                if process is not None:
+                    self.kills += 1
+                    process.kill()
+                if not last:
+                    raise
+        raise AssertionError
 
     def close(self) -> None:
         self._closed = True
         self.algebra.close()
-        if (process := self._parts) is not None:
+        for process in list(self._processes.values()):
             process.kill()
 
 
@@ -61,6 +64,7 @@ class RewardPool:
         worker_parts(list(reward.weights()))  # a wrong name stops here, not in a worker
         self._reward, self._own, self._memory = reward, threading.local(), Memory()
         self._verify = VERIFIERS[reward.verifier]
+        self._names = [name for name in reward.weights() if name not in OF_THE_TRAINER]
         self._lock, self._desks, self._closed = threading.Lock(), [], False
         self._most_kills = reward.max_kills
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
@@ -75,30 +79,60 @@ class RewardPool:
         """A new budget of kills."""
         self._most_kills = self.kills + self._reward.max_kills
 
-    def submit(self, prompt: str, response: str, answer: str) -> Future[Verdict]:
-        """The verdict on one response, later. Never fails: what went wrong is in the verdict."""
-        return self._threads.submit(self._judge, prompt, response, answer)
+    def submit(
+        self, prompt: str, response: str, answer: str, source: str = "", metadata: str = ""
+    ) -> Future[Verdict]:
+        """The verdict on one response, later. Never fails: what went wrong is in the verdict.
 
-    def _judge(self, prompt: str, response: str, answer: str) -> Verdict:
-        desk, seconds = self._desk(), self._reward.timeout_seconds
-        known = desk.algebra.asked, desk.algebra.remembered
-        correct, extracted, how, failure = False, None, "failed", None
+        Args:
+            source, metadata: of a problem with a scorer of its own.
+        """
+        job = {"prompt": prompt, "response": response, "answer": answer}
+        return self._threads.submit(self._judge, job, source, metadata)
+
+    def _judge(self, job: dict[str, str], source: str, metadata: str) -> Verdict:
+        desk = self._desk()
+        verdict = self._verify_with(desk, job)
+        if metadata:
+            verdict = self._score_with(desk, verdict, source, metadata)
+        parts, broken = {GYM: float(verdict.correct)} | verdict.parts, None
+        if self._names:
+            try:
+                reply = desk.ask(("parts", *self._names), job, self._reward.timeout_seconds)
+                parts, broken = parts | reply["parts"], reply.get("broken")
+            except (TimeoutError, OSError, ValueError) as error:
+                broken = f"{self._names[0]}: {type(error).__name__}: {error}"
+        return dataclasses.replace(verdict, parts=parts, broken=broken)
+
+    def _verify_with(self, desk: _Desk, job: dict[str, str]) -> Verdict:
+        algebra = desk.algebra
+        asked, remembered = algebra.asked, algebra.remembered
+        algebra.allowed = self.kills < self._most_kills
+        algebra.deadline = time.monotonic() + self._reward.timeout_seconds
         try:
-            desk.algebra.allowed = self.kills < self._most_kills
-            desk.algebra.deadline = time.monotonic() + seconds
-            correct, extracted, how = self._verify(response, answer, desk.algebra)
+            correct, extracted, how = self._verify(job["response"], job["answer"], algebra)
         except Exception as error:  # a verifier's bug costs a response, never the run
-            failure = f"{type(error).__name__}: {error}"
+            return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")
         if extracted is not None:
-            asked, remembered = desk.algebra.asked, desk.algebra.remembered
-            how = "algebra" if asked > known[0] else "direct"
-            how = "remembered" if how == "direct" and remembered > known[1] else how
-        parts = desk.parts_of({"prompt": prompt, "response": response, "answer": answer}, seconds)
-        return Verdict(correct, extracted, failure, decided=how, **parts)
+            how = "remembered" if algebra.remembered > remembered else "direct"
+            how = "algebra" if algebra.asked > asked else how
+        return Verdict(correct, extracted, decided=how)
+
+    def _score_with(self, desk: _Desk, verdict: Verdict, source: str, metadata: str) -> Verdict:
+        """The verdict of the problem's own scorer on the answer that was found."""
+        job = {"source": source, "metadata": metadata, "answer": verdict.extracted}
+        try:
+            reply = desk.ask(("gym",), job, self._reward.timeout_seconds)
+        except (TimeoutError, OSError, ValueError) as error:
+            reply = {"score": 0.0, "failure": f"{type(error).__name__}: {error}"}
+        score, failure = reply["score"], reply.get("failure")
+        how = verdict.decided if verdict.extracted is None else "scorer"
+        how = "failed" if failure else how
+        return Verdict(score >= 1, verdict.extracted, failure, parts={GYM: score}, decided=how)
 
     def _desk(self) -> _Desk:
         if getattr(self._own, "desk", None) is None:
-            self._own.desk = _Desk(self._reward, self._memory)
+            self._own.desk = _Desk(self._memory)
             with self._lock:
                 self._desks.append(self._own.desk)
                 if self._closed:

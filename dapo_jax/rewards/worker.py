@@ -2,6 +2,7 @@
 
 python -m dapo_jax.rewards.worker algebra         equality of what a model wrote
 python -m dapo_jax.rewards.worker parts NAMES     reward functions, the user's among them
+    python -m dapo_jax.rewards.worker gym             scorers of reasoning-gym
 """
 
 import json
@@ -83,6 +84,17 @@ def make_parts(names: list[str]) -> Callable[[dict], dict]:
     return answer
 
 
+def score_gym(job: dict) -> dict:
+    """Answers `{"source", "metadata", "answer"}` with the score of the task's own scorer."""
+    from dapo_jax.data.gym import PREFIX, gym_score
+
+    task = job["source"].removeprefix(PREFIX)
+    try:
+        return {"score": gym_score(task, job["metadata"], job["answer"])}
+    except Exception as error:  # some scorers raise where an answer is junk
+        return {"score": 0.0, "failure": repr(error)[:200]}
+
+
 def main() -> None:
     """Serves standard input until it closes.
 
@@ -95,7 +107,8 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     kind, *names = sys.argv[1:]
-    answer = make_algebra() if kind == "algebra" else make_parts(names)
+    makers = {"algebra": make_algebra, "gym": lambda: score_gym, "parts": lambda: make_parts(names)}
+    answer = makers[kind]()
     exit_with_parent()
     output.write(READY)
     output.flush()

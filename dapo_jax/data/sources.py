@@ -1,0 +1,197 @@
+"""What `data.source` and `data.heldout_source` name: generated tasks, and files of problems.
+
+No training problem is a held-out problem, by `Problem.fingerprint`. Files are cleared of them
+here; of generated problems each is looked at when its turn comes.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+
+from dapo_jax.config import Data
+from dapo_jax.data import arithmetic, gym
+from dapo_jax.data.files import READERS, Loaded, find_files, read_problems
+from dapo_jax.settings import ConfigError, require
+from dapo_jax.structs import Problem
+
+
+class GymProblems:
+    """The problems of a reasoning-gym task, by index; the held-out ones follow the others."""
+
+    def __init__(self, field: str, task: str, data: Data, split: str, seed: int):
+        self._task, self._first = task, data.train_problems if split == "heldout" else 0
+        self._length = data.heldout_problems if split == "heldout" else data.train_problems
+        size = data.train_problems + data.heldout_problems
+        self._items = gym.open_task(field, task, seed, size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        place = self._first + int(index)
+        item, source = self._items[place], gym.PREFIX + self._task
+        return Problem(
+            id=f"{source}-{place}",
+            text=item["question"].strip(),
+            answer=str(item["answer"]),
+            source=source,
+            subject=self._items.category,
+            metadata=gym.pack_item(item),
+        )
+
+
+# (data settings, split 'train' or 'heldout', seed) -> problems by index
+Generator = Callable[[Data, str, int], Sequence[Problem]]
+GENERATORS: dict[str, Generator] = {"arithmetic": arithmetic.Problems}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The problems of one name.
+
+    Attributes:
+        counts: what became of the rows of its files; empty where problems are generated.
+        complaints: its first malformed rows, by file and line.
+    """
+
+    name: str
+    problems: Sequence[Problem]
+    weight: float = 1.0
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    complaints: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """How many problems, and what else its rows were."""
+        text = f"{self.name}: {len(self.problems):,} problems"
+        if not self.counts:
+            return text
+        others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
+        return f"{text} of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
+
+
+def parse_sources(field: str, text: str) -> dict[str, float]:
+    """Weight by name, 1 where none is given. Raises `ConfigError` for text that says none."""
+    found: dict[str, float] = {}
+    entries = text.split(",")
+    for entry in entries:
+        name, separator, number = entry.rpartition("=")
+        try:
+            weight = float(number) if separator else 1.0
+        except ValueError:  # the sign belongs to a path
+            name, weight = entry, 1.0
+        found[(name if separator else entry).strip()] = weight
+    require(
+        len(found) == len(entries)
+        and "" not in found
+        and all(weight > 0 and math.isfinite(weight) for weight in found.values()),
+        field,
+        text,
+        "names or paths, comma-separated, each once; =WEIGHT behind one must be above 0",
+    )
+    return found
+
+
+def _generator(field: str, name: str) -> Generator | None:
+    if name.startswith(gym.PREFIX):
+        return functools.partial(GymProblems, field, name.removeprefix(gym.PREFIX))
+    return GENERATORS.get(name)
+
+
+def _load(field: str, name: str, data: Data, split: str) -> Loaded:
+    paths = find_files(field, name, data.folder, split)
+    path = pathlib.PurePath(name)
+    short = path.stem if path.suffix in READERS else path.name
+    loaded = read_problems(paths, short, data.bad_rows_limit)
+    if not loaded.problems:
+        raise ConfigError(f"config.{field} = {name!r}: not one of its rows is a problem")
+    return loaded
+
+
+def _take_off(name: str, problems: Sequence[Problem], count: int) -> list[Problem]:
+    """The `count` problems with the smallest hash: the same whatever the seed and the order."""
+    require(
+        count < len(problems),
+        "data.heldout_problems",
+        count,
+        f"below the {len(problems)} problems of {name!r}, from which they are taken",
+    )
+
+    def order(place: int) -> bytes:
+        return hashlib.blake2b(problems[place].fingerprint.encode()).digest()
+
+    places = sorted(range(len(problems)), key=order)[:count]
+    return [problems[i] for i in sorted(places)]
+
+
+def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
+    """`total` split by weight, whole."""
+    ends, before, shares = 0.0, 0, {}
+    for name, weight in weights.items():
+        ends += weight
+        after = round(total * ends / sum(weights.values()))
+        shares[name], before = after - before, after
+    return shares
+
+
+def heldout_sources(data: Data, seed: int) -> list[Source]:
+    """What is evaluated and never trained on.
+
+    Without `data.heldout_source` a generated source gives problems of its held-out split, and
+    files give some of theirs, in shares by weight. Raises `ConfigError`.
+    """
+    if data.heldout_problems == 0:
+        return []
+    own = not data.heldout_source
+    field = "data.source" if own else "data.heldout_source"
+    weights = parse_sources(field, data.source if own else data.heldout_source)
+    sources = []
+    for name, count in _shares(data.heldout_problems, weights).items():
+        generator = _generator(field, name)
+        if generator:
+            share = dataclasses.replace(data, heldout_problems=count)
+            sources.append(Source(name, generator(share, "heldout", seed)))
+        elif own:
+            loaded = _load(field, name, data, "train")
+            sources.append(Source(name, _take_off(name, loaded.problems, count)))
+        else:
+            loaded = _load(field, name, data, "test")
+            sources.append(Source(name, loaded.problems, 1.0, loaded.counts, loaded.complaints))
+    return sources
+
+
+def every_problem(sources: Sequence[Source]) -> list[Problem]:
+    """Their problems in one list, in a fixed order."""
+    return [s.problems[i] for s in sources for i in range(len(s.problems))]
+
+
+def training_sources(data: Data, seed: int, heldout: set[str]) -> list[Source]:
+    """What is trained on: of files, what has none of the `heldout` fingerprints.
+
+    Of a problem in the files of several sources the first keeps it. Raises `ConfigError`.
+    """
+    sources, taken, field = [], set(heldout), "data.source"
+    for name, weight in parse_sources(field, data.source).items():
+        generator = _generator(field, name)
+        if generator:
+            sources.append(Source(name, generator(data, "train", seed), weight))
+            continue
+        loaded = _load(field, name, data, "train")
+        prints = [problem.fingerprint for problem in loaded.problems]
+        pairs = zip(loaded.problems, prints, strict=True)
+        problems = tuple(problem for problem, own in pairs if own not in taken)
+        held = sum(own in heldout for own in prints)
+        counts = loaded.counts.copy()
+        counts.update({"held out": held, "repeats": len(prints) - len(problems) - held})
+        taken.update(prints)
+        if not problems:
+            raise ConfigError(
+                f"config.data.source = {name!r}: every problem is held out or in another source"
+            )
+        sources.append(Source(name, problems, weight, counts, loaded.complaints))
+    return sources
