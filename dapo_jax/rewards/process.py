@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+LONGEST_WAIT_SECONDS = 3600.0  # more than this is a deadline that was never set
 START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
 
 
@@ -56,7 +57,9 @@ class WorkerProcess:
             waiting.register(pipe, select.POLLIN)
         for pipe in writable:
             waiting.register(pipe, select.POLLOUT)
-        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not waiting.poll(
+            1000 * min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_SECONDS)
+        ):
             raise TimeoutError("no answer in time")
 
     def kill(self) -> None:
