@@ -18,6 +18,8 @@ _BOX_END = re.compile(r"(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOXED = re.compile(r"[-+]?(?:\\[A-Za-z]+|[\w.,/%]+)")
 _LABEL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)\**")
+# Words and signs that begin what follows and are no part of it.
+_OPENING = re.compile(r"(?:therefore|thus|hence|simply|just)\b:?\s*|(?:\$\$|\\\[)[ \t]*\n\s*")
 _FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)?\**")
 
 
@@ -76,7 +78,10 @@ def _last_tag(text: str) -> Extraction | None:
 
 def _rest_of_line(text: str, start: int) -> str:
     """What follows on the line, or the next line that holds anything."""
-    rest = text[start : start + 2 * LONGEST_ANSWER].lstrip(" \t:\r\n").split("\n", 1)[0].strip()
+    rest = text[start : start + 2 * LONGEST_ANSWER].lstrip(" \t:\r\n")
+    while (opening := _OPENING.match(rest)) is not None:
+        rest = rest[opening.end() :]
+    rest = rest.split("\n", 1)[0].strip()
     if rest.count("**") % 2:  # emphasis that began before the label
         rest = rest.removesuffix("**") if rest.endswith("**") else rest.removeprefix("**")
     return rest

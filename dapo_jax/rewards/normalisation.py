@@ -151,6 +151,7 @@ _UNITS_CONSTANTS = re.compile(r"\\text\{\s*(e|i|d|pi)\s*\}")
 _TEXT_FUNCTIONS = re.compile(r"\\text\{\s*(sin|cos|tan|log|ln|exp|arcsin|arccos|arctan|gcd)\s*\}")
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*per\s?cent\s*\}|\bper\s?cent\b)")
 _TEXT_SIGN = re.compile(r"\\text\{([^A-Za-z{}]*)\}")
+_BOLD_NUMBER = re.compile(r"\\mathbf\{([-\d. ]+)\}")  # blanks between letters don't show in math
 _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
@@ -213,7 +214,7 @@ def unwrap(text: str) -> str:
 def normalise(text: str) -> str:
     """The one spelling of an answer."""
     text = plain_characters(text)
-    text = unwrap(text)
+    text = unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text))
     for pattern in (_THOUSANDS_BRACES, _THOUSANDS_THIN, _THOUSANDS_NARROWED):
         text = pattern.sub(",", text)
     text = _DROPPED.sub(" ", text)
