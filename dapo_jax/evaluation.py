@@ -20,7 +20,7 @@ from dapo_jax.filtering import Interrupted
 from dapo_jax.parts import Parts, build
 from dapo_jax.responses import ResponseFile, responses_of
 from dapo_jax.rewards.judge import Pending
-from dapo_jax.rewards.remote import is_equivalent
+from dapo_jax.rewards.remote import same_answer
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
 from dapo_jax.scores import Report, Response, make_report
 from dapo_jax.settings import leaves, require
@@ -66,6 +66,7 @@ def sample_responses(
         sampler.submit_each(prompt, samples)
     pending: list[Pending] = []
     while not sampler.idle and not interrupted():
+        judge.begin_step()  # a budget of failures each, as long as an evaluation may be
         pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
         judged, pending = split_judged(pending)
         for group in judge.groups(judged):
@@ -90,7 +91,7 @@ def sample_heldout(
 
 def report_on(responses: Sequence[Response], config: Config) -> Report:
     """Their scores, with the config's seed for the bootstrap."""
-    return make_report(responses, is_equivalent, config.seed)
+    return make_report(responses, same_answer, config.seed)
 
 
 def heldout_metrics(report: Report) -> dict[str, float]:

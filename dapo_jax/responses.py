@@ -92,7 +92,9 @@ class ResponseFile:
         if not begun.exists():
             begun.with_suffix(".tmp").write_text(json.dumps(settings, indent=2))
             os.replace(begun.with_suffix(".tmp"), begun)
-        self.responses = {(one.index, one.sample): one for one in _read(self.path)}
+        # A verdict that a worker could not finish is asked for again.
+        finished = (one for one in _read(self.path) if one.failure is None)
+        self.responses = {(one.index, one.sample): one for one in finished}
         self.tidy()
 
     def append(self, response: Response) -> None:

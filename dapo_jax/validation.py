@@ -97,6 +97,15 @@ def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budge
     )
 
 
+def _check_heldout(data: Data) -> None:
+    require(
+        not data.heldout_source or data.heldout_problems > 0,
+        "data.heldout_problems",
+        data.heldout_problems,
+        "above 0 with data.heldout_source, which is kept out of training and evaluated whole",
+    )
+
+
 def _check_reward(config: Config) -> None:
     reward, weights = config.reward, config.reward.weights()
     require(
@@ -158,5 +167,6 @@ def validate(config: Config | SftConfig) -> None:
         require(template == "chat" or not system, "data.system_prompt", system, allowed)
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)
+        _check_heldout(config.data)
         check_algorithm(config)
         _check_reward(config)

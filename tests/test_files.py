@@ -259,3 +259,11 @@ def test_buckets_are_read_like_folders(folder, monkeypatch):
         assert len(loaded.problems) == 5 and loaded.counts["repeats"] == 5
     paths = find_files("data.source", "aime24", "gs://bucket", "test")
     assert load(*paths).problems[0].text == "aime24_test.jsonl"
+
+
+def test_one_gold_written_in_two_ways_is_no_conflict(tmp_path):
+    rows = [{"problem": "P", "answer": a} for a in ("1/2", r"\frac{1}{2}", "0.5", "0.50")]
+    write_lines(tmp_path / "set.jsonl", [*rows, {"problem": "Q", "answer": "1"}])
+    loaded = read_problems((str(tmp_path / "set.jsonl"),), "set", 0)
+    assert len(loaded.problems) == 2
+    assert loaded.counts["repeats"] == 3 and not loaded.counts["conflicts"]

@@ -16,6 +16,8 @@ from etils import epath
 from pyarrow import parquet
 
 from dapo_jax.data.formats import MalformedRow, NoAnswer, read_row
+from dapo_jax.rewards.normalisation import normalise
+from dapo_jax.rewards.numerals import read_number
 from dapo_jax.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
@@ -114,6 +116,15 @@ def _rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path} can't be read: {error}") from None
 
 
+def _same_gold(left: str, right: str) -> bool:
+    """Whether two golds are one, however written; in doubt they are not."""
+    if left == right:
+        return True
+    left, right = normalise(left), normalise(right)
+    number = read_number(left)
+    return left == right or number is not None and number == read_number(right)
+
+
 class _Collector:
     """Rows to unique problems, with what was wrong on the way."""
 
@@ -148,7 +159,7 @@ class _Collector:
         first = self._problems.setdefault(key, problem)
         if first is problem:
             return
-        if first.answer == problem.answer:
+        if _same_gold(first.answer, problem.answer):
             self._counts["repeats"] += 1
             return
         self._counts["conflicts"] += 1

@@ -10,12 +10,14 @@ import mpmath
 import sympy
 from mpmath import mp
 
-from dapo_jax.rewards.expressions import Refused, literal_digits
+from dapo_jax.rewards.bounded import Refused
+from dapo_jax.rewards.expressions import literal_digits
 
 DIGITS, GUARD_DIGITS = 50, 15
 LARGEST_MAGNITUDE = 10_000  # decimal digits before or behind the point of anything evaluated
 LARGEST_ANGLE = 10**6
 POINTS, ENOUGH_POINTS = 6, 3
+WHOLE_POINTS = (*range(130), 625, 1_000, 12_345, 99_999)
 
 _FUNCTIONS = {
     sympy.sin: mpmath.sin,
@@ -37,6 +39,7 @@ _FUNCTIONS = {
     sympy.factorial: mpmath.factorial,
     sympy.floor: mpmath.floor,
     sympy.ceiling: mpmath.ceil,
+    sympy.binomial: mpmath.binomial,
     sympy.re: mpmath.re,
     sympy.im: mpmath.im,
     sympy.arg: mpmath.arg,
@@ -118,8 +121,14 @@ def is_zero(expression: sympy.Expr) -> bool:
             return evaluate(expression, {}) == 0
         except _UNDEFINED:
             return False
+    stepped, points = expression.has(sympy.floor, sympy.ceiling), list(_points(symbols))
+    if stepped:  # equal near 0 says nothing of such
+        if len(symbols) > 1:
+            return False
+        whole = [{symbols[0]: mpmath.mpf(n)} for n in WHOLE_POINTS]
+        points = whole if str(symbols[0]) in "nmkNpq" else whole + points
     tried = 0
-    for point in _points(symbols):
+    for point in points:
         try:
             value = evaluate(expression, point)
         except _UNDEFINED:

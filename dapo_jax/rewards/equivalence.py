@@ -18,11 +18,18 @@ LONGEST_COMPARED, LONGEST_NAME, MOST_ITEMS = 2_000, 200, 64  # characters; membe
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
 REALS = r"\mathbbR"  # compact
-_NAME = r"(?:\\?[A-Za-z]+|\\(?:text|mathbf)\{[^{}]*\}|\\angle ?[A-Z]+)(?:_ ?(?:\{[^{}]*\}|\w))?'*"
+_GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|Delta|Omega|ell"
+# Possessive throughout: a long run of names must not be read in exponentially many ways.
+_NAME = (
+    rf"(?:\\angle ?[A-Z]{{1,3}}+|\\(?:{_GREEK})(?![A-Za-z])|\\(?:text|mathbf)\{{[^{{}}]*+\}}"
+    r"|(?<![\\A-Za-z])[A-Za-z]++)(?:_ ?(?:\{[^{}]*+\}|\w))?+'*+"
+)
+_ARGUMENT = rf"(?:{_NAME}|\d++)"
 _VARIABLE = re.compile(
-    rf"{_NAME}(?: ?\( ?{_NAME}(?: ?, ?{_NAME})* ?\))?(?: {_NAME})*|\|[A-Z]{{1,3}}\|"
+    rf"{_NAME}(?: ?\( ?{_ARGUMENT}(?: ?, ?{_ARGUMENT})*+ ?\))?+(?: {_NAME})*+|\|[A-Z]{{1,3}}\|"
     r"|\\(?:overline|widehat)\{[A-Z]+\}"
 )
+_DENIALS = {"not", "never", "no", "isn", "neither"}
 _NUMERIC_NAMES = {r"\pi", "e", "i", r"\infty"}
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _NO_WORDS = set(
@@ -32,6 +39,7 @@ _NO_WORDS = set(
 _SHORT_WORDS = {"no", "on", "is", "it", "if", "an", "at", "or", "of", "to", "up", "so"}
 _TEXT = re.compile(r"\\(?:text|mathbf) ?\{([^{}]*)\}")
 _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
+_OPERATORS = re.compile(r"[\\^_=+*/<>|]")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 
 
@@ -52,9 +60,23 @@ def compact(text: str) -> str:
 
 
 def words_of(text: str) -> str:
-    """The text as words: no commands, braces or case."""
+    """The text as words: no commands and no braces."""
     text = _TEXT.sub(r" \1 ", text)
-    return " ".join(re.sub(r"[{}\\$~]", " ", text).lower().split()).strip(" .,;:!")
+    return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
+
+
+def _same_words(mine: str, gold: str) -> bool:
+    """Capitals don't count, save inside short tokens that may be a product of letters."""
+    if mine.lower() != gold.lower():
+        return False
+    pairs = zip(mine.split(), gold.split(), strict=True)
+    return all(a == b or len(a) > 3 or _is_written(a) and _is_written(b) for a, b in pairs)
+
+
+def _is_written(word: str) -> bool:
+    return word in (word.lower(), word.title(), word.upper()) and bool(
+        set(word.lower()) & set("aeiouy")
+    )
 
 
 def has_words(text: str) -> bool:
@@ -62,6 +84,8 @@ def has_words(text: str) -> bool:
     if any(re.search(r"[A-Za-z]{2}", inner) for inner in _TEXT.findall(text)):
         return True
     bare = _TEXT.sub(" ", text)
+    if _OPERATORS.search(bare):
+        return False
     if bare.strip(" {}").lower() in _SHORT_WORDS:
         return True
     return any(word.lower() not in _NO_WORDS for word in _WORD.findall(bare))
@@ -88,6 +112,10 @@ class _Comparison:
             return self._same_value(mine.text, gold.text)
         if mine.kind == "value" and gold.kind == "list" and "," in mine.text:
             mine = Node("list", mine.text, tuple(map(read, mine.text.split(","))))  # 100,200
+        named, wanted = _names(mine), _names(gold)
+        if len(named) != len(wanted) and max(len(named), len(wanted)) > 1:
+            # m = 2, n = 3 is not 3, 2; nor is x = 2, 3 any of them
+            return not (named and wanted) and self._in_order(mine.items, gold.items)
         return self._as_sets(_items(mine), _items(gold))
 
     def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
@@ -112,7 +140,7 @@ class _Comparison:
                 return self.same(named[1], wanted[1])
             if len(mine.items) == len(gold.items) == 2:
                 return self._algebra.same_equation(mine.text, gold.text)
-            return self._in_order(mine.items[-1:], gold.items[-1:]) and bool(named and wanted)
+            return False
         if mine.kind != "relation" and gold.kind != "relation":
             return self.same(mine, gold)
         relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
@@ -141,9 +169,11 @@ class _Comparison:
                 mine_value, mine_unit = split_unit(mine, trusted=True)
             if mine_unit and gold_unit and mine_unit != gold_unit:
                 return False
+            if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # one behind another
+                return False
             return self.same(read(mine_value), read(gold_value))
         if has_words(mine) or has_words(gold):
-            return words_of(mine) == words_of(gold)
+            return _same_words(words_of(mine), words_of(gold))
         return self._algebra.same_value(mine, gold)
 
 
@@ -163,6 +193,12 @@ def _without_membership(node: Node) -> Node:
     return node.items[1] if inside and _is_variable(node.items[0]) else node
 
 
+def _names(node: Node) -> set[str]:
+    """Variables that the members of a list are the values of."""
+    found = [_assigned(item) for item in node.items if item.kind == "relation"]
+    return {compact(one[0]) for one in found if one}
+
+
 def _is_region(node: Node) -> bool:
     if node.kind in _REGIONS or node.kind == "relation" and _INEQUALITIES & set(node.marks):
         return True
@@ -176,12 +212,17 @@ def _is_variable(node: Node) -> bool:
         return all(map(_is_variable, node.items))
     if len(node.text) > LONGEST_NAME:
         return False
-    return bool(_VARIABLE.fullmatch(node.text)) and node.text not in _NUMERIC_NAMES
+    if node.text in _NUMERIC_NAMES or _DENIALS & set(words_of(node.text).lower().split()):
+        return False
+    return bool(_VARIABLE.fullmatch(node.text))
 
 
 def _assigned(node: Node) -> tuple[str, Node] | None:
     """(variable, value) of `x = value`, `value = x` or a chain; None for another equation."""
     if set(node.marks) != {"="}:
+        return None
+    numbers = {read_number(item.text) for item in node.items} - {None}
+    if len(numbers) > 1:  # it contradicts itself
         return None
     first, last = node.items[0], node.items[-1]
     if _is_variable(first) or len(node.items) > 2 and not _is_variable(last):

@@ -9,13 +9,9 @@ import re
 import sympy
 from sympy import E, I, Integer, Rational, Symbol, oo, pi
 
+from dapo_jax.rewards.bounded import Refused, binomial, divide, factorial, power
+
 MOST_TOKENS, DEEPEST, MOST_DIGITS = 400, 40, 400
-LARGEST_POWER_DIGITS = 20_000  # of a power of rationals
-LARGEST_EXPONENT, LARGEST_FACTORIAL = 1_000, 1_000
-
-
-class Refused(ValueError):
-    """Text that is no expression, or one that is too large."""
 
 
 _TOKEN = re.compile(
@@ -36,6 +32,7 @@ _FUNCTIONS = {
     "sqrt": sympy.sqrt,
     "abs": sympy.Abs,
 }
+_FUNCTION_LETTERS = set("fghpqFGHIJKLNPQRSTV")  # before a bracket not a factor
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _CONSTANTS = {"pi": pi, "infty": oo, "infinity": oo, "inf": oo}
 _WORDS = set(_FUNCTIONS) | {"pi", "infinity", "inf"}
@@ -55,8 +52,9 @@ def _tokens(text: str) -> list[str]:
         ):
             found.append("\\" + word.lower())
         elif word:
-            if len(word) > 2 and not set(word) <= set("xyzabcmnkrst"):
-                raise Refused(f"a word: {word}")
+            if len(word) > 4 or len(word) > 2 and set(word.lower()) & set("aeiou"):
+                if word not in ("abc", "abcd"):
+                    raise Refused(f"a word: {word}")
             found.extend(word)
         else:
             found.append(number or command or other)
@@ -68,47 +66,6 @@ def _tokens(text: str) -> list[str]:
 def literal_digits(text: str) -> int:
     """Digits written in the text: how precise a comparison of it has to be."""
     return sum(char.isdigit() for char in text)
-
-
-def _digits(number: Rational) -> float:
-    return max(number.p.bit_length(), number.q.bit_length()) * 0.302
-
-
-def power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
-    """base ** exponent. Raises `Refused` where that would be large."""
-    if base == 0 and exponent.is_number and not exponent.is_positive:
-        raise Refused("a power of zero")
-    if exponent.is_Rational and base.is_Rational:
-        if abs(exponent.p) * _digits(base) > LARGEST_POWER_DIGITS and abs(base.p) + base.q > 2:
-            raise Refused("a large power")
-    elif exponent.is_Rational:
-        if abs(exponent) > LARGEST_EXPONENT or exponent.q > LARGEST_EXPONENT:
-            raise Refused("a large exponent")
-    elif exponent.is_number and base.is_number and not base == E:
-        value = exponent.evalf(15)
-        if not value.is_number or abs(value) > LARGEST_EXPONENT:
-            raise Refused("a large exponent")
-    return base**exponent
-
-
-def factorial(argument: sympy.Expr) -> sympy.Expr:
-    """argument! Raises `Refused` for large or non-integer numbers."""
-    if argument.is_number and not (argument.is_Integer and 0 <= argument <= LARGEST_FACTORIAL):
-        raise Refused("a large factorial")
-    return sympy.factorial(argument)
-
-
-def _binomial(above: sympy.Expr, below: sympy.Expr) -> sympy.Expr:
-    for part in (above, below):
-        if part.is_number and not (part.is_Integer and 0 <= part <= LARGEST_FACTORIAL):
-            raise Refused("a large binomial")
-    return sympy.binomial(above, below)
-
-
-def _divide(above: sympy.Expr, below: sympy.Expr) -> sympy.Expr:
-    if below == 0:
-        raise Refused("division by zero")
-    return above / below
 
 
 class _Parser:
@@ -162,11 +119,20 @@ class _Parser:
             if self._accept(*_TIMES):
                 value = value * self._signed_power()
             elif self._accept(*_DIVIDE):
-                value = _divide(value, self._signed_power())
+                value = divide(value, self._signed_power())
             elif self._starts_factor():
+                self._refuse_two_numbers()
                 value = value * self._power()
             else:
                 return value
+
+    def _refuse_two_numbers(self) -> None:
+        """`2 3` is two values, not a product."""
+        before, here = self._tokens[self._at - 1], self._peek()
+        if here == "{" and self._at + 1 < len(self._tokens):
+            here = self._tokens[self._at + 1]
+        if re.match(r"\.?\d", here) and re.search(r"[\d}]$", before):
+            raise Refused("two numbers side by side")
 
     def _signed_power(self) -> sympy.Expr:
         if self._peek() in ("+", "-"):
@@ -237,7 +203,7 @@ class _Parser:
         outer, self._bars = self._bars, []
         value = self._sum()
         if end == "}" and self._accept(r"\choose"):
-            value = _binomial(value, self._sum())
+            value = binomial(value, self._sum())
         self._take(end)
         self._bars = outer
         return value
@@ -265,11 +231,13 @@ class _Parser:
         self._bars.pop()
         self._take(end)
         shape = {r"\lfloor": sympy.floor, r"\lceil": sympy.ceiling}
-        return shape.get(token, sympy.Abs)(value)
+        return shape[token](value, evaluate=False) if token in shape else sympy.Abs(value)
 
     def _letter(self, name: str) -> sympy.Expr:
         if self._accept("_"):
             return Symbol(f"{name}_{self._subscript()}")
+        if name in _FUNCTION_LETTERS and self._peek() == "(":
+            return Symbol(f"{name}({self._bracketed()})")  # f(x), whatever f may be
         return {"e": E, "i": I}.get(name) or Symbol(name)
 
     def _subscript(self) -> str:
@@ -284,10 +252,10 @@ class _Parser:
     def _command(self, name: str) -> sympy.Expr:
         if name == "frac":
             above = self._argument()
-            return _divide(above, self._argument())
+            return divide(above, self._argument())
         if name == "binom":
             above = self._argument()
-            return _binomial(above, self._argument())
+            return binomial(above, self._argument())
         if name == "sqrt":
             order = Integer(2)
             if self._accept("["):
@@ -295,6 +263,8 @@ class _Parser:
             inside = self._argument()
             if not (order.is_Integer and 2 <= order <= 100):
                 raise Refused("a root")
+            if inside.is_Rational and inside < 0 and order.is_odd:
+                return -power(-inside, 1 / order)
             return power(inside, 1 / order)
         if name == "mathbf":
             return Symbol(f"bold_{self._subscript()}")
@@ -328,8 +298,6 @@ class _Parser:
         value = self._power()
         while self._starts_factor() and self._peek()[1:] not in _FUNCTIONS and self._peek() != "(":
             value = value * self._power()
-        while self._accept("/"):
-            value = _divide(value, self._power())
         return -value if negative else value
 
     def _bracketed(self) -> sympy.Expr:

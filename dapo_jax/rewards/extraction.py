@@ -16,7 +16,8 @@ MOST_MARKERS = 1_000  # looked at, from the end, before a response is given up
 _BOXES = ("\\boxed", "\\fbox")
 _BOX_END = re.compile(r"(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BARE_BOXED = re.compile(r"[-+]?(?:\\[A-Za-z]+|[\w.,/%]+)")
+_BARE_BOXED = re.compile(r"[-+]?(?:\\[A-Za-z]++|[\w.,/%]++)(?=[\s$).;:]|$)")
+_POLITE = re.compile(r"\.?\s*I hope it is correct\.?$")
 _LABEL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)\**")
 # Words and signs that begin what follows and are no part of it.
 _OPENING = re.compile(r"(?:therefore|thus|hence|simply|just)\b:?\s*|(?:\$\$|\\\[)[ \t]*\n\s*")
@@ -66,8 +67,21 @@ def _last_box(text: str) -> Extraction | None:
             cut_off = len(text) <= start + 1 + LONGEST_ANSWER
             return Extraction(None, "truncated_box" if cut_off else "too_long")
         if text[start + 1 : close].strip():
-            return Extraction(text[start + 1 : close], "box")
+            return Extraction(_around(text, end, close) or text[start + 1 : close], "box")
     return Extraction(None, "no_marker")
+
+
+def _around(text: str, start: int, close: int) -> str | None:
+    """The content of the box that holds the one from `start` to `close`; None without such."""
+    for name in _BOXES:
+        before = text.rfind(name, 0, start)
+        named = _BOX_END.match(text, before + 1) if before >= 0 else None
+        if named is not None and text[named.end() : named.end() + 1] == "{":
+            first = named.end() + 1
+            end = closing_brace(text, first, first + LONGEST_ANSWER)
+            if end > close:
+                return text[first:end]
+    return None
 
 
 def _last_tag(text: str) -> Extraction | None:
@@ -81,7 +95,7 @@ def _rest_of_line(text: str, start: int) -> str:
     rest = text[start : start + 2 * LONGEST_ANSWER].lstrip(" \t:\r\n")
     while (opening := _OPENING.match(rest)) is not None:
         rest = rest[opening.end() :]
-    rest = rest.split("\n", 1)[0].strip()
+    rest = _POLITE.sub("", rest.split("\n", 1)[0].strip())
     if rest.count("**") % 2:  # emphasis that began before the label
         rest = rest.removesuffix("**") if rest.endswith("**") else rest.removeprefix("**")
     return rest

@@ -151,6 +151,10 @@ _UNITS_CONSTANTS = re.compile(r"\\text\{\s*(e|i|d|pi)\s*\}")
 _TEXT_FUNCTIONS = re.compile(r"\\text\{\s*(sin|cos|tan|log|ln|exp|arcsin|arccos|arctan|gcd)\s*\}")
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*per\s?cent\s*\}|\bper\s?cent\b)")
 _TEXT_SIGN = re.compile(r"\\text\{([^A-Za-z{}]*)\}")
+_ELLIPSIS = re.compile(r"\.{2,}|\\(?:dots|cdots|dotsc)(?![A-Za-z])")
+_BOARD = re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])")
+_NOT_EQUAL = re.compile(r"\\not ?=|=/=")
+_NOT_IN = re.compile(r"\\not ?\\in(?![A-Za-z])")
 _BOLD_NUMBER = re.compile(r"\\mathbf\{([-\d. ]+)\}")  # blanks between letters don't show in math
 _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
@@ -213,7 +217,9 @@ def unwrap(text: str) -> str:
 
 def normalise(text: str) -> str:
     """The one spelling of an answer."""
-    text = plain_characters(text)
+    text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(text))
+    text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
+    text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
     text = unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text))
     for pattern in (_THOUSANDS_BRACES, _THOUSANDS_THIN, _THOUSANDS_NARROWED):
         text = pattern.sub(",", text)

@@ -2,10 +2,13 @@
 
 import atexit
 import collections
+import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 
+from dapo_jax.rewards.equivalence import decide
 from dapo_jax.rewards.process import WorkerProcess
 from dapo_jax.rewards.verifier import dapo, math, math_box, math_label
 
@@ -18,14 +21,14 @@ class Memory:
     """Answers by question, shared by the processes of a pool; the oldest are forgotten."""
 
     def __init__(self):
-        self._answers: collections.OrderedDict[tuple, bool] = collections.OrderedDict()
+        self._answers: collections.OrderedDict[bytes, bool] = collections.OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: tuple) -> bool | None:
+    def get(self, key: bytes) -> bool | None:
         with self._lock:
             return self._answers.get(key)
 
-    def put(self, key: tuple, answer: bool) -> None:
+    def put(self, key: bytes, answer: bool) -> None:
         with self._lock:
             self._answers[key] = answer
             if len(self._answers) > MOST_REMEMBERED:
@@ -59,14 +62,15 @@ class RemoteAlgebra:
         return self._ask("same_region", prediction, answer)
 
     def _ask(self, question: str, prediction: str, answer: str) -> bool:
-        key = question, prediction, answer
+        texts = repr((question, prediction, answer)).encode("utf-8", "backslashreplace")
+        key = hashlib.blake2b(texts, digest_size=16).digest()
         known = self._memory.get(key)
         if known is not None:
             self.remembered += 1
             return known
         if not self.allowed:
             raise TimeoutError("workers were killed too often")
-        job = dict(zip(("question", "prediction", "answer"), key, strict=True))
+        job = {"question": question, "prediction": prediction, "answer": answer}
         for last in (False, True):
             try:
                 same = self._started().ask(job, self.deadline)["same"]
@@ -141,9 +145,18 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
             scorer of DAPO's released code.
     """
     judge = MODES[require]
+    return _with_algebra(lambda algebra: judge(prediction, answer, algebra).correct)
+
+
+def same_answer(mine: str, other: str) -> bool:
+    """Whether two answers, already taken out of their responses, mean the same."""
+    return _with_algebra(lambda algebra: decide(mine, other, algebra))
+
+
+def _with_algebra(question: Callable[[RemoteAlgebra], bool]) -> bool:
     with _shared.lock:
         _shared.algebra.deadline = time.monotonic() + SECONDS
         try:
-            return judge(prediction, answer, _shared.algebra).correct
+            return question(_shared.algebra)
         except Exception:  # late, dead or not understood: not known to be the same
             return False

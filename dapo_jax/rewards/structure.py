@@ -44,6 +44,8 @@ _WORD_SEPARATOR = re.compile(
     r"\\text\{\s*,?\s*(and|or)\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])|\\(land|lor)(?![A-Za-z])"
 )
 _ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
+_REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
+_REALS_WITHOUT = re.compile(r"\\mathbb\{R\} ?- ?(?=\\\{)")
 _UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
 _MATRIX = re.compile(
     r"\\begin\{((?:[pbB]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
@@ -88,8 +90,11 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 def _split_list(text: str) -> tuple[list[str], str]:
     """Members of a bare list, and how they are joined."""
     words = [next(filter(None, m.groups())) for m in _WORD_SEPARATOR.finditer(text)]
+    words = [{"land": "and", "lor": "or"}.get(word, word) for word in words]
+    if len(set(words)) > 1:  # which of them binds the other is not said
+        return [text], ","
+    joined = words[0] if words else ","
     text = _WORD_SEPARATOR.sub(" ; ", text)
-    joined = {"land": "and", "lor": "or"}.get(words[0], words[0]) if words else ","
     # Commas inside numerals stay, unless every comma could be one and a space says otherwise.
     text = _THOUSANDS.sub(lambda m: m[0].replace(",", "\0"), text)
     parts, _ = split(text, {",", ";"})
@@ -138,8 +143,11 @@ def _read_brackets(text: str, depth: int) -> Node | None:
     content = _inside(text, r"\{", (r"\}",))
     if content is not None:
         condition, found = split(content, {":", "|", r"\colon"})
-        if len(found) == 1:  # {x : x > 2}
-            return read(condition[1], depth + 1)
+        if len(found) == 1:  # {x : x > 2}, and nothing but a real variable before the colon
+            real = _REAL_VARIABLE.fullmatch(condition[0].strip())
+            kept = read(condition[1], depth + 1) if real else None
+            whole = kept is not None and kept.kind in ("relation", "list")
+            return kept if whole else Node("value", text)
         if not content.strip():
             return Node("value", r"\emptyset")
         return Node("set", text, _members(content, depth))
@@ -171,6 +179,7 @@ def read(text: str, depth: int = 0) -> Node:
         text = text.replace(written, command)
     if depth >= DEEPEST:
         return Node("value", text)
+    text = _REALS_WITHOUT.sub(r"\\mathbb{R}\\setminus ", text)
     text = _UNION_LETTER.sub(r"\\cup ", text)
     matrix = _read_matrix(text, depth)
     if matrix is not None:
@@ -179,7 +188,7 @@ def read(text: str, depth: int = 0) -> Node:
     if len(parts) > 1:
         items = tuple(read(part, depth + 1) for part in parts)
         return Node("list", text, items, (joined,))
-    text = parts[0]
+    text = parts[0] if parts else text
     members, operators = split(text, set(RELATIONS))
     if operators:
         items = tuple(read(member, depth + 1) for member in members)

@@ -2,6 +2,7 @@
 
 import re
 
+LONG_WORD = 4  # letters, from where capitals don't count
 LONGEST_WITH_UNIT = 300  # characters; longer texts are no measured value
 
 _ALIASES = {
@@ -75,16 +76,21 @@ _TEXT_TAIL = re.compile(
     r"(?:\\text\{[^{}]*+\}\s*+(?:\^ ?\{? ?-?\d ?\}?)?+\s*+(?:/|\\cdot|\\times)?+\s*+)++"
 )
 _VALUE_END = re.compile(r"[\d)}\]a-zA-Z.!%]$")
+_MEASURED = re.compile(r"[-+]?[\d., ]+")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])|\b(?:sin|cos|tan)\b")
 _PLAIN_TAIL = re.compile(r"(.*?[\d)}])( ?)([A-Za-z][A-Za-z ./^\d{}-]*)$", re.S)
 _CURRENCY = re.compile(r"\\text\{(dollar|euro|pound|yen|cent)\}\s*(.+)$", re.S)
 _CURRENCY_SIGNED = re.compile(r"-\s*\\text\{(dollar|euro|pound|yen)\}\s*(.+)$", re.S)
 
 
 def _singular(word: str) -> str:
-    for name in (word, word.lower()):
-        if name in _CANONICAL:
-            return _CANONICAL[name]
+    if word in _CANONICAL:
+        return _CANONICAL[word]
+    if len(word) < LONG_WORD:  # mW and MW differ
+        return word
     lower = word.lower()
+    if lower in _CANONICAL:
+        return _CANONICAL[lower]
     for end, new in (("ies", "y"), ("es", ""), ("s", "")):
         if lower.endswith(end) and len(lower) > len(end) + 1:
             stem = lower.removesuffix(end) + new
@@ -134,7 +140,7 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
         if match is not None:
             return sign + match[2].strip(), match[1]
     match = _DEGREE.search(text)
-    if match is not None and match.start() > 0:
+    if match is not None and match.start() > 0 and not _TRIGONOMETRIC.search(text):
         letter = match[1] or match[2] or ""
         return text[: match.start()].strip(), "degree" + letter
     start = text.find(r"\text{")
@@ -146,6 +152,6 @@ def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
     if match is not None:
         unit, known = canonical_unit(match[3])
         one_letter = not re.search(r"[A-Za-z]{2}", match[3])
-        if known and not (one_letter and not match[2]):
+        if known and not (one_letter and not (match[2] and _MEASURED.fullmatch(match[1]))):
             return match[1].strip(), unit
     return text, ""
