@@ -17,7 +17,8 @@ SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__in
 ROOMS = """
 settings hooks algorithms config combinations validation structs sharding rewards.extraction chat
 tokenizer templates data.arithmetic data.gym data.formats data.files data.sources data.pipeline
-model.attention model.decoder model.huggingface model.logprobs sampler.sampling sampler.decoding
+model.attention model.decoder model.families model.names model.huggingface model.logprobs
+sampler.sampling sampler.decoding
 sampler.engine sampler.rollout advantages losses packing rewards.normalisation rewards.numerals
 rewards.structure rewards.units rewards.equivalence rewards.expressions rewards.algebra
 rewards.regions rewards.judgement rewards.minerva rewards.verifier rewards.process rewards.remote

@@ -1,5 +1,7 @@
 """One decoder family as a Flax Linen module; one `Block` serves training and decoding.
 
+Qwen2, Qwen3 and Llama 3 are switches of `DecoderConfig` (see model/families.py).
+
 Training scans over stacked layers. Decoding applies the same `Block` layer by layer to per-layer
 parameters and caches, which XLA then updates in place (a scan would copy the stacked cache).
 """
@@ -12,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.attention import (
@@ -30,6 +33,16 @@ REMAT_POLICIES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotations for positions beyond the first training's, as Llama 3.1 does it."""
+
+    factor: float  # long wavelengths are stretched by this
+    low_freq_factor: float  # turns over `original_tokens` below which a wavelength is long
+    high_freq_factor: float  # turns from which it is left alone; between the two, a blend
+    original_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and numerics of a decoder, as config.json of the model folder tells them."""
 
@@ -41,9 +54,13 @@ class DecoderConfig:
     head_dim: int
     mlp: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
+    out_bias: bool = False  # of the attention's last projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # an RMS norm over every head's query and key, before they are rotated
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
@@ -52,11 +69,30 @@ class DecoderConfig:
     scalar_head: bool = False  # a vector instead of a vocabulary: critics and reward models
 
 
-def rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"], theta: float) -> Array:
+def rope_frequencies(config: DecoderConfig) -> Float[np.ndarray, "E/2"]:
+    """Radians per position of each pair of a head's dimensions, float32.
+
+    Rounded to float32 step by step, where the published models round: at position 100,000 the
+    last bit of a frequency is an angle that changes logits.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    wavelengths = np.power(config.rope_theta, exponents, dtype=np.float64).astype(np.float32)
+    frequencies = np.float32(1.0) / wavelengths
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_tokens / (np.float32(2 * math.pi) / frequencies)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * frequencies / np.float32(scaling.factor) + kept * frequencies
+
+
+def rotate(
+    x: Float[Array, "B T H E"], positions: Int[Array, "B T"], config: DecoderConfig
+) -> Float[Array, "B T H E"]:
     """Rotary position embedding (arXiv 2104.09864), halves paired as in the published weights."""
     half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     left, right = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
@@ -119,14 +155,17 @@ class Block(nn.Module):
         queries = self._heads("query", c.heads, "heads")(h)
         keys = self._heads("key", c.kv_heads, "kv_heads")(h)
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
-        queries = rotate(queries, context.positions, c.rope_theta)
-        keys = rotate(keys, context.positions, c.rope_theta)
+        if c.qk_norm:
+            queries, keys = self._norm("query_norm")(queries), self._norm("key_norm")(keys)
+        queries = rotate(queries, context.positions, c)
+        keys = rotate(keys, context.positions, c)
         mixed, cache = self.attend(queries, keys, values, context, cache)
-        x += self._linear("out", (c.embed,), ("heads", "head_dim", "embed"), contracted=2)(mixed)
-        h = self._norm("mlp_norm")(x)
-        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"))(h)
-        up = self._linear("up", (c.mlp,), ("embed", "mlp"))(h)
-        x += self._linear("down", (c.embed,), ("mlp", "embed"))(nn.silu(gate) * up)
+        axes = ("heads", "head_dim", "embed")
+        x += self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
+        h, biased = self._norm("mlp_norm")(x), {"use_bias": c.mlp_bias}
+        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
+        up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
+        x += self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(nn.silu(gate) * up)
         return nn.with_logical_constraint(x, ("batch", None, None)), cache
 
 
