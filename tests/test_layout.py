@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dapo_jax import algorithms, metrics, train
-from dapo_jax.config import Config, SftConfig
+from dapo_jax.config import Config, ExportConfig, SftConfig
 from dapo_jax.settings import leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -24,7 +24,7 @@ rewards.structure rewards.units rewards.equivalence rewards.expressions rewards.
 rewards.regions rewards.judgement rewards.minerva rewards.verifier rewards.process rewards.remote
 rewards.functions rewards.worker rewards.pool rewards.rule rewards.model rewards.judge filtering
 optimizer update policy critic metrics scores responses plots tables progress checkpoints cli parts
-signals evaluation supervised train run main evaluate sft
+signals evaluation supervised train run main evaluate sft export
 """.split()
 
 SFT_ROOMS = (
@@ -93,12 +93,14 @@ def test_prompts_to_update_reads_in_sixty_lines():
 CALLED = {"architecture": ("shape",)}
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig])
+@pytest.mark.parametrize("kind", [Config, SftConfig, ExportConfig])
 def test_every_setting_has_a_reader(kind):
     checkers = ("config", "algorithms", "combinations", "validation")
     readers = [path for path in SOURCES if room(path) not in checkers]
     if kind is SftConfig:  # what only reinforcement learning reads does not count
         readers = [path for path in readers if room(path) in SFT_ROOMS]
+    if kind is ExportConfig:
+        readers = [path for path in readers if room(path) == "export"]
     code = "\n".join(path.read_text() for path in readers)
     for name, field, _ in leaves(kind()):
         section = name.split(".")[-2] if "." in name else "config"
