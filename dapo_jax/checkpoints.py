@@ -3,10 +3,12 @@
 import pathlib
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
+from flax import traverse_util
 
 from dapo_jax.config import Checkpoint
-from dapo_jax.settings import ConfigError
+from dapo_jax.settings import ConfigError, require
 from dapo_jax.structs import TrainState
 
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
@@ -87,3 +89,48 @@ class Checkpoints:
         """Waits until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+class SavedPolicy:
+    """The policy of one checkpoint, read parameter by parameter; the run may go on meanwhile.
+
+    Args:
+        step: 0 takes the newest.
+
+    Raises:
+        ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
+    """
+
+    def __init__(self, run_dir: str | pathlib.Path, step: int = 0):
+        folder = pathlib.Path(run_dir).absolute() / "checkpoints"
+        steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+        require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
+        self.step = step or steps[-1]
+        require(self.step in steps, "step", step, f"0 or one of {', '.join(map(str, steps))}")
+        self._folder = folder / str(self.step)
+        self._handler = ocp.PyTreeCheckpointHandler()
+
+    def settings(self) -> dict[str, Any]:
+        """Those of the run, by dotted name."""
+        return ocp.JsonCheckpointHandler().restore(self._folder / "record")["settings"]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape by path (`layers/query/kernel`) of every parameter."""
+        tree = self._handler.metadata(self._folder / "state").tree["params"]
+        return {
+            path: leaf.shape for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()
+        }
+
+    def read(self, path: str) -> np.ndarray:
+        """One parameter, whole, on the host, from whatever mesh it was written."""
+
+        def only(value: Any) -> Any:
+            return {"params": traverse_util.unflatten_dict({path: value}, sep="/")}
+
+        args = ocp.args.PyTreeRestore(
+            item=only(np.zeros(())),
+            restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
+            partial_restore=True,
+        )
+        found = self._handler.restore(self._folder / "state", args=args)["params"]
+        return traverse_util.flatten_dict(found, sep="/")[path]

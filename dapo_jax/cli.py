@@ -1,5 +1,6 @@
 """From a command line to a checked config: typed overrides, and errors that say what is allowed."""
 
+import argparse
 import difflib
 import sys
 from collections.abc import Callable, Mapping
@@ -127,6 +128,23 @@ def load(kind: type, usage: str, short_names: Mapping[str, str] | None = None) -
         print(f"error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         raise SystemExit(2) from None
     return holder.value
+
+
+def load_flags(kind: type, usage: str) -> Any:
+    """The flat dataclass `kind` that the command line describes by `--name=value` alone.
+
+    Prints help, or one line that says what is wrong, and exits where there is nothing to return.
+    """
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        description=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, field, default in leaves(kind()):
+        explanation = f"{field.metadata['explanation']} ({default!r})"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=explanation)
+    return kind(**vars(parser.parse_args(sys.argv[1:] or ["--help"])))
 
 
 def guarded(work: Callable[[], Any]) -> int:

@@ -285,3 +285,19 @@ class SftConfig:
     optimizer: Optimizer = _section(Optimizer)
     packing: Packing = _section(Packing)
     mesh: Mesh = _section(Mesh)
+
+
+@dataclasses.dataclass
+class ExportConfig:
+    """A checkpoint to a model folder (`dapo_jax.export`)."""
+
+    run: str = setting("", "The run_dir to take the policy from.")
+    out: str = setting("", "The model folder to write; new or empty.")
+    step: int = setting(0, "Of which step; 0: the newest checkpoint.")
+    model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
+    dtype: str = setting(
+        "auto", "'float32' (exact), 'bfloat16', 'float16' or 'auto': that of the model folder."
+    )
+    max_shard_gb: float = setting(
+        5.0, "A weight file ends before it exceeds 10^9 bytes times this."
+    )

@@ -111,7 +111,10 @@ def make_base(config: SftConfig) -> pathlib.Path:
     folder = pathlib.Path(config.out)
     unfinished = folder.with_name(folder.name + ".unfinished")
     huggingface.save_folder(unfinished, state.params, decoder, tokenizer.end_ids)
-    tokenizer.backend.save(str(unfinished / "tokenizer.json"))
+    if config.start:  # its own settings instead, and all of its tokenizer's files
+        huggingface.save_settings_of(config.start, unfinished, "float32")
+    else:
+        tokenizer.backend.save(str(unfinished / "tokenizer.json"))
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     progress.say(f"base policy written to {folder}")

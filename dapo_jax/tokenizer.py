@@ -59,7 +59,8 @@ class Tokenizer:
         settings: dict = {}
         for name in ("config.json", "generation_config.json"):  # the second has the last word
             if (folder / name).exists():
-                settings |= json.loads((folder / name).read_text())
+                found = json.loads((folder / name).read_text())
+                settings |= {key: value for key, value in found.items() if value is not None}
         end = settings.get("eos_token_id")
         if end is None:
             raise ConfigError(
@@ -67,8 +68,7 @@ class Tokenizer:
                 "generation_config.json names an eos_token_id, so no response could end"
             )
         end_ids = tuple(end) if isinstance(end, list) else (end,)
-        pad = settings.get("pad_token_id")
-        pad_id = end_ids[0] if pad is None else pad
+        pad_id = settings.get("pad_token_id", end_ids[0])
         return cls(Backend.from_file(str(path)), end_ids, pad_id, read_chat_template(folder))
 
 

@@ -81,10 +81,10 @@ def rope_frequencies(config: DecoderConfig) -> Float[np.ndarray, "E/2"]:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling.original_tokens * frequencies / np.float32(2 * math.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = np.clip(blend, 0, 1).astype(np.float32)
-    return (1 - blend) * (frequencies / np.float32(scaling.factor)) + blend * frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_tokens / (np.float32(2 * math.pi) / frequencies)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * frequencies / np.float32(scaling.factor) + kept * frequencies
 
 
 def rotate(

@@ -1,95 +1,38 @@
 """Model folders in the Hugging Face layout: read into device shards, and written back.
 
-One name table serves both directions. A tensor is read when a device shard needs it, so the host
-holds one tensor at a time beside the shards themselves.
+What a device shard needs is read in blocks of rows, one published tensor after another, so the
+host holds one of them (float32, its own devices' part) beside the shards themselves.
 """
 
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dapo_jax import sharding
+from dapo_jax.model import families, names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.settings import ConfigError, require
+from dapo_jax.settings import ConfigError
 
-MODEL_TYPES = ("qwen2",)
 FINGERPRINT_BYTES = 1 << 20  # of either end of a file
+BLOCK_BYTES = 32 << 20  # read at once
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as the files call them
+INDEX = "model.safetensors.index.json"
 
-# Settings that would change the numbers, with the only value that is computed here.
-UNSUPPORTED = {"rope_scaling": None, "use_sliding_window": False, "hidden_act": "silu"}
-
-# our path below `layers`: published name below `model.layers.N`
-LAYER_NAMES = {
-    "attention_norm/scale": "input_layernorm.weight",
-    "query/kernel": "self_attn.q_proj.weight",
-    "query/bias": "self_attn.q_proj.bias",
-    "key/kernel": "self_attn.k_proj.weight",
-    "key/bias": "self_attn.k_proj.bias",
-    "value/kernel": "self_attn.v_proj.weight",
-    "value/bias": "self_attn.v_proj.bias",
-    "out/kernel": "self_attn.o_proj.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "gate/kernel": "mlp.gate_proj.weight",
-    "up/kernel": "mlp.up_proj.weight",
-    "down/kernel": "mlp.down_proj.weight",
-}
-TOP_NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm/scale": "model.norm.weight",
-    "head": "lm_head.weight",
-    "score": "score.weight",
-}
-
-
-def _published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of one layer's tensor as published: matrices are [out, in], heads are merged."""
-    leaf, layer = path.rsplit("/", 1)[-1], path.split("/")[0]
-    if leaf == "bias":
-        return (int(np.prod(shape)),)
-    if leaf == "head":
-        return shape[::-1]
-    if leaf == "score":
-        return (1, *shape)
-    if leaf != "kernel":
-        return shape
-    inputs = shape[:-1] if layer == "out" else shape[:1]
-    return (int(np.prod(shape[len(inputs) :])), int(np.prod(inputs)))
-
-
-def _from_published(path: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    transposed = path.endswith("kernel") or path == "head"
-    return (tensor.T if transposed else tensor).reshape(shape)
-
-
-def _to_published(path: str, array: np.ndarray) -> np.ndarray:
-    rows, *columns = published = _published_shape(path, array.shape)
-    if path.endswith("kernel") or path == "head":
-        return np.ascontiguousarray(array.reshape(*columns, rows).T)
-    return np.ascontiguousarray(array.reshape(published))
-
-
-def _in_layer(path: str) -> str | None:
-    """The path below a stack of layers; None for what is in none."""
-    stack, _, below = path.partition("/")
-    return below if stack in ("layers", "frozen_layers") else None
-
-
-def _published_names(path: str, config: DecoderConfig) -> list[str]:
-    below = _in_layer(path)
-    if below is None:
-        return [TOP_NAMES[path]]
-    frozen = path.startswith("frozen_layers")
-    numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
-    return [f"model.layers.{i}.{LAYER_NAMES[below]}" for i in numbers]
+# What a folder has beside weights and config.json, and an exported one keeps.
+KEPT_FILES = (
+    "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
+).split()
 
 
 def read_config(
@@ -105,129 +48,142 @@ def read_config(
             f"config.{field} = {str(folder)!r}: has no config.json. A folder for the embedded "
             "task is made by: python -m dapo_jax.sft --config=configs/arithmetic_base.py"
         )
-    values = json.loads(path.read_text())
-    require(
-        values.get("model_type") in MODEL_TYPES,
-        field,
-        f"{folder} (model_type {values.get('model_type')!r})",
-        f"a folder with model_type {' or '.join(MODEL_TYPES)}",
-    )
-    for name, plain in UNSUPPORTED.items():
-        require(
-            values.get(name, plain) == plain,
-            field,
-            f"{folder}: {name} {values.get(name)!r}",
-            f"a folder with {name} {plain!r}",
-        )
-    try:
-        heads, embed = values["num_attention_heads"], values["hidden_size"]
-        return DecoderConfig(
-            vocab=values["vocab_size"],
-            layers=values["num_hidden_layers"],
-            embed=embed,
-            heads=heads,
-            kv_heads=values.get("num_key_value_heads", heads),
-            head_dim=values.get("head_dim") or embed // heads,
-            mlp=values["intermediate_size"],
-            rope_theta=_rope_theta(values, field),
-            norm_eps=values.get("rms_norm_eps", 1e-6),
-            tie_embeddings=values.get("tie_word_embeddings", False),
-            **numerics,
-        )
-    except KeyError as missing:
-        raise ConfigError(f"config.{field}: {path} has no {missing}") from None
+    return families.decoder_config(json.loads(path.read_text()), str(folder), field, **numerics)
 
 
-def _rope_theta(values: dict, field: str) -> float:
-    """Where newer folders keep it (rope_parameters), or where older ones do."""
-    rope = values.get("rope_parameters") or values
-    kind = rope.get("rope_type", "default")
-    require(kind == "default", field, f"rope_type {kind!r}", "a folder with the default")
-    return float(rope.get("rope_theta", 10_000.0))
+# --- reading ------------------------------------------------------------------------------------
 
 
 class _Tensors:
-    """Every tensor of a folder's safetensors files by name, read one at a time."""
+    """Every tensor of a folder's safetensors files, by name.
+
+    Files are opened anew for each read: the pages of an open one stay mapped, and so count as
+    memory of this process.
+    """
 
     def __init__(self, folder: pathlib.Path):
-        self._files, problems = {}, []
-        for path in sorted(folder.glob("*.safetensors")):
+        self.folder, self.problems = folder, []
+        self._files: dict[str, pathlib.Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        for path in paths:
+            self._open(path)
+        if not paths:
+            self.problems.append("no *.safetensors file")
+        self._check_index()
+
+    def _open(self, path: pathlib.Path) -> None:
+        try:
             file = safe_open(path, framework="numpy")
-            for name in file.keys():
-                if name in self._files:
-                    problems.append(f"{name}: in two files")
-                self._files[name] = file
-        if not self._files:
-            problems.append("no *.safetensors file")
-        self.folder, self.problems = folder, problems
+        except SafetensorError as error:
+            self.problems.append(f"{path.name}: {error}")
+            return
+        for name in file.keys():
+            if name in self._files:
+                self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
+            part = file.get_slice(name)
+            self._files[name], self.shapes[name] = path, tuple(part.get_shape())
+            self.dtypes[name] = part.get_dtype()
 
-    def names(self) -> set[str]:
-        return set(self._files)
+    def _check_index(self) -> None:
+        """What the index promises must be where it says."""
+        path = self.folder / INDEX
+        places = json.loads(path.read_text())["weight_map"] if path.exists() else {}
+        for name, file in places.items():
+            if name not in self._files:
+                self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def read(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
+    def read(self, name: str, *index: slice) -> np.ndarray:
+        """That part of a tensor, in the file's dtype."""
+        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
 
 
 def _check_names(
     tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
 ) -> None:
-    """Raises one error that names every missing, unknown or wrongly shaped tensor."""
+    """Raises one error that names every missing, unknown or wrongly made tensor."""
     problems = list(tensors.problems)
-    known = {TOP_NAMES["head"]}  # may be there unread: a tied embedding repeated, a critic's policy
+    # May be there unread: a tied embedding repeated, a critic's policy.
+    known = {names.TOP_NAMES["head"]}
     for path, shape in shapes.items():
-        below = _in_layer(path)
-        wanted = _published_shape(below or path, shape[1:] if below else shape)
-        for name in _published_names(path, config):
+        wanted = names.published_shape(path, shape[1:] if names.below_stack(path) else shape)
+        for name in names.published_names(path, config):
             known.add(name)
-            if name not in tensors.names():
+            if name not in tensors.shapes:
                 problems.append(f"{name}: missing")
-            elif tensors.shape(name) != wanted:
-                problems.append(f"{name}: shape {tensors.shape(name)}, expected {wanted}")
-    problems += [f"{name}: unknown" for name in sorted(tensors.names() - known)]
+                continue
+            found, dtype = tensors.shapes[name], tensors.dtypes[name]
+            if found != wanted:
+                problems.append(f"{name}: shape {found}, expected {wanted}")
+            if dtype not in DTYPES:
+                problems.append(f"{name}: dtype {dtype}, expected {', '.join(DTYPES)}")
+    problems += [f"{name}: unknown" for name in sorted(tensors.shapes.keys() - known)]
     if problems:
-        listed = "\n  ".join(problems)
+        listed = "\n  ".join(dict.fromkeys(problems))
         raise ConfigError(f"config.{field} = '{tensors.folder}': can't be read:\n  {listed}")
 
 
-def _shard_reader(
-    tensors: _Tensors, path: str, shape: tuple[int, ...], config: DecoderConfig
-) -> Callable:
-    """A function from a shard's index to its float32 values."""
-    names, below = _published_names(path, config), _in_layer(path)
-    if below is None:
-        return lambda index: _from_published(path, tensors.read(names[0]), shape)[index].astype(
-            np.float32
+def _read_part(
+    tensors: _Tensors, name: str, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """The part `index` of the parameter of `shape` that is published as `name`; float32."""
+    if len(tensors.shapes[name]) == 1 or path == "score":
+        return tensors.read(name).reshape(shape)[index].astype(np.float32)
+    inputs = names.contracted(path)
+    cut = inputs or 1  # where our dimensions fall into those two of the published matrix
+    first = names.merged_slice(index[:cut], shape[:cut])
+    second = names.merged_slice(index[cut:], shape[cut:])
+    out = np.empty((first.stop - first.start, second.stop - second.start), np.float32)
+    rows, columns, published = (second, first, out.T) if inputs else (first, second, out)
+    step = max(1, BLOCK_BYTES // (4 * published.shape[1]))
+    for start in range(rows.start, rows.stop, step):
+        block = slice(start, min(start + step, rows.stop))
+        place = slice(block.start - rows.start, block.stop - rows.start)
+        published[place] = tensors.read(name, block, columns)
+    wanted = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+    return out.reshape(wanted)
+
+
+def _to_devices(
+    shape: tuple[int, ...], place: jax.sharding.Sharding, read: Callable[[tuple], np.ndarray]
+) -> jax.Array:
+    """A sharded array; what several devices hold is read once."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple((one.start, one.stop) for one in index)
+        if key not in parts:
+            parts[key] = read(index)
+        return parts[key]
+
+    # Waiting keeps the next tensor from being read while this one is still on the host.
+    return jax.make_array_from_callback(shape, place, part).block_until_ready()
+
+
+def _set_layer(stack: jax.Array, layer: jax.Array, number: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+
+
+def _load_stack(
+    tensors: _Tensors,
+    path: str,
+    shape: tuple[int, ...],
+    place: jax.sharding.NamedSharding,
+    config: DecoderConfig,
+) -> jax.Array:
+    """A stack of layers, filled in place on the devices, one layer after another."""
+    of_layer = jax.sharding.NamedSharding(place.mesh, jax.P(*place.spec[1:]))
+    set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=place)
+    stack = jnp.zeros(shape, jnp.float32, device=place)
+    for number, name in enumerate(names.published_names(path, config)):
+        layer = _to_devices(
+            shape[1:],
+            of_layer,
+            lambda index, name=name: _read_part(tensors, name, path, shape[1:], index),
         )
-
-    def read(index):
-        chosen = names[index[0]]
-        parts = (_from_published(below, tensors.read(n), shape[1:])[index[1:]] for n in chosen)
-        first = next(parts)
-        out = np.empty((len(chosen), *first.shape), np.float32)
-        out[0] = first
-        for i, part in enumerate(parts, 1):
-            out[i] = part
-        return out
-
-    return read
-
-
-def fingerprint(folder: str | pathlib.Path) -> str:
-    """Tells one set of weights from another without reading gigabytes.
-
-    From the names, sizes, first and last bytes of the *.safetensors files.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {size}".encode() + file.read(FINGERPRINT_BYTES))
-            file.seek(max(0, size - FINGERPRINT_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
+        stack = set_layer(stack, layer, number).block_until_ready()
+    return stack
 
 
 def load_params(
@@ -245,61 +201,131 @@ def load_params(
         fresh_score: a folder without a scalar head (a policy's) gets one of zeros.
     """
     tensors = _Tensors(pathlib.Path(folder))
-    boxed = abstract_params(config)
+    boxed, shapes = abstract_params(config), names.param_shapes(config)
     places = traverse_util.flatten_dict(sharding.tree_shardings(mesh, boxed), sep="/")
-    abstract = traverse_util.flatten_dict(sharding.unbox(boxed), sep="/")
-    shapes = {path: leaf.shape for path, leaf in abstract.items()}
-    fresh = {}
-    if fresh_score and TOP_NAMES["score"] not in tensors.names():
-        zeros = np.zeros(shapes.pop("score"), np.float32)
-        fresh["score"] = jax.device_put(zeros, places["score"])
+    arrays = {}
+    if fresh_score and names.TOP_NAMES["score"] not in tensors.shapes:
+        arrays["score"] = jax.device_put(np.zeros(shapes.pop("score"), np.float32), places["score"])
     _check_names(tensors, shapes, config, field)
-    arrays = {
-        path: jax.make_array_from_callback(
-            shape, places[path], _shard_reader(tensors, path, shape, config)
+    for path, shape in shapes.items():
+        if names.below_stack(path):
+            arrays[path] = _load_stack(tensors, path, shape, places[path], config)
+            continue
+        (name,) = names.published_names(path, config)
+        arrays[path] = _to_devices(
+            shape,
+            places[path],
+            lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
         )
-        for path, shape in shapes.items()
-    }
-    return traverse_util.unflatten_dict(arrays | fresh, sep="/")
+    return traverse_util.unflatten_dict(arrays, sep="/")
+
+
+def stored_dtype(folder: str | pathlib.Path) -> str:
+    """The dtype of a folder's embedding, and so of its weights."""
+    dtypes = _Tensors(pathlib.Path(folder)).dtypes
+    return DTYPES.get(dtypes.get(names.TOP_NAMES["embedding"], ""), "float32")
+
+
+def fingerprint(folder: str | pathlib.Path) -> str:
+    """Tells one set of weights from another without reading gigabytes.
+
+    From the names, sizes, first and last bytes of the *.safetensors files.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {size}".encode() + file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _layer(stack: jax.Array, number: int) -> jax.Array:
+    return stack[number]
+
+
+def _published(
+    leaves: Iterable[tuple[str, Any]], config: DecoderConfig, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every published tensor by name, made as it is asked for."""
+    for path, leaf in leaves:
+        for number, name in enumerate(names.published_names(path, config)):
+            array = _layer(leaf, number) if names.below_stack(path) else leaf
+            yield name, names.to_published(path, np.asarray(array)).astype(jnp.dtype(dtype))
+
+
+def save_weights(
+    folder: pathlib.Path,
+    leaves: Iterable[tuple[str, Any]],
+    config: DecoderConfig,
+    dtype: str = "float32",
+    max_shard_gb: float = 5.0,
+) -> None:
+    """Writes safetensors files and, where there are several, their index.
+
+    The host holds one file's tensors at a time.
+
+    Args:
+        leaves: paths and arrays of all parameters; consumed one by one.
+        max_shard_gb: a file ends before it would grow beyond this (10^9 bytes).
+    """
+    files: list[list[str]] = []
+    part: dict[str, np.ndarray] = {}
+    total = size = 0
+
+    def write() -> None:
+        path = folder / f"{len(files)}.unfinished"
+        save_file(part, path, metadata={"format": "pt"})
+        files.append(list(part))
+        part.clear()
+
+    for name, tensor in _published(leaves, config, dtype):
+        if part and size + tensor.nbytes > max_shard_gb * 1e9:
+            write()
+            size = 0
+        part[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    places = {}
+    for i, written in enumerate(files):
+        count = f"-{i + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file = f"model{count}.safetensors"
+        (folder / f"{i}.unfinished").rename(folder / file)
+        places |= dict.fromkeys(written, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def flatten(params: Any) -> Iterable[tuple[str, Any]]:
+    """Paths and arrays of a parameter tree."""
+    return traverse_util.flatten_dict(params, sep="/").items()
 
 
 def save_folder(
     folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
 ) -> None:
-    """Writes model.safetensors (float32), config.json and generation_config.json."""
+    """Writes a new model: weights (float32), config.json and generation_config.json."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    published = {}
-    for path, leaf in traverse_util.flatten_dict(params, sep="/").items():
-        array, below = np.asarray(leaf, np.float32), _in_layer(path)
-        names = _published_names(path, config)
-        published |= {
-            name: _to_published(below or path, part)
-            for name, part in zip(names, array if below else [array], strict=True)
-        }
-    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(folder, flatten(params), config)
     ids = {"eos_token_id": list(end_ids), "pad_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(_config_json(config) | ids, indent=2))
+    values = families.config_json(config) | {"torch_dtype": "float32"} | ids
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
 
 
-def _config_json(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "architectures": [
-            "Qwen2ForSequenceClassification" if config.scalar_head else "Qwen2ForCausalLM"
-        ],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "vocab_size": config.vocab,
-        "num_hidden_layers": config.layers,
-        "hidden_size": config.embed,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": 32_768,
-        "torch_dtype": str(jnp.dtype(jnp.float32)),
-    }
+def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:
+    """Beside weights in `dtype`: the config.json, tokenizer and generation settings of `source`."""
+    source = pathlib.Path(source)
+    values = json.loads((source / "config.json").read_text())
+    values["dtype" if "dtype" in values else "torch_dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    for name in KEPT_FILES:
+        if (source / name).exists():
+            shutil.copy(source / name, folder)

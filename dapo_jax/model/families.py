@@ -1,0 +1,139 @@
+"""config.json of a model folder to the switches of the decoder, and back.
+
+Qwen2 and Qwen2.5, Qwen3, and Llama 3.x differ in which projections have a bias, in the norm of
+queries and keys, and in how rotations are scaled.
+"""
+
+from typing import Any
+
+from dapo_jax.model.decoder import DecoderConfig, RopeScaling
+from dapo_jax.settings import ConfigError, require
+
+CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # by model_type
+QWEN3_HEAD_DIM = 128  # where its config.json does not say; others divide hidden_size by the heads
+MAX_POSITION_EMBEDDINGS = 32_768  # of folders that were not read from another
+
+# Settings that would change the numbers, with the only value that is computed here.
+UNSUPPORTED = {
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
+
+
+def family(config: DecoderConfig) -> str:
+    """The model_type that has these switches."""
+    if config.qk_norm:
+        return "qwen3"
+    return "qwen2" if config.qkv_bias and not config.out_bias else "llama"
+
+
+def _switches(values: dict[str, Any]) -> dict[str, bool]:
+    """Which parts the layers have."""
+    kind, bias = values["model_type"], bool(values.get("attention_bias", False))
+    return {
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": kind == "qwen2" or bias,
+        "out_bias": kind != "qwen2" and bias,
+        "mlp_bias": kind == "llama" and bool(values.get("mlp_bias", False)),
+    }
+
+
+def _rope(values: dict[str, Any], field: str, folder: str) -> dict[str, Any]:
+    """Base and scaling: newer folders keep both in rope_parameters, older ones apart."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    require(
+        kind in ("default", "llama3"),
+        field,
+        f"{folder}: rope_scaling of type {kind!r}",
+        "a folder with rope_scaling of type 'default' or 'llama3'",
+    )
+    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
+    if kind == "default":
+        return {"rope_theta": float(theta)}
+    factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    scaling = RopeScaling(*factors, rope["original_max_position_embeddings"])
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+def decoder_config(
+    values: dict[str, Any], folder: str, field: str, **numerics: Any
+) -> DecoderConfig:
+    """The decoder that a config.json describes; `numerics` are fields that it does not.
+
+    Raises `ConfigError` naming the setting `field`, the folder, and what is missing there or not
+    computed here.
+    """
+    kind = values.get("model_type")
+    allowed = f"a folder with model_type {' or '.join(CLASSES)}"
+    require(kind in CLASSES, field, f"{folder} (model_type {kind!r})", allowed)
+    newer = values.get("rope_parameters") or {}
+    for name, plain in UNSUPPORTED.items():
+        value = values.get(name, newer.get(name, plain))
+        named = f"{folder}: {name} {value!r}"
+        require(value == plain, field, named, f"a folder with {name} {plain!r}")
+    sliding = set(values.get("layer_types") or ()) - {"full_attention"}
+    require(not sliding, field, f"{folder}: layer_types {sorted(sliding)}", "full_attention")
+    try:
+        rope = _rope(values, field, folder)
+        heads, embed = values["num_attention_heads"], values["hidden_size"]
+        head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else embed // heads
+        return DecoderConfig(
+            vocab=values["vocab_size"],
+            layers=values["num_hidden_layers"],
+            embed=embed,
+            heads=heads,
+            kv_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or head_dim,
+            mlp=values["intermediate_size"],
+            norm_eps=values.get("rms_norm_eps", 1e-6),
+            tie_embeddings=values.get("tie_word_embeddings", False),
+            **rope,
+            **_switches(values),
+            **numerics,
+        )
+    except KeyError as missing:
+        raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}") from None
+
+
+def config_json(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a decoder that came from no folder."""
+    kind = family(config)
+    values = {
+        "architectures": architectures(config),
+        "model_type": kind,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.embed,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+    }
+    if kind != "qwen2":
+        values["attention_bias"] = config.qkv_bias
+    if kind == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    scaling = config.rope_scaling
+    if scaling is not None:
+        values["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_tokens,
+        }
+    return values
+
+
+def architectures(config: DecoderConfig) -> list[str]:
+    """The class that `transformers` loads the folder with."""
+    head = "ForSequenceClassification" if config.scalar_head else "ForCausalLM"
+    return [CLASSES[family(config)] + head]

@@ -1,0 +1,74 @@
+"""Peak host memory of loading a random model folder, beyond the finished parameters.
+
+    python tests/benchmarks/loading.py FOLDER          # writes about 2 GB there first, if it is new
+
+On a CPU the parameters are host memory themselves, so their bytes are taken off. Prints JSON.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from dapo_jax.model import families, huggingface, names
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.sharding import make_mesh
+
+SHAPE = DecoderConfig(
+    vocab=65_536, layers=20, embed=1024, heads=16, kv_heads=4, head_dim=64, mlp=6144
+)
+
+
+def write(folder: pathlib.Path, dtype: str) -> None:
+    """A random folder of that shape, its files at most 1 GB."""
+    folder.mkdir(parents=True)
+    draw, shapes = np.random.default_rng(0), names.param_shapes(SHAPE)
+    leaves = ((path, draw.standard_normal(shape, np.float32)) for path, shape in shapes.items())
+    huggingface.save_weights(folder, leaves, SHAPE, dtype, max_shard_gb=1.0)
+    (folder / "config.json").write_text(json.dumps(families.config_json(SHAPE)))
+
+
+def memory(field: str) -> int:
+    """Bytes that /proc says this process holds (VmRSS) or has held at most (VmHWM)."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def measure(folder: pathlib.Path) -> dict[str, float]:
+    """Loads the folder onto one device; sizes in 10^6 bytes."""
+    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    config = huggingface.read_config(folder)
+    before, started = memory("VmRSS"), time.perf_counter()
+    params = huggingface.load_params(folder, config, mesh)
+    seconds, arrays = time.perf_counter() - started, jax.tree.leaves(params)
+    held = sum(array.nbytes for array in arrays)
+    layers = params["layers"]
+    largest = max(*(a[0].nbytes for a in jax.tree.leaves(layers)), params["embedding"].nbytes)
+    itemsize = {"float32": 4}.get(huggingface.stored_dtype(folder), 2)
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {
+        "files": files / 1e6,
+        "params": held / 1e6,
+        "beyond_params": (memory("VmHWM") - before - held) / 1e6,
+        "largest_tensor": largest / 4 * itemsize / 1e6,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Measures in a process that has not written the folder."""
+    folder = pathlib.Path(sys.argv[1])
+    if len(sys.argv) == 2:
+        if not folder.exists():
+            write(folder, "float32")
+        subprocess.run([sys.executable, __file__, str(folder), "measure"], check=True)
+    else:
+        print(json.dumps({name: round(value, 1) for name, value in measure(folder).items()}))
+
+
+if __name__ == "__main__":
+    main()
