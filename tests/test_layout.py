@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dapo_jax import algorithms, metrics, train
-from dapo_jax.config import Config, SftConfig
+from dapo_jax.config import Config, ServeConfig, SftConfig
 from dapo_jax.settings import leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -23,7 +23,7 @@ rewards.structure rewards.units rewards.equivalence rewards.expressions rewards.
 rewards.regions rewards.judgement rewards.minerva rewards.verifier rewards.process rewards.remote
 rewards.functions rewards.worker rewards.pool rewards.rule rewards.model rewards.judge filtering
 optimizer update policy critic metrics scores responses plots tables progress checkpoints cli parts
-signals evaluation supervised train run main evaluate sft
+signals evaluation supervised train run serving main evaluate sft serve
 """.split()
 
 SFT_ROOMS = (
@@ -60,11 +60,11 @@ def test_rooms_import_only_from_rooms_above(path):
     assert not wrong, f"{room(path)} imports {wrong}, which stand below it"
 
 
-def test_only_the_engine_imports_jetstream():
+def test_only_the_engine_and_the_server_import_jetstream():
     users = {
         room(path) for path in SOURCES if re.search(r"(from|import) jetstream", path.read_text())
     }
-    assert users == {"sampler.engine"}
+    assert users == {"sampler.engine", "serve"}
 
 
 @pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests"])
@@ -92,12 +92,14 @@ def test_prompts_to_update_reads_in_sixty_lines():
 CALLED = {"architecture": ("shape",)}
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig])
+@pytest.mark.parametrize("kind", [Config, SftConfig, ServeConfig])
 def test_every_setting_has_a_reader(kind):
     checkers = ("config", "algorithms", "combinations", "validation")
     readers = [path for path in SOURCES if room(path) not in checkers]
     if kind is SftConfig:  # what only reinforcement learning reads does not count
         readers = [path for path in readers if room(path) in SFT_ROOMS]
+    if kind is ServeConfig:
+        readers = [path for path in readers if room(path) == "serve"]
     code = "\n".join(path.read_text() for path in readers)
     for name, field, _ in leaves(kind()):
         section = name.split(".")[-2] if "." in name else "config"

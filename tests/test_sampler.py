@@ -32,7 +32,7 @@ def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> RolloutSampler
         max_response_tokens=response,
         first_window_tokens=8,
         insert_width=width,
-        end_ids=(END,),
+        tokenizer=TOKENIZER,
     )
     return RolloutSampler(engine, TOKENIZER, seed=5)
 
