@@ -12,12 +12,14 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from dapo_jax import cli
 from dapo_jax.config import Compute, ServeConfig
 from dapo_jax.settings import leaves, require
+from dapo_jax.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
 JETSTREAM_PREFILL_LENGTHS = [2**i for i in range(4, 16)]  # it knows no other ones
@@ -131,64 +133,88 @@ def running_driver(config: ServeConfig, engine: Any, params: Any, jetstream: Sim
     )
     # JetStream answers RESOURCE_EXHAUSTED where this queue is full; its own is endless.
     driver._prefill_backlog.maxsize = config.waiting
+    place = driver.place_request_on_prefill_queue
+
+    def place_until_the_call_ends(request: Any) -> None:
+        place(request)
+        # JetStream decodes for clients that are gone, too: without a budget the slot is freed.
+        asyncio.current_task().add_done_callback(lambda _: setattr(request, "max_tokens", 0))
+
+    driver.place_request_on_prefill_queue = place_until_the_call_ends
     try:
         yield driver
     finally:
         driver.stop()
 
 
-def serve(config: ServeConfig) -> None:
-    """Serves until a signal comes. Raises `ServingFailed` where a thread of JetStream ended."""
-    from dapo_jax.serving import Servicer, run_server
-    from dapo_jax.signals import Signals
+async def answer(
+    config: ServeConfig,
+    driver: Any,
+    tokenizer: Any,
+    jetstream: SimpleNamespace,
+    *,
+    leave: Callable[[], bool],
+    ready: Callable[[int], None],
+) -> str:
+    """Answers requests until `leave()`; returns what has failed, or an empty string.
 
-    started = time.perf_counter()
+    Args:
+        ready: is told the port once requests are answered.
+    """
+    from dapo_jax.serving import Servicer, run_server
+
+    def failure() -> str:
+        ended = [thread.name for thread in driver._all_threads if not thread.is_alive()]
+        return f"JetStream's thread {ended[0]} has failed" if ended else ""
+
+    servicer = Servicer(
+        jetstream.LLMOrchestrator(driver),
+        tokenizer,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_response_tokens=config.max_response_tokens,
+    )
+    broken = await run_server(
+        servicer,
+        jetstream.register,
+        f"{config.host}:{config.port}",
+        failure=failure,
+        leave=leave,
+        ready=ready,
+        shutdown_seconds=config.shutdown_seconds,
+    )
+    await asyncio.to_thread(driver.stop)  # while the loop that it answers into still runs
+    return broken
+
+
+def serve(config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int], None]) -> None:
+    """Serves until `leave()`. Raises `ServingFailed` where a thread of JetStream ended.
+
+    Args:
+        ready: is told the port once requests are answered.
+    """
+    jetstream = import_jetstream()
     engine, params, tokenizer = open_engine(config)
     warm_up(engine, params)
-
-    def ready(port: int) -> None:
-        seconds = time.perf_counter() - started
-        print(f"serving {config.model} on {config.host}:{port} ({seconds:.0f} s)", flush=True)
-
-    async def run(driver: Any, signals: Signals) -> str:
-        def failure() -> str:
-            ended = [thread.name for thread in driver._all_threads if not thread.is_alive()]
-            return f"JetStream's thread {ended[0]} has failed" if ended else ""
-
-        servicer = Servicer(
-            jetstream.LLMOrchestrator(driver),
-            tokenizer,
-            max_prompt_tokens=config.max_prompt_tokens,
-            max_response_tokens=config.max_response_tokens,
-        )
-        broken = await run_server(
-            servicer,
-            jetstream.register,
-            f"{config.host}:{config.port}",
-            failure=failure,
-            leave=signals,
-            ready=ready,
-            shutdown_seconds=config.shutdown_seconds,
-        )
-        await asyncio.to_thread(driver.stop)  # while the loop that it answers into still runs
-        return broken
-
-    jetstream = import_jetstream()
     with (
-        Signals() as signals,
         metrics_server(config),
         running_driver(config, engine, params, jetstream) as driver,
     ):
-        broken = asyncio.run(run(driver, signals))
+        broken = asyncio.run(answer(config, driver, tokenizer, jetstream, leave=leave, ready=ready))
     if broken:
         raise ServingFailed(broken)
 
 
 def main() -> int:
     """The exit code: 0 stopped by a signal; 1 a thread failed; 2 wrong settings."""
-    config = cli.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False)
+    config, started = cli.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False), time.time()
+
+    def ready(port: int) -> None:
+        seconds = time.time() - started
+        print(f"serving {config.model} on {config.host}:{port} ({seconds:.0f} s)", flush=True)
+
     try:
-        return cli.guarded(lambda: serve(config))
+        with Signals() as signals:
+            return cli.guarded(lambda: serve(config, leave=signals, ready=ready))
     except ServingFailed as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

@@ -47,15 +47,15 @@ def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  #
     return groups
 
 
-def greedy_loop(params, prompt: list[int], limit: int) -> list[int]:
+def greedy_loop(params, prompt: list[int], limit: int, config=TINY, end: int = END) -> list[int]:
     """Full forward pass per token, argmax: what decoding has to equal."""
     tokens, drawn = list(prompt), []
-    forward = jax.jit(lambda *args: Decoder(TINY).apply({"params": params}, *args))
-    while len(drawn) < limit and (not drawn or drawn[-1] != END):
-        row = jnp.array([tokens + [0] * (32 - len(tokens))])
-        segments = (jnp.arange(32) < len(tokens)).astype(jnp.int32)[None]
-        hidden = forward(row, segments, jnp.arange(32)[None])
-        logits = hidden[0, len(tokens) - 1] @ params["embedding"].T
+    forward = jax.jit(lambda *args: Decoder(config).apply({"params": params}, *args))
+    while len(drawn) < limit and (not drawn or drawn[-1] != end):
+        row = jnp.array([tokens + [0] * (48 - len(tokens))])
+        segments = (jnp.arange(48) < len(tokens)).astype(jnp.int32)[None]
+        hidden = forward(row, segments, jnp.arange(48)[None])
+        logits = hidden[0, len(tokens) - 1] @ params.get("head", params["embedding"].T)
         drawn.append(int(jnp.argmax(logits)))
         tokens.append(drawn[-1])
     return drawn
