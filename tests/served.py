@@ -9,9 +9,11 @@ from collections.abc import Iterator
 import flax.linen as nn
 import grpc
 import jax
+import pytest
 from conftest import TINY
 from jetstream.core.proto import jetstream_pb2 as messages
 from jetstream.core.proto import jetstream_pb2_grpc as stubs
+from test_sampler import greedy_loop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -22,6 +24,8 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.tokenizer import Tokenizer
 
 END = 256  # after one token per byte
+BUDGET = 24
+PROMPTS = ["a", "3+4=", "naïve 你好", "Tell me!", "ö" * 10, "?"]
 BYTES_DECODER = dataclasses.replace(TINY, vocab=288, tie_embeddings=False)
 
 
@@ -35,6 +39,9 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, end_ids=(END,), pad_id=0)
 
 
+TOKENIZER = byte_tokenizer()
+
+
 def make_byte_params() -> dict:
     """Random parameters under which responses wander, and some end."""
     params = nn.unbox(init_params(BYTES_DECODER, jax.random.key(0)))
@@ -46,15 +53,35 @@ def make_byte_params() -> dict:
 
 def make_byte_folder(folder: pathlib.Path) -> pathlib.Path:
     """A model folder of a random policy over bytes."""
-    tokenizer = byte_tokenizer()
-    huggingface.save_folder(folder, make_byte_params(), BYTES_DECODER, tokenizer.end_ids)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    huggingface.save_folder(folder, make_byte_params(), BYTES_DECODER, TOKENIZER.end_ids)
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
     return folder
 
 
+def likeliest(prompt: str | list[int], limit: int = 0) -> list[int]:
+    """Ids of the likeliest response, by a full forward pass per token, without the end token."""
+    ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    drawn = greedy_loop(make_byte_params(), ids, limit or BUDGET, BYTES_DECODER, END)
+    return drawn[: drawn.index(END)] if END in drawn else drawn
+
+
+def likeliest_responses() -> dict[str, list[int]]:
+    """By prompt: a response that is empty, one that is cut off, and some between."""
+    responses = {prompt: likeliest(prompt) for prompt in PROMPTS}
+    lengths = {len(response) for response in responses.values()}
+    assert {0, BUDGET} <= lengths and len(lengths) > 3
+    return responses
+
+
 def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
-    """Four slots on one device (see the fixture `alone`), any free port."""
-    settings = {"slots": 4, "max_prompt_tokens": 20, "max_response_tokens": 24, "port": 0}
+    """Four slots on one device, any free port, the likeliest token."""
+    settings = {
+        "slots": 4,
+        "max_prompt_tokens": 20,
+        "max_response_tokens": BUDGET,
+        "port": 0,
+        "temperature": 0.0,
+    }
     config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings | changes)
     cli.check(config)
     return config
@@ -86,6 +113,13 @@ class Client:
 def read(responses) -> tuple[str, list[int]]:
     samples = [response.stream_content.samples[0] for response in responses]
     return "".join(sample.text for sample in samples), [i for s in samples for i in s.token_ids]
+
+
+def code_and_details(call) -> tuple[grpc.StatusCode, str]:
+    """How a call fails."""
+    with pytest.raises(grpc.RpcError) as raised:
+        read(call)
+    return raised.value.code(), raised.value.details()
 
 
 class Server:
