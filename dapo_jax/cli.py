@@ -114,14 +114,14 @@ def load(
         raise SystemExit(0)
     values = flags.FlagValues()
     line = [sys.argv[0], *arguments]
-    if needs_file or any(argument.lstrip("-").startswith("config=") for argument in arguments):
-        holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=line)
-    else:
-        holder = config_flags.DEFINE_config_dataclass(
-            "config", kind(), flag_values=values, sys_argv=line
-        )
     try:
         _check_override_names(arguments, kind)
+        if needs_file or any(argument.lstrip("-").startswith("config=") for argument in arguments):
+            holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=line)
+        else:
+            holder = config_flags.DEFINE_config_dataclass(
+                "config", kind(), flag_values=values, sys_argv=line
+            )
         extra = values(line)[1:]
         if extra:
             raise ConfigError(f"unexpected arguments: {' '.join(extra)}")

@@ -119,7 +119,7 @@ def test_only_this_machine_is_listened_to(server, metrics_port):
             socket.create_connection((address, server.client.port), timeout=2)
 
 
-def test_a_taken_port_is_named(server, folder, same_engine):
+def test_a_taken_port_is_named(server, byte_folder, same_engine):
     port = server.client.port
     with pytest.raises(ConfigError, match=f"'127.0.0.1:{port}': must be an address.*free"):
         with serving(make_serve_config(byte_folder, port=port)):
