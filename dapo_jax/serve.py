@@ -192,9 +192,9 @@ def serve(config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[in
     Args:
         ready: is told the port once requests are answered.
     """
-    jetstream = import_jetstream()
     engine, params, tokenizer = open_engine(config)
     warm_up(engine, params)
+    jetstream = import_jetstream()  # after the engine, which keeps TensorFlow quiet
     with (
         metrics_server(config),
         running_driver(config, engine, params, jetstream) as driver,
