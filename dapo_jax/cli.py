@@ -89,13 +89,20 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
     return full
 
 
-def load(kind: type, usage: str, short_names: Mapping[str, str] | None = None) -> Any:
+def load(
+    kind: type,
+    usage: str,
+    short_names: Mapping[str, str] | None = None,
+    *,
+    needs_file: bool = True,
+) -> Any:
     """The checked config that the command line describes: `--config=FILE[:PRESET] --config.x=y`.
 
     Prints help, or one line that says what is wrong, and exits where there is no config to return.
 
     Args:
         short_names: settings by the flag that may stand for them.
+        needs_file: without it, overrides of the defaults are enough.
     """
     short_names = short_names or {}
     arguments = spell_out(sys.argv[1:], short_names)
@@ -108,9 +115,14 @@ def load(kind: type, usage: str, short_names: Mapping[str, str] | None = None) -
         raise SystemExit(0)
     values = flags.FlagValues()
     line = [sys.argv[0], *arguments]
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=line)
     try:
         _check_override_names(arguments, kind)
+        if needs_file or any(argument.lstrip("-").startswith("config=") for argument in arguments):
+            holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=line)
+        else:
+            holder = config_flags.DEFINE_config_dataclass(
+                "config", kind(), flag_values=values, sys_argv=line
+            )
         extra = values(line)[1:]
         if extra:
             raise ConfigError(f"unexpected arguments: {' '.join(extra)}")

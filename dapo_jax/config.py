@@ -301,3 +301,26 @@ class ExportConfig:
     max_shard_gb: float = setting(
         5.0, "A weight file ends before it exceeds 10^9 bytes times this."
     )
+
+
+@dataclasses.dataclass
+class ServeConfig:
+    """A served policy (`dapo_jax.serve`). A request says its prompt and its max_tokens only."""
+
+    model: str = setting("", "Model folder, Hugging Face layout.")
+    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine alone.")
+    port: int = setting(9000, "gRPC port; 0: any that is free.")
+    metrics_port: int = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
+    slots: int = setting(32, "Responses decoded side by side.")
+    waiting: int = setting(128, "Requests that wait for a slot; more are refused.")
+    max_prompt_tokens: int = setting(255, "Longest prompt that is accepted.")
+    max_response_tokens: int = setting(256, "Largest max_tokens of a request.")
+    temperature: float = setting(1.0, "Softmax temperature; 0 takes the likeliest token.")
+    top_p: float = setting(1.0, "Nucleus share.")
+    top_k: int = setting(0, "Keep the k likeliest tokens; 0 keeps all.")
+    seed: int = setting(0, "Key of the draws, with the order in which requests arrive.")
+    dtype: str = setting("float32", "'float32' or 'bfloat16'.")
+    shutdown_seconds: float = setting(
+        20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."
+    )
+    mesh: Mesh = _section(Mesh)

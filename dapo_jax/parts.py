@@ -190,7 +190,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
             config.sampler.slots,
             max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
         ),
-        end_ids=tokenizer.end_ids,
+        tokenizer=tokenizer,
     )
     algorithm, critic = config.algorithm, None
     if algorithm.critic:

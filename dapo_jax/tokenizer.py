@@ -13,6 +13,7 @@ from dapo_jax.chat import ChatTemplate, read_chat_template
 from dapo_jax.settings import ConfigError
 
 VOCAB_MULTIPLE = 32
+BROKEN_CHARACTER = "\ufffd"
 
 
 class Tokenizer:
@@ -70,6 +71,34 @@ class Tokenizer:
         end_ids = tuple(end) if isinstance(end, list) else (end,)
         pad_id = settings.get("pad_token_id", end_ids[0])
         return cls(Backend.from_file(str(path)), end_ids, pad_id, read_chat_template(folder))
+
+
+class TextStream:
+    """The text of a response whose tokens come one by one; the pieces joined are the whole text.
+
+    A token may end inside a character, which is shown once it is complete, and what a token adds
+    may depend on the one before: so each piece is decoded together with the piece before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._decode = tokenizer.decode
+        self._ids: list[int] = []  # those of the piece before, then those not shown yet
+        self._shown_ids = self._shown_characters = 0  # of `_ids` and of their text
+
+    def add(self, ids: list[int]) -> str:
+        """What these ids add; empty while they end inside a character."""
+        self._ids.extend(ids)
+        text = self._decode(self._ids)
+        piece = text[self._shown_characters :]
+        if not piece or text.endswith(BROKEN_CHARACTER):
+            return ""
+        self._ids = self._ids[self._shown_ids :]
+        self._shown_ids, self._shown_characters = len(self._ids), len(self._decode(self._ids))
+        return piece
+
+    def rest(self) -> str:
+        """What is left at the end of the response: a character that was never completed."""
+        return self._decode(self._ids)[self._shown_characters :]
 
 
 PAD, END = "<|pad|>", "<|end|>"

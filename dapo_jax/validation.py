@@ -7,10 +7,11 @@ those are opened, before anything is compiled.
 import math
 
 from dapo_jax.combinations import check_algorithm
-from dapo_jax.config import SHAPING, Config, Data, Examples, SftConfig
+from dapo_jax.config import SHAPING, Config, Data, Examples, Mesh, ServeConfig, SftConfig
 from dapo_jax.settings import leaves, require
 
 CHOICES = {
+    "dtype": ("float32", "bfloat16"),
     "compute.dtype": ("float32", "bfloat16"),
     "compute.remat": ("none", "full", "dots"),
     "compute.attention": ("auto", "plain", "cudnn"),
@@ -25,7 +26,8 @@ AT_LEAST_ZERO = (
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread critic.pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
-    "log.show_group_every_steps data.heldout_problems data.bad_rows_limit"
+    "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
+    "shutdown_seconds"
 ).split()
 POSITIVE = (
     "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
@@ -39,14 +41,17 @@ POSITIVE = (
     "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
     "evaluation.samples_per_problem evaluation.temperature architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
-    "architecture.mlp"
+    "architecture.mlp slots waiting"
 ).split()
 SHARES = {  # open below, closed above
     "sampler.top_p": (0.0, 1.0),
+    "top_p": (0.0, 1.0),
     "evaluation.top_p": (0.0, 1.0),
     "algorithm.overlong_buffer_share": (0.0, 1.0),
     "algorithm.gamma": (0.0, 1.0),
 }
+PORTS = ("port", "metrics_port")
+JETSTREAM_LONGEST_PROMPT = 32_768
 FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
 
 
@@ -66,6 +71,8 @@ def _check_single_fields(values: dict[str, object]) -> None:
             require(low < value <= high, full_name, value, f"above {low} and at most {high}")
         if name in FROM_0_TO_1:
             require(0 <= value <= 1, full_name, value, "from 0 to 1")
+        if name in PORTS:
+            require(0 <= value <= 65_535, full_name, value, "from 0 to 65535")
         if name.startswith("optimizer.beta") or name == "model.freeze_layers":
             require(0 <= value < 1, full_name, value, "at least 0 and below 1")
     require(0 <= values["seed"] < 2**32, "seed", values["seed"], f"from 0 to {2**32 - 1}")
@@ -80,15 +87,27 @@ def _check_terms(section: str, terms: Data | Examples) -> None:
     )
 
 
+def _check_mesh(mesh: Mesh) -> None:
+    require(mesh.fsdp == -1 or mesh.fsdp > 0, "mesh.fsdp", mesh.fsdp, "above 0, or -1")
+
+
+def _check_serving(config: ServeConfig) -> None:
+    require(config.model != "", "model", config.model, "a model folder: --model=FOLDER")
+    limit = JETSTREAM_LONGEST_PROMPT - 1
+    asked = config.max_prompt_tokens
+    require(0 < asked <= limit, "max_prompt_tokens", asked, f"from 1 to {limit}")
+    _check_mesh(config.mesh)
+
+
 def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budget: int) -> None:
-    packing, mesh, compute = config.packing, config.mesh, config.compute
+    packing, compute = config.packing, config.compute
     require(
         packing.row_tokens >= prompt_tokens + budget,
         "packing.row_tokens",
         packing.row_tokens,
         f"at least the longest prompt + the response budget = {prompt_tokens + budget}",
     )
-    require(mesh.fsdp == -1 or mesh.fsdp > 0, "mesh.fsdp", mesh.fsdp, "above 0, or -1")
+    _check_mesh(config.mesh)
     require(
         compute.attention != "cudnn" or compute.dtype == "bfloat16",
         "compute.attention",
@@ -144,10 +163,12 @@ def _check_reward(config: Config) -> None:
     )
 
 
-def validate(config: Config | SftConfig) -> None:
+def validate(config: Config | SftConfig | ServeConfig) -> None:
     """Raises `ConfigError` for the first setting or combination that makes no sense."""
     _check_single_fields({name: value for name, _, value in leaves(config)})
-    if isinstance(config, SftConfig):
+    if isinstance(config, ServeConfig):
+        _check_serving(config)
+    elif isinstance(config, SftConfig):
         _check_terms("examples", config.examples)
         longest = 2 * config.examples.max_terms  # a digit and a sign each
         _check_shared_sections(config, longest, config.max_response_tokens)

@@ -99,6 +99,47 @@ def base(tmp_path_factory):
     return make_small_base(tmp_path_factory.mktemp("base"))
 
 
+@pytest.fixture(scope="session")
+def byte_folder(tmp_path_factory):
+    """The model folder of a random policy over bytes."""
+    from served import make_byte_folder
+
+    return make_byte_folder(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.fixture(scope="session")
+def byte_engine(byte_folder):
+    """As served: an engine that takes the likeliest token, its parameters, its tokenizer."""
+    from served import make_serve_config
+
+    from dapo_jax import serve
+
+    devices = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        opened = serve.open_engine(make_serve_config(byte_folder))
+    serve.warm_up(*opened[:2])
+    return opened
+
+
+@pytest.fixture(scope="session")
+def byte_responses():
+    """Ids of the likeliest response to each prompt, without the end token."""
+    from served import likeliest_responses
+
+    return likeliest_responses()
+
+
+@pytest.fixture
+def same_engine(byte_engine, monkeypatch):
+    """Servers of the test use the engine that is compiled already; the test may change it."""
+    from dapo_jax import serve
+
+    monkeypatch.setattr(serve, "open_engine", lambda config: byte_engine)
+    monkeypatch.setattr(serve, "warm_up", lambda *args: None)
+    return byte_engine[0]
+
+
 def make_prompt(index: int, tokens: list[int], answer: str = "1") -> Prompt:
     return Prompt(index, f"p{index}", "", np.array(tokens, np.int32), answer, "test")
 

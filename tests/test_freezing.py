@@ -87,7 +87,7 @@ def sample(params, config, mesh):
         max_response_tokens=8,
         first_window_tokens=16,
         insert_width=4,
-        end_ids=(1,),
+        tokenizer=arithmetic_tokenizer(),
     )
     sampler = RolloutSampler(engine, arithmetic_tokenizer(), seed=5)
     sampler.begin(params, purpose=0, step=2, rule=SamplingRule())

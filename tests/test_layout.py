@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dapo_jax import algorithms, metrics, train
-from dapo_jax.config import Config, ExportConfig, SftConfig
+from dapo_jax.config import Config, ExportConfig, ServeConfig, SftConfig
 from dapo_jax.settings import leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -18,13 +18,13 @@ ROOMS = """
 settings hooks algorithms config combinations validation structs sharding rewards.extraction
 rewards.normalisation rewards.numerals chat tokenizer templates data.arithmetic data.gym
 data.formats data.files data.sources data.pipeline model.attention model.decoder model.families
-model.names model.huggingface model.logprobs sampler.sampling sampler.decoding sampler.engine sampler.rollout advantages losses
-packing rewards.structure rewards.units rewards.equivalence rewards.bounded rewards.expressions
-rewards.algebra rewards.regions rewards.judgement rewards.minerva rewards.verifier rewards.process
-rewards.remote rewards.functions rewards.worker rewards.pool rewards.rule rewards.model
-rewards.judge filtering optimizer update policy critic metrics scores responses plots tables
-progress checkpoints cli parts signals evaluation supervised train run main evaluate sft
-export
+model.names model.huggingface model.logprobs sampler.sampling sampler.decoding sampler.engine
+sampler.rollout advantages losses packing rewards.structure rewards.units rewards.equivalence
+rewards.bounded rewards.expressions rewards.algebra rewards.regions rewards.judgement
+rewards.minerva rewards.verifier rewards.process rewards.remote rewards.functions rewards.worker
+rewards.pool rewards.rule rewards.model rewards.judge filtering optimizer update policy critic
+metrics scores responses plots tables progress checkpoints cli parts signals evaluation supervised
+train run serving main evaluate sft serve export
 """.split()
 
 SFT_ROOMS = (
@@ -61,11 +61,11 @@ def test_rooms_import_only_from_rooms_above(path):
     assert not wrong, f"{room(path)} imports {wrong}, which stand below it"
 
 
-def test_only_the_engine_imports_jetstream():
+def test_only_the_engine_and_the_server_import_jetstream():
     users = {
         room(path) for path in SOURCES if re.search(r"(from|import) jetstream", path.read_text())
     }
-    assert users == {"sampler.engine"}
+    assert users == {"sampler.engine", "serve"}
 
 
 @pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests"])
@@ -93,14 +93,15 @@ def test_prompts_to_update_reads_in_sixty_lines():
 CALLED = {"architecture": ("shape",)}
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig, ExportConfig])
+@pytest.mark.parametrize("kind", [Config, SftConfig, ExportConfig, ServeConfig])
 def test_every_setting_has_a_reader(kind):
     checkers = ("config", "algorithms", "combinations", "validation")
     readers = [path for path in SOURCES if room(path) not in checkers]
     if kind is SftConfig:  # what only reinforcement learning reads does not count
         readers = [path for path in readers if room(path) in SFT_ROOMS]
-    if kind is ExportConfig:
-        readers = [path for path in readers if room(path) == "export"]
+    if kind in (ExportConfig, ServeConfig):
+        command = "export" if kind is ExportConfig else "serve"
+        readers = [path for path in readers if room(path) == command]
     code = "\n".join(path.read_text() for path in readers)
     for name, field, _ in leaves(kind()):
         section = name.split(".")[-2] if "." in name else "config"

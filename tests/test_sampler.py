@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from conftest import TINY, make_prompt
 
 from dapo_jax.model.decoder import Decoder
@@ -32,7 +33,7 @@ def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> RolloutSampler
         max_response_tokens=response,
         first_window_tokens=8,
         insert_width=width,
-        end_ids=(END,),
+        tokenizer=TOKENIZER,
     )
     return RolloutSampler(engine, TOKENIZER, seed=5)
 
@@ -47,15 +48,20 @@ def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  #
     return groups
 
 
-def greedy_loop(params, prompt: list[int], limit: int) -> list[int]:
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, *row, config):
+    """The final hidden states [1, T, E] of one row."""
+    return Decoder(config).apply({"params": params}, *row)
+
+
+def greedy_loop(params, prompt: list[int], limit: int, config=TINY, end: int = END) -> list[int]:
     """Full forward pass per token, argmax: what decoding has to equal."""
     tokens, drawn = list(prompt), []
-    forward = jax.jit(lambda *args: Decoder(TINY).apply({"params": params}, *args))
-    while len(drawn) < limit and (not drawn or drawn[-1] != END):
-        row = jnp.array([tokens + [0] * (32 - len(tokens))])
-        segments = (jnp.arange(32) < len(tokens)).astype(jnp.int32)[None]
-        hidden = forward(row, segments, jnp.arange(32)[None])
-        logits = hidden[0, len(tokens) - 1] @ params["embedding"].T
+    while len(drawn) < limit and (not drawn or drawn[-1] != end):
+        row = jnp.array([tokens + [0] * (48 - len(tokens))])
+        segments = (jnp.arange(48) < len(tokens)).astype(jnp.int32)[None]
+        hidden = forward(params, row, segments, jnp.arange(48)[None], config=config)
+        logits = hidden[0, len(tokens) - 1] @ params.get("head", params["embedding"].T)
         drawn.append(int(jnp.argmax(logits)))
         tokens.append(drawn[-1])
     return drawn
@@ -181,6 +187,61 @@ def test_a_prompt_over_the_limit_is_refused(tiny_params, one_device):
 def test_slots_must_divide_over_the_mesh(eight_devices):
     with pytest.raises(ConfigError, match="sampler.slots = 6.*multiple of data x fsdp = 4"):
         make_sampler(eight_devices, slots=6)
+
+
+def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarray, np.ndarray]:
+    """The temperature's softmax, and what top-k and then top-p leave of it, renormalised."""
+    full = np.exp(logits / rule.temperature) / np.exp(logits / rule.temperature).sum()
+    kept = np.argsort(-full)[: rule.top_k or None]
+    before = np.cumsum(full[kept]) - full[kept]
+    kept = kept[before < rule.top_p * full[kept].sum()]
+    return full, np.where(np.isin(np.arange(len(full)), kept), full, 0) / full[kept].sum()
+
+
+@pytest.fixture(scope="module")
+def first_token(tiny_params, one_device):
+    """Logits of the token after a prompt, and a function that draws it n times by a rule."""
+    prompt, slots = [5, 9, 14, 3], 2000
+    engine = make_sampler(one_device, slots=slots, burst=1, response=1, width=slots)._engine
+    params, key = engine.load_params(tiny_params), jax.random.key(7)
+    padded = np.array(prompt + [0] * 4)
+    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=4, key=key)
+
+    def draw_by(rule, count):
+        engine.rule, state, drawn = rule, engine.init_decode_state(), []
+        for first in range(0, count, slots):
+            samples = np.arange(first, first + slots)
+            state = engine.insert(prefix, state, np.arange(slots), sample_index=samples)
+            state, _ = engine.generate(params, state)
+            drawn.append((np.asarray(state.tokens)[:, 0], np.asarray(state.logprobs)[:, 0]))
+        return map(np.concatenate, zip(*drawn, strict=True))
+
+    row = jnp.array([prompt])
+    hidden = forward(tiny_params, row, jnp.ones_like(row), jnp.arange(4)[None], config=TINY)
+    return np.asarray(hidden[0, -1] @ tiny_params["embedding"].T, np.float64), draw_by
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SamplingRule(temperature=0.6),
+        SamplingRule(temperature=1.5, top_k=5),
+        SamplingRule(temperature=1.2, top_p=0.8),
+        SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
+    ],
+)
+def test_twenty_thousand_draws_of_the_engine_follow_the_rule(first_token, rule):
+    """Chi-square; what is recorded is of the distribution before top-k and top-p."""
+    logits, draw_by = first_token
+    full, truncated = rule_by_definition(logits, rule)
+    drawn, logprobs = draw_by(rule, 20_000)
+    observed, expected = np.bincount(drawn, minlength=len(full)), truncated * len(drawn)
+    assert observed[expected == 0].sum() == 0
+    rare = expected < 5  # counted together, as the test's approximation asks
+    counts, means = (np.append(x[~rare], x[rare].sum()) for x in (observed, expected))
+    assert (means > 0).sum() >= 3
+    assert scipy.stats.chisquare(counts[means > 0], means[means > 0]).pvalue > 1e-3
+    np.testing.assert_allclose(logprobs, np.log(full[drawn]), atol=1e-4)
 
 
 # --- drawing --------------------------------------------------------------------------------

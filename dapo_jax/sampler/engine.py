@@ -7,6 +7,7 @@ after the config was checked, and TensorFlow is kept quiet and off the GPU.
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +20,10 @@ from jaxtyping import Array, Int
 from dapo_jax import sharding
 from dapo_jax.model import decoder
 from dapo_jax.sampler import decoding
-from dapo_jax.sampler.sampling import SamplingRule
+from dapo_jax.sampler.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
 from dapo_jax.settings import require
 from dapo_jax.structs import DecodeState, KVCache, Prefix
+from dapo_jax.tokenizer import Tokenizer
 
 
 @contextlib.contextmanager
@@ -39,9 +41,44 @@ def _standard_error_muted() -> Iterator[None]:
 
 with _standard_error_muted():
     import tensorflow
-    from jetstream.engine import engine_api, tokenizer_pb2
+    from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 
     tensorflow.config.set_visible_devices([], "GPU")
+
+NO_TOKEN = -1
+
+
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
+    """The tokenizer of a model folder, as JetStream's threads ask for one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, s: str, **options: Any) -> tuple[np.ndarray, int]:
+        """Ids of `s`, padded on the right, and how many they are; no special tokens added."""
+        ids = np.array(self._tokenizer.encode(s), np.int32)
+        options["is_bos"] = False
+        return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set(self._tokenizer.end_ids)
+
+    @property
+    def pad_id(self) -> int:
+        return self._tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        return self._tokenizer.end_ids[0]
+
+    @property
+    def bos_id(self) -> int:
+        """Policies begin without one, but JetStream puts it before ids: `prefill` takes it off."""
+        return NO_TOKEN
 
 
 class PolicyEngine(engine_api.Engine):
@@ -56,7 +93,8 @@ class PolicyEngine(engine_api.Engine):
         first_window_tokens: cache length of an empty state; it doubles when responses outgrow it,
             so that attention reads what exists and not the maximum. The limit itself: no growth.
         insert_width: how many slots one `insert` can fill from one prefix (the group size).
-        end_ids: tokens that end a response.
+        tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
+        seed: of the draws of prompts that come without a key.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
@@ -73,7 +111,8 @@ class PolicyEngine(engine_api.Engine):
         max_response_tokens: int,
         first_window_tokens: int,
         insert_width: int,
-        end_ids: tuple[int, ...],
+        tokenizer: Tokenizer,
+        seed: int = 0,
     ):
         pieces = sharding.shards(mesh, "batch")
         require(
@@ -83,7 +122,8 @@ class PolicyEngine(engine_api.Engine):
         self._slots, self._burst_tokens = slots, burst_tokens
         self._max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self._first_window_tokens, self._insert_width = first_window_tokens, insert_width
-        self._end_ids = jnp.asarray(end_ids, jnp.int32)
+        self._tokenizer, self._seed, self._served = tokenizer, seed, itertools.count()
+        self._end_ids = jnp.asarray(tokenizer.end_ids, jnp.int32)
         self._empty_fn = functools.partial(
             decoding.empty_state, config, slots=slots, max_response_tokens=max_response_tokens
         )
@@ -126,17 +166,22 @@ class PolicyEngine(engine_api.Engine):
     ) -> Prefix:
         """Keys and values of one prompt, padded on the right.
 
-        `key` belongs to the prompt (seed, step and place in the data); left out, a fixed one.
+        `key` belongs to the prompt (seed, step and place in the data); left out, it is of the
+        engine's seed and of how many prompts came without a key before.
         """
         if existing_prefix is not None:
             raise ValueError("prefill: existing_prefix is not supported")
+        if padded_tokens[0] == NO_TOKEN:
+            padded_tokens = np.append(padded_tokens[1:], self._tokenizer.pad_id)
+            true_length -= 1
         if not 0 < true_length <= min(len(padded_tokens), self._max_prompt_tokens):
             raise ValueError(
                 f"prefill: true_length = {true_length}: must be above 0 and at most "
                 f"{min(len(padded_tokens), self._max_prompt_tokens)}"
             )
-        key = jax.random.key(0) if key is None else key
-        return self._prefill(params, jnp.asarray(padded_tokens), true_length, key)
+        if key is None:
+            key = sample_key(self._seed, SAMPLE_FOR_SERVING, 0, next(self._served))
+        return self._prefill(params, jnp.asarray(padded_tokens, jnp.int32), true_length, key)
 
     def insert(
         self,
@@ -180,6 +225,10 @@ class PolicyEngine(engine_api.Engine):
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
         """JetStream's description of a vocabulary; ours comes from the model folder instead."""
         return tokenizer_pb2.TokenizerParameters()
+
+    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> JetStreamTokenizer:
+        """The model folder's own, whatever `metadata` says."""
+        return JetStreamTokenizer(self._tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:

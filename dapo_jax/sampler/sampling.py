@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 BLOCK = 128
-SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION = 0, 1  # purposes of a key
+SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING = range(3)  # purposes of a key
 
 
 class SamplingRule(NamedTuple):

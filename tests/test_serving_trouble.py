@@ -1,0 +1,112 @@
+"""A server in trouble: overload, clients that leave, signals, threads that die."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from served import BUDGET, code_and_details, make_serve_config, serving
+
+from dapo_jax import serve
+
+
+def test_too_many_requests_are_refused_and_the_others_answered(
+    byte_folder, same_engine, byte_responses
+):
+    config = make_serve_config(byte_folder, waiting=2)
+    with serving(config) as server, ThreadPoolExecutor(64) as pool:
+
+        def ask(_):
+            try:
+                return server.client.ask("3+4=", BUDGET)[1]
+            except grpc.RpcError as error:
+                return error.code()
+
+        answers = list(pool.map(ask, range(64)))
+    refused = answers.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert refused > 0
+    assert answers.count(byte_responses["3+4="]) == 64 - refused >= config.slots
+
+
+def slow_down(engine, monkeypatch, gate: threading.Event) -> None:
+    """Decoding goes on only while the gate is open."""
+    original = engine.generate
+
+    def generate(*args):
+        gate.wait(30)
+        return original(*args)
+
+    monkeypatch.setattr(engine, "generate", generate)
+
+
+def test_a_cancelled_request_gives_its_slot_back(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    steps = []
+    generate = same_engine.generate
+    monkeypatch.setattr(same_engine, "generate", lambda *a: steps.append(1) or generate(*a))
+    with serving(make_serve_config(byte_folder)) as server:
+        calls = [server.client.stream("3+4=", BUDGET) for _ in range(same_engine._slots)]
+        while not steps:
+            threading.Event().wait(0.01)
+        for call in calls:
+            call.cancel()
+        threading.Event().wait(0.3)
+        gate.set()
+        assert server.client.ask("a", BUDGET)[1] == byte_responses["a"]
+        assert len(steps) < BUDGET  # nobody waited for 24 tokens that nobody reads
+
+
+def test_running_requests_are_finished_when_the_server_is_asked_to_leave(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    with serving(make_serve_config(byte_folder)) as server, ThreadPoolExecutor(8) as pool:
+        answer = pool.submit(server.client.ask, "3+4=", BUDGET)
+        threading.Event().wait(0.3)
+        server.stop(wait=False)
+        threading.Event().wait(0.5)
+        code, _ = code_and_details(server.client.stream("a", BUDGET))
+        assert code == grpc.StatusCode.UNAVAILABLE
+        gate.set()
+        assert answer.result()[1] == byte_responses["3+4="]
+        server.join()
+    assert server.error is None
+
+
+def test_requests_that_take_too_long_are_cancelled_when_the_server_leaves(
+    byte_folder, same_engine, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    with serving(make_serve_config(byte_folder, shutdown_seconds=0.2)) as server:
+        call = server.client.stream("3+4=", BUDGET)
+        threading.Event().wait(0.3)
+        server.stop(wait=False)
+        code, _ = code_and_details(call)
+        assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+        gate.set()
+        server.join()
+    assert server.error is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("call", ["prefill", "insert", "generate"])
+def test_clients_are_told_when_a_thread_of_jetstream_fails(
+    byte_folder, same_engine, monkeypatch, call
+):
+    with serving(make_serve_config(byte_folder)) as server:
+        assert server.client.is_live()
+
+        def fail(*args, **options):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(same_engine, call, fail)
+        code, details = code_and_details(server.client.stream("3+4=", BUDGET))
+        assert code == grpc.StatusCode.INTERNAL
+        assert "JetStream's thread" in details and "has failed" in details
+        server.join()
+    assert isinstance(server.error, serve.ServingFailed)
