@@ -15,7 +15,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dapo_jax.settings import ConfigError
+from dapo_jax.settings import ConfigError, read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
@@ -89,10 +89,10 @@ def _token_text(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def read_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
+def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
     """That of chat_template.jinja, else of tokenizer_config.json; None where neither has one."""
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings = read_json(path, field) if path.exists() else {}
     text = settings.get("chat_template")
     if isinstance(text, list):  # several by name
         text = {entry["name"]: entry["template"] for entry in text}.get("default")

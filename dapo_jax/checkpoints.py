@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from dapo_jax.config import Checkpoint
+from dapo_jax.model.huggingface import fingerprint
 from dapo_jax.settings import ConfigError, require
 from dapo_jax.structs import TrainState
 
@@ -42,15 +43,32 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-class Checkpoints:
-    """Saves and restores `TrainState` with a small JSON record beside it."""
+def frozen_content(folder: str) -> str:
+    """The name under which settings remember what a frozen model's folder held."""
+    return f"{folder} (content)"
 
-    def __init__(self, run_dir: str | pathlib.Path, settings: Checkpoint):
+
+def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
+    """Raises `ConfigError` where frozen parameters of a run are not those of `folder`."""
+    content = settings.get(frozen_content("model.folder"))
+    allowed = f"what it was: the run trains only a part of {settings['model.folder']}"
+    require(content in (None, fingerprint(folder)), field, folder, allowed)
+
+
+class Checkpoints:
+    """Saves and restores `TrainState` with a small JSON record beside it.
+
+    Args:
+        settings: of the run that saves; left out, checkpoints are only read.
+    """
+
+    def __init__(self, run_dir: str | pathlib.Path, settings: Checkpoint | None = None):
         folder = pathlib.Path(run_dir).absolute() / "checkpoints"
+        saves = settings is not None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=settings.keep,
-            create=True,
-            cleanup_tmp_directories=True,  # what a kill during a save left behind
+            max_to_keep=settings.keep if saves else None,
+            create=saves,
+            cleanup_tmp_directories=saves,  # what a kill during a save left behind
         )
         self._manager = ocp.CheckpointManager(folder, options=options)
 

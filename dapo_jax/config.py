@@ -25,6 +25,17 @@ class Model:
 
 
 @dataclasses.dataclass
+class Lora:
+    """Low-rank adapters instead of all parameters."""
+
+    rank: int = setting(0, "Of the adapters, which alone are trained; 0: no adapters.")
+    alpha: float = setting(32.0, "Adapters add x A B times alpha / rank.")
+    targets: str = setting(
+        "query,key,value,out,gate,up,down", "Matrices with an adapter, comma-separated."
+    )
+
+
+@dataclasses.dataclass
 class Compute:
     """How the policy is computed."""
 
@@ -255,6 +266,7 @@ class Config:
     total_steps: int = setting(20, "Rollout steps.")
     algorithm: Algorithm = _section(Algorithm)
     model: Model = _section(Model)
+    lora: Lora = _section(Lora)
     compute: Compute = _section(Compute)
     data: Data = _section(Data)
     rollout: Rollout = _section(Rollout)

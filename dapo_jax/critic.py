@@ -49,4 +49,6 @@ def as_value_metrics(means: dict[str, Mean]) -> dict[str, Mean]:
 
 def scalar_config(config: DecoderConfig) -> DecoderConfig:
     """The decoder of that shape with a scalar head; all its layers are trained."""
-    return dataclasses.replace(config, scalar_head=True, tie_embeddings=True, frozen_layers=0)
+    return dataclasses.replace(
+        config, scalar_head=True, tie_embeddings=True, frozen_layers=0, adapters=None
+    )

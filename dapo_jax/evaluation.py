@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from rich.markup import escape
 
-from dapo_jax.checkpoints import Checkpoints
+from dapo_jax.checkpoints import Checkpoints, check_frozen
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.data.sources import heldout_sources
 from dapo_jax.filtering import Interrupted
+from dapo_jax.model.trained import join
 from dapo_jax.parts import Parts, build
 from dapo_jax.responses import ResponseFile, responses_of
 from dapo_jax.rewards.judge import Pending
@@ -129,10 +130,10 @@ def stamp(config: Config, policy: str) -> dict[str, Any]:
 
 @jax.jit
 def _checksums(params: Any) -> Any:
-    """A sum modulo 2^32 of each leaf's bits, every place with an odd factor of its own."""
+    """A sum modulo 2^32 of each leaf's bits as float32, each place with an odd factor."""
 
     def of(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
         place = jnp.zeros(leaf.shape, jnp.uint32)
         for axis in range(leaf.ndim):
             place = place * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
@@ -147,7 +148,7 @@ def digest(value: Any) -> str:
 
 
 def params_digest(params: Any) -> str:
-    """Tells float32 parameters apart by their values, wherever they lie and however sharded."""
+    """Tells parameters apart by their values, wherever they lie and however sharded."""
     sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
     return digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
 
@@ -165,19 +166,22 @@ def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dic
 def open_policy(
     config: Config, parts: Parts, from_folder: bool, stack: contextlib.ExitStack
 ) -> tuple[str, str, Any]:
-    """A short name, a description and the parameters of the policy to evaluate."""
+    """A short name, a description and the trained parameters of the policy to evaluate."""
     if not from_folder and Checkpoints.exist(config.run_dir):
-        checkpoints = Checkpoints(config.run_dir, config.checkpoint)
+        checkpoints = Checkpoints(config.run_dir)
         stack.callback(checkpoints.close)
         step = checkpoints.latest_step()
         if step is not None:
-            frozen = checkpoints.record()["settings"]["model.freeze_layers"]
-            asked = config.model.freeze_layers
-            require(asked == frozen, "model.freeze_layers", asked, f"{frozen}, as in the run")
+            settings = checkpoints.record()["settings"]
+            for name, _, asked in leaves(config):
+                if name == "model.freeze_layers" or name.startswith("lora."):
+                    saved = settings[name]
+                    require(asked == saved, name, asked, f"{saved!r}, as in the run")
+            check_frozen(settings, config.model.folder, "model.folder")
             params = checkpoints.state(parts.learner.abstract_state).params
             return f"step_{step}", f"{config.run_dir} step {step}", params
     folder = config.model.folder
-    return pathlib.Path(folder).absolute().name, folder, parts.folder_params()
+    return pathlib.Path(folder).absolute().name, folder, parts.first_params()
 
 
 def out_folder(config: Config, policy: str) -> pathlib.Path:
@@ -249,7 +253,8 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             for complaint in source.complaints:
                 parts.progress.warn(escape(complaint))
         folder, marks = out_folder(config, name), stamp(config, policy)
-        file = ResponseFile(folder, deciding_settings(config, params, prompts), marks)
+        deciding = deciding_settings(config, join(parts.frozen, params), prompts)
+        file = ResponseFile(folder, deciding, marks)
         try:
             responses = sample_missing(file, params, prompts, parts, signals)
         except Interrupted:

@@ -7,15 +7,22 @@ has config.json, tokenizer and generation settings of the model that the run beg
 `transformers` and servers load it like that one. Flags:
 """
 
+import dataclasses
+import functools
 import pathlib
 import shutil
 import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from dapo_jax import cli
-from dapo_jax.checkpoints import SavedPolicy
-from dapo_jax.config import ExportConfig
-from dapo_jax.model import huggingface, names
-from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.checkpoints import SavedPolicy, check_frozen
+from dapo_jax.config import ExportConfig, Lora
+from dapo_jax.model import huggingface, names, saving
+from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
+from dapo_jax.model.trained import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.settings import ConfigError, require
 
 DTYPES = ("auto", *huggingface.DTYPES.values())
@@ -33,11 +40,19 @@ def check(config: ExportConfig) -> None:
     require(free, "out", config.out, "a new or empty folder")
 
 
+def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
+    """The folder's decoder with what the run trained of it."""
+    decoder = huggingface.read_config(folder, field="model")
+    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
+    return choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
+
+
 def check_same_shapes(
     found: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
     """Raises one `ConfigError` that names every parameter that the folder's model has otherwise."""
-    expected = names.param_shapes(decoder)
+    shapes = names.param_shapes(decoder).items()
+    expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
     wrong = [
         f"{path}: {found.get(path, 'missing')} in the run, {expected.get(path, 'unknown')} there"
         for path in sorted(found | expected)
@@ -48,6 +63,32 @@ def check_same_shapes(
         raise ConfigError(f"config.model = {folder!r}: is not the model of the run:\n  {listed}")
 
 
+def merged_layer(
+    number: int, *, kernel: saving.Layers, down: Any, up: Any, adapters: Adapters
+) -> np.ndarray:
+    """One layer of a matrix with its adapter in it."""
+    return merge(kernel(number), down[number], up[number], adapters)
+
+
+def policy_layers(
+    policy: SavedPolicy, decoder: DecoderConfig, source: str
+) -> Iterator[tuple[str, saving.Layers]]:
+    """All parameters: trained ones of the checkpoint, others of the folder, adapters merged."""
+    base, trained = without_adapters(decoder), policy.shapes()
+    paths = [path for path in names.param_shapes(base) if path not in trained]
+    for path, layer in huggingface.read_layers(source, paths, base):
+        adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
+        if path.endswith("kernel") and adapter[0] in trained:
+            down, up = map(policy.read, adapter)
+            layer = functools.partial(
+                merged_layer, kernel=layer, down=down, up=up, adapters=decoder.adapters
+            )
+        yield path, layer
+    if not decoder.adapters:
+        for path in trained:
+            yield path, saving.layers_of(path, policy.read(path))
+
+
 def export(config: ExportConfig) -> pathlib.Path:
     """Writes the model folder and returns its path. Raises `ConfigError` at the door.
 
@@ -55,18 +96,19 @@ def export(config: ExportConfig) -> pathlib.Path:
     """
     check(config)
     policy = SavedPolicy(config.run, config.step)
-    source, shapes = config.model or policy.settings()["model.folder"], policy.shapes()
-    norms = shapes.get("frozen_layers/mlp_norm/scale", (0,))
-    decoder = huggingface.read_config(source, field="model", frozen_layers=norms[0])
-    check_same_shapes(shapes, decoder, source)
+    settings = policy.settings()
+    source = config.model or settings["model.folder"]
+    decoder = read_decoder(settings, source)
+    check_same_shapes(policy.shapes(), decoder, source)
+    check_frozen(settings, source, "model")
     dtype = huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    leaves = ((path, policy.read(path)) for path in shapes)
-    huggingface.save_weights(unfinished, leaves, decoder, dtype, config.max_shard_gb)
-    huggingface.save_settings_of(source, unfinished, dtype)
+    leaves = policy_layers(policy, decoder, source)
+    saving.save_weights(unfinished, leaves, decoder, dtype, config.max_shard_gb)
+    saving.save_settings_of(source, unfinished, dtype)
     if out.exists():
         out.rmdir()
     unfinished.rename(out)

@@ -7,15 +7,16 @@ import jax
 import optax
 
 from dapo_jax.config import Optimizer
+from dapo_jax.model.decoder import ADAPTER_NAMES
+
+MATRICES = ("kernel", "embedding", "head", "score", *ADAPTER_NAMES)
 
 
 def _is_matrix(params: Any) -> Any:
     """True for matrices; norms and biases are not decayed."""
 
     def is_matrix(path: tuple, _: Any) -> bool:
-        return any(
-            getattr(part, "key", None) in ("kernel", "embedding", "head", "score") for part in path
-        )
+        return any(getattr(part, "key", None) in MATRICES for part in path)
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

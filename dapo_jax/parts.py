@@ -1,8 +1,6 @@
 """The rooms of one run, built from its config: what training and evaluation share."""
 
 import dataclasses
-import functools
-import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,14 @@ from dapo_jax.critic import critic_learner, scalar_config
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.hooks import resolve
 from dapo_jax.model import attention, huggingface
-from dapo_jax.model.decoder import DecoderConfig, cast_params
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.trained import (
+    choose_trained,
+    fresh_adapters,
+    is_trained,
+    join,
+    without_adapters,
+)
 from dapo_jax.policy import policy_learner
 from dapo_jax.progress import Progress
 from dapo_jax.rewards.judge import Judge
@@ -85,13 +90,15 @@ class Parts:
     learner: Learner
     progress: Progress
     critic: Learner | None
-    reference: Any  # parameters in the compute dtype
+    frozen: Any  # the policy's parameters that are never trained, in their forward dtype
+    reference: Any  # all parameters in their forward dtype
     token_weights: Callable | None  # the user's hook
     decoder: DecoderConfig
 
-    def folder_params(self) -> Any:
-        """The parameters of the model folder, on the mesh."""
-        return huggingface.load_params(self.config.model.folder, self.decoder, self.learner.mesh)
+    def first_params(self) -> Any:
+        """The parameters to train as they are before it, on the mesh."""
+        config = self.config
+        return load_trained(config.model.folder, self.decoder, self.learner.mesh, config.seed)
 
     def critic_params(self) -> Any:
         """The critic's parameters before training: a policy's folder, or a reward model's."""
@@ -107,15 +114,51 @@ class Parts:
         self.judge.close()
 
 
-def load_reference(config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh) -> Any:
-    """The frozen reference: sharded as the policy, in the compute dtype. None if not asked for."""
+def load_trained(
+    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, **options: Any
+) -> Any:
+    """What of a folder's policy is trained, or the adapters that are; float32."""
+    if decoder.adapters:
+        return fresh_adapters(decoder, mesh, seed)
+    return huggingface.load_params(
+        folder, decoder, mesh, wanted=lambda path: is_trained(path, decoder), **options
+    )
+
+
+def load_frozen(
+    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, field: str = "model.folder"
+) -> Any:
+    """What of a folder's policy is never trained; nothing is read where that is nothing."""
+    if not decoder.adapters and not decoder.frozen_layers:
+        return {}
+    return huggingface.load_params(
+        folder,
+        without_adapters(decoder),
+        mesh,
+        field=field,
+        wanted=lambda path: not is_trained(path, decoder),
+        cast=True,
+    )
+
+
+def load_reference(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+) -> Any:
+    """The frozen reference, sharded as the policy, with which it shares `frozen` where it can.
+
+    None if not asked for.
+    """
     if not config.algorithm.reference:
         return None
-    folder = config.model.reference_folder or config.model.folder
-    check_same_model("model.reference_folder", folder, config.model.folder, lambda shape: shape)
-    field = "model.reference_folder" if config.model.reference_folder else "model.folder"
-    params = huggingface.load_params(folder, decoder, mesh, field=field)
-    return jax.jit(functools.partial(cast_params, config=decoder), donate_argnums=0)(params)
+    folder, policy = config.model.reference_folder, config.model.folder
+    if folder and folder != policy:
+        field = "model.reference_folder"
+        check_same_model(field, folder, policy, lambda shape: shape)
+        frozen = load_frozen(folder, decoder, mesh, field)
+    else:
+        folder, field = policy, "model.folder"
+    rest = load_trained(folder, decoder, mesh, config.seed, field=field, cast=True)
+    return join(frozen, rest)
 
 
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
@@ -129,7 +172,7 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
     check_divisible(decoder, mesh)
     decoder = scalar_config(decoder)
     return RewardModel(
-        huggingface.load_params(folder, decoder, mesh, field=field),
+        huggingface.load_params(folder, decoder, mesh, field=field, cast=True),
         decoder,
         mesh,
         config.packing.row_tokens,
@@ -152,18 +195,6 @@ def check_same_model(
         require(same, field, folder, f"a folder with the tokenizer of {policy}")
 
 
-def frozen_layers(share: float, layers: int) -> int:
-    """How many of the first layers are frozen. Raises `ConfigError` where a share freezes none."""
-    frozen = math.floor(share * layers + 1e-9)
-    require(
-        frozen < layers and (frozen > 0 or share == 0),
-        "model.freeze_layers",
-        share,
-        f"0, or from 1/{layers} to below 1 for a policy of {layers} layers",
-    )
-    return frozen
-
-
 def build(config: Config, *, training: bool = True) -> Parts:
     """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
 
@@ -174,9 +205,9 @@ def build(config: Config, *, training: bool = True) -> Parts:
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     mesh = open_mesh(config.mesh, config.packing.rows_per_microbatch)
     decoder = huggingface.read_config(config.model.folder, **numerics(config.compute, mesh))
-    frozen = frozen_layers(config.model.freeze_layers, decoder.layers)
-    decoder = dataclasses.replace(decoder, frozen_layers=frozen)
+    decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
+    frozen = load_frozen(config.model.folder, decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     engine = PolicyEngine(
         decoder,
@@ -191,6 +222,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
             max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
         ),
         tokenizer=tokenizer,
+        frozen=frozen,
     )
     algorithm, critic = config.algorithm, None
     if algorithm.critic:
@@ -207,11 +239,12 @@ def build(config: Config, *, training: bool = True) -> Parts:
         sampler=RolloutSampler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
         learner=policy_learner(
-            algorithm, config.compute, config.optimizer, decoder, mesh, temperature
+            algorithm, config.compute, config.optimizer, decoder, mesh, temperature, frozen
         ),
         progress=Progress(),
         critic=critic,
-        reference=load_reference(config, decoder, mesh) if training else None,
+        frozen=frozen,
+        reference=load_reference(config, decoder, mesh, frozen) if training else None,
         token_weights=token_weights,
         decoder=decoder,
     )

@@ -1,5 +1,7 @@
 """The policy's loss: every term that an algorithm may have, weighted, added up, and measured."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -88,10 +90,12 @@ def policy_learner(
     config: DecoderConfig,
     mesh: jax.sharding.Mesh,
     temperature: float = 1.0,
+    frozen: Any = None,
 ) -> Learner:
     """The learner whose score is the log-prob of each token.
 
     Args:
+        frozen: parameters that never change (see `Learner`).
         temperature: the sampler's, so that both speak of the same distribution.
     """
 
@@ -112,4 +116,4 @@ def policy_learner(
     def loss(params, batch: TrainBatch):
         return policy_objective(algorithm, batch, *of_rows(params, batch.scored.rollouts))
 
-    return Learner(score, loss, abstract_params(config), settings, mesh)
+    return Learner(score, loss, abstract_params(config), settings, mesh, frozen)

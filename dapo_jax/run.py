@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from rich.markup import escape
 
-from dapo_jax.checkpoints import Checkpoints, check_same_run
+from dapo_jax.checkpoints import Checkpoints, check_same_run, frozen_content
 from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation import (
@@ -57,13 +57,14 @@ class Run:
         announce_data(self.parts, self.heldout)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
+        self._announce_policy()
         self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
         stack.callback(self.writer.close)
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
         parts = self.parts
-        train = parts.learner.start(parts.folder_params())
+        train = parts.learner.start(parts.first_params())
         critic = parts.critic.start(parts.critic_params()) if parts.critic else None
         settings = json.dumps(dataclasses.asdict(self.config), indent=2)
         (self.folder / "config.json").write_text(settings)
@@ -79,6 +80,15 @@ class Run:
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
         return RunState(train=train, critic=critic, **record)
 
+    def _announce_policy(self) -> None:
+        trees = self.state.train.params, self.parts.frozen
+        trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
+        sizes = self.megabytes_per_device()
+        self.parts.progress.say(
+            f"policy: {trained:,} parameters to train, {frozen:,} frozen; MB per device: "
+            + ", ".join(f"{name} {size:g}" for name, size in sizes.items())
+        )
+
     def _last_row(self) -> int:
         """The newest row that stays; that of the checkpoint's own step may be still to come."""
         state = self.state
@@ -88,11 +98,13 @@ class Run:
     def _settings(self) -> dict[str, Any]:
         """What a checkpoint remembers of the run; frozen models also by content."""
         folders = {"reward.model_folder": self.config.reward.model_folder}
+        if self.parts.frozen:
+            folders["model.folder"] = self.config.model.folder
         if self.config.algorithm.reference:
             model = self.config.model
             folders["model.reference_folder"] = model.reference_folder or model.folder
         return {name: value for name, _, value in leaves(self.config)} | {
-            f"{name} (content)": huggingface.fingerprint(folder)
+            frozen_content(name): huggingface.fingerprint(folder)
             for name, folder in folders.items()
             if folder
         }
@@ -170,17 +182,24 @@ class Run:
         self.checkpoints.save(self.state.step, states, record)
 
     def megabytes_per_device(self) -> dict[str, float]:
-        """What stays in memory between steps: parameters, moments and the reference."""
+        """What stays in memory between steps; what two share is counted with the first."""
+        parts, policy, critic = self.parts, self.state.train, self.state.critic
         held = {
-            "policy": self.state.train,
-            "critic": self.state.critic,
-            "reference": self.parts.reference,
+            "policy": policy.params,
+            "policy_optimizer": policy.opt_state,
+            "policy_frozen": parts.frozen,
+            "sampler_frozen": parts.sampler.held,
+            "critic": critic and critic.params,
+            "critic_optimizer": critic and critic.opt_state,
+            "reference": parts.reference,
         }
-        return {
-            name: round(sum(leaf.addressable_shards[0].data.nbytes for leaf in arrays) / 1e6, 2)
-            for name, tree in held.items()
-            if (arrays := jax.tree.leaves(tree))
-        }
+        sizes, counted = {}, set()
+        for name, tree in held.items():
+            arrays = {id(array): array for array in jax.tree.leaves(tree)}
+            shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
+            sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
+            counted |= arrays.keys()
+        return {name: size for name, size in sizes.items() if size}
 
     def finish(self) -> dict[str, Any]:
         """summary.json, the picture, and the last words."""

@@ -9,6 +9,7 @@ SIGTERM and Ctrl-C let running requests end and exit 0. Short flags:
 import asyncio
 import contextlib
 import logging
+import socket
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 from dapo_jax import cli
 from dapo_jax.config import Compute, ServeConfig
-from dapo_jax.settings import leaves, require
+from dapo_jax.settings import ConfigError, leaves, require
 from dapo_jax.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
@@ -64,7 +65,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     compute = Compute(dtype=config.dtype)
     decoder = huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
     check_divisible(decoder, mesh)
-    tokenizer = Tokenizer.from_folder(config.model)
+    tokenizer = Tokenizer.from_folder(config.model, "model")
     # One of JetStream's lengths, with room for the token that it puts before a client's ids.
     longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
     engine = PolicyEngine(
@@ -186,12 +187,25 @@ async def answer(
     return broken
 
 
+def check_address(config: ServeConfig) -> None:
+    """Raises `ConfigError` where nothing can listen there; found before a model is loaded."""
+    host = config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for field in ("port", "metrics_port"):
+        port = getattr(config, field)
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError as error:
+            raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
+
+
 def serve(config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int], None]) -> None:
     """Serves until `leave()`. Raises `ServingFailed` where a thread of JetStream ended.
 
     Args:
         ready: is told the port once requests are answered.
     """
+    check_address(config)
     engine, params, tokenizer = open_engine(config)
     warm_up(engine, params)
     jetstream = import_jetstream()  # after the engine, which keeps TensorFlow quiet

@@ -1,6 +1,8 @@
 """One setting: a default and the sentence that explains it, kept together."""
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,3 +30,11 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raises `ConfigError` naming the field, its value and what is allowed."""
     if not condition:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}")
+
+
+def read_json(path: pathlib.Path, field: str) -> Any:
+    """What a JSON file holds. Raises `ConfigError` naming the setting that led to it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config.{field}: {path} can't be read: {error}") from None

@@ -29,6 +29,7 @@ RULES = {
     "layers": (None, None),
     "norm": (None, None),
     "head_dim": (None, None),
+    "rank": (None, None),
 }
 TRAINING, DECODING = 0, 1
 

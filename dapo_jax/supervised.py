@@ -13,7 +13,7 @@ from dapo_jax.algorithms import sft
 from dapo_jax.config import SftConfig
 from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.metrics import add_up
-from dapo_jax.model import huggingface
+from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.optimizer import learning_rate
 from dapo_jax.packing import Segment, make_batch, most_microbatches, pack, trained_tokens
@@ -51,10 +51,10 @@ def starting_point(
     """The policy to train, its tokenizer and its parameters: a folder's, or random ones."""
     numbers, shape = numerics(config.compute, mesh), config.architecture
     if config.start:
-        decoder = huggingface.read_config(config.start, **numbers)
+        decoder = huggingface.read_config(config.start, field="start", **numbers)
         check_divisible(decoder, mesh)
-        params = huggingface.load_params(config.start, decoder, mesh)
-        return decoder, Tokenizer.from_folder(config.start), params
+        params = huggingface.load_params(config.start, decoder, mesh, field="start")
+        return decoder, Tokenizer.from_folder(config.start, "start"), params
     tokenizer = arithmetic_tokenizer()
     decoder = DecoderConfig(
         vocab=tokenizer.padded_vocab,
@@ -110,9 +110,9 @@ def make_base(config: SftConfig) -> pathlib.Path:
             )
     folder = pathlib.Path(config.out)
     unfinished = folder.with_name(folder.name + ".unfinished")
-    huggingface.save_folder(unfinished, state.params, decoder, tokenizer.end_ids)
+    saving.save_folder(unfinished, state.params, decoder, tokenizer.end_ids)
     if config.start:  # its own settings instead, and all of its tokenizer's files
-        huggingface.save_settings_of(config.start, unfinished, "float32")
+        saving.save_settings_of(config.start, unfinished, "float32")
     else:
         tokenizer.backend.save(str(unfinished / "tokenizer.json"))
     shutil.rmtree(folder, ignore_errors=True)

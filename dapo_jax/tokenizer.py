@@ -3,14 +3,13 @@
 Text and ids go through the `tokenizers` library; this file only knows which ids end a response.
 """
 
-import json
 import pathlib
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax.chat import ChatTemplate, read_chat_template
-from dapo_jax.settings import ConfigError
+from dapo_jax.settings import ConfigError, read_json
 
 VOCAB_MULTIPLE = 32
 BROKEN_CHARACTER = "\ufffd"
@@ -51,26 +50,34 @@ class Tokenizer:
         return -(-self.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @classmethod
-    def from_folder(cls, folder: str | pathlib.Path) -> "Tokenizer":
-        """Reads tokenizer.json and the end ids. Raises `ConfigError` naming what is missing."""
+    def from_folder(cls, folder: str | pathlib.Path, field: str = "model.folder") -> "Tokenizer":
+        """Reads tokenizer.json and the end ids.
+
+        Raises `ConfigError` naming the setting `field`, the folder and what it lacks.
+        """
         folder = pathlib.Path(folder)
+        named = f"config.{field} = {str(folder)!r}"
         path = folder / "tokenizer.json"
         if not path.exists():
-            raise ConfigError(f"config.model.folder = {str(folder)!r}: has no tokenizer.json")
+            raise ConfigError(f"{named}: has no tokenizer.json")
         settings: dict = {}
         for name in ("config.json", "generation_config.json"):  # the second has the last word
             if (folder / name).exists():
-                found = json.loads((folder / name).read_text())
+                found = read_json(folder / name, field)
                 settings |= {key: value for key, value in found.items() if value is not None}
         end = settings.get("eos_token_id")
         if end is None:
             raise ConfigError(
-                f"config.model.folder = {str(folder)!r}: neither config.json nor "
-                "generation_config.json names an eos_token_id, so no response could end"
+                f"{named}: neither config.json nor generation_config.json names an eos_token_id, "
+                "so no response could end"
             )
         end_ids = tuple(end) if isinstance(end, list) else (end,)
         pad_id = settings.get("pad_token_id", end_ids[0])
-        return cls(Backend.from_file(str(path)), end_ids, pad_id, read_chat_template(folder))
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises no class of its own
+            raise ConfigError(f"{named}: tokenizer.json can't be read: {error}") from None
+        return cls(backend, end_ids, pad_id, read_chat_template(folder, field))
 
 
 class TextStream:

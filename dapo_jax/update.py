@@ -14,10 +14,9 @@ from jaxtyping import Array, Float
 
 from dapo_jax import sharding
 from dapo_jax.config import Optimizer
+from dapo_jax.model.trained import join, without
 from dapo_jax.optimizer import make_optimizer
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
-
-FROZEN = "frozen_layers"  # the entry of a parameter tree that is never differentiated
 
 
 def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
@@ -28,20 +27,17 @@ def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
     return Mean(jnp.sum(jnp.where(weights > 0, values, 0.0) * weights), jnp.sum(weights))
 
 
-def trainable(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that take a gradient and have moments in the optimizer."""
-    return {name: part for name, part in params.items() if name != FROZEN}
-
-
 class Learner:
     """Owns a compiled update and the shardings of what it changes; policy and critic are two.
 
     Args:
         score: (params, rollouts [R, T]) -> what the model says of each token, [R, T].
         loss: (params, batch [R, T]) -> the loss and its metrics; both only add over microbatches.
-        boxed_params: shapes and logical axis names of the parameters.
+        boxed_params: shapes and logical axis names of all parameters.
         settings: the optimizer.
         mesh: data x fsdp splits rows, fsdp x tensor splits weights and moments.
+        frozen: parameters that never change, on the mesh; a state holds the others alone, and so
+            do its checkpoints.
     """
 
     def __init__(
@@ -51,11 +47,12 @@ class Learner:
         boxed_params: Any,
         settings: Optimizer,
         mesh: jax.sharding.Mesh,
+        frozen: Any = None,
     ):
-        self.mesh = mesh
+        self.mesh, self.frozen = mesh, frozen or {}
         self._score_rows, self._loss = score, loss
         self._optimizer = make_optimizer(settings)
-        boxed = jax.eval_shape(self._fresh_state, boxed_params)
+        boxed = jax.eval_shape(self._fresh_state, without(boxed_params, self.frozen))
         self.shardings: TrainState = sharding.tree_shardings(mesh, boxed)
         self.abstract_state: TrainState = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -70,10 +67,13 @@ class Learner:
         )
 
     def score(self, params: Any, rollouts: Rollouts, microbatches: int) -> Float[Array, "M R T"]:
-        """What the model says of the rollouts under `params`; 0 on unused rows."""
+        """What the model says of the rollouts; 0 on unused rows.
+
+        `params` are those of a state, or all of them where the frozen ones are others.
+        """
         rollouts = sharding.put(self.mesh, rollouts, None, "batch")
         with self._rules():
-            return self._score(params, rollouts, microbatches)
+            return self._score(join(self.frozen, params), rollouts, microbatches)
 
     def update(
         self, state: TrainState, batch: TrainBatch, microbatches: int, learning_rate: float
@@ -84,20 +84,19 @@ class Learner:
         """
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
-            return self._update(state, batch, microbatches, learning_rate)
+            return self._update(state, self.frozen, batch, microbatches, learning_rate)
 
     def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
         """The gradient that `update` would take its step along."""
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
-            return jax.jit(self._gradient_fn)(params, batch, microbatches)[0]
+            return jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)[0]
 
     def _rules(self):
         return sharding.activate(self.mesh)
 
     def _fresh_state(self, params: Any) -> TrainState:
-        moments = self._optimizer.init(trainable(params))
-        return TrainState(params, moments, jnp.zeros((), jnp.int32))
+        return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
 
     def _score_fn(self, params: Any, rollouts: Rollouts, microbatches) -> Float[Array, "M R T"]:
         def body(i, scores):
@@ -107,36 +106,33 @@ class Learner:
         zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
         return jax.lax.fori_loop(0, microbatches, body, zeros)
 
-    def _gradient_fn(self, params, batch: TrainBatch, microbatches):
-        frozen = {FROZEN: params[FROZEN]} if FROZEN in params else {}
-
-        def loss(learned, batch: TrainBatch):
-            value, metrics = self._loss(frozen | learned, batch)
+    def _gradient_fn(self, params, frozen, batch: TrainBatch, microbatches):
+        def loss(params, batch: TrainBatch):
+            value, metrics = self._loss(join(frozen, params), batch)
             metrics["loss"] = Mean(value, jnp.zeros(()))  # already normalised; see _update_fn
             return value, jax.lax.stop_gradient(metrics)
 
-        of_microbatch, learned = jax.grad(loss, has_aux=True), trainable(params)
+        of_microbatch = jax.grad(loss, has_aux=True)
 
         def body(i, carry):
             # XLA:TPU crashes on microbatch gradients added in a loop without the barrier.
-            new = jax.lax.optimization_barrier(of_microbatch(learned, _microbatch(batch, i)))
+            new = jax.lax.optimization_barrier(of_microbatch(params, _microbatch(batch, i)))
             return jax.tree.map(jnp.add, carry, new)
 
-        shapes = jax.eval_shape(of_microbatch, learned, _microbatch(batch, 0))
+        shapes = jax.eval_shape(of_microbatch, params, _microbatch(batch, 0))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         gradient, metrics = jax.lax.fori_loop(0, microbatches, body, zeros)
-        places = trainable(self.shardings.params)
-        return jax.lax.with_sharding_constraint(gradient, places), metrics
+        gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)
+        return gradient, metrics
 
-    def _update_fn(self, state: TrainState, batch: TrainBatch, microbatches, learning_rate):
-        gradient, metrics = self._gradient_fn(state.params, batch, microbatches)
+    def _update_fn(self, state: TrainState, frozen, batch: TrainBatch, microbatches, learning_rate):
+        gradient, metrics = self._gradient_fn(state.params, frozen, batch, microbatches)
         norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(norm)
-        learned = trainable(state.params)
-        direction, opt_state = self._optimizer.update(gradient, state.opt_state, learned)
+        direction, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
         finite &= jnp.isfinite(optax.tree.norm(direction))
-        learned = jax.tree.map(lambda p, d: p - learning_rate * d, learned, direction)
-        new = TrainState(state.params | learned, opt_state, state.update_count + 1)
+        params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
+        new = TrainState(params, opt_state, state.update_count + 1)
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         taken = finite.astype(jnp.float32)
         loss = metrics["loss"].total

@@ -27,7 +27,7 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread critic.pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
-    "shutdown_seconds"
+    "shutdown_seconds lora.rank"
 ).split()
 POSITIVE = (
     "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
@@ -41,7 +41,7 @@ POSITIVE = (
     "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
     "evaluation.samples_per_problem evaluation.temperature architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
-    "architecture.mlp slots waiting"
+    "architecture.mlp slots waiting lora.alpha"
 ).split()
 SHARES = {  # open below, closed above
     "sampler.top_p": (0.0, 1.0),
@@ -189,5 +189,8 @@ def validate(config: Config | SftConfig | ServeConfig) -> None:
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)
         _check_heldout(config.data)
+        freeze, rank = config.model.freeze_layers, config.lora.rank
+        allowed = f"0 with lora.rank = {rank}, which freezes all but its adapters"
+        require(not rank or not freeze, "model.freeze_layers", freeze, allowed)
         check_algorithm(config)
         _check_reward(config)

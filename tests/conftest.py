@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.critic import scalar_config
-from dapo_jax.model import huggingface
+from dapo_jax.model import saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
@@ -48,7 +48,7 @@ def tiny_folder(tmp_path_factory, tiny_params):
     """A model folder of the tiny decoder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = arithmetic_tokenizer()
-    huggingface.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
+    saving.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -63,7 +63,7 @@ def score_params(tiny_params):
 def score_folder(tmp_path_factory, tiny_folder, score_params):
     """A reward model's folder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("score")
-    huggingface.save_folder(folder, score_params, scalar_config(TINY), (1,))
+    saving.save_folder(folder, score_params, scalar_config(TINY), (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
     return folder
 

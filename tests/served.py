@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from dapo_jax import cli, serve
 from dapo_jax.config import Mesh, ServeConfig
-from dapo_jax.model import huggingface
+from dapo_jax.model import saving
 from dapo_jax.model.decoder import init_params
 from dapo_jax.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ def make_byte_params() -> dict:
 
 def make_byte_folder(folder: pathlib.Path) -> pathlib.Path:
     """A model folder of a random policy over bytes."""
-    huggingface.save_folder(folder, make_byte_params(), BYTES_DECODER, TOKENIZER.end_ids)
+    saving.save_folder(folder, make_byte_params(), BYTES_DECODER, TOKENIZER.end_ids)
     TOKENIZER.backend.save(str(folder / "tokenizer.json"))
     return folder
 

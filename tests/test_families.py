@@ -15,7 +15,7 @@ from conftest import make_prompt
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax.model import huggingface
+from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import Decoder, RopeScaling, head_kernel
 from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.sampler.engine import PolicyEngine
@@ -53,6 +53,7 @@ def greedy_tokens(folder, mesh):
     config = huggingface.read_config(folder)
     with np.load(folder / "expected.npz") as expected:
         tokens, lengths, greedy = (expected[name] for name in ("tokens", "lengths", "greedy"))
+    tokenizer = Tokenizer(arithmetic_tokenizer().backend, end_ids=(config.vocab,), pad_id=0)
     engine = PolicyEngine(
         config,
         mesh,
@@ -62,9 +63,9 @@ def greedy_tokens(folder, mesh):
         max_response_tokens=greedy.shape[1],
         first_window_tokens=16,
         insert_width=1,
-        end_ids=(config.vocab,),
+        tokenizer=tokenizer,
     )
-    sampler = RolloutSampler(engine, arithmetic_tokenizer(), seed=0)
+    sampler = RolloutSampler(engine, tokenizer, seed=0)
     params = huggingface.load_params(folder, config, mesh)
     sampler.begin(params, purpose=0, step=0, rule=SamplingRule(temperature=0))
     for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
@@ -81,8 +82,8 @@ def export(folder, out, mesh, **options):
     config = huggingface.read_config(folder)
     params = huggingface.load_params(folder, config, mesh)
     dtype = huggingface.stored_dtype(folder)
-    huggingface.save_weights(out, huggingface.flatten(params), config, dtype, **options)
-    huggingface.save_settings_of(folder, out, dtype)
+    saving.save_weights(out, saving.flatten(params), config, dtype, **options)
+    saving.save_settings_of(folder, out, dtype)
     return config
 
 

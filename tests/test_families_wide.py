@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import test_families as families
 
-from dapo_jax.model import huggingface
+from dapo_jax.model import huggingface, saving
 
 pytestmark = pytest.mark.slow
 HERE = pathlib.Path(__file__).parent
@@ -68,7 +68,7 @@ def test_a_folder_made_from_nothing_loads_in_transformers(folders, one_device, t
     for folder in folders:
         config = huggingface.read_config(folder)
         params = huggingface.load_params(folder, config, one_device)
-        huggingface.save_folder(tmp_path / folder.name, params, config, (1,))
+        saving.save_folder(tmp_path / folder.name, params, config, (1,))
         (tmp_path / folder.name / "expected.npz").symlink_to(folder / "expected.npz")
     run_writer("check", *sorted(tmp_path.iterdir()))
     for folder in folders:

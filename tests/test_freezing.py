@@ -12,9 +12,10 @@ from test_update import make_batch, make_learner, place
 
 from dapo_jax import algorithms
 from dapo_jax.config import Compute, Model, Optimizer
-from dapo_jax.model import huggingface
-from dapo_jax.model.decoder import unstack_layers
-from dapo_jax.parts import build, frozen_layers
+from dapo_jax.model import huggingface, saving
+from dapo_jax.model.decoder import for_decoding, unstack_layers
+from dapo_jax.model.trained import frozen_layers, join, without
+from dapo_jax.parts import build, load_frozen
 from dapo_jax.policy import policy_learner
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
@@ -23,6 +24,11 @@ from dapo_jax.settings import ConfigError
 from dapo_jax.tokenizer import arithmetic_tokenizer
 
 HALF = dataclasses.replace(TINY, frozen_layers=1)
+DRAWN = SamplingRule()
+
+
+def keep_frozen(params):
+    return {"frozen_layers": split(params)["frozen_layers"]}
 
 
 def split(params):
@@ -34,17 +40,20 @@ def split(params):
     }
 
 
-def make_half_learner(mesh):
+def make_half_learner(folder, mesh):
     settings = Optimizer(learning_rate=1e-3, weight_decay=0.5)
-    return policy_learner(algorithms.dapo(), Compute(), settings, HALF, mesh)
+    frozen = load_frozen(folder, HALF, mesh)
+    return policy_learner(algorithms.dapo(), Compute(), settings, HALF, mesh, frozen=frozen)
 
 
-def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(tiny_params, one_device):
-    whole, half = make_learner(one_device), make_half_learner(one_device)
+def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
+    tiny_params, tiny_folder, one_device
+):
+    whole, half = make_learner(one_device), make_half_learner(tiny_folder, one_device)
     batch, used = make_batch()
     expected = split(whole.gradient(place(tiny_params, whole), batch, used))
     expected.pop("frozen_layers")
-    found = half.gradient(place(split(tiny_params), half), batch, used)
+    found = half.gradient(place(without(split(tiny_params), half.frozen), half), batch, used)
 
     def check(found, expected):
         np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max(), rtol=1e-4)
@@ -53,46 +62,50 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(tiny_params
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
 
 
-def test_an_update_moves_all_but_the_frozen_layers_which_have_no_moments(
-    tiny_params, eight_devices
+def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
+    tiny_params, tiny_folder, eight_devices
 ):
-    learner, (batch, used) = make_half_learner(eight_devices), make_batch()
-    before = split(jax.device_get(tiny_params))
+    learner, (batch, used) = make_half_learner(tiny_folder, eight_devices), make_batch()
+    jax.tree.map(np.testing.assert_array_equal, learner.frozen, keep_frozen(tiny_params))
+    before = without(split(jax.device_get(tiny_params)), learner.frozen)
     state = learner.start(place(before, learner))
     moments = [
         (jax.tree_util.keystr(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
         if leaf.ndim
     ]
-    learned = jax.tree.leaves({k: v for k, v in before.items() if k != "frozen_layers"})
+    learned = jax.tree.leaves(before)
     assert len(moments) == 2 * len(learned)  # mean and variance
     assert sum(leaf.nbytes for _, leaf in moments) == 2 * sum(leaf.nbytes for leaf in learned)
     assert not any("frozen" in path for path, _ in moments)
     state, metrics = learner.update(state, batch, used, 1e-2)
     assert metrics["gradient_norm"].value() > 0
     after = jax.device_get(state.params)
-    still = jax.tree.map(np.array_equal, after, before)
-    assert all(jax.tree.leaves(still.pop("frozen_layers")))
-    assert not any(jax.tree.leaves(still))
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
 
 
-def sample(params, config, mesh):
-    """Tokens and log-probs of a few prompts."""
+def make_sampler(config, mesh, frozen=None):
+    tokenizer = arithmetic_tokenizer()
     engine = PolicyEngine(
         config,
         mesh,
         slots=4,
         burst_tokens=4,
         max_prompt_tokens=8,
-        max_response_tokens=8,
+        max_response_tokens=24,
         first_window_tokens=16,
         insert_width=4,
-        tokenizer=arithmetic_tokenizer(),
+        tokenizer=tokenizer,
+        frozen=frozen,
     )
-    sampler = RolloutSampler(engine, arithmetic_tokenizer(), seed=5)
-    sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
-    for i in range(4):
-        sampler.submit(make_prompt(i, [2 + i, 7, 9]), 2)
+    return RolloutSampler(engine, tokenizer, seed=0)
+
+
+def sample(sampler, params, rule=DRAWN):
+    """Four responses to each of three prompts."""
+    sampler.begin(params, purpose=0, step=0, rule=rule)
+    for i in range(3):
+        sampler.submit(make_prompt(i, [2 + i, 7, 9]), 4)
     done = {}
     while not sampler.idle:
         done |= {prompt.index: group for prompt, group in sampler.decode_burst()}
@@ -100,22 +113,27 @@ def sample(params, config, mesh):
 
 
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
-    found = sample(split(tiny_params), HALF, eight_devices)
-    expected = sample(tiny_params, TINY, one_device)
+    apart = split(tiny_params)
+    frozen = {"frozen_layers": apart.pop("frozen_layers")}
+    found = sample(make_sampler(HALF, eight_devices, frozen), apart)
+    expected = sample(make_sampler(TINY, one_device), tiny_params)
     for a, b in zip(found, expected, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
 
 
 def test_decoding_weights_are_the_layers_in_their_order(tiny_params):
-    whole, half = unstack_layers(tiny_params, TINY), unstack_layers(split(tiny_params), HALF)
-    jax.tree.map(np.testing.assert_array_equal, half, whole)
+    apart = split(tiny_params)
+    frozen = {"frozen_layers": apart.pop("frozen_layers")}
+    half = unstack_layers(frozen, HALF) | unstack_layers(apart, HALF)
+    whole = unstack_layers(tiny_params, TINY)
+    jax.tree.map(np.testing.assert_array_equal, for_decoding(half, HALF), for_decoding(whole, TINY))
 
 
 def test_a_folder_does_not_show_what_was_frozen(tiny_folder, tiny_params, eight_devices, tmp_path):
     frozen = huggingface.load_params(tiny_folder, HALF, eight_devices)
     jax.tree.map(np.testing.assert_array_equal, frozen, split(tiny_params))
-    huggingface.save_folder(tmp_path, frozen, HALF, (1,))
+    saving.save_folder(tmp_path, frozen, HALF, (1,))
     written, original = (
         load_file(folder / "model.safetensors") for folder in (tmp_path, tiny_folder)
     )
@@ -145,8 +163,12 @@ def test_a_run_freezes_the_share_that_its_config_asks_for(
     model = Model(folder=str(tiny_folder), freeze_layers=0.5)
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
-    for params in (parts.folder_params(), parts.reference):
+    for params in (join(parts.frozen, parts.first_params()), parts.reference):
         jax.tree.map(np.testing.assert_array_equal, params, split(tiny_params))
+    shared = jax.tree.map(
+        lambda a, b: a is b, parts.reference["frozen_layers"], parts.frozen["frozen_layers"]
+    )
+    assert all(jax.tree.leaves(shared))
     moments = parts.learner.abstract_state.opt_state[1].mu
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1
 

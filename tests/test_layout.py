@@ -18,13 +18,13 @@ ROOMS = """
 settings hooks algorithms config combinations validation structs sharding rewards.extraction
 rewards.normalisation rewards.numerals chat tokenizer templates data.arithmetic data.gym
 data.formats data.files data.sources data.pipeline model.attention model.decoder model.families
-model.names model.huggingface model.logprobs sampler.sampling sampler.decoding sampler.engine
-sampler.rollout advantages losses packing rewards.structure rewards.units rewards.equivalence
-rewards.bounded rewards.expressions rewards.algebra rewards.regions rewards.judgement
-rewards.minerva rewards.verifier rewards.process rewards.remote rewards.functions rewards.worker
-rewards.pool rewards.rule rewards.model rewards.judge filtering optimizer update policy critic
-metrics scores responses plots tables progress checkpoints cli parts signals evaluation supervised
-train run serving main evaluate sft serve export
+model.trained model.names model.huggingface model.saving model.logprobs sampler.sampling
+sampler.decoding sampler.engine sampler.rollout advantages losses packing rewards.structure
+rewards.units rewards.equivalence rewards.bounded rewards.expressions rewards.algebra
+rewards.regions rewards.judgement rewards.minerva rewards.verifier rewards.process rewards.remote
+rewards.functions rewards.worker rewards.pool rewards.rule rewards.model rewards.judge filtering
+optimizer update policy critic metrics scores responses plots tables progress checkpoints cli parts
+signals evaluation supervised train run serving main evaluate sft serve export
 """.split()
 
 SFT_ROOMS = (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,15 @@ def test_a_folder_that_is_none_says_how_to_make_one(tmp_path):
         huggingface.read_config(tmp_path)
     with pytest.raises(ConfigError, match="tokenizer.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_is_broken_is_named_with_the_setting(name, tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text('{"model_type": "qw')
+    with pytest.raises(ConfigError, match=rf"config.start.*{name}.* can't be read: .*column"):
+        huggingface.read_config(tmp_path, field="start")
+        Tokenizer.from_folder(tmp_path, "start")
 
 
 def test_attention_is_chosen_by_platform():

@@ -50,7 +50,7 @@ def test_two_steps_of_a_preset_are_finite_and_move_what_it_trains(preset, base, 
 def test_dpo_comes_to_prefer_the_right_responses_of_its_pairs(tiny_folder, alone, tmp_path):
     config = make_quick_config(tiny_folder, tmp_path, "dpo")
     parts = build(config)
-    run, seen = RunState(1, parts.learner.start(parts.folder_params()), 0, 1.0), []
+    run, seen = RunState(1, parts.learner.start(parts.first_params()), 0, 1.0), []
     for _ in range(4):
         run, values = update_policy(parts, run, make_groups(config), Clock())
         seen.append((values["preference_loss"], values["preference_accuracy"]))
@@ -74,7 +74,7 @@ def test_advantages_are_estimated_once_over_the_whole_rollout_batch(
         raise StopIteration
 
     monkeypatch.setattr(train_module, "estimate", record)
-    run = RunState(0, parts.learner.start(parts.folder_params()), 0, 1.0)
+    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
     groups = make_groups(config)
     with pytest.raises(StopIteration):
         update_policy(parts, run, groups, Clock())

@@ -11,7 +11,7 @@ from small_runs import make_groups, make_quick_config
 
 from dapo_jax.config import Compute, Mesh, Model
 from dapo_jax.metrics import Clock
-from dapo_jax.model import huggingface
+from dapo_jax.model import saving
 from dapo_jax.parts import build
 from dapo_jax.settings import ConfigError
 from dapo_jax.structs import TrainState
@@ -23,7 +23,7 @@ def other_folder(tiny_folder, tiny_params, tmp_path):
     """A folder of the same shape and tokenizer with other weights."""
     folder = tmp_path / "other"
     other = jax.tree.map(lambda leaf: leaf * 1.5, tiny_params)
-    huggingface.save_folder(folder, other, TINY, (1,))
+    saving.save_folder(folder, other, TINY, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
     return folder
 
@@ -83,7 +83,7 @@ def test_a_reference_folder_of_its_own_is_read(
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
     assert_same(parts.reference, jax.tree.map(lambda leaf: leaf * 1.5, tiny_params))
-    assert_same(parts.folder_params(), tiny_params)
+    assert_same(parts.first_params(), tiny_params)
 
 
 @pytest.mark.parametrize("preset", ["dapo", "vapo", "gspo", "reinforce", "rft", "dr_grpo"])

@@ -119,10 +119,12 @@ def test_only_this_machine_is_listened_to(server, metrics_port):
             socket.create_connection((address, server.client.port), timeout=2)
 
 
-def test_a_taken_port_is_named(server, byte_folder, same_engine):
+@pytest.mark.parametrize("field", ["port", "metrics_port"])
+def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
     port = server.client.port
-    with pytest.raises(ConfigError, match=f"'127.0.0.1:{port}': must be an address.*free"):
-        with serving(make_serve_config(byte_folder, port=port)):
+    config = make_serve_config("no such folder", **{field: port})
+    with pytest.raises(ConfigError, match=f"config.{field} = {port}: on 127.0.0.1: .*in use"):
+        with serving(config):
             pass
 
 

@@ -210,7 +210,7 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     algorithm.overlong_filtering = True
     config = make_config(base, tmp_path, algorithm=algorithm)
     parts = build(config)
-    run = RunState(0, parts.learner.start(parts.folder_params()), 0, 1.0)
+    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
     before = jax.device_get(run.train)
     cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
     run, values = update_policy(parts, run, cut, Clock())

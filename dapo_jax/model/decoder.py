@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.attention import (
@@ -25,6 +26,8 @@ from dapo_jax.model.attention import (
     packed_mask,
 )
 from dapo_jax.structs import KVCache
+
+ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -40,6 +43,15 @@ class RopeScaling:
     low_freq_factor: float  # turns over `original_tokens` below which a wavelength is long
     high_freq_factor: float  # turns from which it is left alone; between the two, a blend
     original_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank additions to matrices: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
+
+    rank: int
+    scale: float  # alpha / rank
+    targets: tuple[str, ...]  # names of projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +78,7 @@ class DecoderConfig:
     remat: str = "none"
     scan_unroll: int = 1  # layers per iteration of the training scan
     frozen_layers: int = 0  # the first ones, in a subtree of their own: `frozen_layers`
+    adapters: Adapters | None = None  # then nothing else is trained (see model/trained.py)
     scalar_head: bool = False  # a vector instead of a vocabulary: critics and reward models
 
 
@@ -116,6 +129,7 @@ class Projection(nn.Module):
     dtype: Any
     contracted: int = 1
     use_bias: bool = False
+    adapters: Adapters | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
@@ -123,13 +137,26 @@ class Projection(nn.Module):
         inner = math.prod(inputs)
         init = nn.with_logical_partitioning(nn.initializers.normal(inner**-0.5), self.axes)
         kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
-        product = x.reshape(-1, inner) @ kernel.reshape(inner, -1)
+        flat = x.reshape(-1, inner)
+        product = flat @ kernel.reshape(inner, -1)
+        if self.adapters:
+            product += self._low_rank(flat, inputs)
         product = product.reshape(*x.shape[: -self.contracted], *self.features)
         if self.use_bias:
             axes = self.axes[self.contracted :]
             init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
             product += self.param("bias", init, self.features).astype(self.dtype)
         return product
+
+    def _low_rank(self, flat: Float[Array, "N I"], inputs: tuple[int, ...]) -> Array:
+        """scale (x A) B; B begins at zero, so that training begins at the base model."""
+        rank, inner, into = self.adapters.rank, flat.shape[1], self.axes[: self.contracted]
+        init = nn.with_logical_partitioning(nn.initializers.normal(inner**-0.5), (*into, "rank"))
+        down = self.param(ADAPTER_NAMES[0], init, (*inputs, rank)).astype(self.dtype)
+        axes = ("rank", *self.axes[self.contracted :])
+        init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+        up = self.param(ADAPTER_NAMES[1], init, (rank, *self.features)).astype(self.dtype)
+        return self.adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
 
 
 class Block(nn.Module):
@@ -139,7 +166,12 @@ class Block(nn.Module):
     attend: Callable  # see model/attention.py
 
     def _linear(self, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options):
-        return Projection(features, axes, self.config.dtype, name=name, **options)
+        adapters = self.config.adapters
+        if adapters and name not in adapters.targets:
+            adapters = None
+        return Projection(
+            features, axes, self.config.dtype, name=name, adapters=adapters, **options
+        )
 
     def _heads(self, name: str, count: int, axis: str):
         features, axes = (count, self.config.head_dim), ("embed", axis, "head_dim")
@@ -233,27 +265,33 @@ def head_kernel(params: Any) -> Float[Array, "D V"]:
     return params["head"] if "head" in params else params["embedding"].T
 
 
-def cast_params(params: Any, config: DecoderConfig) -> Any:
-    """Parameters in the compute dtype, as a forward pass alone needs them; norms stay float32."""
-
-    def cast(path, leaf):
-        return leaf if path[-1].key == "scale" else leaf.astype(config.dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, params)
+def forward_dtype(path: str, config: DecoderConfig) -> Any:
+    """What a forward pass needs a parameter in: the compute dtype, float32 for norms."""
+    return jnp.float32 if path.endswith("scale") else config.dtype
 
 
-def unstack_layers(params: Any, config: DecoderConfig) -> Any:
-    """Parameters as decoding wants them: `layers` a tuple of trees, in the compute dtype."""
-    params = cast_params(params, config)
-    stacks = layer_stacks(config)
-    rest = {name: part for name, part in params.items() if name not in stacks}
-    return rest | {
-        "layers": tuple(
-            jax.tree.map(lambda leaf, i=i: leaf[i], params[name])
-            for name, height in stacks.items()
-            for i in range(height)
-        )
-    }
+def layer_paths(path: str, config: DecoderConfig) -> list[str]:
+    """Where the layers of a stack go in `unstack_layers`; the path itself of what is no stack."""
+    stack, _, below = path.partition("/")
+    first = {"frozen_layers": 0, "layers": config.frozen_layers}
+    if stack not in first:
+        return [path]
+    return [f"layers/{first[stack] + i}/{below}" for i in range(layer_stacks(config)[stack])]
+
+
+def unstack_layers(params: Any, config: DecoderConfig) -> dict[str, Array]:
+    """Parameters (all, or some) by path, each layer's apart, in their forward dtype."""
+    flat = {}
+    for path, leaf in flatten_dict(params, sep="/").items():
+        leaf, paths = leaf.astype(forward_dtype(path, config)), layer_paths(path, config)
+        flat |= {path: leaf} if paths == [path] else dict(zip(paths, leaf, strict=True))
+    return flat
+
+
+def for_decoding(flat: dict[str, Array], config: DecoderConfig) -> Any:
+    """All parameters of `unstack_layers` as a tree; `layers` is a tuple of trees."""
+    tree = unflatten_dict(flat, sep="/")
+    return tree | {"layers": tuple(tree["layers"][str(i)] for i in range(config.layers))}
 
 
 def _run_layers(params: Any, config: DecoderConfig, attend, x, context: Context, caches):

@@ -1,13 +1,12 @@
-"""Model folders in the Hugging Face layout: read into device shards, and written back.
+"""Model folders in the Hugging Face layout, read into device shards; `saving.py` writes them.
 
 What a device shard needs is read in blocks of rows, one published tensor after another, so the
 host holds one of them (float32, its own devices' part) beside the shards themselves.
 """
 
+import functools
 import hashlib
-import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,23 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from dapo_jax import sharding
 from dapo_jax.model import families, names
-from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.settings import ConfigError
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
+from dapo_jax.settings import ConfigError, read_json
 
 FINGERPRINT_BYTES = 1 << 20  # of either end of a file
 BLOCK_BYTES = 32 << 20  # read at once
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as the files call them
+Layers = Callable[[int], Any]  # number -> that layer of a parameter; 0 for what has no layers
 INDEX = "model.safetensors.index.json"
-
-# What a folder has beside weights and config.json, and an exported one keeps.
-KEPT_FILES = (
-    "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
-).split()
 
 
 def read_config(
@@ -48,10 +41,7 @@ def read_config(
             f"config.{field} = {str(folder)!r}: has no config.json. A folder for the embedded "
             "task is made by: python -m dapo_jax.sft --config=configs/arithmetic_base.py"
         )
-    return families.decoder_config(json.loads(path.read_text()), str(folder), field, **numerics)
-
-
-# --- reading ------------------------------------------------------------------------------------
+    return families.decoder_config(read_json(path, field), str(folder), field, **numerics)
 
 
 class _Tensors:
@@ -61,7 +51,7 @@ class _Tensors:
     memory of this process.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, field: str = "model.folder"):
         self.folder, self.problems = folder, []
         self._files: dict[str, pathlib.Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -71,7 +61,7 @@ class _Tensors:
             self._open(path)
         if not paths:
             self.problems.append("no *.safetensors file")
-        self._check_index()
+        self._check_index(field)
 
     def _open(self, path: pathlib.Path) -> None:
         try:
@@ -86,10 +76,10 @@ class _Tensors:
             self._files[name], self.shapes[name] = path, tuple(part.get_shape())
             self.dtypes[name] = part.get_dtype()
 
-    def _check_index(self) -> None:
+    def _check_index(self, field: str) -> None:
         """What the index promises must be where it says."""
         path = self.folder / INDEX
-        places = json.loads(path.read_text())["weight_map"] if path.exists() else {}
+        places = read_json(path, field).get("weight_map", {}) if path.exists() else {}
         for name, file in places.items():
             if name not in self._files:
                 self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
@@ -146,7 +136,10 @@ def _read_part(
 
 
 def _to_devices(
-    shape: tuple[int, ...], place: jax.sharding.Sharding, read: Callable[[tuple], np.ndarray]
+    shape: tuple[int, ...],
+    place: jax.sharding.Sharding,
+    dtype: Any,
+    read: Callable[[tuple], np.ndarray],
 ) -> jax.Array:
     """A sharded array; what several devices hold is read once."""
     parts: dict[tuple, np.ndarray] = {}
@@ -154,7 +147,7 @@ def _to_devices(
     def part(index: tuple[slice, ...]) -> np.ndarray:
         key = tuple((one.start, one.stop) for one in index)
         if key not in parts:
-            parts[key] = read(index)
+            parts[key] = read(index).astype(dtype, copy=False)
         return parts[key]
 
     # Waiting keeps the next tensor from being read while this one is still on the host.
@@ -170,16 +163,18 @@ def _load_stack(
     path: str,
     shape: tuple[int, ...],
     place: jax.sharding.NamedSharding,
+    dtype: Any,
     config: DecoderConfig,
 ) -> jax.Array:
     """A stack of layers, filled in place on the devices, one layer after another."""
     of_layer = jax.sharding.NamedSharding(place.mesh, jax.P(*place.spec[1:]))
     set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=place)
-    stack = jnp.zeros(shape, jnp.float32, device=place)
+    stack = jnp.zeros(shape, dtype, device=place)
     for number, name in enumerate(names.published_names(path, config)):
         layer = _to_devices(
             shape[1:],
             of_layer,
+            dtype,
             lambda index, name=name: _read_part(tensors, name, path, shape[1:], index),
         )
         stack = set_layer(stack, layer, number).block_until_ready()
@@ -192,15 +187,19 @@ def load_params(
     mesh: jax.sharding.Mesh,
     *,
     field: str = "model.folder",
+    wanted: Callable[[str], bool] = lambda path: True,
+    cast: bool = False,
     fresh_score: bool = False,
 ) -> Any:
-    """Parameters of a model folder, float32, each shard read straight onto its device.
+    """Parameters of a model folder, each shard read straight onto its device.
 
     Args:
+        wanted: which are read, by path; the names and shapes of all are checked.
+        cast: to what a forward pass alone needs (`forward_dtype`), instead of float32.
         field: the setting that names the folder, for the error message.
         fresh_score: a folder without a scalar head (a policy's) gets one of zeros.
     """
-    tensors = _Tensors(pathlib.Path(folder))
+    tensors = _Tensors(pathlib.Path(folder), field)
     boxed, shapes = abstract_params(config), names.param_shapes(config)
     places = traverse_util.flatten_dict(sharding.tree_shardings(mesh, boxed), sep="/")
     arrays = {}
@@ -208,16 +207,35 @@ def load_params(
         arrays["score"] = jax.device_put(np.zeros(shapes.pop("score"), np.float32), places["score"])
     _check_names(tensors, shapes, config, field)
     for path, shape in shapes.items():
+        if not wanted(path):
+            continue
+        dtype = forward_dtype(path, config) if cast else jnp.float32
         if names.below_stack(path):
-            arrays[path] = _load_stack(tensors, path, shape, places[path], config)
+            arrays[path] = _load_stack(tensors, path, shape, places[path], dtype, config)
             continue
         (name,) = names.published_names(path, config)
         arrays[path] = _to_devices(
             shape,
             places[path],
+            dtype,
             lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
         )
     return traverse_util.unflatten_dict(arrays, sep="/")
+
+
+def read_layers(
+    folder: str | pathlib.Path, paths: Iterable[str], config: DecoderConfig
+) -> Iterator[tuple[str, Layers]]:
+    """Parameters of a model folder on the host, float32, each layer read as it is asked for."""
+    tensors, shapes = _Tensors(pathlib.Path(folder)), names.param_shapes(config)
+
+    def layer(path: str, number: int) -> np.ndarray:
+        shape = shapes[path][1:] if names.below_stack(path) else shapes[path]
+        name = names.published_names(path, config)[number]
+        return _read_part(tensors, name, path, shape, (slice(None),) * len(shape))
+
+    for path in paths:
+        yield path, functools.partial(layer, path)
 
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
@@ -239,93 +257,3 @@ def fingerprint(folder: str | pathlib.Path) -> str:
             file.seek(max(0, size - FINGERPRINT_BYTES))
             digest.update(file.read())
     return digest.hexdigest()[:16]
-
-
-# --- writing ------------------------------------------------------------------------------------
-
-
-@jax.jit
-def _layer(stack: jax.Array, number: int) -> jax.Array:
-    return stack[number]
-
-
-def _published(
-    leaves: Iterable[tuple[str, Any]], config: DecoderConfig, dtype: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Every published tensor by name, made as it is asked for."""
-    for path, leaf in leaves:
-        for number, name in enumerate(names.published_names(path, config)):
-            array = _layer(leaf, number) if names.below_stack(path) else leaf
-            yield name, names.to_published(path, np.asarray(array)).astype(jnp.dtype(dtype))
-
-
-def save_weights(
-    folder: pathlib.Path,
-    leaves: Iterable[tuple[str, Any]],
-    config: DecoderConfig,
-    dtype: str = "float32",
-    max_shard_gb: float = 5.0,
-) -> None:
-    """Writes safetensors files and, where there are several, their index.
-
-    The host holds one file's tensors at a time.
-
-    Args:
-        leaves: paths and arrays of all parameters; consumed one by one.
-        max_shard_gb: a file ends before it would grow beyond this (10^9 bytes).
-    """
-    files: list[list[str]] = []
-    part: dict[str, np.ndarray] = {}
-    total = size = 0
-
-    def write() -> None:
-        path = folder / f"{len(files)}.unfinished"
-        save_file(part, path, metadata={"format": "pt"})
-        files.append(list(part))
-        part.clear()
-
-    for name, tensor in _published(leaves, config, dtype):
-        if part and size + tensor.nbytes > max_shard_gb * 1e9:
-            write()
-            size = 0
-        part[name] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    write()
-    places = {}
-    for i, written in enumerate(files):
-        count = f"-{i + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-        file = f"model{count}.safetensors"
-        (folder / f"{i}.unfinished").rename(folder / file)
-        places |= dict.fromkeys(written, file)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def flatten(params: Any) -> Iterable[tuple[str, Any]]:
-    """Paths and arrays of a parameter tree."""
-    return traverse_util.flatten_dict(params, sep="/").items()
-
-
-def save_folder(
-    folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
-) -> None:
-    """Writes a new model: weights (float32), config.json and generation_config.json."""
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_weights(folder, flatten(params), config)
-    ids = {"eos_token_id": list(end_ids), "pad_token_id": 0}
-    values = families.config_json(config) | {"torch_dtype": "float32"} | ids
-    (folder / "config.json").write_text(json.dumps(values, indent=2))
-    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
-
-
-def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:
-    """Beside weights in `dtype`: the config.json, tokenizer and generation settings of `source`."""
-    source = pathlib.Path(source)
-    values = json.loads((source / "config.json").read_text())
-    values["dtype" if "dtype" in values else "torch_dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(values, indent=2))
-    for name in KEPT_FILES:
-        if (source / name).exists():
-            shutil.copy(source / name, folder)

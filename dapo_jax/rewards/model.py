@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from dapo_jax import sharding
-from dapo_jax.model.decoder import DecoderConfig, cast_params
+from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.logprobs import scalars_after
 from dapo_jax.packing import Segment, pack
 from dapo_jax.structs import Completion, Prompt, Rollouts
@@ -32,7 +32,7 @@ class RewardModel:
         rows: int,
     ):
         self._mesh, self._shape = mesh, (row_tokens, rows)
-        self._params = jax.jit(lambda tree: cast_params(tree, config))(params)
+        self._params = params
         self._of_rows = jax.jit(
             lambda params, r: scalars_after(params, config, r.tokens, r.segment_ids, r.positions)
         )

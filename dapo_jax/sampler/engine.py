@@ -9,12 +9,13 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int
 
 from dapo_jax import sharding
@@ -95,9 +96,12 @@ class PolicyEngine(engine_api.Engine):
         insert_width: how many slots one `insert` can fill from one prefix (the group size).
         tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
         seed: of the draws of prompts that come without a key.
+        frozen: parameters that never change. One copy for decoding is made of them, once;
+            `load_params` then takes the others.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
+        held: the decoding copy of the frozen parameters; None before it was needed.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class PolicyEngine(engine_api.Engine):
         insert_width: int,
         tokenizer: Tokenizer,
         seed: int = 0,
+        frozen: Any = None,
     ):
         pieces = sharding.shards(mesh, "batch")
         require(
@@ -128,15 +133,15 @@ class PolicyEngine(engine_api.Engine):
             decoding.empty_state, config, slots=slots, max_response_tokens=max_response_tokens
         )
         self._state_shardings = self._shardings_of_state()
-        self._params_shardings = self._shardings_of_params()
+        self._frozen, self.held = frozen or {}, None
         self._compile()
 
     def _compile(self) -> None:
         state, replicated = self._state_shardings, sharding.sharding(self._mesh)
-        self._load = jax.jit(
-            functools.partial(decoder.unstack_layers, config=self.config),
-            out_shardings=self._params_shardings,
-        )
+        boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
+        frozen = flatten_dict(self._frozen, sep="/")
+        self._load_frozen = self._loader({path: boxed[path] for path in frozen})
+        self._load = self._loader({path: boxed[path] for path in boxed.keys() - frozen.keys()})
         self._prefill = jax.jit(self._prefill_fn)
         self._insert = jax.jit(decoding.start_responses, donate_argnums=1, out_shardings=state)
         self._generate = jax.jit(
@@ -153,7 +158,9 @@ class PolicyEngine(engine_api.Engine):
 
     def load_params(self, params: Any) -> Any:
         """The trainer's live parameters, resharded, cast and un-stacked for decoding."""
-        return self._load(params)
+        if self.held is None:
+            self.held = self._load_frozen(self._frozen)
+        return decoder.for_decoding(self.held | self._load(params), self.config)
 
     def prefill(
         self,
@@ -283,18 +290,16 @@ class PolicyEngine(engine_api.Engine):
         cache = KVCache(place("batch", "kv_heads"), place("batch", "kv_heads"))
         return per_slot.replace(caches=(cache,) * self.config.layers)
 
-    def _shardings_of_params(self) -> Any:
-        boxed = decoder.abstract_params(self.config)
-        stacked = sharding.tree_shardings(self._mesh, boxed, sharding.DECODING)
-
-        def of_one_layer(place):
-            return jax.sharding.NamedSharding(
-                self._mesh, jax.sharding.PartitionSpec(*place.spec[1:])
-            )
-
-        layer = jax.tree.map(of_one_layer, stacked["layers"])
-        rest = {k: place for k, place in stacked.items() if k != "frozen_layers"}
-        return rest | {"layers": (layer,) * self.config.layers}
+    def _loader(self, boxed: dict[str, Any]) -> Callable[[Any], dict[str, jax.Array]]:
+        """What un-stacks the parameters at those paths onto the devices that decode."""
+        places = {}
+        for path, place in sharding.tree_shardings(self._mesh, boxed, sharding.DECODING).items():
+            paths = decoder.layer_paths(path, self.config)
+            if paths != [path]:
+                place = jax.sharding.NamedSharding(self._mesh, jax.P(*place.spec[1:]))
+            places |= dict.fromkeys(paths, place)
+        unstack = functools.partial(decoder.unstack_layers, config=self.config)
+        return jax.jit(unstack, out_shardings=places)
 
     # --- jitted bodies ------------------------------------------------------------------------
 

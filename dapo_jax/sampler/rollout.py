@@ -95,6 +95,11 @@ class RolloutSampler:
         self._waiting.append(request)
 
     @property
+    def held(self) -> Any:
+        """What stays in memory after `release`: the decoding copy of frozen parameters."""
+        return self._engine.held
+
+    @property
     def idle(self) -> bool:
         """Nothing waits and nothing is being decoded."""
         return not self._waiting and not self._in_slot

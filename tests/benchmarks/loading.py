@@ -14,7 +14,7 @@ import time
 import jax
 import numpy as np
 
-from dapo_jax.model import families, huggingface, names
+from dapo_jax.model import families, huggingface, names, saving
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.sharding import make_mesh
 
@@ -27,8 +27,11 @@ def write(folder: pathlib.Path, dtype: str) -> None:
     """A random folder of that shape, its files at most 1 GB."""
     folder.mkdir(parents=True)
     draw, shapes = np.random.default_rng(0), names.param_shapes(SHAPE)
-    leaves = ((path, draw.standard_normal(shape, np.float32)) for path, shape in shapes.items())
-    huggingface.save_weights(folder, leaves, SHAPE, dtype, max_shard_gb=1.0)
+    leaves = (
+        (path, saving.layers_of(path, draw.standard_normal(shape, np.float32)))
+        for path, shape in shapes.items()
+    )
+    saving.save_weights(folder, leaves, SHAPE, dtype, max_shard_gb=1.0)
     (folder / "config.json").write_text(json.dumps(families.config_json(SHAPE)))
 
 

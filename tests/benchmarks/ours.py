@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dapo_jax import algorithms
 from dapo_jax.config import Compute, Config, Data, Log, Model, Optimizer, Packing, Rollout, Sampler
-from dapo_jax.model import huggingface
+from dapo_jax.model import saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.packing import Segment, pack
 from dapo_jax.parts import Parts, build
@@ -56,9 +56,7 @@ class RandomPrompts:
 
 def write_folder(folder: pathlib.Path) -> None:
     """A random model of the peers' shape with a tokenizer of 512 words."""
-    huggingface.save_folder(
-        folder, nn.unbox(init_params(DECODER, jax.random.key(0))), DECODER, (NEVER,)
-    )
+    saving.save_folder(folder, nn.unbox(init_params(DECODER, jax.random.key(0))), DECODER, (NEVER,))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
@@ -141,7 +139,7 @@ def main() -> None:
         write_folder(pathlib.Path(folder))
         parts = build(make_config(pathlib.Path(folder)))
         parts.prompts = RandomPrompts()
-        params = parts.folder_params()
+        params = parts.first_params()
     sampled = PROMPTS * GROUP * NEW_TOKENS
     seen = PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS)
     if "rollout" in args.only:

@@ -1,0 +1,117 @@
+"""Model folders in the Hugging Face layout, written; `huggingface.py` reads them."""
+
+import functools
+import json
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors.numpy import save_file
+
+from dapo_jax.model import families, names
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.huggingface import INDEX, Layers
+
+# What a folder has beside weights and config.json, and an exported one keeps.
+KEPT_FILES = (
+    "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
+).split()
+
+
+@jax.jit
+def _layer(stack: jax.Array, number: int) -> jax.Array:
+    return stack[number]
+
+
+def _published(
+    leaves: Iterable[tuple[str, Layers]], config: DecoderConfig, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every published tensor by name, made as it is asked for."""
+    for path, layer in leaves:
+        for number, name in enumerate(names.published_names(path, config)):
+            array = np.asarray(layer(number))
+            yield name, names.to_published(path, array).astype(jnp.dtype(dtype))
+
+
+def save_weights(
+    folder: pathlib.Path,
+    leaves: Iterable[tuple[str, Layers]],
+    config: DecoderConfig,
+    dtype: str = "float32",
+    max_shard_gb: float = 5.0,
+) -> None:
+    """Writes safetensors files and, where there are several, their index.
+
+    The host holds one file's tensors at a time.
+
+    Args:
+        leaves: paths of all parameters and what gives their layers; consumed one by one.
+        max_shard_gb: a file ends before it would grow beyond this (10^9 bytes).
+    """
+    files: list[list[str]] = []
+    part: dict[str, np.ndarray] = {}
+    total = size = 0
+
+    def write() -> None:
+        path = folder / f"{len(files)}.unfinished"
+        save_file(part, path, metadata={"format": "pt"})
+        files.append(list(part))
+        part.clear()
+
+    for name, tensor in _published(leaves, config, dtype):
+        if part and size + tensor.nbytes > max_shard_gb * 1e9:
+            write()
+            size = 0
+        part[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write()
+    places = {}
+    for i, written in enumerate(files):
+        count = f"-{i + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file = f"model{count}.safetensors"
+        (folder / f"{i}.unfinished").rename(folder / file)
+        places |= dict.fromkeys(written, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def layers_of(path: str, array: Any) -> Layers:
+    """What gives the layers of a parameter that is there whole."""
+    return functools.partial(_layer, array) if names.below_stack(path) else lambda _: array
+
+
+def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
+    """Paths of a parameter tree and what gives their layers."""
+    for path, array in traverse_util.flatten_dict(params, sep="/").items():
+        yield path, layers_of(path, array)
+
+
+def save_folder(
+    folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
+) -> None:
+    """Writes a new model: weights (float32), config.json and generation_config.json."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(folder, flatten(params), config)
+    ids = {"eos_token_id": list(end_ids), "pad_token_id": 0}
+    values = families.config_json(config) | {"torch_dtype": "float32"} | ids
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
+
+
+def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:
+    """Beside weights in `dtype`: the config.json, tokenizer and generation settings of `source`."""
+    source = pathlib.Path(source)
+    values = json.loads((source / "config.json").read_text())
+    values["dtype" if "dtype" in values else "torch_dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    for name in KEPT_FILES:
+        if (source / name).exists():
+            shutil.copy(source / name, folder)
