@@ -7,9 +7,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
-from dapo_jax.config import Checkpoint
+from dapo_jax.config import Checkpoint, Config
 from dapo_jax.model.huggingface import fingerprint
-from dapo_jax.settings import ConfigError, require
+from dapo_jax.settings import ConfigError, leaves, require
 from dapo_jax.structs import TrainState
 
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
@@ -41,6 +41,11 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
             "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
             + "\n  ".join(changed)
         )
+
+
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of a run, with the default of every setting that is younger than it."""
+    return {name: value for name, _, value in leaves(Config())} | settings
 
 
 def frozen_content(folder: str) -> str:
@@ -96,7 +101,8 @@ class Checkpoints:
     def record(self) -> dict[str, Any]:
         """The record of the newest checkpoint."""
         args = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._manager.restore(self.latest_step(), args=args)["record"]
+        record = self._manager.restore(self.latest_step(), args=args)["record"]
+        return record | {"settings": with_defaults(record["settings"])}
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
         """An entry of the newest checkpoint, on the mesh that `abstract_state` names."""
@@ -130,7 +136,8 @@ class SavedPolicy:
 
     def settings(self) -> dict[str, Any]:
         """Those of the run, by dotted name."""
-        return ocp.JsonCheckpointHandler().restore(self._folder / "record")["settings"]
+        found = ocp.JsonCheckpointHandler().restore(self._folder / "record")["settings"]
+        return with_defaults(found)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by path (`layers/query/kernel`) of every parameter."""

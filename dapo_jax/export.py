@@ -105,7 +105,10 @@ def export(config: ExportConfig) -> pathlib.Path:
     out = pathlib.Path(config.out).absolute()
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"config.out = {config.out!r}: can't be made: {error}") from None
     leaves = policy_layers(policy, decoder, source)
     saving.save_weights(unfinished, leaves, decoder, dtype, config.max_shard_gb)
     saving.save_settings_of(source, unfinished, dtype)

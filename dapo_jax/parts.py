@@ -209,6 +209,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     check_divisible(decoder, mesh)
     frozen = load_frozen(config.model.folder, decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
+    tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
     engine = PolicyEngine(
         decoder,
         mesh,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -53,6 +54,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.folder, config.checkpoint)
         stack.callback(self.checkpoints.close)
+        self._fingerprint = functools.cache(huggingface.fingerprint)
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
         announce_data(self.parts, self.heldout)
         resumed_step = self.checkpoints.latest_step()
@@ -81,6 +83,7 @@ class Run:
         return RunState(train=train, critic=critic, **record)
 
     def _announce_policy(self) -> None:
+        self.parts.sampler.hold()
         trees = self.state.train.params, self.parts.frozen
         trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
         sizes = self.megabytes_per_device()
@@ -104,7 +107,7 @@ class Run:
             model = self.config.model
             folders["model.reference_folder"] = model.reference_folder or model.folder
         return {name: value for name, _, value in leaves(self.config)} | {
-            frozen_content(name): huggingface.fingerprint(folder)
+            frozen_content(name): self._fingerprint(folder)
             for name, folder in folders.items()
             if folder
         }

@@ -66,6 +66,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     decoder = huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model, "model")
+    tokenizer.check_fits(decoder.vocab, "model", config.model)
     # One of JetStream's lengths, with room for the token that it puts before a client's ids.
     longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
     engine = PolicyEngine(
@@ -81,8 +82,8 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         seed=config.seed,
     )
     engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
-    params = engine.load_params(huggingface.load_params(config.model, decoder, mesh, field="model"))
-    return engine, params, tokenizer
+    params = huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
+    return engine, engine.load_params(params), tokenizer
 
 
 def warm_up(engine: Any, params: Any) -> None:
@@ -133,13 +134,21 @@ def running_driver(config: ServeConfig, engine: Any, params: Any, jetstream: Sim
         metrics_collector=jetstream.MetricsCollector() if config.metrics_port else None,
     )
     # JetStream answers RESOURCE_EXHAUSTED where this queue is full; its own is endless.
-    driver._prefill_backlog.maxsize = config.waiting
-    place = driver.place_request_on_prefill_queue
+    backlog, place = driver._prefill_backlog, driver.place_request_on_prefill_queue
+    backlog.maxsize = config.waiting
+
+    def forget(request: Any) -> None:
+        # JetStream serves clients that are gone, too: without a budget the slot is freed, and
+        # what still waits must not keep others out.
+        request.max_tokens = 0
+        with backlog.mutex:
+            waiting = [other for other in backlog.queue if other is not request]
+            backlog.queue.clear()
+            backlog.queue.extend(waiting)
 
     def place_until_the_call_ends(request: Any) -> None:
         place(request)
-        # JetStream decodes for clients that are gone, too: without a budget the slot is freed.
-        asyncio.current_task().add_done_callback(lambda _: setattr(request, "max_tokens", 0))
+        asyncio.current_task().add_done_callback(lambda _: forget(request))
 
     driver.place_request_on_prefill_queue = place_until_the_call_ends
     try:

@@ -49,7 +49,8 @@ class Servicer:
         if content is None:
             return "content is missing: must be text_content or token_content"
         if content == "text_content":
-            field, ids = "text_content.text", self._tokenizer.encode(request.text_content.text)
+            field = "text_content.text"
+            ids = self._tokenizer.encode_prompt(request.text_content.text)
         else:
             field, ids = "token_content.token_ids", request.token_content.token_ids
         if not 0 < len(ids) <= self._max_prompt_tokens:

@@ -32,9 +32,12 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}")
 
 
-def read_json(path: pathlib.Path, field: str) -> Any:
-    """What a JSON file holds. Raises `ConfigError` naming the setting that led to it."""
+def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ConfigError` naming the setting that led to it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config.{field}: {path} can't be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"config.{field}: {path}: must hold an object")
+    return found

@@ -1,5 +1,6 @@
 """Supervised training on worked examples, by the update of reinforcement learning."""
 
+import json
 import pathlib
 import shutil
 import time
@@ -22,9 +23,15 @@ from dapo_jax.policy import policy_learner
 from dapo_jax.progress import Progress
 from dapo_jax.sharding import unbox
 from dapo_jax.structs import Completion, Prompt, ScoredBatch
-from dapo_jax.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 
 LINES_PER_RUN = 10
+# Without them, other libraries take the end and pad tokens of the family.
+TOKENIZER_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END,
+    "pad_token": PAD,
+}
 
 
 def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
@@ -38,7 +45,7 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
         text, worked = make_worked_example(config.seed, index, examples)
         response = [*tokenizer.encode(worked), tokenizer.end_ids[0]]
         tokens = np.asarray(response[: config.max_response_tokens], np.int32)
-        prompt_tokens = np.asarray(tokenizer.encode(text), np.int32)
+        prompt_tokens = np.asarray(tokenizer.encode_prompt(text), np.int32)
         prompt = Prompt(index, str(index), text, prompt_tokens, "", "arithmetic")
         cut = len(tokens) < len(response)
         segments.append(Segment(prompt, Completion(tokens, np.zeros(len(tokens)), cut, 0, ""), i))
@@ -53,8 +60,10 @@ def starting_point(
     if config.start:
         decoder = huggingface.read_config(config.start, field="start", **numbers)
         check_divisible(decoder, mesh)
+        tokenizer = Tokenizer.from_folder(config.start, "start")
+        tokenizer.check_fits(decoder.vocab, "start", config.start)
         params = huggingface.load_params(config.start, decoder, mesh, field="start")
-        return decoder, Tokenizer.from_folder(config.start, "start"), params
+        return decoder, tokenizer, params
     tokenizer = arithmetic_tokenizer()
     decoder = DecoderConfig(
         vocab=tokenizer.padded_vocab,
@@ -115,6 +124,7 @@ def make_base(config: SftConfig) -> pathlib.Path:
         saving.save_settings_of(config.start, unfinished, "float32")
     else:
         tokenizer.backend.save(str(unfinished / "tokenizer.json"))
+        (unfinished / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     progress.say(f"base policy written to {folder}")

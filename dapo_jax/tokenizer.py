@@ -22,6 +22,7 @@ class Tokenizer:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
         pad_id: fills the places that no token uses.
         chat: the model's chat template, where it has one.
+        begin_ids: what prompts begin with; empty for most models.
     """
 
     def __init__(
@@ -35,10 +36,31 @@ class Tokenizer:
         self.end_ids = end_ids
         self.pad_id = pad_id
         self.chat = chat
+        # What the tokenizer itself puts before a text; `=` is one that any vocabulary can write.
+        marked = backend.encode("=")
+        self.begin_ids = marked.ids[: [*marked.special_tokens_mask, 0].index(0)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special tokens added."""
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of `text`, which begins as the model knows prompts to (Llama's begin_of_text)."""
+        ids = self.encode(text)
+        begun = ids[: len(self.begin_ids)] == self.begin_ids  # a chat template has done it
+        return ids if begun else self.begin_ids + ids
+
+    def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
+        """Raises `ConfigError` where an id is none of a model with `vocab` of them."""
+        largest = max(self.backend.get_vocab().values())
+        named = f"config.{field} = {str(folder)!r}"
+        if largest >= vocab:
+            raise ConfigError(
+                f"{named}: tokenizer.json has the id {largest}, but the model has {vocab} tokens"
+            )
+        if not all(0 <= end < vocab for end in self.end_ids):
+            ends = list(self.end_ids)
+            raise ConfigError(f"{named}: eos_token_id = {ends}: must be from 0 to {vocab - 1}")
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
@@ -65,13 +87,13 @@ class Tokenizer:
             if (folder / name).exists():
                 found = read_json(folder / name, field)
                 settings |= {key: value for key, value in found.items() if value is not None}
-        end = settings.get("eos_token_id")
-        if end is None:
-            raise ConfigError(
-                f"{named}: neither config.json nor generation_config.json names an eos_token_id, "
-                "so no response could end"
-            )
+        end = settings.get("eos_token_id", [])
         end_ids = tuple(end) if isinstance(end, list) else (end,)
+        if not end_ids or not all(type(one) is int for one in end_ids):
+            raise ConfigError(
+                f"{named}: eos_token_id = {end!r} in generation_config.json or else config.json: "
+                "must be an id or a list of ids, or no response could end"
+            )
         pad_id = settings.get("pad_token_id", end_ids[0])
         try:
             backend = Backend.from_file(str(path))

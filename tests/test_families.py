@@ -14,6 +14,7 @@ import pytest
 from conftest import make_prompt
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tokenizers import processors
 
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import Decoder, RopeScaling, head_kernel
@@ -179,6 +180,13 @@ def test_settings_as_older_folders_spell_them_mean_the_same():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"model_type": "mistral"}, "mistral.*qwen2 or qwen3 or llama"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be an integer above 0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0: must be an integer"),
+        ({"vocab_size": None}, "vocab_size = None: must be an integer"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3: must div"),
+        ({"head_dim": 7}, "head_dim = 7: must be even"),
+        ({"rope_parameters": "fast"}, "rope_parameters 'fast'.*an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "somewhere/config.json: could not convert"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(changes, words):
@@ -196,6 +204,40 @@ def test_a_response_ends_at_every_id_that_the_generation_settings_name(tiny_fold
     ):
         (folder / "generation_config.json").write_text(json.dumps(generation))
         assert Tokenizer.from_folder(folder).end_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([], r"\[\] .*must be an id or a list"),
+        ("</s>", "'</s>' .*must be an id"),
+        (99, r"\[99\]: must be from 0 to 31"),
+    ],
+)
+def test_an_end_token_that_can_never_come_is_refused(ends, words, tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ConfigError, match=f"config.start = .*eos_token_id = {words}"):
+        Tokenizer.from_folder(folder, "start").check_fits(32, "start", folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tiny_folder):
+    with pytest.raises(ConfigError, match="has the id 18, but the model has 18 tokens"):
+        Tokenizer.from_folder(tiny_folder).check_fits(18, "start", tiny_folder)
+
+
+def test_prompts_begin_with_what_the_tokenizer_puts_first(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    plain = Tokenizer.from_folder(folder)
+    assert plain.begin_ids == [] and plain.encode_prompt("1+2=") == plain.encode("1+2=")
+    plain.backend.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A <|end|>", special_tokens=[("<|pad|>", 0), ("<|end|>", 1)]
+    )
+    plain.backend.save(str(folder / "tokenizer.json"))
+    begun = Tokenizer.from_folder(folder)
+    ids = plain.encode("1+2=")
+    assert begun.begin_ids == [0] and begun.encode("1+2=") == ids
+    assert begun.encode_prompt("1+2=") == begun.encode_prompt("<|pad|>1+2=") == [0, *ids]
 
 
 def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_device):

@@ -1,6 +1,9 @@
 """Low-rank adapters: what they compute, what of a run they leave alone, and merging them away."""
 
 import dataclasses
+import json
+import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -156,8 +159,9 @@ def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, mon
 @pytest.fixture(scope="module")
 def run(tiny_folder, tmp_path_factory):
     """Two saved steps with adapters on eight devices: its config, states and memory."""
-    run_dir = tmp_path_factory.mktemp("lora")
-    config = make_lora_config(tiny_folder, run_dir)
+    run_dir, folder = tmp_path_factory.mktemp("lora"), tmp_path_factory.mktemp("base")
+    shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+    config = make_lora_config(folder, run_dir)
     with open_run(config) as run:
         states = []
         for step in (1, 2):
@@ -181,7 +185,7 @@ def sample_from_run(run, rule=GREEDY):
 
 
 def make_lora_config(folder, run_dir, **changes):
-    quick = {"lora": LORA, "mesh": Mesh(2, 2, 2), "optimizer": Optimizer(learning_rate=3e-2)}
+    quick = {"lora": LORA, "mesh": Mesh(2, 2, 2), "optimizer": Optimizer(learning_rate=0.3, warmup_steps=0)}
     return make_quick_config(folder, run_dir, "grpo", updates=1, **quick | changes)
 
 
@@ -225,8 +229,8 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
         for rule in (GREEDY, DRAWN):
             exported = [one.tokens.tolist() for one in sample(sampler, params, rule)]
             trained = [one.tokens.tolist() for one in sample_from_run(resumed, rule)]
-            assert trained == exported
-    assert exported != [one.tokens.tolist() for one in sample(sampler, frozen, DRAWN)]
+            base = [one.tokens.tolist() for one in sample(sampler, frozen, rule)]
+            assert trained == exported != base
 
 
 def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
@@ -242,18 +246,36 @@ def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
         evaluate(dataclasses.replace(config, lora=Lora(rank=2)))
 
 
+def change_weights(folder):
+    """One bit in the middle of the file."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def change_shape(folder):
+    values = json.loads((folder / "config.json").read_text()) | {"rope_theta": 77.0}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("change", [change_weights, change_shape])
 @pytest.mark.parametrize("command", ["resume", "export", "evaluate"])
-def test_a_base_that_changed_is_refused(command, run, tiny_folder, tmp_path, monkeypatch):
+def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
     config, _, _ = run
-    monkeypatch.setattr("dapo_jax.checkpoints.fingerprint", lambda folder: "other")
-    monkeypatch.setattr(huggingface, "fingerprint", lambda folder: "other")
+    folder = pathlib.Path(config.model.folder)
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    change(folder)
     asked = {
         "resume": lambda: open_run(config).__enter__(),
         "export": lambda: export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out"))),
         "evaluate": lambda: evaluate(config),
     }
-    with pytest.raises(ConfigError, match="model.* = .*(must be what it was|but the run was made)"):
-        asked[command]()
+    try:
+        with pytest.raises(ConfigError, match="model.* = .*(must be what it|but the run was made)"):
+            asked[command]()
+    finally:
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +283,6 @@ def test_a_base_that_changed_is_refused(command, run, tiny_folder, tmp_path, mon
     [
         ({"lora": Lora(rank=-1)}, "lora.rank = -1: must be at least 0"),
         ({"lora": Lora(rank=2, alpha=0.0)}, "lora.alpha = 0.0: must be above 0"),
-        ({"lora": Lora(rank=99)}, "lora.rank = 99: must be at most"),
         ({"lora": Lora(2, targets="query,q_proj")}, "lora.targets = 'query,q_proj': must be some"),
         ({"lora": Lora(2, targets="up,up")}, "lora.targets = 'up,up': must be some of query"),
         ({"lora": Lora(2), "model": None}, "model.freeze_layers = 0.5: must be 0 with lora.rank"),

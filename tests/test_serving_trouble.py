@@ -39,6 +39,24 @@ def slow_down(engine, monkeypatch, gate: threading.Event) -> None:
     monkeypatch.setattr(engine, "generate", generate)
 
 
+def test_requests_that_were_given_up_keep_nobody_out(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    config = make_serve_config(byte_folder, waiting=2)
+    with serving(config) as server, ThreadPoolExecutor(4) as pool:
+        for _ in range(12):  # slots, queue and more; each is gone before the next comes
+            call = server.client.stream("3+4=", BUDGET)
+            threading.Event().wait(0.05)
+            call.cancel()
+        threading.Event().wait(0.3)
+        answers = [pool.submit(server.client.ask, "a", BUDGET) for _ in range(2)]
+        threading.Event().wait(0.3)
+        gate.set()
+        assert [answer.result()[1] for answer in answers] == 2 * [byte_responses["a"]]
+
+
 def test_a_cancelled_request_gives_its_slot_back(
     byte_folder, same_engine, byte_responses, monkeypatch
 ):

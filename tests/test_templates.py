@@ -77,11 +77,11 @@ def test_chat_renders_system_and_user_and_opens_the_answer():
 def test_chat_templates_may_use_what_transformers_offers():
     text = (
         "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{{ m | tojson }}{% endfor %}{{ strftime_now('%%') }}"
+        "{{ m | tojson }}{% endfor %}{{ strftime_now('%d %b %Y') }}"
         "{% generation %}-{% endgeneration %}\n    {% if tools %}tools{% endif %}\n"
     )
     rendered = ChatTemplate(text, {"bos_token": "<s>"}).render(ask("<é>"))
-    assert rendered == '<s>{"role": "user", "content": "<é>"}%-'
+    assert rendered == '<s>{"role": "user", "content": "<é>"}26 Jul 2024-'
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,8 @@ def test_chat_templates_may_use_what_transformers_offers():
         ("{{ messages.append(1) }}", "append"),
         ("{{ messages.__class__.__mro__ }}", "__class__"),
         ("{{ messages[7].content }}", "no element 7"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 'a' * 10**13 }}", ""),
     ],
 )
 def test_a_template_that_fails_or_reaches_out_is_one_clear_line(template, reason):

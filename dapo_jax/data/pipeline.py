@@ -76,12 +76,13 @@ class _Writer:
     def write(self, problem: Problem, index: int, skipped: int = 0) -> Prompt | None:
         """None for a prompt over the limit where the config says to drop those."""
         text = TEMPLATES[self._data.template](problem, self._beside)
-        tokens, limit = self._tokenizer.encode(text), self._data.max_prompt_tokens
+        tokens, limit = self._tokenizer.encode_prompt(text), self._data.max_prompt_tokens
         truncated = len(tokens) > limit
         if truncated:
             if self._data.overlong_prompts == "drop":
                 return None
-            tokens = tokens[-limit:]
+            begin = self._tokenizer.begin_ids[:limit]
+            tokens = begin + tokens[len(tokens) - limit + len(begin) :]
             text = self._tokenizer.decode(tokens)
         return Prompt(
             index=index,

@@ -13,6 +13,14 @@ CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # by model_typ
 QWEN3_HEAD_DIM = 128  # where its config.json does not say; others divide hidden_size by the heads
 MAX_POSITION_EMBEDDINGS = 32_768  # of folders that were not read from another
 
+SIZES = {
+    "vocab": "vocab_size",
+    "layers": "num_hidden_layers",
+    "embed": "hidden_size",
+    "heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+}
+
 # Settings that would change the numbers, with the only value that is computed here.
 UNSUPPORTED = {
     "use_sliding_window": False,
@@ -27,6 +35,25 @@ def family(config: DecoderConfig) -> str:
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.qkv_bias and not config.out_bias else "llama"
+
+
+def _sizes(values: dict[str, Any]) -> dict[str, int]:
+    """Raises KeyError for what is missing, ValueError for what makes no decoder."""
+    sizes = {name: values[key] for name, key in SIZES.items()}
+    heads, embed = sizes["heads"], sizes["embed"]
+    sizes["kv_heads"] = values.get("num_key_value_heads") or heads
+    head_dim = values.get("head_dim")
+    for name, size in (*sizes.items(), ("head_dim", head_dim or 1)):
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{SIZES.get(name, name)} = {size!r}: must be an integer above 0")
+    if heads % sizes["kv_heads"]:
+        raise ValueError(f"num_key_value_heads = {sizes['kv_heads']}: must divide {heads} heads")
+    sizes["head_dim"] = head_dim or (
+        QWEN3_HEAD_DIM if values["model_type"] == "qwen3" else embed // heads
+    )
+    if sizes["head_dim"] % 2:
+        raise ValueError(f"head_dim = {sizes['head_dim']}: must be even")
+    return sizes
 
 
 def _switches(values: dict[str, Any]) -> dict[str, bool]:
@@ -70,6 +97,7 @@ def decoder_config(
     allowed = f"a folder with model_type {' or '.join(CLASSES)}"
     require(kind in CLASSES, field, f"{folder} (model_type {kind!r})", allowed)
     newer = values.get("rope_parameters") or {}
+    require(isinstance(newer, dict), field, f"{folder}: rope_parameters {newer!r}", "an object")
     for name, plain in UNSUPPORTED.items():
         value = values.get(name, newer.get(name, plain))
         named = f"{folder}: {name} {value!r}"
@@ -77,25 +105,20 @@ def decoder_config(
     sliding = set(values.get("layer_types") or ()) - {"full_attention"}
     require(not sliding, field, f"{folder}: layer_types {sorted(sliding)}", "full_attention")
     try:
-        rope = _rope(values, field, folder)
-        heads, embed = values["num_attention_heads"], values["hidden_size"]
-        head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else embed // heads
         return DecoderConfig(
-            vocab=values["vocab_size"],
-            layers=values["num_hidden_layers"],
-            embed=embed,
-            heads=heads,
-            kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or head_dim,
-            mlp=values["intermediate_size"],
-            norm_eps=values.get("rms_norm_eps", 1e-6),
-            tie_embeddings=values.get("tie_word_embeddings", False),
-            **rope,
+            **_sizes(values),
+            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+            **_rope(values, field, folder),
             **_switches(values),
             **numerics,
         )
     except KeyError as missing:
         raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}") from None
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"config.{field}: {folder}/config.json: {error}") from None
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:

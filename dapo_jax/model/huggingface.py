@@ -21,7 +21,7 @@ from dapo_jax.model import families, names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
 from dapo_jax.settings import ConfigError, read_json
 
-FINGERPRINT_BYTES = 1 << 20  # of either end of a file
+READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as the files call them
 Layers = Callable[[int], Any]  # number -> that layer of a parameter; 0 for what has no layers
@@ -66,7 +66,7 @@ class _Tensors:
     def _open(self, path: pathlib.Path) -> None:
         try:
             file = safe_open(path, framework="numpy")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             self.problems.append(f"{path.name}: {error}")
             return
         for name in file.keys():
@@ -81,7 +81,7 @@ class _Tensors:
         path = self.folder / INDEX
         places = read_json(path, field).get("weight_map", {}) if path.exists() else {}
         for name, file in places.items():
-            if name not in self._files:
+            if name not in self._files or self._files[name].name != file:
                 self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
 
     def read(self, name: str, *index: slice) -> np.ndarray:
@@ -95,7 +95,10 @@ def _check_names(
     """Raises one error that names every missing, unknown or wrongly made tensor."""
     problems = list(tensors.problems)
     # May be there unread: a tied embedding repeated, a critic's policy.
-    known = {names.TOP_NAMES["head"]}
+    head, unread = names.TOP_NAMES["head"], (config.vocab, config.embed)
+    known = {head}
+    if tensors.shapes.get(head, unread) != unread:
+        problems.append(f"{head}: shape {tensors.shapes[head]}, expected {unread}")
     for path, shape in shapes.items():
         wanted = names.published_shape(path, shape[1:] if names.below_stack(path) else shape)
         for name in names.published_names(path, config):
@@ -239,21 +242,23 @@ def read_layers(
 
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
-    """The dtype of a folder's embedding, and so of its weights."""
-    dtypes = _Tensors(pathlib.Path(folder)).dtypes
-    return DTYPES.get(dtypes.get(names.TOP_NAMES["embedding"], ""), "float32")
+    """The dtype of a folder's weights; float32 where there are several."""
+    dtypes = set(_Tensors(pathlib.Path(folder)).dtypes.values())
+    return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 
 def fingerprint(folder: str | pathlib.Path) -> str:
-    """Tells one set of weights from another without reading gigabytes.
+    """Tells one model from another without reading all its gigabytes.
 
-    From the names, sizes, first and last bytes of the *.safetensors files.
+    From the shape that config.json describes and the *.safetensors files: their names and sizes,
+    and all their bytes or, of large ones, the first 64 kB of every 4 MB.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(read_config(folder)).encode())
     for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            digest.update(f"{path.name} {size}".encode() + file.read(FINGERPRINT_BYTES))
-            file.seek(max(0, size - FINGERPRINT_BYTES))
-            digest.update(file.read())
+            for start in range(0, size, READ_BYTES if size <= READ_WHOLE else READ_EVERY):
+                file.seek(start)
+                digest.update(file.read(READ_BYTES))
     return digest.hexdigest()[:16]

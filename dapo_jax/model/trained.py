@@ -69,8 +69,6 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> D
     require(known, "lora.targets", lora.targets, allowed)
     if not lora.rank:
         return config
-    limit = min(config.embed, config.mlp, config.kv_heads * config.head_dim)
-    require(lora.rank <= limit, "lora.rank", lora.rank, f"at most {limit} for this policy")
     adapters = Adapters(lora.rank, lora.alpha / lora.rank, targets)
     return dataclasses.replace(config, adapters=adapters)
 

@@ -56,8 +56,8 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **options: Any) -> tuple[np.ndarray, int]:
-        """Ids of `s`, padded on the right, and how many they are; no special tokens added."""
-        ids = np.array(self._tokenizer.encode(s), np.int32)
+        """Ids of the prompt `s`, padded on the right, and how many they are."""
+        ids = np.array(self._tokenizer.encode_prompt(s), np.int32)
         options["is_bos"] = False
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
 
@@ -158,8 +158,7 @@ class PolicyEngine(engine_api.Engine):
 
     def load_params(self, params: Any) -> Any:
         """The trainer's live parameters, resharded, cast and un-stacked for decoding."""
-        if self.held is None:
-            self.held = self._load_frozen(self._frozen)
+        self.hold()
         return decoder.for_decoding(self.held | self._load(params), self.config)
 
     def prefill(
@@ -263,6 +262,11 @@ class PolicyEngine(engine_api.Engine):
     def cache_tokens(self) -> int:
         """Tokens a slot can hold; the last drawn one is never fed back."""
         return self._max_prompt_tokens + self.max_response_tokens
+
+    def hold(self) -> None:
+        """Makes the decoding copy of the frozen parameters, the first time."""
+        if self.held is None:
+            self.held = self._load_frozen(self._frozen)
 
     def harvest(self, state: DecodeState, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Drawn tokens and log-probs [len(slots), max_response_tokens] of those slots, on host."""

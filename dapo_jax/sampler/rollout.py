@@ -99,6 +99,10 @@ class RolloutSampler:
         """What stays in memory after `release`: the decoding copy of frozen parameters."""
         return self._engine.held
 
+    def hold(self) -> None:
+        """Makes that copy, the first time."""
+        self._engine.hold()
+
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing is being decoded."""
