@@ -207,9 +207,9 @@ def build(config: Config, *, training: bool = True) -> Parts:
     decoder = huggingface.read_config(config.model.folder, **numerics(config.compute, mesh))
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
-    frozen = load_frozen(config.model.folder, decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
+    frozen = load_frozen(config.model.folder, decoder, mesh)
     engine = PolicyEngine(
         decoder,
         mesh,

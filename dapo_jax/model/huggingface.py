@@ -253,7 +253,7 @@ def fingerprint(folder: str | pathlib.Path) -> str:
     From the shape that config.json describes and the *.safetensors files: their names and sizes,
     and all their bytes or, of large ones, the first 64 kB of every 4 MB.
     """
-    digest = hashlib.sha256(repr(read_config(folder)).encode())
+    digest = hashlib.sha256(repr(families.config_json(read_config(folder))).encode())
     for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
