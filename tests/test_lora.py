@@ -185,7 +185,8 @@ def sample_from_run(run, rule=GREEDY):
 
 
 def make_lora_config(folder, run_dir, **changes):
-    quick = {"lora": LORA, "mesh": Mesh(2, 2, 2), "optimizer": Optimizer(learning_rate=0.3, warmup_steps=0)}
+    optimizer = Optimizer(learning_rate=0.3, warmup_steps=0)
+    quick = {"lora": LORA, "mesh": Mesh(2, 2, 2), "optimizer": optimizer}
     return make_quick_config(folder, run_dir, "grpo", updates=1, **quick | changes)
 
 
