@@ -6,6 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh test
 export JAX_PLATFORMS=cpu
+# Many tests compile the same small programs, some in processes of their own: each is compiled once.
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 exec .venv/bin/python -m pytest "$@"
