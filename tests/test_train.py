@@ -160,7 +160,11 @@ RolloutSampler.submit_each = submit_and_stop
 """
 
 
-@pytest.mark.parametrize("patch", [TERM_IN_STEP, TERM_GROUP_IN_EVALUATION], ids=["step", "eval"])
+@pytest.mark.parametrize(
+    "patch",
+    [TERM_IN_STEP, pytest.param(TERM_GROUP_IN_EVALUATION, marks=pytest.mark.slow)],
+    ids=["step", "eval"],
+)
 def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
     stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
     assert stopped.returncode == 0, stopped.stderr

@@ -72,6 +72,21 @@ def place(params, learner):
     return jax.device_put(params, learner.shardings.params)
 
 
+@jax.jit
+def logprobs_alone(params, row, length):
+    """Of one response and its prompt in a row of its own; padded, so that one length compiles."""
+    place = jnp.arange(row.shape[0])[None]
+    return token_logprobs(
+        params,
+        TINY,
+        row[None],
+        (place < length).astype(jnp.int32),
+        place,
+        temperature=1.0,
+        chunk_tokens=10**6,
+    )[0][0]
+
+
 def loop_loss(params, algorithm):
     """DAPO's equation 8, its released code's mean, or GRPO's; response by response, unpacked."""
     terms, groups = [], []
@@ -79,17 +94,10 @@ def loop_loss(params, algorithm):
         prompt, response = segment.prompt.tokens, segment.completion.tokens
         if len(response) == 0 or (segment.completion.truncated and algorithm.overlong_filtering):
             continue
-        row = jnp.concatenate([prompt, response])[None]
-        logprobs, _ = token_logprobs(
-            params,
-            TINY,
-            row,
-            jnp.ones_like(row),
-            jnp.arange(row.shape[1])[None],
-            temperature=1.0,
-            chunk_tokens=10**6,
-        )
-        ratio = jnp.exp(logprobs[0, len(prompt) :] - segment.completion.sampler_logprobs)
+        length = len(prompt) + len(response)
+        row = np.pad(np.concatenate([prompt, response]), (0, 24 - length))
+        logprobs = logprobs_alone(params, row, length)[len(prompt) : length]
+        ratio = jnp.exp(logprobs - segment.completion.sampler_logprobs)
         clipped = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
         objective = jnp.minimum(ratio * advantage, clipped * advantage)
         if advantage < 0 and algorithm.dual_clip:
