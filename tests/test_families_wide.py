@@ -49,18 +49,24 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folders, one_device)
         assert found == expected_tokens, folder.name
 
 
+def check_logits(written, folders):
+    """What `transformers` computes from the folders in `written` is what it did before."""
+    for folder in folders:
+        (written / folder.name / "expected.npz").symlink_to(folder / "expected.npz")
+    run_writer("check", *sorted(written.iterdir()))
+    for folder in folders:
+        with np.load(folder / "expected.npz") as expected:
+            logits = np.load(written / folder.name / "logits.npy")
+            np.testing.assert_array_equal(logits, expected["logits"])
+
+
 def test_what_is_exported_loads_in_transformers_with_identical_logits(
     folders, eight_devices, tmp_path
 ):
     for folder in folders:
         families.export(folder, tmp_path / folder.name, eight_devices, max_shard_gb=2e-3)
         assert families.stored_bytes(tmp_path / folder.name) == families.stored_bytes(folder)
-        (tmp_path / folder.name / "expected.npz").symlink_to(folder / "expected.npz")
-    run_writer("check", *sorted(tmp_path.iterdir()))
-    for folder in folders:
-        with np.load(folder / "expected.npz") as expected:
-            logits = np.load(tmp_path / folder.name / "logits.npy")
-            np.testing.assert_array_equal(logits, expected["logits"])
+    check_logits(tmp_path, folders)
 
 
 def test_a_folder_made_from_nothing_loads_in_transformers(folders, one_device, tmp_path):
@@ -69,12 +75,7 @@ def test_a_folder_made_from_nothing_loads_in_transformers(folders, one_device, t
         config = huggingface.read_config(folder)
         params = huggingface.load_params(folder, config, one_device)
         saving.save_folder(tmp_path / folder.name, params, config, (1,))
-        (tmp_path / folder.name / "expected.npz").symlink_to(folder / "expected.npz")
-    run_writer("check", *sorted(tmp_path.iterdir()))
-    for folder in folders:
-        with np.load(folder / "expected.npz") as expected:
-            logits = np.load(tmp_path / folder.name / "logits.npy")
-            np.testing.assert_array_equal(logits, expected["logits"])
+    check_logits(tmp_path, folders)
 
 
 def test_loading_two_gigabytes_needs_less_than_twice_the_largest_tensor_more(tmp_path):

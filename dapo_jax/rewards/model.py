@@ -19,7 +19,7 @@ class RewardModel:
     """Held once, sharded as the policy is, in the compute dtype.
 
     Args:
-        params: of a `scalar_head` decoder, float32.
+        params: of a `scalar_head` decoder, in their forward dtype.
         row_tokens, rows: shape of the one batch that is compiled.
     """
 
