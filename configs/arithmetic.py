@@ -6,7 +6,7 @@ python -m dapo_jax.main --config=configs/arithmetic.py:grpo
 """
 
 from dapo_jax import algorithms
-from dapo_jax.config import (
+from dapo_jax.experiment.config import (
     Compute,
     Config,
     Critic,

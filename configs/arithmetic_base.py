@@ -5,7 +5,14 @@
 About 2 minutes on 2 CPU cores.
 """
 
-from dapo_jax.config import Architecture, Compute, Examples, Optimizer, Packing, SftConfig
+from dapo_jax.experiment.config import (
+    Architecture,
+    Compute,
+    Examples,
+    Optimizer,
+    Packing,
+    SftConfig,
+)
 
 
 def get_config() -> SftConfig:

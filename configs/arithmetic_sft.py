@@ -5,7 +5,7 @@
 What imitation of right answers reaches where reinforcement learning has only right and wrong.
 """
 
-from dapo_jax.config import Compute, Examples, Optimizer, Packing, SftConfig
+from dapo_jax.experiment.config import Compute, Examples, Optimizer, Packing, SftConfig
 
 
 def get_config() -> SftConfig:

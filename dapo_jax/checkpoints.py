@@ -7,9 +7,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
-from dapo_jax.config import Checkpoint, Config
+from dapo_jax.experiment.config import Checkpoint, Config
+from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.model.huggingface import fingerprint
-from dapo_jax.settings import ConfigError, leaves, require
 from dapo_jax.structs import TrainState
 
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it

@@ -9,17 +9,17 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from dapo_jax.advantages import ESTIMATORS
-from dapo_jax.config import Config
 from dapo_jax.data.sources import parse_sources
-from dapo_jax.hooks import resolve
-from dapo_jax.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
-from dapo_jax.optimizer import SCHEDULES
+from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.hooks import resolve
+from dapo_jax.experiment.settings import ConfigError, leaves, require
+from dapo_jax.experiment.validation import validate
+from dapo_jax.learner.advantages import ESTIMATORS
+from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
+from dapo_jax.learner.optimizer import SCHEDULES
+from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF
 from dapo_jax.rewards.functions import worker_parts
-from dapo_jax.rewards.verifier import VERIFIERS
-from dapo_jax.settings import ConfigError, leaves, require
-from dapo_jax.templates import TEMPLATES, VERIFIERS_OF
-from dapo_jax.validation import validate
+from dapo_jax.verifier.verifier import VERIFIERS
 
 # Settings whose value is a key of a table that lives beside the code it names.
 TABLES = {

@@ -12,7 +12,7 @@ import json
 import sys
 
 from dapo_jax import cli
-from dapo_jax.config import Config
+from dapo_jax.experiment.config import Config
 
 SHORT_NAMES = {
     "model": "model.folder",
@@ -29,7 +29,7 @@ def main() -> int:
     """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
     config = cli.load(Config, __doc__, SHORT_NAMES)
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
-    from dapo_jax.evaluation import evaluate
+    from dapo_jax.evaluation.evaluation import evaluate
 
     def show() -> None:
         scores = evaluate(config, from_folder=from_folder)

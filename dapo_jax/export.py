@@ -19,11 +19,11 @@ import numpy as np
 
 from dapo_jax import cli
 from dapo_jax.checkpoints import SavedPolicy, check_frozen
-from dapo_jax.config import ExportConfig, Lora
+from dapo_jax.experiment.config import ExportConfig, Lora
+from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.model import huggingface, names, saving
 from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
 from dapo_jax.model.trained import choose_trained, is_trained, merge, without_adapters
-from dapo_jax.settings import ConfigError, require
 
 DTYPES = ("auto", *huggingface.DTYPES.values())
 

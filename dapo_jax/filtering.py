@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_jax.config import Config, Reward
 from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.experiment.config import Config, Reward
 from dapo_jax.rewards.judge import Judge, Pending
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.structs import Group, Prompt

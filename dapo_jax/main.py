@@ -10,7 +10,7 @@ below can be overridden. A run folder with a checkpoint in it is resumed.
 import sys
 
 from dapo_jax import cli
-from dapo_jax.config import Config
+from dapo_jax.experiment.config import Config
 
 
 def main() -> int:

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.config import Compute, Config, Mesh
-from dapo_jax.critic import critic_learner, scalar_config
 from dapo_jax.data.pipeline import PromptStream
-from dapo_jax.hooks import resolve
+from dapo_jax.experiment.config import Compute, Config, Mesh
+from dapo_jax.experiment.hooks import resolve
+from dapo_jax.experiment.settings import require
+from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
 from dapo_jax.model import attention, huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trained import (
@@ -21,17 +24,14 @@ from dapo_jax.model.trained import (
     join,
     without_adapters,
 )
-from dapo_jax.policy import policy_learner
-from dapo_jax.progress import Progress
+from dapo_jax.prompts.tokenizer import Tokenizer
+from dapo_jax.reporting.progress import Progress
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.settings import require
 from dapo_jax.sharding import make_mesh, shards
-from dapo_jax.tokenizer import Tokenizer
-from dapo_jax.update import Learner
 
 SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
 

@@ -13,25 +13,25 @@ import jax
 from rich.markup import escape
 
 from dapo_jax.checkpoints import Checkpoints, check_same_run, frozen_content
-from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
-from dapo_jax.evaluation import (
+from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
     sample_heldout,
     sample_responses,
     stamp,
 )
+from dapo_jax.evaluation.responses import write_responses
+from dapo_jax.evaluation.scores import Response
+from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.filtering import Interrupted, Starved
-from dapo_jax.metrics import Clock, MetricWriter, write_rollouts
 from dapo_jax.model import huggingface
 from dapo_jax.parts import Parts, build
-from dapo_jax.plots import plot_run
-from dapo_jax.progress import Progress
-from dapo_jax.responses import write_responses
+from dapo_jax.reporting.metrics import Clock, MetricWriter, write_rollouts
+from dapo_jax.reporting.plots import plot_run
+from dapo_jax.reporting.progress import Progress
 from dapo_jax.sampler.sampling import SamplingRule
-from dapo_jax.scores import Response
-from dapo_jax.settings import ConfigError, leaves
 from dapo_jax.signals import Signals
 from dapo_jax.structs import Prompt
 from dapo_jax.train import RunState, train_step

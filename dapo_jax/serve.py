@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dapo_jax import cli
-from dapo_jax.config import Compute, ServeConfig
-from dapo_jax.settings import ConfigError, leaves, require
+from dapo_jax.experiment.config import Compute, ServeConfig
+from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
@@ -56,10 +56,10 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     """The engine, its parameters and the tokenizer. Raises `ConfigError` at the door."""
     from dapo_jax.model import huggingface
     from dapo_jax.parts import check_divisible, numerics
+    from dapo_jax.prompts.tokenizer import Tokenizer
     from dapo_jax.sampler.engine import PolicyEngine
     from dapo_jax.sampler.sampling import SamplingRule
     from dapo_jax.sharding import make_mesh
-    from dapo_jax.tokenizer import Tokenizer
 
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     compute = Compute(dtype=config.dtype)

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from dapo_jax.settings import require
-from dapo_jax.tokenizer import TextStream, Tokenizer
+from dapo_jax.experiment.settings import require
+from dapo_jax.prompts.tokenizer import TextStream, Tokenizer
 
 CHECK_SECONDS = 0.1
 

@@ -9,7 +9,7 @@ with every coefficient 1.
 import sys
 
 from dapo_jax import cli
-from dapo_jax.config import SftConfig
+from dapo_jax.experiment.config import SftConfig
 
 
 def main() -> int:

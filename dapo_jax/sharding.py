@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.settings import require
+from dapo_jax.experiment.settings import require
 
 AXES = ("data", "fsdp", "tensor")
 

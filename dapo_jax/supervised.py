@@ -9,21 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.advantages import estimate, gather_feedback
 from dapo_jax.algorithms import sft
-from dapo_jax.config import SftConfig
 from dapo_jax.data.arithmetic import make_worked_example
-from dapo_jax.metrics import add_up
+from dapo_jax.experiment.config import SftConfig
+from dapo_jax.learner.advantages import estimate, gather_feedback
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.packing import Segment, make_batch, most_microbatches, pack, trained_tokens
+from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.optimizer import learning_rate
-from dapo_jax.packing import Segment, make_batch, most_microbatches, pack, trained_tokens
 from dapo_jax.parts import check_divisible, numerics, open_mesh
-from dapo_jax.policy import policy_learner
-from dapo_jax.progress import Progress
+from dapo_jax.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
+from dapo_jax.reporting.metrics import add_up
+from dapo_jax.reporting.progress import Progress
 from dapo_jax.sharding import unbox
 from dapo_jax.structs import Completion, Prompt, ScoredBatch
-from dapo_jax.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 
 LINES_PER_RUN = 10
 # Without them, other libraries take the end and pad tokens of the family.

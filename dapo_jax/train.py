@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.advantages import Feedback, estimate, gather_feedback
-from dapo_jax.config import Config
-from dapo_jax.critic import as_value_metrics
+from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Collected, collect
-from dapo_jax.losses import KL_ESTIMATORS
-from dapo_jax.metrics import Clock, add_up, feedback_metrics, rollout_metrics
-from dapo_jax.optimizer import learning_rate
-from dapo_jax.packing import (
+from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
+from dapo_jax.learner.critic import as_value_metrics
+from dapo_jax.learner.losses import KL_ESTIMATORS
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.packing import (
     Segment,
     make_batch,
     most_microbatches,
@@ -23,11 +23,11 @@ from dapo_jax.packing import (
     pack_updates,
     trained_tokens,
 )
+from dapo_jax.learner.update import Learner
 from dapo_jax.parts import Parts
+from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.settings import ConfigError
 from dapo_jax.structs import Group, ScoredBatch, TrainState
-from dapo_jax.update import Learner
 
 
 @dataclasses.dataclass

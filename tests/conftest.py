@@ -14,12 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.critic import scalar_config
+from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model import saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
-from dapo_jax.tokenizer import arithmetic_tokenizer
 
 TINY = DecoderConfig(
     vocab=32, layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, tie_embeddings=True

@@ -18,10 +18,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax import cli, serve
-from dapo_jax.config import Mesh, ServeConfig
+from dapo_jax.experiment.config import Mesh, ServeConfig
 from dapo_jax.model import saving
 from dapo_jax.model.decoder import init_params
-from dapo_jax.tokenizer import Tokenizer
+from dapo_jax.prompts.tokenizer import Tokenizer
 
 END = 256  # after one token per byte
 BUDGET = 24

@@ -13,7 +13,7 @@ import numpy as np
 from conftest import make_completion, make_prompt
 
 from dapo_jax import algorithms, cli
-from dapo_jax.config import (
+from dapo_jax.experiment.config import (
     Architecture,
     Checkpoint,
     Config,
@@ -29,7 +29,7 @@ from dapo_jax.config import (
     Sampler,
     SftConfig,
 )
-from dapo_jax.metrics import CLOCKED
+from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import Run, Signals
 from dapo_jax.structs import Group, Verdict

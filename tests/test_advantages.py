@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax.advantages import ESTIMATORS, estimate, gather_feedback, spread, whiten
 from dapo_jax.algorithms import dapo
+from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback, spread, whiten
 
 RNG = np.random.default_rng(0)
 EXACT = {"rtol": 1e-6, "atol": 1e-12}

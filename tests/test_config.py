@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from dapo_jax import cli
-from dapo_jax.config import Config, SftConfig
-from dapo_jax.settings import ConfigError, leaves
+from dapo_jax.experiment.config import Config, SftConfig
+from dapo_jax.experiment.settings import ConfigError, leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
 RL = f"--config={ROOT}/configs/arithmetic.py"

@@ -10,15 +10,15 @@ from conftest import TINY, make_completion, make_prompt
 from small_runs import equal, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.advantages import gather_feedback
-from dapo_jax.config import Checkpoint, Config, Critic, Mesh, Model, Optimizer
-from dapo_jax.critic import critic_learner, scalar_config
-from dapo_jax.metrics import Clock, feedback_metrics
+from dapo_jax.experiment.config import Checkpoint, Config, Critic, Mesh, Model, Optimizer
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.learner.advantages import gather_feedback
+from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.model import huggingface, saving
 from dapo_jax.parts import build
+from dapo_jax.reporting.metrics import Clock, feedback_metrics
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
-from dapo_jax.settings import ConfigError
 from dapo_jax.structs import Group, Verdict
 from dapo_jax.train import RunState, update_policy
 

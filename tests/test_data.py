@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dapo_jax.config import Data, Examples
 from dapo_jax.data import arithmetic
 from dapo_jax.data.pipeline import PromptStream, heldout_prompts
-from dapo_jax.rewards.verifier import final_number
-from dapo_jax.tokenizer import arithmetic_tokenizer
+from dapo_jax.experiment.config import Data, Examples
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.verifier.verifier import final_number
 
 TOKENIZER = arithmetic_tokenizer()
 

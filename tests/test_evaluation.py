@@ -13,13 +13,14 @@ import pytest
 from small_runs import ROOT, make_quick_config, open_run
 from test_scores import respond
 
-from dapo_jax import cli, evaluate, evaluation
-from dapo_jax.config import Data, Evaluation, Sampler
-from dapo_jax.evaluation import evaluate as run_evaluation
-from dapo_jax.evaluation import params_digest
-from dapo_jax.responses import ResponseFile
+from dapo_jax import cli, evaluate
+from dapo_jax.evaluation import evaluation
+from dapo_jax.evaluation.evaluation import evaluate as run_evaluation
+from dapo_jax.evaluation.evaluation import params_digest
+from dapo_jax.evaluation.responses import ResponseFile
+from dapo_jax.experiment.config import Data, Evaluation, Sampler
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.settings import ConfigError
 
 PROBLEMS, SAMPLES = 12, 6
 

@@ -16,14 +16,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import processors
 
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import Decoder, RopeScaling, head_kernel
 from dapo_jax.model.families import config_json, decoder_config
+from dapo_jax.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SamplingRule
-from dapo_jax.settings import ConfigError
-from dapo_jax.tokenizer import Tokenizer, arithmetic_tokenizer
 
 MODELS = sorted((pathlib.Path(__file__).parent / "fixtures/models").iterdir())
 each_model = pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)

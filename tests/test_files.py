@@ -9,9 +9,9 @@ from pyarrow import feather, parquet
 
 from dapo_jax.data.files import Loaded, find_files, read_problems
 from dapo_jax.data.formats import MalformedRow, NoAnswer, read_row
-from dapo_jax.rewards.extraction import extract
-from dapo_jax.settings import ConfigError
-from dapo_jax.templates import DAPO
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.prompts.templates import DAPO
+from dapo_jax.verifier.extraction import extract
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
 

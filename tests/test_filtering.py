@@ -10,14 +10,14 @@ import pytest
 from conftest import make_completion
 
 from dapo_jax import algorithms
-from dapo_jax.config import Config, Data, Rollout
 from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.experiment.config import Config, Data, Rollout
 from dapo_jax.filtering import Interrupted, Starved, carries_signal, collect, next_kept_fraction
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.structs import Verdict
-from dapo_jax.tokenizer import arithmetic_tokenizer
 
 
 class ScriptedSampler:

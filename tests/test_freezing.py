@@ -11,17 +11,17 @@ from small_runs import make_quick_config
 from test_update import make_batch, make_learner, place
 
 from dapo_jax import algorithms
-from dapo_jax.config import Compute, Model, Optimizer
+from dapo_jax.experiment.config import Compute, Model, Optimizer
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import for_decoding, unstack_layers
 from dapo_jax.model.trained import frozen_layers, join, without
 from dapo_jax.parts import build, load_frozen
-from dapo_jax.policy import policy_learner
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SamplingRule
-from dapo_jax.settings import ConfigError
-from dapo_jax.tokenizer import arithmetic_tokenizer
 
 HALF = dataclasses.replace(TINY, frozen_layers=1)
 DRAWN = SamplingRule()

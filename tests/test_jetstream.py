@@ -12,7 +12,7 @@ import pytest
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages, read
 
 from dapo_jax import serve
-from dapo_jax.tokenizer import TextStream
+from dapo_jax.prompts.tokenizer import TextStream
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
 

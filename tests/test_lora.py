@@ -17,16 +17,16 @@ from test_update import assert_close, make_batch, make_learner
 
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import SavedPolicy
-from dapo_jax.config import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
-from dapo_jax.evaluation import evaluate
+from dapo_jax.evaluation.evaluation import evaluate
+from dapo_jax.experiment.config import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.export import export
-from dapo_jax.metrics import Clock
+from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface
 from dapo_jax.model.trained import MATRICES, choose_trained, fresh_adapters, merge
 from dapo_jax.parts import build, load_frozen
-from dapo_jax.policy import policy_learner
+from dapo_jax.reporting.metrics import Clock
 from dapo_jax.sampler.sampling import SamplingRule
-from dapo_jax.settings import ConfigError
 from dapo_jax.train import update_policy
 
 LORA = Lora(rank=3, alpha=6.0)

@@ -10,9 +10,9 @@ import pytest
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.critic import critic_objective
-from dapo_jax.losses import KL_ESTIMATORS, RATIOS, importance_weights, policy_loss
-from dapo_jax.policy import policy_objective
+from dapo_jax.learner.critic import critic_objective
+from dapo_jax.learner.losses import KL_ESTIMATORS, RATIOS, importance_weights, policy_loss
+from dapo_jax.learner.policy import policy_objective
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}

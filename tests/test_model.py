@@ -11,11 +11,11 @@ import pytest
 from conftest import TINY
 from safetensors.numpy import load_file, save_file
 
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import decoder, huggingface
 from dapo_jax.model.attention import choose
 from dapo_jax.model.logprobs import head_logprobs, token_logprobs
-from dapo_jax.settings import ConfigError
-from dapo_jax.tokenizer import Tokenizer
+from dapo_jax.prompts.tokenizer import Tokenizer
 
 KEY = jax.random.key(1)
 TOKENS = jax.random.randint(KEY, (2, 12), 2, 32)

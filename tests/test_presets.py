@@ -9,8 +9,8 @@ from small_runs import equal, make_groups, make_quick_config, open_run, read_row
 
 from dapo_jax import algorithms
 from dapo_jax import train as train_module
-from dapo_jax.metrics import Clock
 from dapo_jax.parts import build
+from dapo_jax.reporting.metrics import Clock
 from dapo_jax.train import RunState, update_policy
 
 QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update

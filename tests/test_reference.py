@@ -9,11 +9,11 @@ import pytest
 from conftest import TINY
 from small_runs import make_groups, make_quick_config
 
-from dapo_jax.config import Compute, Mesh, Model
-from dapo_jax.metrics import Clock
+from dapo_jax.experiment.config import Compute, Mesh, Model
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import saving
 from dapo_jax.parts import build
-from dapo_jax.settings import ConfigError
+from dapo_jax.reporting.metrics import Clock
 from dapo_jax.structs import TrainState
 from dapo_jax.train import RunState, update_policy
 

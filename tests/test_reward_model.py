@@ -10,13 +10,13 @@ import pytest
 from conftest import TINY, make_completion, make_prompt
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax.config import Config, Model, Packing, Reward
-from dapo_jax.critic import scalar_config
+from dapo_jax.experiment.config import Config, Model, Packing, Reward
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.logprobs import scalars_after
 from dapo_jax.parts import load_reward_model
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.settings import ConfigError
 
 RNG = np.random.default_rng(7)
 PADDED = 24

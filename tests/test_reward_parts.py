@@ -8,13 +8,13 @@ import pytest
 from conftest import make_completion, make_prompt
 
 from dapo_jax import algorithms
-from dapo_jax.config import Config, Reward, Sampler
+from dapo_jax.experiment.config import Config, Reward, Sampler
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import carries_signal
 from dapo_jax.rewards.functions import think_format
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.rule import reward_group
-from dapo_jax.settings import ConfigError
 from dapo_jax.structs import Group, Verdict
 
 OWN = """

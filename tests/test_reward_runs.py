@@ -7,7 +7,7 @@ import pytest
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax.checkpoints import Checkpoints
-from dapo_jax.config import Checkpoint, Log, Reward, Rollout
+from dapo_jax.experiment.config import Checkpoint, Log, Reward, Rollout
 from dapo_jax.filtering import Starved
 from dapo_jax.run import train
 

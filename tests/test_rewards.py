@@ -8,12 +8,12 @@ import pytest
 from conftest import make_completion, make_prompt
 
 from dapo_jax.algorithms import dapo, grpo
-from dapo_jax.config import Config, Reward, Sampler
-from dapo_jax.rewards import process as process_module
+from dapo_jax.experiment.config import Config, Reward, Sampler
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.rule import overlong_punishment, reward_group
-from dapo_jax.rewards.verifier import final_number
 from dapo_jax.structs import Verdict
+from dapo_jax.verifier import process as process_module
+from dapo_jax.verifier.verifier import final_number
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 import scipy.stats
 from conftest import TINY, make_prompt
 
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model.decoder import Decoder
 from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler, pad_prompt
 from dapo_jax.sampler.sampling import SamplingRule, draw, invert_cdf, truncate
-from dapo_jax.settings import ConfigError
-from dapo_jax.tokenizer import arithmetic_tokenizer
 
 END = 1
 TOKENIZER = arithmetic_tokenizer()

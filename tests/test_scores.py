@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dapo_jax import scores
-from dapo_jax.scores import RIGHT, Response, answer_classes, estimates, majority_score, make_report
-from dapo_jax.tables import describe_problems, report_tables
+from dapo_jax.evaluation import scores
+from dapo_jax.evaluation.scores import (
+    RIGHT,
+    Response,
+    answer_classes,
+    estimates,
+    majority_score,
+    make_report,
+)
+from dapo_jax.reporting.tables import describe_problems, report_tables
 
 
 def respond(index, sample, correct, **changes) -> Response:

@@ -10,8 +10,8 @@ import pytest
 from served import Client
 from small_runs import ROOT
 
-from dapo_jax.config import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.experiment.config import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.supervised import make_base
 
 TESTS = "jetstream serving serving_trouble sampler".split()

@@ -18,7 +18,7 @@ from served import (
 )
 
 from dapo_jax import serve
-from dapo_jax.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError
 
 
 def free_port() -> int:

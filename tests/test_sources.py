@@ -7,13 +7,13 @@ import types
 
 import pytest
 
-from dapo_jax.config import Data, Reward
 from dapo_jax.data import gym
 from dapo_jax.data.pipeline import PromptStream, heldout_prompts
 from dapo_jax.data.sources import heldout_sources, parse_sources
+from dapo_jax.experiment.config import Data, Reward
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.settings import ConfigError
-from dapo_jax.tokenizer import arithmetic_tokenizer
 
 TOKENIZER = arithmetic_tokenizer()
 

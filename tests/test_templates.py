@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from dapo_jax.chat import ChatTemplate, read_chat_template
-from dapo_jax.config import Data
 from dapo_jax.data.pipeline import PromptStream, heldout_prompts
-from dapo_jax.settings import ConfigError
+from dapo_jax.experiment.config import Data
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.prompts.chat import ChatTemplate, read_chat_template
+from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF, Beside
+from dapo_jax.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.structs import Problem
-from dapo_jax.templates import TEMPLATES, VERIFIERS_OF, Beside
-from dapo_jax.tokenizer import Tokenizer, arithmetic_tokenizer
 
 CHATML = (
     "{%- for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + "

@@ -8,10 +8,10 @@ from conftest import make_completion, make_prompt
 from small_runs import make_quick_config
 
 from dapo_jax import algorithms
-from dapo_jax.packing import make_batch, pack
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.learner.packing import make_batch, pack
 from dapo_jax.parts import Parts, build
 from dapo_jax.rewards.rule import reward_group
-from dapo_jax.settings import ConfigError
 from dapo_jax.structs import ScoredBatch, TrainBatch, Verdict
 from dapo_jax.train import split_updates
 

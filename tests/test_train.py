@@ -14,13 +14,13 @@ from small_runs import ROOT, STEPS, make_config, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import Checkpoints, check_same_run
-from dapo_jax.config import Checkpoint, Mesh, Sampler
-from dapo_jax.evaluation import evaluate
-from dapo_jax.metrics import Clock
+from dapo_jax.evaluation.evaluation import evaluate
+from dapo_jax.experiment.config import Checkpoint, Mesh, Sampler
+from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.parts import build
+from dapo_jax.reporting.metrics import Clock
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
-from dapo_jax.settings import ConfigError, leaves
 from dapo_jax.structs import Verdict
 from dapo_jax.train import RunState, update_policy
 
@@ -82,7 +82,7 @@ def test_one_device_and_eight_train_alike(base, finished, tmp_path):
 
 # Patches run inside the child: a process that kills itself at a chosen place.
 KILL_AFTER_STEP = """
-from dapo_jax import progress
+from dapo_jax.reporting import progress
 show = progress.Progress.step
 def step(self, number, *rest):
     show(self, number, *rest)

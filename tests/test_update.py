@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 from conftest import TINY, make_prompt
 
-from dapo_jax import algorithms, packing, sharding
-from dapo_jax.advantages import spread
-from dapo_jax.config import Compute, Optimizer
-from dapo_jax.losses import response_weights
+from dapo_jax import algorithms, sharding
+from dapo_jax.experiment.config import Compute, Optimizer
+from dapo_jax.learner import packing
+from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.losses import response_weights
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.packing import Segment, assign_rows, most_microbatches, pack
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.optimizer import learning_rate
-from dapo_jax.packing import Segment, assign_rows, most_microbatches, pack
-from dapo_jax.policy import policy_learner
 from dapo_jax.structs import Completion, ScoredBatch
-from dapo_jax.update import Learner
 
 RNG = np.random.default_rng(1)
 BUDGET = 14

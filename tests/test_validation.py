@@ -6,7 +6,7 @@ import pytest
 from test_config import BASE, RL, load
 
 from dapo_jax import algorithms
-from dapo_jax.config import Config, SftConfig
+from dapo_jax.experiment.config import Config, SftConfig
 
 # preset, overrides below `config.`, and what the message has to name: field, value, what is allowed
 REFUSED = {

@@ -17,12 +17,13 @@ import time
 
 import pytest
 
-from dapo_jax.config import Reward
-from dapo_jax.rewards import is_equivalent, remote
-from dapo_jax.rewards.extraction import extract
-from dapo_jax.rewards.numerals import read_number
+from dapo_jax.experiment.config import Reward
+from dapo_jax.verifier import is_equivalent
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.verifier import dapo
+from dapo_jax.verifier import remote
+from dapo_jax.verifier.extraction import extract
+from dapo_jax.verifier.numerals import read_number
+from dapo_jax.verifier.verifier import dapo
 
 HERE = pathlib.Path(__file__).parent
 LONGEST_SECONDS = 5.0
@@ -118,7 +119,7 @@ def test_a_worker_killed_from_outside_costs_nothing():
 
 FORKING = r"""
 import os
-from dapo_jax.rewards import is_equivalent
+from dapo_jax.verifier import is_equivalent
 assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
 child = os.fork()
 fine = is_equivalent(r"\boxed{\sqrt{50}}", r"5\sqrt{2}")
@@ -161,7 +162,7 @@ def test_a_late_worker_is_killed_and_the_next_verdict_is_right(monkeypatch):
 
 def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):
     code = (
-        "import os, sys; from dapo_jax.rewards import is_equivalent, remote;"
+        "import os, sys; from dapo_jax.verifier import is_equivalent, remote;"
         "is_equivalent(r'\\sqrt{8}', '1'); print(remote._shared.algebra._process._process.pid);"
         "sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )

@@ -10,8 +10,8 @@ from conftest import make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.packing import Segment, make_batch, pack
+from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
+from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.structs import Completion, ScoredBatch
 from dapo_jax.train import gather
 

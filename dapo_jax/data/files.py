@@ -16,10 +16,10 @@ from etils import epath
 from pyarrow import parquet
 
 from dapo_jax.data.formats import MalformedRow, NoAnswer, read_row
-from dapo_jax.rewards.normalisation import normalise
-from dapo_jax.rewards.numerals import read_number
-from dapo_jax.settings import ConfigError, require
+from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.structs import Problem
+from dapo_jax.verifier.normalisation import normalise
+from dapo_jax.verifier.numerals import read_number
 
 BATCH_ROWS = 4096
 SHOWN_COMPLAINTS = 3

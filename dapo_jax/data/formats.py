@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.rewards.extraction import extract
+from dapo_jax.prompts.templates import DAPO
 from dapo_jax.structs import Problem
-from dapo_jax.templates import DAPO
+from dapo_jax.verifier.extraction import extract
 
 Row = dict[str, Any]
 

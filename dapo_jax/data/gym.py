@@ -11,7 +11,7 @@ import json
 import zlib
 from typing import Any
 
-from dapo_jax.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError
 
 PREFIX = "gym:"
 _TUPLE = "__tuple__"

@@ -12,12 +12,12 @@ import grain
 import jax
 import numpy as np
 
-from dapo_jax.config import Data
 from dapo_jax.data.sources import Source, every_problem, heldout_sources, training_sources
-from dapo_jax.settings import ConfigError, require
+from dapo_jax.experiment.config import Data
+from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.prompts.templates import TEMPLATES, Beside
+from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.structs import Problem, Prompt
-from dapo_jax.templates import TEMPLATES, Beside
-from dapo_jax.tokenizer import Tokenizer
 
 LOOKED_AT = 500  # problems of a file whose prompts' length is looked at, at the start
 TRIED_EXAMPLES = 200  # problems that are asked for a worked solution

@@ -12,10 +12,10 @@ import math
 import pathlib
 from collections.abc import Callable, Sequence
 
-from dapo_jax.config import Data
 from dapo_jax.data import arithmetic, gym
 from dapo_jax.data.files import READERS, Loaded, find_files, read_problems
-from dapo_jax.settings import ConfigError, require
+from dapo_jax.experiment.config import Data
+from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
 

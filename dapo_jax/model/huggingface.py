@@ -17,9 +17,9 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax import sharding
+from dapo_jax.experiment.settings import ConfigError, read_json
 from dapo_jax.model import families, names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
-from dapo_jax.settings import ConfigError, read_json
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once

@@ -13,7 +13,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dapo_jax import sharding
-from dapo_jax.config import Lora
+from dapo_jax.experiment.config import Lora
+from dapo_jax.experiment.settings import require
 from dapo_jax.model.decoder import (
     ADAPTER_NAMES,
     Adapters,
@@ -21,7 +22,6 @@ from dapo_jax.model.decoder import (
     abstract_params,
     init_params,
 )
-from dapo_jax.settings import require
 
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
 

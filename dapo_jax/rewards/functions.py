@@ -7,8 +7,8 @@ import inspect
 import re
 from collections.abc import Callable
 
-from dapo_jax.hooks import resolve
-from dapo_jax.settings import ConfigError, require
+from dapo_jax.experiment.hooks import resolve
+from dapo_jax.experiment.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
 OF_THE_TRAINER = (

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapo_jax.config import Config
+from dapo_jax.experiment.config import Config
 from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.rule import reward_group

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from dapo_jax import sharding
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.logprobs import scalars_after
-from dapo_jax.packing import Segment, pack
 from dapo_jax.structs import Completion, Prompt, Rollouts
 
 NO_TOKENS = np.zeros(0, np.int32)

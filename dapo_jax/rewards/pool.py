@@ -5,12 +5,12 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dapo_jax.config import Reward
+from dapo_jax.experiment.config import Reward
 from dapo_jax.rewards.functions import GYM, OF_THE_TRAINER, worker_parts
-from dapo_jax.rewards.process import WorkerProcess
-from dapo_jax.rewards.remote import Memory, RemoteAlgebra
-from dapo_jax.rewards.verifier import VERIFIERS
 from dapo_jax.structs import Verdict
+from dapo_jax.verifier.process import WorkerProcess
+from dapo_jax.verifier.remote import Memory, RemoteAlgebra
+from dapo_jax.verifier.verifier import VERIFIERS
 
 TRIES = 2  # a verdict must not depend on one worker's bad luck
 

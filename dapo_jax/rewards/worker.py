@@ -44,7 +44,7 @@ def make_algebra() -> Callable[[dict], dict]:
     """The function that answers `{"question", "prediction", "answer"}` with `{"same"}`."""
     from sympy.core.cache import clear_cache
 
-    from dapo_jax.rewards.judgement import WorkerAlgebra
+    from dapo_jax.verifier.judgement import WorkerAlgebra
 
     limit_process()
     algebra, jobs = WorkerAlgebra(), 0

@@ -19,12 +19,12 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int
 
 from dapo_jax import sharding
+from dapo_jax.experiment.settings import require
 from dapo_jax.model import decoder
+from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.sampler import decoding
 from dapo_jax.sampler.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
-from dapo_jax.settings import require
 from dapo_jax.structs import DecodeState, KVCache, Prefix
-from dapo_jax.tokenizer import Tokenizer
 
 
 @contextlib.contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule, sample_key
 from dapo_jax.structs import Completion, Prefix, Prompt
-from dapo_jax.tokenizer import Tokenizer
 
 SMALLEST_PROMPT_BUCKET = 16
 

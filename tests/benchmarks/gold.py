@@ -9,8 +9,8 @@ boxed form, and what their reference solution ends in, where that says so by a m
 import sys
 
 from dapo_jax.data.files import read_problems
-from dapo_jax.rewards import is_equivalent
-from dapo_jax.rewards.extraction import extract
+from dapo_jax.verifier import is_equivalent
+from dapo_jax.verifier.extraction import extract
 
 
 def reference(solution: str) -> str | None:

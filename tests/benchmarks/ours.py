@@ -20,10 +20,20 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dapo_jax import algorithms
-from dapo_jax.config import Compute, Config, Data, Log, Model, Optimizer, Packing, Rollout, Sampler
+from dapo_jax.experiment.config import (
+    Compute,
+    Config,
+    Data,
+    Log,
+    Model,
+    Optimizer,
+    Packing,
+    Rollout,
+    Sampler,
+)
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.packing import Segment, pack
 from dapo_jax.parts import Parts, build
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch

@@ -15,7 +15,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dapo_jax.settings import ConfigError, read_json
+from dapo_jax.experiment.settings import ConfigError, read_json
 
 TODAY = datetime.date(2024, 7, 26)  # what Llama 3's templates say where nobody tells them
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")

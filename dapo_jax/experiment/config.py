@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.settings import require, setting
+from dapo_jax.experiment.settings import require, setting
 
 SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
 
@@ -139,7 +139,7 @@ class Sampler:
 class Reward:
     """What a response earns, and the processes that judge it."""
 
-    verifier: str = setting("final_number", "A key of rewards.verifier.VERIFIERS.")
+    verifier: str = setting("final_number", "A key of verifier.VERIFIERS.")
     parts: str = setting(
         "rule=1",
         "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, or the "

@@ -9,10 +9,10 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from dapo_jax.evaluation.scores import Report, Response
+from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.scores import Report, Response
 from dapo_jax.structs import Group
-from dapo_jax.tables import describe_problems, report_tables
 
 TAIL = 38  # characters of a response that a table shows
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax.advantages import spread
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.losses import response_weights
+from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.losses import response_weights
 from dapo_jax.structs import Completion, Prompt, Rollouts, ScoredBatch, TrainBatch
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from dapo_jax.advantages import Feedback, preference_margins
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.filtering import Collected
+from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.structs import Completion, Group, Mean

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from dapo_jax.chat import ChatTemplate
+from dapo_jax.prompts.chat import ChatTemplate
 from dapo_jax.structs import Problem
 
 # The wording of DAPO's released data (arXiv 2503.14476).

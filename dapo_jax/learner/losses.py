@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.advantages import pair_up
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.learner.advantages import pair_up
 
 LOG_RATIO_LIMIT, KL_LIMIT = 20.0, 10.0
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config import Compute, Optimizer
-from dapo_jax.losses import KL_ESTIMATORS, importance_weights, k3, policy_loss
+from dapo_jax.experiment.config import Compute, Optimizer
+from dapo_jax.learner.losses import KL_ESTIMATORS, importance_weights, k3, policy_loss
+from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.structs import Mean, Rollouts, TrainBatch
-from dapo_jax.update import Learner, weighted
 
 
 def token_metrics(

@@ -8,8 +8,8 @@ import pathlib
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from dapo_jax.chat import ChatTemplate, read_chat_template
-from dapo_jax.settings import ConfigError, read_json
+from dapo_jax.experiment.settings import ConfigError, read_json
+from dapo_jax.prompts.chat import ChatTemplate, read_chat_template
 
 VOCAB_MULTIPLE = 32
 BROKEN_CHARACTER = "\ufffd"

@@ -6,9 +6,9 @@ those are opened, before anything is compiled.
 
 import math
 
-from dapo_jax.combinations import check_algorithm
-from dapo_jax.config import SHAPING, Config, Data, Examples, Mesh, ServeConfig, SftConfig
-from dapo_jax.settings import leaves, require
+from dapo_jax.experiment.combinations import check_algorithm
+from dapo_jax.experiment.config import SHAPING, Config, Data, Examples, Mesh, ServeConfig, SftConfig
+from dapo_jax.experiment.settings import leaves, require
 
 CHOICES = {
     "dtype": ("float32", "bfloat16"),

@@ -9,7 +9,7 @@ import re
 import sympy
 from sympy import E, I, Integer, Rational, Symbol, oo, pi
 
-from dapo_jax.rewards.bounded import Refused, binomial, divide, factorial, power
+from dapo_jax.verifier.bounded import Refused, binomial, divide, factorial, power
 
 MOST_TOKENS, DEEPEST, MOST_DIGITS = 400, 40, 400
 

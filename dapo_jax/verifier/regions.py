@@ -6,11 +6,11 @@ Runs in a worker process.
 import sympy
 from sympy import Integer, Interval, S
 
-from dapo_jax.rewards.algebra import is_zero, same_expression
-from dapo_jax.rewards.bounded import Refused
-from dapo_jax.rewards.equivalence import REALS, compact
-from dapo_jax.rewards.expressions import parse
-from dapo_jax.rewards.structure import Node
+from dapo_jax.verifier.algebra import is_zero, same_expression
+from dapo_jax.verifier.bounded import Refused
+from dapo_jax.verifier.equivalence import REALS, compact
+from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.structure import Node
 
 MOST_PIECES = 32  # of a union
 HIGHEST_EXPANDED = 12  # power of a sum

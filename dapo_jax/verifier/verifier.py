@@ -6,10 +6,10 @@ only `algebra` parses expressions, in a process that can be killed.
 
 from typing import NamedTuple
 
-from dapo_jax.rewards.equivalence import Algebra, decide, gold_answer
-from dapo_jax.rewards.extraction import LONGEST_ANSWER, Extraction, extract
-from dapo_jax.rewards.minerva import labelled_answer, spelling
-from dapo_jax.rewards.numerals import read_integer
+from dapo_jax.verifier.equivalence import Algebra, decide, gold_answer
+from dapo_jax.verifier.extraction import LONGEST_ANSWER, Extraction, extract
+from dapo_jax.verifier.minerva import labelled_answer, spelling
+from dapo_jax.verifier.numerals import read_integer
 
 MARKER = "####"
 LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers

@@ -11,12 +11,12 @@ import jax
 from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config import Optimizer
-from dapo_jax.losses import value_loss
+from dapo_jax.experiment.config import Optimizer
+from dapo_jax.learner.losses import value_loss
+from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_values
 from dapo_jax.structs import Mean, Rollouts, TrainBatch
-from dapo_jax.update import Learner, weighted
 
 
 def critic_objective(

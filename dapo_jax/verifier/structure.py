@@ -6,7 +6,7 @@ Only brackets and separators are read here; what stands between them stays text.
 import re
 from typing import NamedTuple
 
-from dapo_jax.rewards.normalisation import unwrap
+from dapo_jax.verifier.normalisation import unwrap
 
 DEEPEST = 8  # nested sets, tuples and matrices
 

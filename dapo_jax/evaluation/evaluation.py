@@ -13,20 +13,20 @@ import jax.numpy as jnp
 from rich.markup import escape
 
 from dapo_jax.checkpoints import Checkpoints, check_frozen
-from dapo_jax.config import Config
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.data.sources import heldout_sources
+from dapo_jax.evaluation.responses import ResponseFile, responses_of
+from dapo_jax.evaluation.scores import Report, Response, make_report
+from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.settings import leaves, require
 from dapo_jax.filtering import Interrupted
 from dapo_jax.model.trained import join
 from dapo_jax.parts import Parts, build
-from dapo_jax.responses import ResponseFile, responses_of
 from dapo_jax.rewards.judge import Pending
-from dapo_jax.rewards.remote import same_answer
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
-from dapo_jax.scores import Report, Response, make_report
-from dapo_jax.settings import leaves, require
 from dapo_jax.signals import Signals
 from dapo_jax.structs import Prompt
+from dapo_jax.verifier.remote import same_answer
 
 # Besides the policy and the problems, what decides the responses and their verdicts.
 DECIDING = (

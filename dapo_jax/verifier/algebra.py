@@ -10,8 +10,8 @@ import mpmath
 import sympy
 from mpmath import mp
 
-from dapo_jax.rewards.bounded import Refused
-from dapo_jax.rewards.expressions import literal_digits
+from dapo_jax.verifier.bounded import Refused
+from dapo_jax.verifier.expressions import literal_digits
 
 DIGITS, GUARD_DIGITS = 50, 15
 LARGEST_MAGNITUDE = 10_000  # decimal digits before or behind the point of anything evaluated

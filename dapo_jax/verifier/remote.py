@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from dapo_jax.rewards.equivalence import decide
-from dapo_jax.rewards.process import WorkerProcess
-from dapo_jax.rewards.verifier import dapo, math, math_box, math_label
+from dapo_jax.verifier.equivalence import decide
+from dapo_jax.verifier.process import WorkerProcess
+from dapo_jax.verifier.verifier import dapo, math, math_box, math_label
 
 MOST_REMEMBERED = 100_000
 SECONDS = 2.0  # for one verdict of `is_equivalent`, a worker's start not counted

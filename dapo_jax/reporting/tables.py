@@ -6,7 +6,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from dapo_jax.scores import Estimate, Report, Row
+from dapo_jax.evaluation.scores import Estimate, Report, Row
 
 BAR = 24  # characters
 EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -2,12 +2,12 @@
 
 import sympy
 
-from dapo_jax.rewards.algebra import proportional, same_expression, set_precision
-from dapo_jax.rewards.bounded import Refused
-from dapo_jax.rewards.equivalence import compact
-from dapo_jax.rewards.expressions import parse
-from dapo_jax.rewards.regions import FLIPPED, region, same_pieces
-from dapo_jax.rewards.structure import Node, read
+from dapo_jax.verifier.algebra import proportional, same_expression, set_precision
+from dapo_jax.verifier.bounded import Refused
+from dapo_jax.verifier.equivalence import compact
+from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.regions import FLIPPED, region, same_pieces
+from dapo_jax.verifier.structure import Node, read
 
 
 class WorkerAlgebra:

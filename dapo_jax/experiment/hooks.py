@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-from dapo_jax.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError
 
 
 def resolve(field: str, name: str) -> Callable:

@@ -13,9 +13,9 @@ import optax
 from jaxtyping import Array, Float
 
 from dapo_jax import sharding
-from dapo_jax.config import Optimizer
+from dapo_jax.experiment.config import Optimizer
+from dapo_jax.learner.optimizer import make_optimizer
 from dapo_jax.model.trained import join, without
-from dapo_jax.optimizer import make_optimizer
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
 
 

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dapo_jax.metrics import REFLECTION
+from dapo_jax.evaluation.scores import Response
+from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.reporting.metrics import REFLECTION
 from dapo_jax.rewards.rule import repetition
-from dapo_jax.scores import Response
-from dapo_jax.settings import ConfigError
 from dapo_jax.structs import Group
 
 FIELDS = {field.name for field in dataclasses.fields(Response)}

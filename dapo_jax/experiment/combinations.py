@@ -1,8 +1,8 @@
 """Which parts of an algorithm don't go together, and with which run they make no sense."""
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config import Config, Rollout, Sampler
-from dapo_jax.settings import require
+from dapo_jax.experiment.config import Config, Rollout, Sampler
+from dapo_jax.experiment.settings import require
 
 # Estimators by what they need; one that is in none of these needs nothing.
 OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")

@@ -1,0 +1,1 @@
+"""Sampled scores on held-out problems."""

@@ -1,0 +1,1 @@
+"""What an experiment is: settings, their defaults, and what makes no sense."""

@@ -1,0 +1,1 @@
+"""From judged groups to an updated policy."""

@@ -1,0 +1,1 @@
+"""From problems to tokens: tokenizers, chat templates, the papers' templates."""
