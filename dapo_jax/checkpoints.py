@@ -16,7 +16,7 @@ from dapo_jax.structs import TrainState
 # goes on, or when it ends; never what a step computes (beyond rounding).
 FREE = (
     "run_dir total_steps log. checkpoint. evaluation. mesh. packing. reward.workers "
-    "reward.timeout_seconds reward.max_kills compute.remat compute.scan_unroll compute.attention "
+    "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
     "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens"
 ).split()
 

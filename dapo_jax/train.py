@@ -193,7 +193,6 @@ def train_step(
     rule = SamplingRule(config.sampler.temperature, config.sampler.top_p, config.sampler.top_k)
     parts.sampler.begin(run.train.params, purpose=SAMPLE_FOR_TRAINING, step=run.step, rule=rule)
     parts.prompts.position = run.position
-    parts.judge.begin_step()
     with parts.progress.collecting(run.step + 1, parts.sampler) as show:
         data = parts.prompts, parts.sampler, parts.judge
         collected = collect(

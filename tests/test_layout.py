@@ -17,8 +17,10 @@ SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__in
 # A room imports only from rooms above it.
 ROOMS = """
 verifier.extraction verifier.normalisation verifier.numerals verifier.structure verifier.units
-verifier.equivalence verifier.bounded verifier.expressions verifier.algebra verifier.regions
-verifier.judgement verifier.minerva verifier.verifier verifier.process verifier.remote
+verifier.equivalence verifier.trees verifier.expressions verifier.budgets verifier.enclosures
+verifier.polynomials verifier.fields verifier.roots verifier.functions verifier.readings
+verifier.algebra verifier.regions verifier.judgement verifier.worker verifier.minerva
+verifier.verifier verifier.process verifier.remote
 experiment.settings experiment.hooks algorithms experiment.config experiment.combinations
 experiment.validation structs sharding prompts.chat prompts.tokenizer prompts.templates
 data.arithmetic data.gym data.formats data.files data.sources data.pipeline model.attention

@@ -98,7 +98,7 @@ for line in sys.stdin.buffer:
         sys.exit(1)
     if b"_{9}" in line:
         print("no json", flush=True)
-    print('{"same": true}', flush=True)
+    print('{"same": true, "work": 1}', flush=True)
 """
 
 

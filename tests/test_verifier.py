@@ -18,9 +18,8 @@ import time
 import pytest
 
 from dapo_jax.experiment.config import Reward
-from dapo_jax.verifier import is_equivalent
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.verifier import remote
+from dapo_jax.verifier import is_equivalent, remote
 from dapo_jax.verifier.extraction import extract
 from dapo_jax.verifier.numerals import read_number
 from dapo_jax.verifier.verifier import dapo
@@ -217,19 +216,31 @@ def test_plain_numerals_are_exact():
     assert read_number("1e2000") is None and read_number("1/0") is None
 
 
-def test_a_step_that_kills_too_many_workers_gives_up_on_algebra_alone():
-    pool = RewardPool(Reward(verifier="math", max_kills=1, timeout_seconds=1e-4))
-    hard = [(rf"\boxed{{\sqrt{{{i}}}+x}}", rf"x+{i}^{{\frac12}}") for i in range(40, 46)]
-    verdicts = [pool.submit("", *pair).result() for pair in hard]
-    easy = pool.submit("", r"\boxed{5}", "5").result()
-    kills = pool.kills
-    pool.begin_step()
-    pool.submit("", *hard[0]).result()
-    after = pool.kills
+EXPENSIVE = (
+    r"\sqrt{1000!+1}",
+    r"\sqrt{1000!+1+\sqrt{999!+2+\sqrt{998!+3}}}",
+    r"(" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 20)) + r"+x)^{12}>x",
+    r"\cup".join(rf"(\sqrt{{{i}}},\sqrt{{{i + 1}}}+\frac{{1}}{{{i}}})" for i in range(2, 32)),
+)
+
+
+def test_sixty_four_expensive_responses_cost_no_other_its_verdict():
+    pool = RewardPool(Reward(verifier="math", workers=2))
+    golds = [r"\sqrt{1000!}", r"(x+\sqrt2)^{12}", r"x>\sqrt{2}", r"(\sqrt2,\sqrt3+\pi)", "x+1"]
+    hard = [
+        pool.submit("", rf"\boxed{{{text} }}", gold)
+        for text in EXPENSIVE
+        for gold in golds
+        for _ in range(4)
+    ]
+    easy = [
+        pool.submit("", rf"\boxed{{\sqrt{{{2 * i * i}}}}}", rf"{i}\sqrt2") for i in range(2, 66)
+    ]
+    right = [verdict.result() for verdict in easy]
+    wrong, kills = [verdict.result() for verdict in hard], pool.kills
     pool.close()
-    assert not any(verdict.correct for verdict in verdicts) and easy.correct
-    assert kills == 1 and after == 2
-    assert "too often" in verdicts[-1].failure
+    assert len(wrong) > 64 and not any(verdict.correct for verdict in wrong)
+    assert all(verdict.correct for verdict in right) and kills == 0
 
 
 def test_a_verdict_says_how_it_was_decided():

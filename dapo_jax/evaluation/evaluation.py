@@ -67,7 +67,6 @@ def sample_responses(
         sampler.submit_each(prompt, samples)
     pending: list[Pending] = []
     while not sampler.idle and not interrupted():
-        judge.begin_step()  # a budget of failures each, as long as an evaluation may be
         pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
         judged, pending = split_judged(pending)
         for group in judge.groups(judged):

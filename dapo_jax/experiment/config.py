@@ -157,9 +157,6 @@ class Reward:
     min_spread: float = setting(1e-6, "correct = 'spread': largest - smallest must exceed it.")
     workers: int = setting(1, "Threads that judge, each with worker processes of its own.")
     timeout_seconds: float = setting(5.0, "A worker that needs longer for one response is killed.")
-    max_kills: int = setting(
-        64, "After so many in one step, what needs a worker's algebra counts as wrong unheard."
-    )
 
     def weights(self) -> dict[str, float]:
         """Weight by name of part. Raises `ConfigError` for text that says something else."""

@@ -37,7 +37,7 @@ POSITIVE = (
     "rollout.max_sample_rounds "
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
-    "reward.timeout_seconds reward.max_kills optimizer.learning_rate optimizer.max_grad_norm "
+    "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
     "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
     "evaluation.samples_per_problem evaluation.temperature architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "

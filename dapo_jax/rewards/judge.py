@@ -26,10 +26,6 @@ class Judge:
     def __init__(self, config: Config, pool: RewardPool, model: RewardModel | None = None):
         self._config, self._pool, self._model = config, pool, model
 
-    def begin_step(self) -> None:
-        """Gives the workers a new budget of failures."""
-        self._pool.begin_step()
-
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Hands the responses to the workers."""
         verdicts = [

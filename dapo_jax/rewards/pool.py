@@ -12,6 +12,7 @@ from dapo_jax.verifier.process import WorkerProcess
 from dapo_jax.verifier.remote import Memory, RemoteAlgebra
 from dapo_jax.verifier.verifier import VERIFIERS
 
+WORKER = "dapo_jax.rewards.worker"
 TRIES = 2  # a verdict must not depend on one worker's bad luck
 
 
@@ -34,7 +35,7 @@ class _Desk:
                 if self._closed:
                     raise OSError("closed")
                 if kind not in self._processes:
-                    self._processes[kind] = WorkerProcess(*kind)
+                    self._processes[kind] = WorkerProcess(WORKER, *kind)
                     if self._closed:  # while it was starting: `close` could not know of it
                         raise OSError("closed")
                 return self._processes[kind].ask(job, time.monotonic() + seconds)
@@ -66,7 +67,6 @@ class RewardPool:
         self._verify = VERIFIERS[reward.verifier]
         self._names = [name for name in reward.weights() if name not in OF_THE_TRAINER]
         self._lock, self._desks, self._closed = threading.Lock(), [], False
-        self._most_kills = reward.max_kills
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
 
     @property
@@ -74,10 +74,6 @@ class RewardPool:
         """Workers that had to be killed since the start."""
         with self._lock:
             return sum(desk.kills + desk.algebra.kills for desk in self._desks)
-
-    def begin_step(self) -> None:
-        """A new budget of kills."""
-        self._most_kills = self.kills + self._reward.max_kills
 
     def submit(
         self, prompt: str, response: str, answer: str, source: str = "", metadata: str = ""
@@ -106,9 +102,8 @@ class RewardPool:
 
     def _verify_with(self, desk: _Desk, job: dict[str, str]) -> Verdict:
         algebra = desk.algebra
-        asked, remembered = algebra.asked, algebra.remembered
-        algebra.allowed = self.kills < self._most_kills
-        algebra.deadline = time.monotonic() + self._reward.timeout_seconds
+        asked, remembered, undecided = algebra.asked, algebra.remembered, algebra.undecided
+        algebra.begin(self._reward.timeout_seconds)
         try:
             correct, extracted, how = self._verify(job["response"], job["answer"], algebra)
         except Exception as error:  # a verifier's bug costs a response, never the run
@@ -116,6 +111,7 @@ class RewardPool:
         if extracted is not None:
             how = "remembered" if algebra.remembered > remembered else "direct"
             how = "algebra" if algebra.asked > asked else how
+            how = "undecided" if algebra.undecided > undecided and not correct else how
         return Verdict(correct, extracted, decided=how)
 
     def _score_with(self, desk: _Desk, verdict: Verdict, source: str, metadata: str) -> Verdict:

@@ -1,164 +1,177 @@
-"""Equality of expressions, by exact arithmetic or many digits.
+"""Whether two expressions are equal: proven, or not equal.
 
-Runs in a worker process. Work is bounded by what `expressions.parse` lets through and by the
-magnitudes below, so that a verdict never depends on how fast the machine is.
+Different is what two balls at one point prove; equal is what exact arithmetic proves, in every case
+where cases are needed. What stays between is `Undecided`. Runs in a worker process.
 """
 
+import itertools
+import math
 import zlib
+from collections.abc import Callable, Iterator
 
-import mpmath
-import sympy
-from mpmath import mp
+from flint import acb, arb, fmpq
 
-from dapo_jax.verifier.bounded import Refused
-from dapo_jax.verifier.expressions import literal_digits
+from dapo_jax.verifier.budgets import Budget, Undecided
+from dapo_jax.verifier.enclosures import Ball, Undefined, enclose, is_apart, with_bits
+from dapo_jax.verifier.fields import Field
+from dapo_jax.verifier.functions import COMPLEX, INTEGERS
+from dapo_jax.verifier.polynomials import Element
+from dapo_jax.verifier.readings import read
+from dapo_jax.verifier.roots import NeedsSign, is_real, sign
+from dapo_jax.verifier.trees import Tree, nodes, symbols
 
-DIGITS, GUARD_DIGITS = 50, 15
-LARGEST_MAGNITUDE = 10_000  # decimal digits before or behind the point of anything evaluated
-LARGEST_ANGLE = 10**6
-POINTS, ENOUGH_POINTS = 6, 3
-WHOLE_POINTS = (*range(130), 625, 1_000, 12_345, 99_999)
-
-_FUNCTIONS = {
-    sympy.sin: mpmath.sin,
-    sympy.cos: mpmath.cos,
-    sympy.tan: mpmath.tan,
-    sympy.cot: mpmath.cot,
-    sympy.sec: mpmath.sec,
-    sympy.csc: mpmath.csc,
-    sympy.asin: mpmath.asin,
-    sympy.acos: mpmath.acos,
-    sympy.atan: mpmath.atan,
-    sympy.acot: mpmath.acot,
-    sympy.sinh: mpmath.sinh,
-    sympy.cosh: mpmath.cosh,
-    sympy.tanh: mpmath.tanh,
-    sympy.log: mpmath.log,
-    sympy.exp: mpmath.exp,
-    sympy.Abs: abs,
-    sympy.factorial: mpmath.factorial,
-    sympy.floor: mpmath.floor,
-    sympy.ceiling: mpmath.ceil,
-    sympy.binomial: mpmath.binomial,
-    sympy.re: mpmath.re,
-    sympy.im: mpmath.im,
-    sympy.arg: mpmath.arg,
-}
-_UNDEFINED = (Refused, ZeroDivisionError, ValueError, OverflowError, mpmath.libmp.ComplexResult)
+MOST_SIGNS, MOST_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
+FILTER_BITS = (192, 1_024, 4_096)  # before a proof is tried, and after one failed
+SCALES = (1, 1_000, 1, 30, 1_000_000)  # of the points tried: near and far
+WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101)
+STEPPED = {"floor", "ceiling", "factorial", "binomial"}
 
 
-def _bounded(value):
-    size = abs(value)
-    if not mpmath.isfinite(size):
-        raise Refused("not finite")
-    if size and abs(mpmath.mag(size)) > LARGEST_MAGNITUDE * 3.33:
-        raise Refused("too large")
-    return value
-
-
-def _add(terms: list):
-    """The sum; 0 where the terms cancel to the last trusted digit. Relative, never absolute."""
-    total, largest = mpmath.fsum(terms), max(abs(term) for term in terms)
-    trusted = mpmath.mpf(10) ** (GUARD_DIGITS - mp.dps)
-    return mpmath.mpf(0) if abs(total) <= trusted * largest else total
-
-
-def evaluate(expression: sympy.Expr, point: dict) -> mpmath.mpf:
-    """The value at a point, in mp.dps digits. Raises one of `_UNDEFINED`."""
-    if expression.is_Rational:
-        return mpmath.mpf(expression.p) / expression.q
-    if expression.is_Symbol:
-        return point[expression]
-    if expression in (sympy.pi, sympy.E):
-        return +mp.pi if expression == sympy.pi else +mp.e
-    if expression == sympy.I:
-        return mpmath.mpc(0, 1)
-    values = [evaluate(part, point) for part in expression.args]
-    if expression.is_Add:
-        return _bounded(_add(values))
-    if expression.is_Mul:
-        product = mpmath.mpf(1)
-        for value in values:
-            product = _bounded(product * value)
-        return product
-    if expression.is_Pow:
-        base, exponent = values
-        if base and abs(exponent) * abs(mpmath.log(abs(base))) > LARGEST_MAGNITUDE:
-            raise Refused("too large")
-        return _bounded(mpmath.power(base, exponent))
-    function = _FUNCTIONS.get(expression.func)
-    if function is None or any(abs(value) > LARGEST_ANGLE for value in values):
-        if expression.func not in (sympy.log, sympy.Abs, sympy.floor, sympy.ceiling):
-            raise Refused(f"can't evaluate {expression.func}")
-    if expression.func in (sympy.exp, sympy.factorial) and abs(values[0]) > LARGEST_MAGNITUDE:
-        raise Refused("too large")
-    return _bounded(mpmath.mpmathify(function(*values)))
-
-
-def _points(symbols: list[sympy.Symbol]):
-    """Deterministic points: positive ones first, then of either sign."""
-    for trial in range(POINTS):
+def _points(names: list[str], whole: bool) -> Iterator[dict[str, Ball]]:
+    """Deterministic points, near and far, of either sign; off the real line for complex letters."""
+    for trial, scale in enumerate(SCALES):
         point = {}
-        for symbol in symbols:
-            draw = zlib.crc32(f"{symbol} {trial}".encode()) % 5_000 + 137
-            sign = -1 if trial >= 2 and draw % 2 else 1
-            point[symbol] = mpmath.mpf(sign * draw) / 1_997
+        for name in names:
+            draw = zlib.crc32(f"{name} {trial}".encode()) % 5_000 + 137
+            direction = -1 if trial >= 2 and draw % 2 or trial == 2 else 1
+            value = acb(arb(fmpq(direction * draw * scale, 1_997)))
+            if name[0] in COMPLEX and trial % 2:
+                value = value + acb(0, arb(fmpq(draw, 2_003)))
+            point[name] = value
         yield point
+    if whole:
+        for n in WHOLE_POINTS:
+            yield {name: acb(n + i) for i, name in enumerate(names)}
 
 
-def set_precision(*texts: str) -> None:
-    """As many digits as any literal of the texts could ask for."""
-    mp.dps = DIGITS + GUARD_DIGITS + sum(map(literal_digits, texts))
+def _has_steps(*trees: Tree) -> bool:
+    """Whether integer variables are more than numbers: floors, factorials, powers of -1."""
+    for node in itertools.chain(*map(nodes, trees)):
+        if node.kind in STEPPED or node.kind in ("sin", "cos", "tan", "e"):
+            return True
+        if node.kind == "power" and node.parts[1].kind != "number":
+            return True
+    return False
 
 
-def is_zero(expression: sympy.Expr) -> bool:
-    """Whether it vanishes, at every tried point where it is defined."""
-    if expression.is_Rational:
-        return expression == 0
-    symbols = sorted(expression.free_symbols, key=str)
-    if not symbols:
-        try:
-            return evaluate(expression, {}) == 0
-        except _UNDEFINED:
-            return False
-    stepped, points = expression.has(sympy.floor, sympy.ceiling), list(_points(symbols))
-    if stepped:  # equal near 0 says nothing of such
-        if len(symbols) > 1:
-            return False
-        whole = [{symbols[0]: mpmath.mpf(n)} for n in WHOLE_POINTS]
-        points = whole if str(symbols[0]) in "nmkNpq" else whole + points
-    tried = 0
+def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_BITS[0]) -> bool:
+    """Whether they are proven to differ, at one of a few points.
+
+    Raises `Undecided` where either has no value there, which may hide a division by zero.
+    """
+    names = sorted(symbols(mine) | symbols(gold))
+    whole = _has_steps(mine, gold) and any(name in INTEGERS for name in names)
+    points = list(_points(names, whole)) if names else [{}]
+    if whole:  # between whole numbers they may differ
+        points = points[len(SCALES) :]
+    seen = 0
     for point in points:
         try:
-            value = evaluate(expression, point)
-        except _UNDEFINED:
+            with with_bits(bits):
+                difference = enclose(mine, point, budget) - enclose(gold, point, budget)
+                if is_apart(difference):
+                    return True
+            seen += 1
+        except Undefined:
             continue
-        if value != 0:
-            return False
-        tried += 1
-    return tried >= ENOUGH_POINTS
+    if names and seen < (len(points) if not whole else 3):
+        raise Undecided("no value at a point")
+    return False
 
 
-def same_expression(mine: sympy.Expr, gold: sympy.Expr) -> bool:
-    """Exact where both are rational, else in `mp.dps` digits."""
+def in_all_cases(budget: Budget, holds: Callable[[Field], bool]) -> bool:
+    """Whether a statement holds for every sign, and for every remainder, that it depends on."""
+    moduli: dict[str, int] = {}
+
+    def over_signs(signs: dict[str, int], residues: dict[str, tuple[int, int]]) -> bool:
+        field = Field(budget, signs, residues)
+        try:
+            found = holds(field)
+        except NeedsSign as case:
+            if len(signs) == MOST_SIGNS:
+                raise Undecided("too many cases") from None
+            return all(over_signs(signs | {case.name: way}, residues) for way in (1, -1))
+        moduli.update(field.moduli)
+        return found
+
+    if over_signs({}, {}):
+        return True
+    if not moduli or math.prod(moduli.values()) > MOST_REMAINDERS:
+        return False
+    asked = dict(moduli)
+    remainders = itertools.product(*(range(modulus) for modulus in asked.values()))
+    return all(
+        over_signs({}, {n: (asked[n], r) for n, r in zip(asked, chosen, strict=True)})
+        for chosen in remainders
+    )
+
+
+def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
+    """Whether they are equal for all values of their variables.
+
+    Raises `Undecided` for what is neither proven nor disproven, `Refused` for what has no value.
+    """
     if mine == gold:
         return True
-    if mine.is_Rational and gold.is_Rational or mine.has(sympy.oo) or gold.has(sympy.oo):
+    if mine.kind == gold.kind == "number":
+        return mine.value == gold.value
+    if any(node.kind == "infinity" for tree in (mine, gold) for node in nodes(tree)):
         return False
-    return is_zero(mine - gold)
+    if differ_somewhere(mine, gold, budget):
+        return False
+
+    def equal(field: Field) -> bool:
+        a, b = read(field, mine), read(field, gold)
+        return field.vanishes(field.times(a.above, b.below) - field.times(b.above, a.below))
+
+    if in_all_cases(budget, equal):
+        return True
+    if any(differ_somewhere(mine, gold, budget, bits) for bits in FILTER_BITS[1:]):
+        return False
+    raise Undecided("no proof that they are equal")
 
 
-def proportional(mine: sympy.Expr, gold: sympy.Expr) -> int:
-    """The sign of the constant c with mine = c * gold; 0 where there is none."""
-    symbols = sorted(mine.free_symbols | gold.free_symbols, key=str)
-    if mine.free_symbols != gold.free_symbols or not symbols:
+def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
+    """The sign of the real constant c with mine = c * gold; 0 where there is none."""
+    if symbols(mine) != symbols(gold) or not symbols(mine) or not _ratios_agree(mine, gold, budget):
         return 0
+    signs: set[int] = set()
+    factors: set[str] = set()
+
+    def holds(field: Field) -> bool:
+        a, b = read(field, mine), read(field, gold)
+        above, below = field.times(a.above, b.below), field.times(b.above, a.below)
+        varying = lambda atom: not atom.constant  # noqa: E731
+        ours, theirs = field.coefficients(above, varying), field.coefficients(below, varying)
+        for key, part in theirs.items():
+            if key in ours and not field.vanishes(part) and not field.vanishes(ours[key]):
+                difference = field.times(above, part) - field.times(below, ours[key])
+                if not field.vanishes(difference):
+                    return False
+                c = field.divide(
+                    Element(ours[key], b.below * 0 + 1), Element(part, b.below * 0 + 1)
+                )
+                if not is_real(field, c):
+                    return False
+                signs.add(sign(field, c))
+                factors.add(str(c))
+                return True
+        return False
+
+    if not in_all_cases(budget, holds):
+        raise Undecided("no proof that they are proportional")
+    return signs.pop() if len(factors) == 1 else 0
+
+
+def _ratios_agree(mine: Tree, gold: Tree, budget: Budget) -> bool:
+    """Whether no two points prove that the ratio is not the same everywhere."""
     ratios = []
-    for point in _points(symbols):
-        try:
-            ratios.append(_bounded(evaluate(mine, point) / evaluate(gold, point)))
-        except _UNDEFINED:
-            continue
-    if len(ratios) < ENOUGH_POINTS or any(_add([r, -ratios[0]]) != 0 for r in ratios):
-        return 0
-    return int(mpmath.sign(mpmath.re(ratios[0])))
+    with with_bits(FILTER_BITS[0]):
+        for point in _points(sorted(symbols(gold)), False):
+            try:
+                above, below = enclose(mine, point, budget), enclose(gold, point, budget)
+            except Undefined:
+                raise Undecided("no value at a point") from None
+            if is_apart(above) and is_apart(below):
+                ratios.append(above / below)
+        return len(ratios) > 1 and not any(is_apart(one - ratios[0]) for one in ratios)

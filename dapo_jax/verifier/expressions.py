@@ -1,17 +1,33 @@
-"""A bounded recursive-descent parser: LaTeX-like text to sympy objects. Runs in a worker process.
+"""A bounded recursive-descent parser: LaTeX-like text to a `Tree`. Runs in a worker process.
 
-It builds every object itself, consumes the whole text, and refuses what would be large: nothing is
-handed to `sympify` or any other evaluation of strings. What it refuses is compared as text.
+It consumes the whole text and refuses what would be large: nothing is handed to any evaluation of
+strings. What it refuses is compared as text.
 """
 
 import re
 
-import sympy
-from sympy import E, I, Integer, Rational, Symbol, oo, pi
+from flint import fmpq
 
-from dapo_jax.verifier.bounded import Refused, binomial, divide, factorial, power
+from dapo_jax.verifier.trees import (
+    EULER,
+    IMAGINARY,
+    INFINITY,
+    PI,
+    Refused,
+    Tree,
+    add,
+    binomial,
+    call,
+    divide,
+    factorial,
+    multiply,
+    negate,
+    number,
+    power,
+    symbol,
+)
 
-MOST_TOKENS, DEEPEST, MOST_DIGITS = 400, 40, 400
+MOST_TOKENS, DEEPEST, MOST_DIGITS, LARGEST_ROOT = 400, 40, 400, 100
 
 
 _TOKEN = re.compile(
@@ -22,19 +38,17 @@ _GREEK = set(
     "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
 )
 _FUNCTIONS = {
-    **{name: getattr(sympy, name) for name in "sin cos tan cot sec csc sinh cosh tanh".split()},
-    **{f"arc{n}": getattr(sympy, f"a{n}") for n in ("sin", "cos", "tan", "cot")},
-    **{f"a{n}": getattr(sympy, f"a{n}") for n in ("sin", "cos", "tan")},
-    "ln": sympy.log,
-    "log": sympy.log,
-    "lg": lambda x: sympy.log(x) / sympy.log(10),
-    "exp": sympy.exp,
-    "sqrt": sympy.sqrt,
-    "abs": sympy.Abs,
+    name: name
+    for name in "sin cos tan cot sec csc sinh cosh tanh exp log abs asin acos atan acot".split()
+} | {
+    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot")},
+    "ln": "log",
+    "lg": "lg",
+    "sqrt": "sqrt",
 }
 _FUNCTION_LETTERS = set("fghpqFGHIJKLNPQRSTV")  # before a bracket not a factor
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
-_CONSTANTS = {"pi": pi, "infty": oo, "infinity": oo, "inf": oo}
+_CONSTANTS = {"pi": PI, "infty": INFINITY, "infinity": INFINITY, "inf": INFINITY}
 _WORDS = set(_FUNCTIONS) | {"pi", "infinity", "inf"}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
@@ -63,9 +77,10 @@ def _tokens(text: str) -> list[str]:
     return found
 
 
-def literal_digits(text: str) -> int:
-    """Digits written in the text: how precise a comparison of it has to be."""
-    return sum(char.isdigit() for char in text)
+def _rational(literal: str) -> Tree:
+    """A number as written, `1,234.5` or `.5`."""
+    whole, _, behind = literal.replace(",", "").partition(".")
+    return number(fmpq(int(whole + behind), 10 ** len(behind)))
 
 
 class _Parser:
@@ -73,7 +88,7 @@ class _Parser:
         self._tokens, self._at, self._depth = _tokens(text), 0, 0
         self._bars: list[str] = []
 
-    def whole(self) -> sympy.Expr:
+    def whole(self) -> Tree:
         value = self._sum()
         if self._at != len(self._tokens):
             raise Refused(f"unexpected {self._peek()}")
@@ -95,7 +110,7 @@ class _Parser:
             return True
         return False
 
-    def _sum(self) -> sympy.Expr:
+    def _sum(self) -> Tree:
         self._depth += 1
         if self._depth > DEEPEST:
             raise Refused("too deep")
@@ -103,26 +118,26 @@ class _Parser:
         while self._peek() in ("+", "-"):
             terms.append(self._signed_term())
         self._depth -= 1
-        return sympy.Add(*terms)
+        return add(terms)
 
-    def _signed_term(self) -> sympy.Expr:
+    def _signed_term(self) -> Tree:
         negative = False
         for _ in range(2):  # a + -b is written, a - - - b is not
             if self._peek() in ("+", "-"):
                 negative ^= self._take() == "-"
         value = self._product()
-        return -value if negative else value
+        return negate(value) if negative else value
 
-    def _product(self) -> sympy.Expr:
+    def _product(self) -> Tree:
         value = self._power()
         while True:
             if self._accept(*_TIMES):
-                value = value * self._signed_power()
+                value = multiply(value, self._signed_power())
             elif self._accept(*_DIVIDE):
                 value = divide(value, self._signed_power())
             elif self._starts_factor():
                 self._refuse_two_numbers()
-                value = value * self._power()
+                value = multiply(value, self._power())
             else:
                 return value
 
@@ -134,9 +149,9 @@ class _Parser:
         if re.match(r"\.?\d", here) and re.search(r"[\d}]$", before):
             raise Refused("two numbers side by side")
 
-    def _signed_power(self) -> sympy.Expr:
+    def _signed_power(self) -> Tree:
         if self._peek() in ("+", "-"):
-            return -self._power() if self._take() == "-" else self._power()
+            return negate(self._power()) if self._take() == "-" else self._power()
         return self._power()
 
     def _starts_factor(self) -> bool:
@@ -149,24 +164,24 @@ class _Parser:
         plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
 
-    def _power(self) -> sympy.Expr:
+    def _power(self) -> Tree:
         base = self._mixed_or_atom()
         while self._peek() and self._peek() in "^!%'":
             mark = self._take()
             if mark == "!":
                 base = factorial(base)
             elif mark == "%":
-                base = base / 100
+                base = divide(base, number(100))
             elif mark == "'":
-                base = Symbol(f"{base}'") if base.is_Symbol else self._refuse("a prime")
+                base = symbol(f"{base.value}'") if base.kind == "symbol" else self._refuse()
             elif self._is_degree():
-                base = base * pi / 180
+                base = multiply(base, divide(PI, number(180)))
             else:
                 base = power(base, self._exponent())
         return base
 
-    def _refuse(self, reason: str):
-        raise Refused(reason)
+    def _refuse(self):
+        raise Refused("a prime")
 
     def _is_degree(self) -> bool:
         for written in (["\\circ"], ["{", "\\circ", "}"]):
@@ -175,31 +190,31 @@ class _Parser:
                 return True
         return False
 
-    def _exponent(self) -> sympy.Expr:
+    def _exponent(self) -> Tree:
         if self._peek() in ("+", "-"):
-            return -self._atom() if self._take() == "-" else self._atom()
+            return negate(self._atom()) if self._take() == "-" else self._atom()
         return self._atom()
 
-    def _mixed_or_atom(self) -> sympy.Expr:
+    def _mixed_or_atom(self) -> Tree:
         start, value = self._at, self._atom()
         mixed = re.fullmatch(r"\d+", self._tokens[start]) and self._at == start + 1
         if mixed and self._peek() == r"\frac":
             here = self._at
             part = self._atom()
             written = "".join(self._tokens[here + 1 : self._at])
-            if part.is_Rational and re.fullmatch(r"[\d{}]+", written):
-                return value + part
+            if part.kind == "number" and re.fullmatch(r"[\d{}]+", written):
+                return add([value, part])
             self._at = here
         return value
 
-    def _argument(self) -> sympy.Expr:
+    def _argument(self) -> Tree:
         """What a command takes: a group, or one digit or letter."""
         token = self._peek()
         if token.isdigit() and len(token) > 1:
             self._tokens[self._at : self._at + 1] = list(token)
         return self._atom()
 
-    def _group(self, end: str) -> sympy.Expr:
+    def _group(self, end: str) -> Tree:
         outer, self._bars = self._bars, []
         value = self._sum()
         if end == "}" and self._accept(r"\choose"):
@@ -208,12 +223,12 @@ class _Parser:
         self._bars = outer
         return value
 
-    def _atom(self) -> sympy.Expr:
+    def _atom(self) -> Tree:
         token = self._take()
         if token[0].isdigit() or token[0] == "." and len(token) > 1:
             if len(token) > MOST_DIGITS:
                 raise Refused("a long number")
-            return Rational(token.replace(",", ""))
+            return _rational(token)
         if token in ("(", "{", "["):
             return self._group({"(": ")", "{": "}", "[": "]"}[token])
         if token in _BARS:
@@ -224,21 +239,20 @@ class _Parser:
             return self._letter(token)
         raise Refused(f"unexpected {token}")
 
-    def _bars_of(self, token: str) -> sympy.Expr:
+    def _bars_of(self, token: str) -> Tree:
         end = _BARS[token]
         self._bars.append(end)
         value = self._sum()
         self._bars.pop()
         self._take(end)
-        shape = {r"\lfloor": sympy.floor, r"\lceil": sympy.ceiling}
-        return shape[token](value, evaluate=False) if token in shape else sympy.Abs(value)
+        return call({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), value)
 
-    def _letter(self, name: str) -> sympy.Expr:
+    def _letter(self, name: str) -> Tree:
         if self._accept("_"):
-            return Symbol(f"{name}_{self._subscript()}")
+            return symbol(f"{name}_{self._subscript()}")
         if name in _FUNCTION_LETTERS and self._peek() == "(":
-            return Symbol(f"{name}({self._bracketed()})")  # f(x), whatever f may be
-        return {"e": E, "i": I}.get(name) or Symbol(name)
+            return symbol(f"{name}({self._bracketed()})")  # f(x), whatever f may be
+        return {"e": EULER, "i": IMAGINARY}.get(name) or symbol(name)
 
     def _subscript(self) -> str:
         if not self._accept("{"):
@@ -249,7 +263,7 @@ class _Parser:
         self._take("}")
         return "".join(inside)
 
-    def _command(self, name: str) -> sympy.Expr:
+    def _command(self, name: str) -> Tree:
         if name == "frac":
             above = self._argument()
             return divide(above, self._argument())
@@ -257,17 +271,15 @@ class _Parser:
             above = self._argument()
             return binomial(above, self._argument())
         if name == "sqrt":
-            order = Integer(2)
-            if self._accept("["):
-                order = self._group("]")
+            order = self._group("]").whole if self._accept("[") else 2
             inside = self._argument()
-            if not (order.is_Integer and 2 <= order <= 100):
+            if order is None or not 2 <= order <= LARGEST_ROOT:
                 raise Refused("a root")
-            if inside.is_Rational and inside < 0 and order.is_odd:
-                return -power(-inside, 1 / order)
-            return power(inside, 1 / order)
+            if inside.kind == "number" and inside.value < 0 and order % 2:
+                return negate(power(negate(inside), number(fmpq(1, order))))
+            return power(inside, number(fmpq(1, order)))
         if name == "mathbf":
-            return Symbol(f"bold_{self._subscript()}")
+            return symbol(f"bold_{self._subscript()}")
         if name in _CONSTANTS:
             return _CONSTANTS[name]
         if name in _FUNCTIONS:
@@ -276,41 +288,46 @@ class _Parser:
             return self._letter(name)
         raise Refused(f"unknown \\{name}")
 
-    def _function(self, name: str) -> sympy.Expr:
-        function, exponent = _FUNCTIONS[name], None
-        if name in ("log", "ln") and self._accept("_"):
+    def _function(self, name: str) -> Tree:
+        function, exponent, base = _FUNCTIONS[name], None, None
+        if function == "log" and self._accept("_"):
             base = self._argument()
-            if base in (0, 1):
+            if base.whole in (0, 1):
                 raise Refused("a logarithm's base")
-            function = lambda x: sympy.log(x) / sympy.log(base)  # noqa: E731
         if self._accept("^"):
             exponent = self._exponent()
-            if exponent == -1 and name in _INVERSES:
+            if exponent.whole == -1 and name in _INVERSES:
                 function, exponent = _FUNCTIONS[_INVERSES[name]], None
-        value = function(self._function_argument())
+        value = self._value_of(function, self._function_argument(), base)
         return value if exponent is None else power(value, exponent)
 
-    def _function_argument(self) -> sympy.Expr:
+    @staticmethod
+    def _value_of(function: str, argument: Tree, base: Tree | None) -> Tree:
+        if function == "sqrt":
+            return power(argument, number(fmpq(1, 2)))
+        if function == "lg":
+            function, base = "log", number(10)
+        value = call(function, argument)
+        return value if base is None else divide(value, call("log", base))
+
+    def _function_argument(self) -> Tree:
         """A group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
         if self._peek() in ("(", "["):
             return self._power() if self._peek() == "[" else self._bracketed()
         negative = self._accept("-")
         value = self._power()
         while self._starts_factor() and self._peek()[1:] not in _FUNCTIONS and self._peek() != "(":
-            value = value * self._power()
-        return -value if negative else value
+            value = multiply(value, self._power())
+        return negate(value) if negative else value
 
-    def _bracketed(self) -> sympy.Expr:
+    def _bracketed(self) -> Tree:
         self._take("(")
         return self._group(")")
 
 
-def parse(text: str) -> sympy.Expr:
+def parse(text: str) -> Tree:
     """The expression that the text writes. Raises `Refused`."""
     try:
-        value = _Parser(text).whole()
+        return _Parser(text).whole()
     except RecursionError:
         raise Refused("too deep") from None
-    if value.has(sympy.nan, sympy.zoo):
-        raise Refused("not a number")
-    return value

@@ -12,11 +12,11 @@ START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
 
 
 class WorkerProcess:
-    """One process running `python -m dapo_jax.rewards.worker ARGUMENTS`."""
+    """One process running `python -m MODULE ARGUMENTS`, which serves as `worker.serve` does."""
 
-    def __init__(self, *arguments: str):
+    def __init__(self, module: str, *arguments: str):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dapo_jax.rewards.worker", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -1,185 +1,263 @@
-"""Sets of real numbers: intervals, unions and inequalities in one variable, to sympy sets.
+"""Sets of real numbers: intervals, unions and inequalities in one variable.
 
+A set is a sorted list of pieces that don't touch; ends are compared by proof, never by rounding.
 Runs in a worker process.
 """
 
-import sympy
-from sympy import Integer, Interval, S
+import functools
+import itertools
+from typing import NamedTuple
 
-from dapo_jax.verifier.algebra import is_zero, same_expression
-from dapo_jax.verifier.bounded import Refused
+from dapo_jax.verifier.budgets import Undecided
 from dapo_jax.verifier.equivalence import REALS, compact
 from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.fields import Field
+from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
+from dapo_jax.verifier.readings import read
+from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
 from dapo_jax.verifier.structure import Node
+from dapo_jax.verifier.trees import Refused, Tree, add, negate, symbols
 
 MOST_PIECES = 32  # of a union
-HIGHEST_EXPANDED = 12  # power of a sum
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+MOST_SIGNS = 4  # of absolute values in one relation
 
 
-def _real(text: str) -> sympy.Expr:
-    value = parse(text)
-    if value.free_symbols or not value.is_extended_real:
-        raise Refused("an end that is no real number")
-    return value
+class End(NamedTuple):
+    """An end of a piece. infinite: -1 or 1 where it has no value."""
+
+    value: Element | None
+    open: bool
+    infinite: int = 0
 
 
-def region(node: Node) -> sympy.Set:
-    """The set of real numbers that a node describes. Raises `Refused`."""
-    if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
-        low, high = (_real(item.text) for item in node.items)
-        if not low < high:
-            raise Refused("an interval without length")
-        left, right = node.marks
-        return Interval(low, high, left == "(", right == ")")
-    if node.kind in ("set", "union", "intersection", "difference", "list"):
+class Piece(NamedTuple):
+    """The numbers between two ends; a point where both are the same closed one."""
+
+    low: End
+    high: End
+
+
+Pieces = list[Piece]
+LOWEST, HIGHEST = End(None, True, -1), End(None, True, 1)
+EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
+
+
+class Regions:
+    """Sets over one field, whose budget pays for every comparison."""
+
+    def __init__(self, field: Field):
+        self.field = field
+
+    # --- arithmetic of sets --------------------------------------------------------------------
+
+    def compare(self, a: End, b: End) -> int:
+        """-1, 0 or 1 as the value of `a` is below, at or above that of `b`."""
+        if a.infinite or b.infinite:
+            return (a.infinite > b.infinite) - (a.infinite < b.infinite)
+        if a.value == b.value:
+            return 0
+        return sign(self.field, self.field.subtract(a.value, b.value))
+
+    def _is_empty(self, low: End, high: End) -> bool:
+        order = self.compare(low, high)
+        return order > 0 or order == 0 and (low.open or high.open)
+
+    def _later(self, a: End, b: End) -> End:
+        """The low end of what both begin."""
+        order = self.compare(a, b)
+        return a if order > 0 or order == 0 and a.open else b
+
+    def _earlier(self, a: End, b: End) -> End:
+        order = self.compare(a, b)
+        return a if order < 0 or order == 0 and a.open else b
+
+    def intersection(self, a: Pieces, b: Pieces) -> Pieces:
+        found = []
+        for one, other in itertools.product(a, b):
+            low, high = self._later(one.low, other.low), self._earlier(one.high, other.high)
+            if not self._is_empty(low, high):
+                found.append(Piece(low, high))
+        return self.union(found)
+
+    def union(self, pieces: Pieces) -> Pieces:
+        """The same numbers in pieces that are sorted and don't touch."""
+        joined: Pieces = []
+        for piece in sorted(pieces, key=functools.cmp_to_key(self._order_of_lows)):
+            last = joined[-1] if joined else None
+            gap = 1 if last is None else self.compare(piece.low, last.high)
+            if gap > 0 or gap == 0 and piece.low.open and last.high.open:
+                joined.append(piece)
+                continue
+            order = self.compare(piece.high, last.high)
+            wider = order > 0 or order == 0 and last.high.open
+            joined[-1] = Piece(last.low, piece.high if wider else last.high)
+        return joined
+
+    def _order_of_lows(self, a: Piece, b: Piece) -> int:
+        return self.compare(a.low, b.low) or a.low.open - b.low.open
+
+    def complement(self, pieces: Pieces) -> Pieces:
+        """What is left of the real numbers; `pieces` are sorted and don't touch."""
+        found, low = [], LOWEST
+        for piece in pieces:
+            high = piece.low._replace(open=not piece.low.open or bool(piece.low.infinite))
+            if piece.low.infinite == 0:
+                found.append(Piece(low, high))
+            low = piece.high._replace(open=not piece.high.open)
+        return found if low.infinite > 0 else [*found, Piece(low, HIGHEST)]
+
+    def same(self, a: Pieces, b: Pieces) -> bool:
+        return len(a) == len(b) and all(
+            one.open == other.open and self.compare(one, other) == 0
+            for mine, gold in zip(a, b, strict=True)
+            for one, other in zip(mine, gold, strict=True)
+        )
+
+    # --- from text -----------------------------------------------------------------------------
+
+    def _end(self, text: str, *, is_open: bool) -> End:
+        tree = parse(text)
+        if tree.kind == "infinity":
+            return HIGHEST
+        if tree.kind == "product" and tree.parts[1].kind == "infinity":
+            return LOWEST
+        value = read(self.field, tree)
+        if symbols(tree) or not is_real(self.field, value):
+            raise Refused("an end that is no real number")
+        return End(value, is_open)
+
+    def _point(self, text: str) -> Piece:
+        end = self._end(text, is_open=False)
+        if end.infinite:
+            raise Refused("infinity is no member")
+        return Piece(end, end)
+
+    def read(self, node: Node) -> Pieces:
+        """The set that a node describes. Raises `Refused`."""
+        if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
+            left, right = node.marks
+            low = self._end(node.items[0].text, is_open=left == "(")
+            high = self._end(node.items[1].text, is_open=right == ")")
+            if self.compare(low, high) >= 0:
+                raise Refused("an interval without length")
+            if low.infinite and left == "[" or high.infinite and right == "]":
+                raise Refused("infinity is no member")
+            return [Piece(low, high)]
+        if node.kind in ("set", "union", "intersection", "difference", "list"):
+            return self._of_members(node)
+        if node.kind == "relation":
+            if node.marks == ("in",):
+                return self.read(node.items[1])
+            found = EVERYTHING
+            for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
+                difference = add([parse(left.text), negate(parse(right.text))])
+                found = self.intersection(found, self.solve(difference, mark))
+            return found
+        if compact(node.text) == REALS:
+            return EVERYTHING
+        if compact(node.text) == r"\emptyset":
+            return []
+        raise Refused("no region")
+
+    def _of_members(self, node: Node) -> Pieces:
         if len(node.items) > MOST_PIECES:
             raise Refused("too many pieces")
         if node.kind == "set":
-            return sympy.FiniteSet(*(_real(item.text) for item in node.items))
+            return self.union([self._point(item.text) for item in node.items])
         if node.kind == "list" and node.marks == (",",):
             raise Refused("a comma between regions says neither 'and' nor 'or'")
-        parts = [region(item) for item in node.items]
+        parts = [self.read(item) for item in node.items]
         if node.kind == "difference":
-            return parts[0] - parts[1]
-        both = node.kind == "intersection" or node.marks == ("and",)
-        return (sympy.Intersection if both else sympy.Union)(*parts)
-    if node.kind == "relation":
-        if node.marks == ("in",):
-            return region(node.items[1])
-        pairs = zip(node.items, node.marks, node.items[1:], strict=False)
-        return sympy.Intersection(
-            *(_solve(left.text, mark, right.text) for left, mark, right in pairs)
-        )
-    if compact(node.text) == REALS:
-        return S.Reals
-    if compact(node.text) == r"\emptyset":
-        return S.EmptySet
-    raise Refused("no region")
+            return self.intersection(parts[0], self.complement(parts[1]))
+        if node.kind == "intersection" or node.marks == ("and",):
+            return functools.reduce(self.intersection, parts)
+        return self.union([piece for part in parts for piece in part])
 
+    # --- solving -------------------------------------------------------------------------------
 
-def _solve(left: str, mark: str, right: str) -> sympy.Set:
-    """Solutions of a relation that is linear in its variable, or in an absolute value of such."""
-    difference = parse(left) - parse(right)
-    if len(difference.free_symbols) != 1:
-        raise Refused("not one variable")
-    (x,) = difference.free_symbols
-    values = list(difference.atoms(sympy.Abs))
-    if len(values) == 1 and not difference.subs(values[0], Integer(7)).has(x):
-        y = sympy.Dummy(real=True)
-        inner = values[0].args[0]
-        radii = _solve_linear(difference.subs(values[0], y), y, mark)
-        return _preimage_of_absolute(inner, x, radii)
-    try:
-        return _solve_linear(difference, x, mark)
-    except Refused:
-        return _solve_quadratic(difference, x, mark)
+    def solve(self, difference: Tree, mark: str) -> Pieces:
+        """Where `difference mark 0`, of degree 1 or 2 on either side of the corners it has."""
+        names = symbols(difference)
+        if len(names) != 1:
+            raise Refused("not one variable")
+        try:
+            found = read(self.field, difference)
+        except NeedsSign as case:
+            return self._by_sign(case, lambda: self.solve(difference, mark))
+        if not self.field.is_constant(Element(found.below, ONE)):
+            raise Refused("a variable below")
+        return self._solve_poly(self.field.divide(found, rational(1)), mark)
 
+    def _by_sign(self, case: NeedsSign, solve) -> Pieces:
+        signs = self.field.signs
+        if len(signs) == MOST_SIGNS:
+            raise Undecided("too many cases")
+        pieces = []
+        for way, mark in ((1, ">="), (-1, "<")):
+            side = self._solve_poly(Element(case.poly, ONE), mark)
+            signs[case.name] = way
+            pieces += self.intersection(side, solve())
+            del signs[case.name]
+        return self.union(pieces)
 
-def _solve_quadratic(difference: sympy.Expr, x: sympy.Symbol, mark: str) -> sympy.Set:
-    _refuse_high_powers(difference)
-    zero, plus, minus = (sympy.expand(difference.subs(x, Integer(n))) for n in (0, 1, -1))
-    a, b = (plus + minus) / 2 - zero, (plus - minus) / 2
-    if not is_zero(difference - (a * x**2 + b * x + zero)) or not (a.is_positive or a.is_negative):
-        raise Refused("not quadratic")
-    under = b**2 - 4 * a * zero
-    if not under.is_positive:
-        raise Refused("no two roots")
-    low, high = sorted(((-b - sympy.sqrt(under)) / (2 * a), (-b + sympy.sqrt(under)) / (2 * a)))
-    if mark in ("=", "!="):
-        roots = sympy.FiniteSet(low, high)
-        return roots if mark == "=" else S.Reals - roots
-    if a.is_negative:
-        mark = FLIPPED[mark]
-    strict = "=" not in mark
-    if mark.startswith("<"):
-        return Interval(low, high, strict, strict)
-    return Interval(-sympy.oo, low, True, strict) + Interval(high, sympy.oo, strict, True)
-
-
-def _solve_linear(difference: sympy.Expr, x: sympy.Symbol, mark: str) -> sympy.Set:
-    slope, offset = _linear(difference, x)
-    if mark == "=":
-        return sympy.FiniteSet(-offset / slope)
-    if mark == "!=":
-        return S.Reals - sympy.FiniteSet(-offset / slope)
-    if slope.is_negative:
-        mark = FLIPPED[mark]
-    bound, strict = -offset / slope, "=" not in mark
-    if mark.startswith("<"):
-        return Interval(-sympy.oo, bound, True, strict)
-    return Interval(bound, sympy.oo, strict, True)
-
-
-def _linear(expression: sympy.Expr, x: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
-    _refuse_high_powers(expression)
-    at = [sympy.expand(expression.subs(x, Integer(n))) for n in (0, 1)]
-    slope = at[1] - at[0]
-    if not slope.is_real or slope.is_zero is not False:
-        raise Refused("not linear")
-    if not is_zero(expression - at[0] - slope * x):
-        raise Refused("not linear")
-    return slope, at[0]
-
-
-def _refuse_high_powers(expression: sympy.Expr) -> None:
-    """Powers of sums would be multiplied out."""
-    for found in expression.atoms(sympy.Pow):
-        if found.base.is_Add and not abs(found.exp) <= HIGHEST_EXPANDED:
+    def _coefficients(self, found: Element) -> list[Element]:
+        """Those of 1, x and x^2; everything else is constant."""
+        varying = [number for number, atom in self.field.atoms_in(found.above) if not atom.constant]
+        kinds = {self.field.atoms[number].kind for number in varying}
+        if len(varying) > 1 or kinds - {"symbol"}:
+            raise Refused("no polynomial")
+        parts = self.field.coefficients(found.above, lambda atom: not atom.constant)
+        powers: dict[int, Poly] = {
+            dict(key).get(varying[0], 0) if varying else 0: part for key, part in parts.items()
+        }
+        if max(powers, default=0) > 2:
             raise Refused("a high power")
+        below = Element(found.below, ONE)
+        return [
+            self.field.divide(Element(powers[n], ONE), below) if n in powers else rational(0)
+            for n in range(3)
+        ]
 
+    def _solve_poly(self, found: Element, mark: str) -> Pieces:
+        c, b, a = self._coefficients(found)
+        if any(not is_real(self.field, one) for one in (a, b, c)):
+            raise Refused("not real")
+        leading = sign(self.field, a)
+        roots, above = self._roots(a, b, c, leading)
+        points = self.union([Piece(End(r, False), End(r, False)) for r in roots])
+        if mark == "=":
+            return points
+        if mark == "!=":
+            return self.complement(points)
+        positive = self._where_positive(roots, above, quadratic=leading != 0)
+        zero_or_positive = self.union([*positive, *points])
+        kind = {">": positive, ">=": zero_or_positive}
+        if mark in kind:
+            return kind[mark]
+        return self.complement(zero_or_positive if mark == "<" else positive)
 
-def _preimage_of_absolute(inner: sympy.Expr, x: sympy.Symbol, radii: sympy.Set) -> sympy.Set:
-    slope, offset = _linear(inner, x)
-    allowed = sympy.Intersection(radii, Interval(0, sympy.oo))
-    signed = sympy.Union(
-        allowed,
-        *(
-            Interval(-p.end, -p.start, p.right_open, p.left_open)
-            if isinstance(p, Interval)
-            else sympy.FiniteSet(*(-value for value in p))
-            for p in _parts(allowed)
-        ),
-    )
-    moved = []
-    for part in _parts(signed):
-        if not isinstance(part, Interval):
-            moved.append(sympy.FiniteSet(*((value - offset) / slope for value in part)))
-            continue
-        ends = [(part.start, part.left_open), (part.end, part.right_open)]
-        (low, low_open), (high, high_open) = ends if slope.is_positive else ends[::-1]
-        moved.append(Interval((low - offset) / slope, (high - offset) / slope, low_open, high_open))
-    return sympy.Union(*moved)
+    def _roots(self, a: Element, b: Element, c: Element, leading: int) -> tuple[list[Element], int]:
+        """The real zeros, in order, and the sign beyond the last of them."""
+        field = self.field
+        if leading == 0:
+            slope = sign(field, b)
+            if slope == 0:
+                raise Refused("no variable is left")
+            return [field.scale(field.divide(c, b), -1)], slope
+        under = field.subtract(field.multiply(b, b), field.scale(field.multiply(a, c), 4))
+        kind = sign(field, under)
+        middle = field.divide(field.scale(b, -1), field.scale(a, 2))
+        if kind <= 0:
+            return [middle] if kind == 0 else [], leading
+        half = field.divide(root(field, under, 2), field.scale(a, 2 * leading))
+        return [field.subtract(middle, half), field.add(middle, half)], leading
 
-
-def _parts(found: sympy.Set) -> list[sympy.Set]:
-    if found in (S.EmptySet,):
-        return []
-    if found == S.Reals:
-        return [Interval(-sympy.oo, sympy.oo, True, True)]
-    parts = list(found.args) if isinstance(found, sympy.Union) else [found]
-    if not all(isinstance(part, Interval | sympy.FiniteSet) for part in parts):
-        raise Refused("no union of intervals")
-    return parts
-
-
-def _pieces(found: sympy.Set) -> list[tuple]:
-    pieces = []
-    for part in _parts(found):
-        if isinstance(part, Interval):
-            pieces.append((part.start, part.left_open, part.end, part.right_open))
-        else:
-            pieces += [(value, False, value, False) for value in part]
-    return sorted(pieces, key=lambda piece: sympy.N(piece[0], 30))
-
-
-def same_pieces(mine: sympy.Set, gold: sympy.Set) -> bool:
-    """Whether two unions of intervals and points are the same set."""
-    left, right = _pieces(mine), _pieces(gold)
-    return len(left) == len(right) and all(
-        bool(a[1]) == bool(b[1])
-        and bool(a[3]) == bool(b[3])
-        and same_expression(a[0], b[0])
-        and same_expression(a[2], b[2])
-        for a, b in zip(left, right, strict=True)
-    )
+    def _where_positive(self, roots: list[Element], above: int, *, quadratic: bool) -> Pieces:
+        ends = [LOWEST, *(End(r, True) for r in roots), HIGHEST]
+        signs = [above]
+        for _ in roots:
+            flips = not quadratic or len(roots) == 2
+            signs.insert(0, -signs[0] if flips else signs[0])
+        pairs = zip(ends, ends[1:], signs, strict=False)
+        return [Piece(low, high) for low, high, direction in pairs if direction > 0]

@@ -8,49 +8,57 @@ import threading
 import time
 from collections.abc import Callable
 
+from dapo_jax.verifier.budgets import WORK
 from dapo_jax.verifier.equivalence import decide
 from dapo_jax.verifier.process import WorkerProcess
 from dapo_jax.verifier.verifier import dapo, math, math_box, math_label
 
+ALGEBRA = "dapo_jax.verifier.worker"
 MOST_REMEMBERED = 100_000
 SECONDS = 2.0  # for one verdict of `is_equivalent`, a worker's start not counted
 MODES = {"any": math, "box": math_box, "label": math_label, "dapo": dapo}
 
 
 class Memory:
-    """Answers by question, shared by the processes of a pool; the oldest are forgotten."""
+    """Replies by question, shared by the processes of a pool; the oldest are forgotten."""
 
     def __init__(self):
-        self._answers: collections.OrderedDict[bytes, bool] = collections.OrderedDict()
+        self._replies: collections.OrderedDict[bytes, dict] = collections.OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> bool | None:
+    def get(self, key: bytes) -> dict | None:
         with self._lock:
-            return self._answers.get(key)
+            return self._replies.get(key)
 
-    def put(self, key: bytes, answer: bool) -> None:
+    def put(self, key: bytes, reply: dict) -> None:
         with self._lock:
-            self._answers[key] = answer
-            if len(self._answers) > MOST_REMEMBERED:
-                self._answers.popitem(last=False)
+            self._replies[key] = reply
+            if len(self._replies) > MOST_REMEMBERED:
+                self._replies.popitem(last=False)
 
 
 class RemoteAlgebra:
     """The `Algebra` that asks a worker process, started when it is first needed.
 
-    A late worker is killed and the verdict raises TimeoutError; one that died, of whatever, is
-    replaced and asked again.
+    A verdict has work to spend, over all its questions; what is remembered costs what it cost
+    before, so that verdicts don't depend on what was asked earlier. A late worker is killed and
+    the verdict raises TimeoutError; one that died, of whatever, is replaced and asked again.
 
     Attributes:
         deadline: of the verdict under way, in time.monotonic() seconds.
-        allowed: whether workers may be asked at all.
-        asked, remembered, kills: what was asked of workers, what was known, workers killed.
+        work: units that the verdict may still spend.
+        asked, remembered, undecided, kills: what was asked of workers, what was known, what was
+            neither proven equal nor different, and workers killed.
     """
 
     def __init__(self, memory: Memory):
         self._memory, self._process, self._closed = memory, None, False
-        self.deadline, self.allowed = float("inf"), True
-        self.asked = self.remembered = self.kills = 0
+        self.deadline, self.work = float("inf"), WORK
+        self.asked = self.remembered = self.undecided = self.kills = 0
+
+    def begin(self, seconds: float) -> None:
+        """Of a new verdict."""
+        self.deadline, self.work = time.monotonic() + seconds, WORK
 
     def same_value(self, prediction: str, answer: str) -> bool:
         return self._ask("same_value", prediction, answer)
@@ -62,19 +70,26 @@ class RemoteAlgebra:
         return self._ask("same_region", prediction, answer)
 
     def _ask(self, question: str, prediction: str, answer: str) -> bool:
+        job = {"question": question, "prediction": prediction, "answer": answer, "work": self.work}
         texts = repr((question, prediction, answer)).encode("utf-8", "backslashreplace")
         key = hashlib.blake2b(texts, digest_size=16).digest()
-        known = self._memory.get(key)
-        if known is not None:
+        reply = self._memory.get(key)
+        if reply is not None and reply["work"] <= self.work:
             self.remembered += 1
-            return known
-        if not self.allowed:
-            raise TimeoutError("workers were killed too often")
-        job = {"question": question, "prediction": prediction, "answer": answer}
+        else:
+            reply = self._reply_to(job)
+            self.asked += 1
+            if "undecided" not in reply or self.work == WORK:  # more work may decide it
+                self._memory.put(key, reply)
+        self.work -= reply["work"]
+        self.undecided += "undecided" in reply
+        return reply["same"]
+
+    def _reply_to(self, job: dict) -> dict:
         for last in (False, True):
             try:
-                same = self._started().ask(job, self.deadline)["same"]
-                break
+                reply = self._started().ask(job, self.deadline)
+                return {name: reply[name] for name in reply.keys() | {"same", "work"}}
             except TimeoutError:
                 self._drop()
                 raise
@@ -82,16 +97,14 @@ class RemoteAlgebra:
                 self._drop()
                 if last:
                     raise OSError("the worker died twice") from None
-        self.asked += 1
-        self._memory.put(key, same)
-        return same
+        raise AssertionError
 
     def _started(self) -> WorkerProcess:
         if self._closed:
             raise OSError("closed")
         if self._process is None:
             left = self.deadline - time.monotonic()
-            self._process = WorkerProcess("algebra")
+            self._process = WorkerProcess(ALGEBRA)
             self.deadline = time.monotonic() + left  # the interpreter's start is not the text's
             if self._closed:
                 self._drop()
@@ -155,7 +168,7 @@ def same_answer(mine: str, other: str) -> bool:
 
 def _with_algebra(question: Callable[[RemoteAlgebra], bool]) -> bool:
     with _shared.lock:
-        _shared.algebra.deadline = time.monotonic() + SECONDS
+        _shared.algebra.begin(SECONDS)
         try:
             return question(_shared.algebra)
         except Exception:  # late, dead or not understood: not known to be the same

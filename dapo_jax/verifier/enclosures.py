@@ -1,0 +1,123 @@
+"""Where the value of a tree lies: complex balls that contain it, by Arb's rigorous arithmetic.
+
+A ball that does not contain zero proves that a value is not zero; no ball proves that it is.
+"""
+
+from collections.abc import Callable
+
+import flint
+from flint import acb, arb
+
+from dapo_jax.verifier.budgets import Budget, Undecided
+from dapo_jax.verifier.trees import Tree
+
+Ball = acb
+
+_SIMPLE: dict[str, Callable[[Ball], Ball]] = {
+    "exp": acb.exp,
+    "log": acb.log,
+    "sin": acb.sin,
+    "cos": acb.cos,
+    "tan": acb.tan,
+    "cot": acb.cot,
+    "sec": acb.sec,
+    "csc": acb.csc,
+    "sinh": acb.sinh,
+    "cosh": acb.cosh,
+    "tanh": acb.tanh,
+    "asin": acb.asin,
+    "acos": acb.acos,
+    "atan": acb.atan,
+    "acot": lambda ball: (1 / ball).atan(),
+    "abs": lambda ball: acb(abs(ball)),
+    "factorial": lambda ball: (ball + 1).gamma(),
+}
+
+
+class Undefined(ArithmeticError):
+    """No finite value can be seen: a pole, or too few bits to exclude one."""
+
+
+def with_bits(bits: int):
+    """A context in which balls are computed with so many bits."""
+    return flint.ctx.workprec(bits)
+
+
+def is_apart(ball: Ball) -> bool:
+    """Whether the ball does not contain zero."""
+    return bool(abs(ball) > 0)
+
+
+def principal_root(ball: Ball, degree: int) -> Ball:
+    """The principal root: real where the ball is real and not negative."""
+    if ball.imag.is_zero() and ball.real >= 0:
+        return acb(ball.real.root(degree))
+    return acb(ball).root(degree)
+
+
+def whole_part(ball: Ball) -> arb:
+    """The floor of a real number. Raises `Undefined` where the ball holds two candidates."""
+    if not ball.imag.is_zero():
+        raise Undefined("the floor of what may not be real")
+    floor = ball.real.floor()
+    if floor.unique_fmpz() is None:
+        raise Undefined("a floor on the edge")
+    return floor
+
+
+def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
+    if exponent.kind == "number":
+        q = exponent.value
+        power = acb(base) ** int(abs(q.p))
+        if q.q != 1:  # principal: (a^(1/n))^m
+            power = principal_root(base, int(q.q)) ** int(abs(q.p))
+        return power if q > 0 else 1 / power
+    if not is_apart(base):
+        raise Undefined("a power of what may be zero")
+    return (value * base.log()).exp()
+
+
+def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
+    """A ball that holds the tree's value at a point, at the bits of `with_bits`.
+
+    Raises `Undefined`, or `Undecided` where the budget ends.
+    """
+    budget.spend(2 + flint.ctx.prec / 256)
+    match tree.kind:
+        case "number":
+            return acb(arb(tree.value))
+        case "symbol":
+            return point[tree.value]
+        case "pi":
+            return acb.pi()
+        case "e":
+            return acb(arb.const_e())
+        case "i":
+            return acb(0, 1)
+        case "infinity":
+            raise Undecided("infinity has no value")
+    parts = [enclose(part, point, budget) for part in tree.parts]
+    match tree.kind:
+        case "sum":
+            value = sum(parts[1:], parts[0])
+        case "product":
+            value = parts[0] * parts[1]
+        case "quotient":
+            if not is_apart(parts[1]):
+                raise Undefined("division by what may be zero")
+            value = parts[0] / parts[1]
+        case "power":
+            value = _power(parts[0], tree.parts[1], parts[1])
+        case "floor":
+            value = acb(whole_part(parts[0]))
+        case "ceiling":
+            value = -acb(whole_part(-parts[0]))
+        case "binomial":
+            n, k = parts
+            value = (n + 1).gamma() * (k + 1).rgamma() * (n - k + 1).rgamma()
+        case _:
+            budget.spend(flint.ctx.prec / 32)
+            value = _SIMPLE[tree.kind](parts[0])
+    if not value.is_finite():
+        raise Undefined("no finite value")
+    return value

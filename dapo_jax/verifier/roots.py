@@ -1,0 +1,239 @@
+"""Roots, signs and absolute values of elements.
+
+Where the real line has corners, cases decide: an absolute value of what has a variable asks for
+the sign of each of its factors (`NeedsSign`).
+"""
+
+import math
+
+from flint import fmpq, fmpz
+
+from dapo_jax.verifier.budgets import Undecided
+from dapo_jax.verifier.enclosures import Ball, Undefined, principal_root, with_bits
+from dapo_jax.verifier.fields import BITS, Field
+from dapo_jax.verifier.polynomials import (
+    ONE,
+    Element,
+    Poly,
+    as_rational,
+    constant,
+    powers_of,
+    rational,
+)
+
+TRIAL_BITS, TRIAL_PRIMES = 64, 2_000  # numbers are factored whole, or by small primes alone
+
+
+class NeedsSign(Exception):
+    """The case splits by the sign of a polynomial (0 belongs to both)."""
+
+    def __init__(self, poly: Poly):
+        super().__init__(str(poly))
+        self.name, self.poly = str(poly), poly
+
+
+def opaque(field: Field, kind: str, a: Element) -> Element:
+    """A function's value of which nothing more is known."""
+    return field.atom(kind, str(a), argument=a, constant=False, real=False)
+
+
+def prime_powers(n: fmpz) -> list[tuple[fmpz, int]]:
+    """Factors of a positive integer and their powers; a large one may be left as it is."""
+    if n.bit_length() <= TRIAL_BITS:
+        return list(n.factor())
+    found = []
+    for prime in range(2, TRIAL_PRIMES):
+        power = 0
+        while n % prime == 0:
+            n, power = n // prime, power + 1
+        if power:
+            found.append((fmpz(prime), power))
+    return [*found, (n, 1)] if n > 1 else found
+
+
+def _root_of_integer(field: Field, n: fmpz, degree: int) -> Element:
+    """The positive root of a positive integer."""
+    field.budget.spend(50)
+    result = rational(1)
+    for prime, power in prime_powers(n):
+        whole, rest = divmod(power, degree)
+        shared = math.gcd(rest, degree)
+        result = field.scale(result, fmpq(prime) ** whole)
+        if rest:
+            small = _root_atom(field, Element(constant(fmpq(prime)), ONE), degree // shared)
+            result = field.multiply(result, field.power(small, rest // shared))
+    return result
+
+
+def _root_atom(
+    field: Field, radicand: Element, degree: int, *, real: bool = True, on_circle: bool = False
+) -> Element:
+    """The principal root of a polynomial with whole coefficients."""
+    poly, is_constant = radicand.above, field.is_constant(radicand)
+    inner = [atom for _, atom in field.atoms_in(poly)]
+    bound = None
+    if is_constant and all(atom.algebraic for atom in inner):
+        bound = max(0.0, field.log2_conjugates(poly)) / degree
+
+    def value(bits: int) -> Ball:
+        with with_bits(bits):
+            return principal_root(field.ball(poly, bits), degree)
+
+    return field.atom(
+        "root",
+        f"{poly} {degree}",
+        argument=radicand,
+        constant=is_constant,
+        real=real and is_constant and not on_circle,
+        inverse_is_conjugate=on_circle,
+        degree=degree,
+        radicand=poly,
+        value=value,
+        log2_conjugates=bound,
+    )
+
+
+def minus_one_to(field: Field, degree: int) -> Element:
+    """(-1)^(1/degree) = exp(i pi / degree)."""
+    return rational(-1) if degree == 1 else _root_atom(field, rational(-1), degree, on_circle=True)
+
+
+def imaginary(field: Field) -> Element:
+    """i."""
+    return minus_one_to(field, 2)
+
+
+def root(field: Field, a: Element, degree: int) -> Element:
+    """The principal root."""
+    number = as_rational(a.above) if a.below == ONE else None
+    if number is not None:
+        if number == 0:
+            return rational(0)
+        size = _root_of_integer(field, abs(number.p) * number.q ** (degree - 1), degree)
+        size = field.scale(size, fmpq(1, number.q))
+        return size if number > 0 else field.multiply(size, minus_one_to(field, degree))
+    above, below = Element(a.above, ONE), Element(a.below, ONE)
+    if not field.is_constant(a):
+        if a.below == ONE:
+            return _root_of_poly(field, a.above, degree)
+        size = absolute(field, below)
+        inside = field.multiply(field.multiply(above, below), field.power(size, degree - 2))
+        return field.divide(root(field, inside, degree), size)
+    if is_real(field, a):
+        found = sign(field, a)
+        if found <= 0:
+            positive = root(field, field.scale(a, -1), degree) if found else rational(0)
+            return field.multiply(positive, minus_one_to(field, degree))
+    if a.below == ONE:
+        return _root_of_poly(field, a.above, degree)
+    # (n / d)^(1/k) = (n d^(k-1))^(1/k) / d for d > 0
+    factor = rational(sign(field, below)) if is_real(field, below) else conjugate(field, below)
+    above, below = field.multiply(above, factor), field.multiply(below, factor)
+    inside = field.multiply(above, field.power(below, degree - 1))
+    return field.divide(root(field, inside, degree), below)
+
+
+def _root_of_poly(field: Field, poly: Poly, degree: int) -> Element:
+    content = content_of(poly)
+    primitive, size = poly / content, root(field, rational(content), degree)
+    real = field.is_constant(Element(poly, ONE)) and is_real(field, Element(poly, ONE))
+    if real or degree != 2 or any(not atom.real for _, atom in field.atoms_in(poly)):
+        found = _root_atom(field, Element(primitive, ONE), degree, real=real)
+        return field.multiply(size, found)
+    unit, factors = primitive.factor_squarefree()  # of a real square the root is the size
+    field.budget.spend(20 * len(poly))
+    inside = constant(unit)
+    for factor, power in factors:
+        if power > 1:
+            length = field.power(absolute(field, Element(factor, ONE)), power // 2)
+            size = field.multiply(size, length)
+        inside = inside * factor ** (power % 2)
+    if (number := as_rational(inside)) is not None:
+        return field.multiply(size, root(field, rational(number), degree))
+    return field.multiply(size, _root_atom(field, Element(inside, ONE), degree))
+
+
+def content_of(poly: Poly) -> fmpq:
+    """The positive number after whose division the coefficients are coprime integers."""
+    coefficients = poly.coeffs()
+    above = math.gcd(*(int(c.p) for c in coefficients))
+    return fmpq(above, math.lcm(*(int(c.q) for c in coefficients)))
+
+
+# --- real and complex ---------------------------------------------------------------------------
+
+
+def conjugate(field: Field, a: Element) -> Element:
+    """The complex conjugate. `Undecided` where an atom's is not known."""
+    if all(atom.real for _, atom in field.atoms_in(*a)):
+        return a
+    parts = []
+    for poly in a:
+        total = rational(0)
+        for exponents, coefficient in poly.terms():
+            term = rational(coefficient)
+            for number, n in powers_of(exponents).items():
+                atom = field.atoms[number]
+                if not (atom.real or atom.inverse_is_conjugate):
+                    raise Undecided("a conjugate that is not known")
+                one = Element(atom.generator, ONE)
+                term = field.multiply(term, field.power(one, n if atom.real else -n))
+            total = field.add(total, term)
+        parts.append(total)
+    return field.divide(*parts)
+
+
+def is_real(field: Field, a: Element) -> bool:
+    """Whether a constant is real; also False where that can't be told."""
+    try:
+        other = conjugate(field, a)
+        return other == a or field.vanishes(field.subtract(a, other).above)
+    except Undecided:
+        return False
+
+
+def sign(field: Field, a: Element) -> int:
+    """Of a real constant. Raises `Undecided`."""
+    if field.vanishes(a.above):
+        return 0
+    if not is_real(field, a):
+        raise Undecided("not known to be real")
+    for bits in BITS:
+        try:
+            real = field.value(a, bits).real
+        except Undefined:
+            continue
+        if real > 0 or real < 0:
+            return 1 if real > 0 else -1
+    raise Undecided("a sign that takes too many bits")
+
+
+def absolute(field: Field, a: Element) -> Element:
+    """|a|. Raises `NeedsSign` where that depends on variables."""
+    if field.is_constant(a):
+        if is_real(field, a):
+            return field.scale(a, sign(field, a))
+        return root(field, field.multiply(a, conjugate(field, a)), 2)
+    if any(not atom.real for _, atom in field.atoms_in(*a)):
+        return opaque(field, "abs", a)
+    size = [rational(1), rational(1)]
+    for i, poly in enumerate(a):
+        field.budget.spend(50 * len(poly))
+        unit, factors = poly.factor()
+        size[i] = rational(abs(unit))
+        for factor, power in factors:
+            found = Element(factor * _sign_of_factor(field, factor), ONE)
+            size[i] = field.multiply(size[i], field.power(found, power))
+    return field.divide(*size)
+
+
+def _sign_of_factor(field: Field, factor: Poly) -> int:
+    if field.is_constant(Element(factor, ONE)):
+        return sign(field, Element(factor, ONE))
+    even = all(n % 2 == 0 for exponents in factor.monoms() for n in exponents)
+    signs = {c > 0 for c in factor.coeffs()}
+    if even and len(signs) == 1:
+        return 1 if signs == {True} else -1
+    if str(factor) not in field.signs:
+        raise NeedsSign(factor)
+    return field.signs[str(factor)]

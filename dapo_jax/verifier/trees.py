@@ -1,0 +1,155 @@
+"""Expressions as trees that can't become large, whatever the text asks for.
+
+Constructors fold rational numbers exactly and refuse what would be large; nothing else is computed.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flint import fmpq, fmpz
+
+LARGEST_BITS = 70_000  # of a numerator or denominator: some 20,000 digits
+LARGEST_EXPONENT, LARGEST_FACTORIAL = 1_000, 1_000
+
+
+class Refused(ValueError):
+    """Text that is no expression, or one that is too large."""
+
+
+class Tree(NamedTuple):
+    """kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
+    'product', 'quotient', 'power', or the name of a function."""
+
+    kind: str
+    parts: tuple["Tree", ...] = ()
+    value: fmpq | str | None = None
+
+    @property
+    def whole(self) -> int | None:
+        """The integer that it is; None for anything else."""
+        is_whole = self.kind == "number" and self.value.q == 1
+        return int(self.value.p) if is_whole else None
+
+
+PI, EULER, IMAGINARY, INFINITY = map(Tree, ("pi", "e", "i", "infinity"))
+
+
+def number(value: fmpq | fmpz | int) -> Tree:
+    """A rational number. Raises `Refused` for a huge one."""
+    value = fmpq(value)
+    if max(value.p.bit_length(), value.q.bit_length()) > LARGEST_BITS:
+        raise Refused("a large number")
+    return Tree("number", value=value)
+
+
+def symbol(name: str) -> Tree:
+    """A variable."""
+    return Tree("symbol", value=name)
+
+
+def _finite(*trees: Tree) -> None:
+    if any(tree.kind == "infinity" for tree in trees):
+        raise Refused("arithmetic with infinity")
+
+
+def add(terms: list[Tree]) -> Tree:
+    """Their sum; numbers among them become one."""
+    if len(terms) == 1:
+        return terms[0]
+    _finite(*terms)
+    constant = sum((t.value for t in terms if t.kind == "number"), fmpq(0))
+    rest = tuple(t for t in terms if t.kind != "number")
+    if not rest:
+        return number(constant)
+    return Tree("sum", (*rest, number(constant)) if constant else rest)
+
+
+def multiply(a: Tree, b: Tree) -> Tree:
+    """a * b."""
+    if a.kind == b.kind == "number":
+        return number(a.value * b.value)
+    if b.kind == "infinity" and a.whole == -1:
+        return Tree("product", (a, b))
+    _finite(a, b)
+    return Tree("product", (a, b))
+
+
+def negate(tree: Tree) -> Tree:
+    """-tree."""
+    return multiply(number(-1), tree)
+
+
+def divide(above: Tree, below: Tree) -> Tree:
+    """above / below. Raises `Refused` where that is plainly undefined."""
+    _finite(above, below)
+    if below.kind == "number":
+        if below.value == 0:
+            raise Refused("division by zero")
+        return multiply(above, number(1 / below.value))
+    return Tree("quotient", (above, below))
+
+
+def power(base: Tree, exponent: Tree) -> Tree:
+    """base ** exponent. Raises `Refused` where that would be large."""
+    _finite(base, exponent)
+    if exponent.kind != "number":
+        if base.kind == "number" and base.value == 0:
+            raise Refused("a power of zero")
+        return Tree("power", (base, exponent))
+    n = exponent.value
+    if base.kind != "number":
+        if abs(n) > LARGEST_EXPONENT or n.q > LARGEST_EXPONENT:
+            raise Refused("a large exponent")
+        return base if n == 1 else Tree("power", (base, exponent))
+    if base.value == 0:
+        if n <= 0:
+            raise Refused("a power of zero")
+        return base
+    bits = max(base.value.p.bit_length(), base.value.q.bit_length())
+    if bits > 1 and (abs(n.p) * bits > LARGEST_BITS or n.q > LARGEST_EXPONENT):
+        raise Refused("a large power")
+    if n.q != 1:
+        return Tree("power", (base, exponent))
+    if bits == 1:  # 1 and -1
+        return number(base.value if n.p % 2 else 1)
+    return number(base.value ** int(n.p))
+
+
+def call(name: str, argument: Tree) -> Tree:
+    """A function's value."""
+    _finite(argument)
+    return Tree(name, (argument,))
+
+
+def factorial(argument: Tree) -> Tree:
+    """argument! Raises `Refused` for large or non-integer numbers."""
+    if argument.kind == "number":
+        if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
+            raise Refused("a large factorial")
+        return number(fmpz.fac_ui(argument.whole))
+    return call("factorial", argument)
+
+
+def binomial(above: Tree, below: Tree) -> Tree:
+    """above over below. Raises `Refused` for large or non-integer numbers."""
+    for part in (above, below):
+        if part.kind == "number" and (
+            part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
+        ):
+            raise Refused("a large binomial")
+    if above.kind == below.kind == "number":
+        return number(fmpz.bin_uiui(above.whole, below.whole))
+    _finite(above, below)
+    return Tree("binomial", (above, below))
+
+
+def nodes(tree: Tree) -> Iterator[Tree]:
+    """The tree and all that it is made of."""
+    yield tree
+    for part in tree.parts:
+        yield from nodes(part)
+
+
+def symbols(tree: Tree) -> set[str]:
+    """The names of its variables."""
+    return {node.value for node in nodes(tree) if node.kind == "symbol"}
