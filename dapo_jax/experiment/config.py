@@ -140,6 +140,14 @@ class Reward:
     """What a response earns, and the processes that judge it."""
 
     verifier: str = setting("final_number", "A key of verifier.VERIFIERS.")
+    unfinished: str = setting(
+        "wrong",
+        "A right value not worked out (102^2-98^2 for 800, an expression copied from the problem): "
+        "'wrong' or 'right'.",
+    )
+    percent: str = setting(
+        "exact", "'exact': 20% is 0.2; 'as_asked': also 20 where the problem asks for percent."
+    )
     parts: str = setting(
         "rule=1",
         "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, or the "

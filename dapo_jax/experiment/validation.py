@@ -19,6 +19,8 @@ CHOICES = {
     "rollout.when_starved": ("partial", "stop"),
     "algorithm.old_logprobs": ("recompute", "sampler"),
     "algorithm.kl": ("none", "loss", "reward"),
+    "reward.unfinished": ("wrong", "right"),
+    "reward.percent": ("exact", "as_asked"),
     "reward.correct": ("verifier", "threshold", "spread"),
 }
 AT_LEAST_ZERO = (

@@ -29,7 +29,14 @@ class Judge:
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Hands the responses to the workers."""
         verdicts = [
-            self._pool.submit(prompt.text, c.text, prompt.answer, prompt.source, prompt.metadata)
+            self._pool.submit(
+                prompt.text,
+                c.text,
+                prompt.answer,
+                problem=prompt.problem,
+                source=prompt.source,
+                metadata=prompt.metadata,
+            )
             for c in completions
         ]
         return Pending(prompt, completions, verdicts)

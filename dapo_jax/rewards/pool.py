@@ -8,9 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dapo_jax.experiment.config import Reward
 from dapo_jax.rewards.functions import GYM, OF_THE_TRAINER, worker_parts
 from dapo_jax.structs import Verdict
+from dapo_jax.verifier.conventions import as_percentage, is_unfinished
+from dapo_jax.verifier.equivalence import decide, gold_answer
 from dapo_jax.verifier.process import WorkerProcess
 from dapo_jax.verifier.remote import Memory, RemoteAlgebra
-from dapo_jax.verifier.verifier import VERIFIERS
+from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
 
 WORKER = "dapo_jax.rewards.worker"
 TRIES = 2  # a verdict must not depend on one worker's bad luck
@@ -76,19 +78,27 @@ class RewardPool:
             return sum(desk.kills + desk.algebra.kills for desk in self._desks)
 
     def submit(
-        self, prompt: str, response: str, answer: str, source: str = "", metadata: str = ""
+        self,
+        prompt: str,
+        response: str,
+        answer: str,
+        *,
+        problem: str = "",
+        source: str = "",
+        metadata: str = "",
     ) -> Future[Verdict]:
         """The verdict on one response, later. Never fails: what went wrong is in the verdict.
 
         Args:
+            problem: the prompt without its template.
             source, metadata: of a problem with a scorer of its own.
         """
         job = {"prompt": prompt, "response": response, "answer": answer}
-        return self._threads.submit(self._judge, job, source, metadata)
+        return self._threads.submit(self._judge, job, problem or prompt, source, metadata)
 
-    def _judge(self, job: dict[str, str], source: str, metadata: str) -> Verdict:
+    def _judge(self, job: dict[str, str], problem: str, source: str, metadata: str) -> Verdict:
         desk = self._desk()
-        verdict = self._verify_with(desk, job)
+        verdict = self._verify_with(desk, job, problem)
         if metadata:
             verdict = self._score_with(desk, verdict, source, metadata)
         parts, broken = {GYM: float(verdict.correct)} | verdict.parts, None
@@ -100,12 +110,19 @@ class RewardPool:
                 broken = f"{self._names[0]}: {type(error).__name__}: {error}"
         return dataclasses.replace(verdict, parts=parts, broken=broken)
 
-    def _verify_with(self, desk: _Desk, job: dict[str, str]) -> Verdict:
-        algebra = desk.algebra
+    def _verify_with(self, desk: _Desk, job: dict[str, str], problem: str) -> Verdict:
+        algebra, gold = desk.algebra, job["answer"]
         asked, remembered, undecided = algebra.asked, algebra.remembered, algebra.undecided
         algebra.begin(self._reward.timeout_seconds)
         try:
-            correct, extracted, how = self._verify(job["response"], job["answer"], algebra)
+            correct, extracted, how = self._verify(job["response"], gold, algebra)
+            by_value = extracted is not None and self._reward.verifier in BY_VALUE
+            if by_value and not correct and self._reward.percent == "as_asked":
+                number = as_percentage(extracted, problem)
+                correct = number is not None and decide(number, gold_answer(gold), algebra)
+            if by_value and correct and self._reward.unfinished == "wrong":
+                if is_unfinished(extracted, gold_answer(gold), problem):
+                    return Verdict(False, extracted, decided="unfinished")
         except Exception as error:  # a verifier's bug costs a response, never the run
             return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")
         if extracted is not None:

@@ -4,6 +4,7 @@ Different is what two balls at one point prove; equal is what exact arithmetic p
 where cases are needed. What stays between is `Undecided`. Runs in a worker process.
 """
 
+import contextlib
 import itertools
 import math
 import zlib
@@ -61,7 +62,8 @@ def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_
     """
     names = sorted(symbols(mine) | symbols(gold))
     whole = _has_steps(mine, gold) and any(name in INTEGERS for name in names)
-    points = list(_points(names, whole)) if names else [{}]
+    with with_bits(bits):
+        points = list(_points(names, whole)) if names else [{}]
     if whole:  # between whole numbers they may differ
         points = points[len(SCALES) :]
     seen = 0
@@ -124,8 +126,9 @@ def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
         a, b = read(field, mine), read(field, gold)
         return field.vanishes(field.times(a.above, b.below) - field.times(b.above, a.below))
 
-    if in_all_cases(budget, equal):
-        return True
+    with contextlib.suppress(Undecided):
+        if in_all_cases(budget, equal):
+            return True
     if any(differ_somewhere(mine, gold, budget, bits) for bits in FILTER_BITS[1:]):
         return False
     raise Undecided("no proof that they are equal")

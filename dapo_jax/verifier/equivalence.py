@@ -6,6 +6,7 @@ texts. What needs algebra is asked of `Algebra`, which lives in a process that c
 
 import functools
 import re
+from fractions import Fraction
 from typing import Protocol
 
 from dapo_jax.verifier.extraction import extract
@@ -40,6 +41,10 @@ _SHORT_WORDS = {"no", "on", "is", "it", "if", "an", "at", "or", "of", "to", "up"
 _TEXT = re.compile(r"\\(?:text|mathbf) ?\{([^{}]*)\}")
 _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
 _OPERATORS = re.compile(r"[\\^_=+*/<>|]")
+_RATIO = re.compile(r"(\d{1,30}) ?(?:\\text\{ ?to ?\}|:) ?(\d{1,30})", re.ASCII)
+_PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
+_FUNCTION_OF = re.compile(r"([A-Za-z])\(([A-Za-z])\)")
+CENTS = 100
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 
 
@@ -136,8 +141,10 @@ class _Comparison:
         mine, gold = _without_approximation(mine), _without_approximation(gold)
         if mine.kind == gold.kind == "relation":
             named, wanted = _assigned(mine), _assigned(gold)
-            if named and wanted and compact(named[0]) == compact(wanted[0]):
-                return self.same(named[1], wanted[1])
+            if named and wanted:
+                named = _with_variable_of(named, wanted)
+                if compact(named[0]) == compact(wanted[0]):
+                    return self.same(named[1], wanted[1])
             if len(mine.items) == len(gold.items) == 2:
                 return self._algebra.same_equation(mine.text, gold.text)
             return False
@@ -162,19 +169,59 @@ class _Comparison:
         choice = _CHOICE.fullmatch(gold)
         if choice and choice[1].isupper() and (found := _CHOICE.fullmatch(mine)):
             return found[1].upper() == choice[1]
-        mine_value, mine_unit = split_unit(mine)
-        gold_value, gold_unit = split_unit(gold, trusted=True)
-        if mine_unit or gold_unit:
-            if not mine_unit:  # the gold answer says what may stand here
-                mine_value, mine_unit = split_unit(mine, trusted=True)
-            if mine_unit and gold_unit and mine_unit != gold_unit:
-                return False
-            if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # one behind another
-                return False
-            return self.same(read(mine_value), read(gold_value))
+        if (same := _same_ratio(mine, gold)) is not None:
+            return same
+        if split_unit(mine)[1] or split_unit(gold, trusted=True)[1]:
+            return self._same_measure(mine, gold)
         if has_words(mine) or has_words(gold):
             return _same_words(words_of(mine), words_of(gold))
         return self._algebra.same_value(mine, gold)
+
+    def _same_measure(self, mine: str, gold: str) -> bool:
+        """Values of which at least one has a unit."""
+        mine_value, mine_unit = split_unit(mine)
+        gold_value, gold_unit = split_unit(gold, trusted=True)
+        if not mine_unit:  # the gold answer says what may stand here
+            mine_value, mine_unit = split_unit(mine, trusted=True)
+        if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
+            return self._algebra.same_value(mine, gold)
+        if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # one behind another
+            return False
+        units = {mine_unit, gold_unit}
+        if units == {"dollar", "cent"}:
+            numbers = read_number(mine_value), read_number(gold_value)
+            scales = (1 if mine_unit == "cent" else CENTS), (1 if gold_unit == "cent" else CENTS)
+            return None not in numbers and numbers[0] * scales[0] == numbers[1] * scales[1]
+        if mine_unit and gold_unit and mine_unit != gold_unit:
+            return False
+        if units == {"degree", ""} and r"\pi" in mine + gold:
+            return self._algebra.same_value(mine, gold)
+        return self.same(read(mine_value), read(gold_value))
+
+
+def _same_ratio(mine: str, gold: str) -> bool | None:
+    """Whether a ratio 5:8 and a fraction are the same; None where it is not these two."""
+    for ratio, other in ((mine, gold), (gold, mine)):
+        match = _RATIO.fullmatch(ratio)
+        number = read_number(other) if match and ("/" in other or r"\frac" in other) else None
+        if number is not None and int(match[2]):
+            return Fraction(int(match[1]), int(match[2])) == number
+    return None
+
+
+def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
+    """f(t) = 2t as f(x) = 2x, where gold has f(x): the letter is free to choose."""
+    found, wanted = (
+        _FUNCTION_OF.fullmatch(compact(mine[0])),
+        _FUNCTION_OF.fullmatch(compact(gold[0])),
+    )
+    if not (found and wanted and found[1] == wanted[1] and found[2] != wanted[2]):
+        return mine
+    text, letters = mine[1].text, r"(?<![\\A-Za-z]){}(?![A-Za-z])"
+    if re.search(wanted[2], re.sub(r"\\[A-Za-z]+", "", text)):
+        return mine
+    renamed = re.sub(letters.format(found[2]), wanted[2], text)
+    return gold[0], read(renamed)
 
 
 def _items(node: Node) -> list[Node]:

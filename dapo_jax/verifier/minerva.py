@@ -32,7 +32,8 @@ _REMOVED = (
 )
 _INNER = (
     (re.compile(r".*?\$(.*?)\$.*", re.DOTALL), r"$\1$"),
-    (re.compile(r"\\(?:text|textbf|overline|boxed)\{(.*?)\}"), r"\1"),
+    *((re.compile(rf"\\{name}\{{(.*?)\}}"), r"\1") for name in ("text", "textbf", "overline")),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),  # greedy, unlike the others
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )

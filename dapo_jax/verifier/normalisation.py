@@ -160,6 +160,17 @@ _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
 
+_ORDINAL = re.compile(
+    r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
+    r"|\{? ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}?)(?![A-Za-z])"
+)
+_FOR_ALL = re.compile(r"[,;.]? ?(?:\\text\{ ?,? ?)?\bfor (?:all|every|each|any)\b")
+LONGEST_TAIL = 80  # characters of "for all real numbers x"
+_DOLLARS_AND_CENTS = re.compile(
+    r"(?:\\text\{dollar\} ?(\d{1,15})|(\d{1,15}) ?(?:\\text\{ ?)?dollars?(?: ?\})?)"
+    r" ?(?:\\text\{)? ?(?:and|,)? ?\}? ?(\d{1,2}) ?(?:\\text\{ ?)?cents?(?: ?\})?"
+)
+
 _WRAPPERS = (
     ("$$", "$$"),
     ("$", "$"),
@@ -215,6 +226,13 @@ def unwrap(text: str) -> str:
             return text
 
 
+def _without_for_all(text: str) -> str:
+    """An equation without what its variable ranges over."""
+    tails = [m.start() for m in _FOR_ALL.finditer(text)]
+    cut = tails and len(text) - tails[-1] <= LONGEST_TAIL and "=" in text[: tails[-1]]
+    return text[: tails[-1]] if cut and "=" not in text[tails[-1] :] else text
+
+
 def normalise(text: str) -> str:
     """The one spelling of an answer."""
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(text))
@@ -234,4 +252,8 @@ def normalise(text: str) -> str:
     text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
     text = _TEXT_SIGN.sub(r" \1 ", text)
     text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
+    text = _without_for_all(_ORDINAL.sub(r"\1", text))
+    amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
+    if amount is not None:
+        text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
     return unwrap(text)

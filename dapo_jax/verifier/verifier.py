@@ -62,6 +62,7 @@ def dapo(response: str, answer: str, algebra: Algebra) -> Ruling:
     return Ruling(spelling(extracted) == spelling(answer), extracted[:LONGEST_ANSWER], "label")
 
 
+BY_VALUE = ("math", "math_box", "math_label")  # the others compare spellings
 # name: function (response, gold answer, algebra) -> ruling
 VERIFIERS = {
     "final_number": final_number,

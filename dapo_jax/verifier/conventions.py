@@ -1,0 +1,68 @@
+r"""What else may count, or not count, as an answer; each a choice of the run's (`reward`).
+
+`is_unfinished`: the value is right, but it was not worked out: arithmetic that gold has done, or a
+piece of the problem copied. `as_percentage`: 20\% for 20 where the problem asks for percent.
+"""
+
+import math
+import re
+
+from dapo_jax.verifier.equivalence import compact, has_words
+from dapo_jax.verifier.normalisation import normalise
+from dapo_jax.verifier.numerals import read_number
+from dapo_jax.verifier.structure import Node, read
+from dapo_jax.verifier.units import split_unit
+
+_OPERATION = re.compile(
+    r"[-+*/^!|]|\\(?!(?:pi|text|infty|theta|alpha|beta|circ)(?![A-Za-z]))[A-Za-z]+|\d[A-Za-z(]"
+)
+_FRACTION = re.compile(
+    r"[-+]? ?(?:\\frac ?\{? ?(\d+) ?\}? ?\{? ?(\d+) ?\}?|(\d+) ?/ ?(\d+))", re.ASCII
+)
+_ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
+
+
+def _values(node: Node) -> list[str]:
+    """The texts of a shape's values, units left out."""
+    if node.kind == "value":
+        return [split_unit(node.text)[0]]
+    return [text for item in node.items for text in _values(item)]
+
+
+def _is_finished(text: str) -> bool:
+    """Whether it is a plain number, and a fraction in lowest terms."""
+    fraction = _FRACTION.fullmatch(text)
+    if fraction is None:
+        return read_number(text) is not None and "/" not in text
+    above, below = map(int, filter(None, fraction.groups()))
+    return below > 1 and math.gcd(above, below) == 1
+
+
+def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
+    """Whether an equivalent answer leaves work undone that the gold answer has done.
+
+    That is arithmetic where every value of gold is a plain number (a fraction that can be reduced
+    is arithmetic too), or an expression that stands in the problem, unless gold is spelled like it.
+
+    Args:
+        prediction, answer: as they were taken out of a response and a gold text.
+        problem: without the template.
+    """
+    mine, gold = normalise(prediction), normalise(answer)
+    if compact(mine) == compact(gold):
+        return False
+    ours, theirs = read(mine), read(gold)
+    if ours.kind == "relation" and theirs.kind != "relation":  # x = value, or a chain
+        ours = next((item for item in ours.items if _is_finished(item.text)), ours.items[-1])
+    found = _values(ours)
+    if all(map(_is_finished, found)):
+        return False
+    if all(map(_is_finished, _values(theirs))) and not has_words(mine):
+        return bool(_OPERATION.search(mine))
+    return bool(_OPERATION.search(mine)) and compact(mine) in compact(normalise(problem))
+
+
+def as_percentage(prediction: str, problem: str) -> str | None:
+    """The answer without its percent sign, where the problem asks for percent; else None."""
+    text = normalise(prediction)
+    return text.removesuffix("%") if text.endswith("%") and _ASKS_PERCENT.search(problem) else None
