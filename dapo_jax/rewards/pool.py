@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.experiment.config import Reward
+from dapo_jax.rewards import jail
 from dapo_jax.rewards.functions import GYM, OF_THE_TRAINER, worker_parts
 from dapo_jax.structs import Verdict
 from dapo_jax.verifier.process import WorkerProcess
@@ -34,7 +35,9 @@ class _Desk:
                 if self._closed:
                     raise OSError("closed")
                 if kind not in self._processes:
-                    self._processes[kind] = WorkerProcess(*kind)
+                    # What scores gym tasks evaluates text: it knows none of the user's variables.
+                    variables = jail.environment() if kind == ("gym",) else None
+                    self._processes[kind] = WorkerProcess(*kind, environment=variables)
                     if self._closed:  # while it was starting: `close` could not know of it
                         raise OSError("closed")
                 return self._processes[kind].ask(job, time.monotonic() + seconds)
@@ -123,9 +126,9 @@ class RewardPool:
         job = {"source": source, "metadata": metadata, "answer": verdict.extracted}
         try:
             reply = desk.ask(("gym",), job, self._reward.timeout_seconds)
-        except (TimeoutError, OSError, ValueError) as error:
-            reply = {"score": 0.0, "failure": f"{type(error).__name__}: {error}"}
-        score, failure = reply["score"], reply.get("failure")
+            score, failure = float(reply["score"]), reply.get("failure")
+        except (TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+            score, failure = 0.0, f"{type(error).__name__}: {error}"
         how = verdict.decided if verdict.extracted is None else "scorer"
         how = "failed" if failure else how
         return Verdict(score >= 1, verdict.extracted, failure, parts={GYM: score}, decided=how)

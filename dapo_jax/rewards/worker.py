@@ -2,9 +2,10 @@
 
 python -m dapo_jax.rewards.worker algebra         equality of what a model wrote
 python -m dapo_jax.rewards.worker parts NAMES     reward functions, the user's among them
-    python -m dapo_jax.rewards.worker gym             scorers of reasoning-gym
+python -m dapo_jax.rewards.worker gym             scorers of reasoning-gym
 """
 
+import importlib
 import json
 import math
 import os
@@ -84,15 +85,41 @@ def make_parts(names: list[str]) -> Callable[[dict], dict]:
     return answer
 
 
-def score_gym(job: dict) -> dict:
-    """Answers `{"source", "metadata", "answer"}` with the score of the task's own scorer."""
-    from dapo_jax.data.gym import PREFIX, gym_score
+def make_gym(output: int) -> Callable[[dict], dict]:
+    """The function that answers `{"source", "metadata", "answer"}` with the task's own `{"score"}`.
 
-    task = job["source"].removeprefix(PREFIX)
+    It works in a jail. Where none can be had, scorers that evaluate text are not asked.
+
+    Args:
+        output: the open file to the trainer. What a scorer prints goes nowhere.
+    """
+    from dapo_jax.data import gym, harmless
+    from dapo_jax.rewards import jail
+
+    limit_process()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    jailed, reason = True, ""
     try:
-        return {"score": gym_score(task, job["metadata"], job["answer"])}
-    except Exception as error:  # some scorers raise where an answer is junk
-        return {"score": 0.0, "failure": repr(error)[:200]}
+        jail.enter_jail(gym.package_folders(), keep=[output])
+    except jail.NoJail as error:
+        jailed, reason = False, str(error)
+    try:
+        importlib.import_module("reasoning_gym")  # now: it takes longer than a job may
+    except ImportError:
+        pass  # each job says so
+
+    def answer(job: dict) -> dict:
+        task = job["source"].removeprefix(gym.PREFIX)
+        if task in harmless.EVALUATING and not jailed:
+            return {"score": 0.0, "failure": f"gym:{task} takes a jail: {reason}"}
+        try:
+            return {"score": gym.gym_score(task, job["metadata"], job["answer"])}
+        except Exception as error:  # some scorers raise where an answer is junk
+            return {"score": 0.0, "failure": repr(error)[:200]}
+
+    return answer
 
 
 def main() -> None:
@@ -107,7 +134,11 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     kind, *names = sys.argv[1:]
-    makers = {"algebra": make_algebra, "gym": lambda: score_gym, "parts": lambda: make_parts(names)}
+    makers = {
+        "algebra": make_algebra,
+        "gym": lambda: make_gym(output.fileno()),
+        "parts": lambda: make_parts(names),
+    }
     answer = makers[kind]()
     exit_with_parent()
     output.write(READY)
