@@ -11,8 +11,10 @@ import types
 import pytest
 
 from dapo_jax.data import gym, harmless
+from dapo_jax.experiment.config import Reward
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.rewards import jail
+from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.verifier.process import WorkerProcess
 
 needs_jail = pytest.mark.skipif(
@@ -21,7 +23,7 @@ needs_jail = pytest.mark.skipif(
 
 # Run inside the jail, with no rule in between: each attempt must raise OSError.
 ATTEMPTS = r"""
-import ctypes, json, os, pathlib, resource, signal, socket, subprocess, sys, threading, time
+import ctypes, errno, json, os, pathlib, resource, signal, socket, subprocess, sys, threading, time
 
 from dapo_jax.rewards.jail import enter_jail
 
@@ -31,9 +33,9 @@ os.chdir(home)
 enter_jail()
 
 
-def call(number, *arguments):
-    if libc.syscall(number, *arguments) < 0:
-        raise OSError(ctypes.get_errno(), "refused")
+def call(number, *arguments):  # another error means that the kernel looked at the arguments
+    if libc.syscall(number, *arguments) < 0 and ctypes.get_errno() == errno.EPERM:
+        raise OSError("refused")
 
 
 def system():
@@ -76,7 +78,7 @@ ATTEMPTS = {
     "read the parent's memory": lambda: open(f"/proc/{parent}/mem", "rb"),
     "inherited file": lambda: os.write(inherited, b"made"),
     "let the log grow": overfill,
-    "kill the parent": lambda: os.kill(parent, signal.SIGTERM),
+    "kill the parent": lambda: os.kill(parent, signal.SIGCONT),
     "ask for the parent": lambda: os.kill(parent, 0),
     "kill everybody": lambda: os.kill(-1, 0),
     "pidfd": lambda: os.pidfd_open(parent),
@@ -88,7 +90,7 @@ ATTEMPTS = {
 }
 if os.uname().machine == "x86_64":
     ATTEMPTS |= {
-        "ptrace": lambda: call(101, 16, parent, 0, 0),
+        "ptrace": lambda: call(101, 0x4206, parent, 0, 0),
         "process_vm_readv": lambda: call(310, parent, 0, 0, 0, 0, 0),
         "process_vm_writev": lambda: call(311, parent, 0, 0, 0, 0, 0),
         "unshare": lambda: call(272, 0x10000000),
@@ -96,15 +98,16 @@ if os.uname().machine == "x86_64":
         "bpf": lambda: call(321, 0, 0, 0),
         "io_uring": lambda: call(425, 1, 0),
         "keyctl": lambda: call(250, 0, 0, 0),
-        "queue a signal": lambda: call(129, parent, 10, 0),
-        "signal a thread": lambda: call(234, parent, parent, 10),
+        "queue a signal": lambda: call(129, parent, 18, 0),
+        "signal a thread": lambda: call(234, parent, parent, 18),
         "set the clock": lambda: call(227, 0, 0),
     }
 
 outcomes = {}
 for name, attempt in ATTEMPTS.items():
     try:
-        outcomes[name] = f"done: {attempt()!r}"
+        attempt()
+        outcomes[name] = "done"  # and not what it brought
     except (OSError, ValueError):  # a limit's is a ValueError
         outcomes[name] = "refused"
 
@@ -248,3 +251,48 @@ def test_a_worker_that_found_no_jail_asks_no_scorer_that_evaluates(tmp_path):
             assert reply["score"] == 0.0 and refused == (task == "countdown")
     finally:
         worker.kill()
+
+
+# --- scorers that misbehave -----------------------------------------------------------------
+
+PACKAGE = """
+import signal, sys
+
+
+class Task:
+    def score_answer(self, answer, entry):
+        if answer == "hang":
+            while True:
+                pass
+        if answer == "eat":
+            return len(bytearray(1 << 40))
+        if answer == "die":
+            signal.raise_signal(signal.SIGKILL)
+        if answer == "leave":
+            sys.exit(1)
+        print("a line for nobody", flush=True)
+        return float(answer)
+
+
+class factory:
+    DATASETS = {"odd": Task}
+
+    def create_dataset(task):
+        return Task()
+"""
+
+
+def test_a_scorer_that_hangs_or_dies_costs_its_own_response(tmp_path, monkeypatch):
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym/__init__.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    pool = RewardPool(Reward(verifier="math", parts="gym=1", workers=1, timeout_seconds=1.0))
+    texts = ["1", "hang", "1", "eat", "1", "die", "leave", "1", "nan", "0.5", "1"]
+    pending = [pool.submit("", f"#### {text}", "1", "gym:odd", "{}") for text in texts]
+    verdicts = [future.result(timeout=60) for future in pending]
+    pool.close()
+    assert [verdict.correct for verdict in verdicts] == [text == "1" for text in texts]
+    said = {text: verdict.failure for text, verdict in zip(texts, verdicts, strict=True)}
+    assert said["hang"].startswith("TimeoutError") and said["eat"].startswith("MemoryError")
+    assert "died" in said["die"] and "died" in said["leave"] and said["nan"] is None
+    assert pool.kills == 6 and verdicts[-2].parts == {"gym": 0.5}

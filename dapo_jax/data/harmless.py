@@ -28,6 +28,8 @@ Form = Callable[[str], bool]
 # Neither brackets nor quotes nor underscores: nothing that calls, and no exponent above 999.
 _PLAIN = re.compile(r"(?!.*\d\.?[eE][+-]?\d{4})[A-Za-z0-9 \t\r\n,.:;=/%$°\\+-]*", re.DOTALL)
 _COORDINATES = re.compile(r"[0-9 (),.°+-]{0,100}")
+_NUMBERS = re.compile(r"[0-9 \t\r\n,;.+-]*")
+_CAPITALS = re.compile(r"[A-Z \t\r\n,]*")  # no variable of the scorer has such a name
 _DIGITS = re.compile(r"[+-]?0?[xXbBoO]?[0-9A-Fa-f]{1,1000}")  # those of 0x1e2000 are no exponent
 _BOARD = re.compile(r"[_Q \t\r\n]*")  # of names made of these, none exists
 _TOKENS = re.compile(
@@ -170,15 +172,15 @@ INTEGRAL = Expression(
 
 # Tasks whose scorer evaluates the answer: a form, and a jail (rewards.jail) besides.
 EVALUATING: dict[str, Form] = {
-    "binary_matrix": _either(_plain, _literal),
+    "binary_matrix": _either(_matches(_NUMBERS), _literal),
     "countdown": ARITHMETIC,
     "intermediate_integration": INTEGRAL,
     "n_queens": _either(_matches(_BOARD), _literal),
     "polynomial_multiplication": POLYNOMIAL,
     "puzzle24": ARITHMETIC,
     "simple_integration": INTEGRAL,
-    "spiral_matrix": _either(_plain, _literal),
-    "string_insertion": _either(_plain, _literal),
+    "spiral_matrix": _either(_matches(_NUMBERS), _literal),
+    "string_insertion": _either(_matches(_CAPITALS), _literal),
 }
 
 # Tasks whose code evaluates what it made itself, or reads an answer that can ask for any amount of
