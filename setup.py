@@ -8,6 +8,12 @@ from setuptools import find_packages, setup
 HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "dapo_jax/__init__.py").read_text())[1]
 
+# Two files that speak to the kernel; without the system's libseccomp.so.2 there is no jail.
+JAIL = [
+    "landlock>=1.0.0.dev5; sys_platform == 'linux'",
+    "pyseccomp>=0.1.2; sys_platform == 'linux'",
+]
+
 setup(
     name="dapo_jax",
     version=VERSION,
@@ -41,8 +47,8 @@ setup(
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
-        "gym": ["reasoning-gym>=0.1.25"],
-        "test": ["pytest>=9.2", "ruff>=0.17", "sympy>=1.14"],
+        "gym": ["reasoning-gym>=0.1.25", *JAIL],
+        "test": ["pytest>=9.2", "ruff>=0.17", "sympy>=1.14", *JAIL],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

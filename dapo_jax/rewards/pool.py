@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dapo_jax.experiment.config import Reward
 from dapo_jax.rewards.functions import GYM, OF_THE_TRAINER, worker_parts
 from dapo_jax.structs import Verdict
+from dapo_jax.verifier import jail
 from dapo_jax.verifier.conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.equivalence import decide, gold_answer
 from dapo_jax.verifier.process import WorkerProcess
@@ -37,7 +38,9 @@ class _Desk:
                 if self._closed:
                     raise OSError("closed")
                 if kind not in self._processes:
-                    self._processes[kind] = WorkerProcess(WORKER, *kind)
+                    # What scores gym tasks evaluates text: it knows none of the user's variables.
+                    variables = jail.environment() if kind == ("gym",) else None
+                    self._processes[kind] = WorkerProcess(WORKER, *kind, environment=variables)
                     if self._closed:  # while it was starting: `close` could not know of it
                         raise OSError("closed")
                 return self._processes[kind].ask(job, time.monotonic() + seconds)
@@ -82,16 +85,15 @@ class RewardPool:
         prompt: str,
         response: str,
         answer: str,
-        *,
-        problem: str = "",
         source: str = "",
         metadata: str = "",
+        problem: str = "",
     ) -> Future[Verdict]:
         """The verdict on one response, later. Never fails: what went wrong is in the verdict.
 
         Args:
-            problem: the prompt without its template.
             source, metadata: of a problem with a scorer of its own.
+            problem: the prompt without its template.
         """
         job = {"prompt": prompt, "response": response, "answer": answer}
         return self._threads.submit(self._judge, job, problem or prompt, source, metadata)
@@ -136,9 +138,9 @@ class RewardPool:
         job = {"source": source, "metadata": metadata, "answer": verdict.extracted}
         try:
             reply = desk.ask(("gym",), job, self._reward.timeout_seconds)
-        except (TimeoutError, OSError, ValueError) as error:
-            reply = {"score": 0.0, "failure": f"{type(error).__name__}: {error}"}
-        score, failure = reply["score"], reply.get("failure")
+            score, failure = float(reply["score"]), reply.get("failure")
+        except (TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+            score, failure = 0.0, f"{type(error).__name__}: {error}"
         how = verdict.decided if verdict.extracted is None else "scorer"
         how = "failed" if failure else how
         return Verdict(score >= 1, verdict.extracted, failure, parts={GYM: score}, decided=how)

@@ -4,11 +4,13 @@ python -m dapo_jax.rewards.worker parts NAMES     reward functions, the user's a
 python -m dapo_jax.rewards.worker gym             scorers of reasoning-gym
 """
 
+import importlib
 import math
+import os
 import sys
 from collections.abc import Callable
 
-from dapo_jax.verifier.worker import serve
+from dapo_jax.verifier.worker import limit_process, serve
 
 
 def make_parts(names: list[str]) -> Callable[[dict], dict]:
@@ -32,22 +34,47 @@ def make_parts(names: list[str]) -> Callable[[dict], dict]:
     return answer
 
 
-def score_gym(job: dict) -> dict:
-    """Answers `{"source", "metadata", "answer"}` with the score of the task's own scorer."""
-    from dapo_jax.data.gym import PREFIX, gym_score
+def make_gym(output: int) -> Callable[[dict], dict]:
+    """The function that answers `{"source", "metadata", "answer"}` with the task's own `{"score"}`.
 
-    task = job["source"].removeprefix(PREFIX)
+    It works in a jail. Where none can be had, scorers that evaluate text are not asked.
+
+    Args:
+        output: the open file to the trainer. What a scorer prints goes nowhere.
+    """
+    from dapo_jax.data import gym, harmless
+    from dapo_jax.verifier import jail
+
+    limit_process()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    jailed, reason = True, ""
     try:
-        return {"score": gym_score(task, job["metadata"], job["answer"])}
-    except Exception as error:  # some scorers raise where an answer is junk
-        return {"score": 0.0, "failure": repr(error)[:200]}
+        jail.enter_jail(gym.package_folders(), keep=[output])
+    except jail.NoJail as error:
+        jailed, reason = False, str(error)
+    try:
+        importlib.import_module("reasoning_gym")  # now: it takes longer than a job may
+    except ImportError:
+        pass  # each job says so
+
+    def answer(job: dict) -> dict:
+        task = job["source"].removeprefix(gym.PREFIX)
+        if task in harmless.EVALUATING and not jailed:
+            return {"score": 0.0, "failure": f"gym:{task} takes a jail: {reason}"}
+        try:
+            return {"score": gym.gym_score(task, job["metadata"], job["answer"])}
+        except Exception as error:  # some scorers raise where an answer is junk
+            return {"score": 0.0, "failure": repr(error)[:200]}
+
+    return answer
 
 
 def main() -> None:
     """Serves what the command line names."""
     kind, *names = sys.argv[1:]
-    makers = {"gym": lambda: score_gym, "parts": lambda: make_parts(names)}
-    serve(makers[kind])
+    serve({"gym": make_gym, "parts": lambda output: make_parts(names)}[kind])
 
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ from dapo_jax.verifier.functions import COMPLEX, INTEGERS
 from dapo_jax.verifier.polynomials import Element
 from dapo_jax.verifier.readings import read
 from dapo_jax.verifier.roots import NeedsSign, is_real, sign
-from dapo_jax.verifier.trees import Tree, nodes, symbols
+from dapo_jax.verifier.trees import Refused, Tree, nodes, symbols
 
 MOST_SIGNS, MOST_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
-FILTER_BITS = (192, 1_024, 4_096)  # before a proof is tried, and after one failed
+FILTER_BITS = (192, 1_024, 4_096, 16_384)  # before a proof is tried, and after one failed
 SCALES = (1, 1_000, 1, 30, 1_000_000)  # of the points tried: near and far
+ENOUGH_POINTS = 3
 WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101)
 STEPPED = {"floor", "ceiling", "factorial", "binomial"}
 
 
-def _points(names: list[str], whole: bool) -> Iterator[dict[str, Ball]]:
+def _points(names: list[str]) -> Iterator[dict[str, Ball]]:
     """Deterministic points, near and far, of either sign; off the real line for complex letters."""
     for trial, scale in enumerate(SCALES):
         point = {}
@@ -40,9 +41,6 @@ def _points(names: list[str], whole: bool) -> Iterator[dict[str, Ball]]:
                 value = value + acb(0, arb(fmpq(draw, 2_003)))
             point[name] = value
         yield point
-    if whole:
-        for n in WHOLE_POINTS:
-            yield {name: acb(n + i) for i, name in enumerate(names)}
 
 
 def _has_steps(*trees: Tree) -> bool:
@@ -55,29 +53,39 @@ def _has_steps(*trees: Tree) -> bool:
     return False
 
 
+def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
+    """Whether they are proven to differ, by exact arithmetic, at one of a few whole numbers."""
+    names, seen = sorted(symbols(mine) | symbols(gold)), 0
+    for n in WHOLE_POINTS:
+        field = Field(budget, residues={name: (0, n + i) for i, name in enumerate(names)})
+        try:
+            difference = field.subtract(read(field, mine), read(field, gold))
+            if not field.vanishes(difference.above):
+                return True
+            seen += 1
+        except (Undecided, Refused):
+            continue
+    if seen < ENOUGH_POINTS:
+        raise Undecided("no value at whole numbers")
+    return False
+
+
 def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_BITS[0]) -> bool:
     """Whether they are proven to differ, at one of a few points.
 
     Raises `Undecided` where either has no value there, which may hide a division by zero.
     """
     names = sorted(symbols(mine) | symbols(gold))
-    whole = _has_steps(mine, gold) and any(name in INTEGERS for name in names)
+    if _has_steps(mine, gold) and any(name in INTEGERS for name in names):
+        return differ_at_whole_numbers(mine, gold, budget)  # between them they may differ
     with with_bits(bits):
-        points = list(_points(names, whole)) if names else [{}]
-    if whole:  # between whole numbers they may differ
-        points = points[len(SCALES) :]
-    seen = 0
-    for point in points:
-        try:
-            with with_bits(bits):
-                difference = enclose(mine, point, budget) - enclose(gold, point, budget)
-                if is_apart(difference):
+        for point in _points(names) if names else [{}]:
+            try:
+                if is_apart(enclose(mine, point, budget) - enclose(gold, point, budget)):
                     return True
-            seen += 1
-        except Undefined:
-            continue
-    if names and seen < (len(points) if not whole else 3):
-        raise Undecided("no value at a point")
+            except Undefined:
+                if names:
+                    raise Undecided("no value at a point") from None
     return False
 
 
@@ -170,7 +178,7 @@ def _ratios_agree(mine: Tree, gold: Tree, budget: Budget) -> bool:
     """Whether no two points prove that the ratio is not the same everywhere."""
     ratios = []
     with with_bits(FILTER_BITS[0]):
-        for point in _points(sorted(symbols(gold)), False):
+        for point in _points(sorted(symbols(gold))):
             try:
                 above, below = enclose(mine, point, budget), enclose(gold, point, budget)
             except Undefined:

@@ -42,7 +42,8 @@ class Field:
     Args:
         budget: what may be spent.
         signs: of polynomials that an absolute value was taken of, where a case is looked at.
-        residues: (modulus, remainder) of integer variables, where a case is looked at.
+        residues: (modulus, remainder) of integer variables, where a case is looked at; modulus 0
+            gives a variable that value.
     """
 
     def __init__(

@@ -42,6 +42,8 @@ def symbol(field: Field, name: str) -> Element:
     """A variable; in a case of remainders, modulus * another + remainder."""
     if name in field.residues:
         modulus, remainder = field.residues[name]
+        if modulus == 0:
+            return rational(remainder)
         inner = field.atom("symbol", name, constant=False, whole=name)
         return field.add(field.scale(inner, modulus), rational(remainder))
     whole = name if name in INTEGERS else None

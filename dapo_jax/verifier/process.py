@@ -9,17 +9,23 @@ import time
 
 LONGEST_WAIT_SECONDS = 3600.0  # more than this is a deadline that was never set
 START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
+LONGEST_REPLY = 1 << 20  # bytes; a worker that writes on and on is broken
 
 
 class WorkerProcess:
-    """One process running `python -m MODULE ARGUMENTS`, which serves as `worker.serve` does."""
+    """One process running `python -m MODULE ARGUMENTS`, which serves as `worker.serve` does.
 
-    def __init__(self, module: str, *arguments: str):
+    Args:
+        environment: its variables; None for those of this process.
+    """
+
+    def __init__(self, module: str, *arguments: str, environment: dict[str, str] | None = None):
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            env=environment,
             start_new_session=True,
         )
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -48,6 +54,8 @@ class WorkerProcess:
             if not piece:
                 raise OSError("the worker died")
             reply += piece
+            if len(reply) > LONGEST_REPLY:
+                raise ValueError("no reply is that long")
         return reply
 
     @staticmethod

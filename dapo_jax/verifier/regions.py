@@ -224,6 +224,9 @@ class Regions:
         if any(not is_real(self.field, one) for one in (a, b, c)):
             raise Refused("not real")
         leading = sign(self.field, a)
+        if leading == 0 and sign(self.field, b) == 0:  # no variable is left
+            holds = {-1: ("<", "<=", "!="), 0: ("=", "<=", ">="), 1: (">", ">=", "!=")}
+            return EVERYTHING if mark in holds[sign(self.field, c)] else []
         roots, above = self._roots(a, b, c, leading)
         points = self.union([Piece(End(r, False), End(r, False)) for r in roots])
         if mark == "=":
@@ -241,10 +244,7 @@ class Regions:
         """The real zeros, in order, and the sign beyond the last of them."""
         field = self.field
         if leading == 0:
-            slope = sign(field, b)
-            if slope == 0:
-                raise Refused("no variable is left")
-            return [field.scale(field.divide(c, b), -1)], slope
+            return [field.scale(field.divide(c, b), -1)], sign(field, b)
         under = field.subtract(field.multiply(b, b), field.scale(field.multiply(a, c), 4))
         kind = sign(field, under)
         middle = field.divide(field.scale(b, -1), field.scale(a, 2))

@@ -140,8 +140,8 @@ def _root_of_poly(field: Field, poly: Poly, degree: int) -> Element:
     if real or degree != 2 or any(not atom.real for _, atom in field.atoms_in(poly)):
         found = _root_atom(field, Element(primitive, ONE), degree, real=real)
         return field.multiply(size, found)
+    field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
     unit, factors = primitive.factor_squarefree()  # of a real square the root is the size
-    field.budget.spend(20 * len(poly))
     inside = constant(unit)
     for factor, power in factors:
         if power > 1:
@@ -218,7 +218,7 @@ def absolute(field: Field, a: Element) -> Element:
         return opaque(field, "abs", a)
     size = [rational(1), rational(1)]
     for i, poly in enumerate(a):
-        field.budget.spend(50 * len(poly))
+        field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
         unit, factors = poly.factor()
         size[i] = rational(abs(unit))
         for factor, power in factors:
