@@ -118,6 +118,15 @@ def _check_reference(algorithm: Algorithm, reference_folder: str) -> None:
         algorithm.kl,
         f"'none' or 'loss': algorithm.advantage = {algorithm.advantage!r} reads no reward",
     )
+    # E[penalty * grad log p] is the KL's gradient for k1. The others are positive also where the
+    # policy has too little probability, and take more of it away there.
+    require(
+        algorithm.kl != "reward" or algorithm.kl_estimator == "k1",
+        "algorithm.kl_estimator",
+        algorithm.kl_estimator,
+        "'k1' with algorithm.kl = 'reward': as a penalty there, k2 and k3 push the policy away "
+        "from the reference",
+    )
 
 
 def _check_advantage(algorithm: Algorithm) -> None:
