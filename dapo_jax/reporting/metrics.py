@@ -68,6 +68,8 @@ MEANINGS = {
     "mean_probability": "Mean probability of trained tokens under the policy before the update.",
     "clip_fraction_low": "Share of trained tokens whose gradient the lower clip cut.",
     "clip_fraction_high": "Share of trained tokens whose gradient the upper clip cut.",
+    "clip_fraction_dual": "Share of trained tokens whose gradient the dual clip cut: negative "
+    "advantage, ratio above dual_clip.",
     "up_clipped_probability": "Mean old probability of up-clipped tokens (DAPO, figure 3a).",
     "kl_sampler_trainer": "Mean log-prob difference, sampler minus trainer; near 0 where both "
     "compute the same policy.",
