@@ -16,7 +16,7 @@ class Algorithm:
     """How rewards become per-token coefficients. Defaults are DAPO's (arXiv 2503.14476)."""
 
     advantage: str = setting("group_zscore", "Estimator: a key of advantages.ESTIMATORS.")
-    whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over all response tokens.")
+    whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: float = setting(1.0, "Discount per token of reward_to_go and the gae estimators.")
     lambda_policy: float = setting(1.0, "The lambda of gae's advantages.")
     lambda_value: float = setting(1.0, "GAE's lambda of the returns that the critic learns.")

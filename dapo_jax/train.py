@@ -21,6 +21,7 @@ from dapo_jax.learner.packing import (
     most_microbatches,
     nth,
     pack_updates,
+    place_tokens,
     trained_tokens,
 )
 from dapo_jax.learner.update import Learner
@@ -125,7 +126,8 @@ def gather(
     config: Config, scored: ScoredBatch, groups: list[Group], segments: list[Segment]
 ) -> Feedback:
     """The feedback on a rollout batch, with the KL penalty where it belongs into the reward."""
-    algorithm, penalties, log_ratios = config.algorithm, None, None
+    algorithm, index = config.algorithm, scored.rollouts.response_index
+    penalties = log_ratios = None
     if algorithm.kl == "reward":
         kl = KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, scored.reference_logprobs)
         penalties = algorithm.kl_coefficient * np.asarray(kl)
@@ -133,13 +135,13 @@ def gather(
         log_ratios = np.asarray(scored.old_logprobs - scored.reference_logprobs)
     rewards = np.concatenate([group.rewards for group in groups])
     return gather_feedback(
-        scored.rollouts.response_index,
+        index,
         rewards,
         penalties=penalties,
         log_ratios=log_ratios,
         groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
         correct=np.concatenate([group.correct for group in groups]),
-        tokens=trained_tokens(segments, algorithm),
+        trained=place_tokens(trained_tokens(segments, algorithm), index) > 0,
         values=None if scored.values is None else np.asarray(scored.values, np.float64),
     )
 

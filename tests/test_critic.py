@@ -229,7 +229,6 @@ def explained(values: np.ndarray, returns: np.ndarray) -> float:
         EARNED,
         groups=np.array([0, 0]),
         correct=np.array([True, False]),
-        tokens=np.array([3, 2]),
         values=values,
     )
     measured = feedback_metrics(algorithms.ppo(), feedback, np.ones(INDEX.shape), returns)

@@ -103,6 +103,11 @@ REFUSED = {
     ),
     "whitened preference": ("dpo", "algorithm.whiten=true", "whiten True false 'preference'"),
     "whitened imitation": ("rft", "algorithm.whiten=true", "whiten True false 'one'"),
+    "whitened right answers": (
+        "reinforce_pp",
+        "algorithm.whiten=true algorithm.trained_responses=correct",
+        "whiten True false 'correct'",
+    ),
     "preference by ratio": ("dpo", "algorithm.ratio=token", "ratio 'token' 'none' 'preference'"),
     # ratios and clips
     "clip below zero": ("grpo", "algorithm.clip_low=1.5", "clip_low 1.5 most"),

@@ -180,6 +180,13 @@ def _check_imitation(algorithm: Algorithm) -> None:
         f"false: algorithm.advantage = {algorithm.advantage!r} is no estimate from rewards",
     )
     require(
+        not algorithm.whiten or algorithm.trained_responses == "all",
+        "algorithm.whiten",
+        algorithm.whiten,
+        f"false with algorithm.trained_responses = {algorithm.trained_responses!r}: centred among "
+        "themselves, half of the right answers would be pushed down",
+    )
+    require(
         not algorithm.token_weights or not preferring,
         "algorithm.token_weights",
         algorithm.token_weights,

@@ -55,14 +55,14 @@ MEANINGS = {
     "reflection_fraction": "Share of responses with a reflection word (wait, recheck, again, ...).",
     "accuracy_with_reflection": "Accuracy of the responses with a reflection word.",
     "accuracy_without_reflection": "Accuracy of the others.",
-    "advantage_std": "Standard deviation of the advantages over response tokens.",
+    "advantage_std": "Standard deviation of the advantages over trained tokens.",
     "loss": "Policy loss, mean over the step's updates: a surrogate, whose gradient matters. With "
     "coefficient 1 it stays at -1: read policy_nll; of DPO read preference_loss.",
     "entropy": "Mean entropy of the policy on trained tokens, in nats; collapse shows here first.",
     "kl_reference": "Mean KL of the policy to the reference (k3), in nats per token.",
     "importance_weight": "Mean weight that corrects the sampler's arithmetic (importance_cap).",
-    "explained_variance": "1 - variance of (return - value) / variance of the returns, before the "
-    "update; near 0 the critic knows nothing.",
+    "explained_variance": "1 - variance of (return - value) / variance of the returns, on trained "
+    "tokens before the update; near 0 the critic knows nothing.",
     "value_loss": "Loss of the critic, mean over the step's updates.",
     "value_gradient_norm": "The critic's global gradient norm before clipping.",
     "value_skipped_updates": "Share of the critic's updates whose gradient was not finite.",
@@ -196,7 +196,7 @@ def feedback_metrics(
     algorithm: Algorithm, feedback: Feedback, advantages: np.ndarray, returns: np.ndarray | None
 ) -> dict[str, float]:
     """What the advantages, and where there are any the values and the pairs, tell."""
-    on = feedback.on_response
+    on = feedback.trained
     values = {"advantage_std": float(advantages[on].std()) if on.any() else 0.0}
     if returns is not None and on.any():
         variance = float(returns[on].var())
