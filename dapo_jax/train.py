@@ -166,12 +166,13 @@ def update_policy(
     advantages, returns = estimate(algorithm, feedback)
     policy, critic, means = run.train, run.critic, []
     rate, value_rate = learning_rates(config, run.step)
-    budget = config.sampler.max_response_tokens
+    budget, planned = config.sampler.max_response_tokens, prompts_per_update(config)
     for u, segments in enumerate(updates):
         part, gains, targets = nth((scored, advantages, returns), u)
-        batch, mean = make_batch(part, segments, gains, targets, algorithm, budget), {}
+        batch = make_batch(part, segments, gains, targets, algorithm, budget, planned)
         if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
             continue
+        mean = {}
         if rate:
             policy, mean = parts.learner.update(policy, batch, used[u], rate)
         if algorithm.critic:

@@ -150,8 +150,16 @@ def make_batch(
     returns: np.ndarray | None,
     algorithm: Algorithm,
     budget: int,
+    planned_groups: int | None = None,
 ) -> TrainBatch:
-    """One minibatch with its weights, from its own counts. Arrays are [M, R, T]."""
+    """One minibatch with its weights, from its own counts. Arrays are [M, R, T].
+
+    Where a starved step leaves fewer groups than planned, each weighs as much as one of a whole
+    minibatch: all weights are multiplied by groups present / groups planned.
+
+    Args:
+        planned_groups: of a whole minibatch; None: as many as there are.
+    """
     index = scored.rollouts.response_index
     correct = np.array([segment.correct for segment in segments], bool)
     groups = np.array([segment.prompt.index for segment in segments])
@@ -163,13 +171,16 @@ def make_batch(
         whole[[segment.index for segment in segments]] = values
         return spread(whole, index)
 
-    weights = of_responses(per_response)
+    present = len(np.unique(groups))
+    share = present / (planned_groups or present)
+    weights = share * of_responses(per_response)
     if algorithm.token_weights:
         weights *= place_tokens([s.token_weights for s in segments], index)
     trained, nll_weights, value_weights = weights > 0, None, None
     if algorithm.positive_nll_coefficient:
         right = trained & (of_responses(correct) > 0)
-        nll_weights = np.float32(algorithm.positive_nll_coefficient * right / max(1, right.sum()))
+        coefficient = share * algorithm.positive_nll_coefficient
+        nll_weights = np.float32(coefficient * right / max(1, right.sum()))
     if returns is not None:
-        value_weights = np.float32(trained / max(1, trained.sum()))
+        value_weights = np.float32(share * trained / max(1, trained.sum()))
     return TrainBatch(scored, advantages, np.float32(weights), nll_weights, returns, value_weights)
