@@ -27,6 +27,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     Args:
         settings, saved: leaves by dotted name, now and when the run began.
     """
+    settings, saved = _resolved(settings), _resolved(saved)
     schedules = {settings["optimizer.schedule"]}
     if settings["algorithm.critic"]:
         schedules.add(settings["critic.optimizer.schedule"])
@@ -41,6 +42,13 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
             "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
             + "\n  ".join(changed)
         )
+
+
+def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the number of steps that -1 leaves to the algorithm, as runs before there was a -1."""
+    rest = dict(settings)
+    preset, own = rest.pop("algorithm.critic_pretrain_steps"), rest["critic.pretrain_steps"]
+    return rest | {"critic.pretrain_steps": preset if own < 0 else own}
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:

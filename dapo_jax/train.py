@@ -148,7 +148,7 @@ def gather(
 
 def learning_rates(config: Config, step: int) -> tuple[float, float]:
     """Of the policy (0 while the critic learns alone) and of the critic."""
-    alone, total = config.critic.pretrain_steps, config.total_steps
+    alone, total = config.critic_pretrain_steps(), config.total_steps
     policy = learning_rate(config.optimizer, step - alone, total - alone) if step >= alone else 0.0
     return policy, learning_rate(config.critic.optimizer, step, total)
 
