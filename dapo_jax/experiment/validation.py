@@ -6,7 +6,7 @@ those are opened, before anything is compiled.
 
 import math
 
-from dapo_jax.experiment.combinations import check_algorithm
+from dapo_jax.experiment.combinations import check_algorithm, check_unread
 from dapo_jax.experiment.config import SHAPING, Config, Data, Examples, Mesh, ServeConfig, SftConfig
 from dapo_jax.experiment.settings import leaves, require
 
@@ -161,12 +161,6 @@ def _check_pretraining(config: Config) -> None:
         own,
         f"below total_steps = {total}{meant}" if config.algorithm.critic else "0 without a critic",
     )
-    require(
-        config.algorithm.critic or not config.critic.folder,
-        "critic.folder",
-        config.critic.folder,
-        "empty without algorithm.critic",
-    )
 
 
 def validate(config: Config | SftConfig | ServeConfig) -> None:
@@ -189,9 +183,6 @@ def validate(config: Config | SftConfig | ServeConfig) -> None:
         )
     else:
         _check_terms("data", config.data)
-        template, system = config.data.template, config.data.system_prompt
-        allowed = f"empty with data.template = {template!r}, which does not show it"
-        require(template == "chat" or not system, "data.system_prompt", system, allowed)
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)
         _check_heldout(config.data)
@@ -201,3 +192,4 @@ def validate(config: Config | SftConfig | ServeConfig) -> None:
         check_algorithm(config)
         _check_reward(config)
         _check_pretraining(config)
+        check_unread(config)
