@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
+from dapo_jax.experiment.combinations import READ_WHERE, is_read
 from dapo_jax.experiment.config import Checkpoint, Config
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.model.huggingface import fingerprint
@@ -35,7 +36,10 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     changed = [
         f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
         for name, value in settings.items()
-        if value != saved.get(name) and (name in strict or not name.startswith(tuple(FREE)))
+        if value != saved.get(name)
+        and (name in strict or not name.startswith(tuple(FREE)))
+        # What nothing reads was once accepted, whatever it said.
+        and (name not in READ_WHERE or is_read(name, settings))
     ]
     if changed:
         raise ConfigError(

@@ -23,7 +23,7 @@ from dapo_jax.structs import Completion, Group, Mean
 # Every name that a step logs, with the sentence that the README shows.
 MEANINGS = {
     "reward": "Mean shaped reward over judged responses, before filtering; without the surplus.",
-    "accuracy": "Share of right answers among them.",
+    "accuracy": "Share of right answers over the same responses.",
     "surplus_groups": "Groups judged beyond the last one that the step used: fast finishers, a "
     "biased sample, asked again in the next step. Costs count them (sampled tokens, verdicts, "
     "failures, broken groups); means and shares of a step leave them out.",
