@@ -25,10 +25,12 @@ def get_config(preset: str = "dapo") -> Config:
     # 8 groups per optimizer step. A ratio allows four such steps per rollout batch; without one
     # every update has to be on policy.
     updates, steps = (4, 30) if algorithm.ratio != "none" else (1, 120)
-    critic = Critic(optimizer=Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2))
+    critic = Critic()
+    if algorithm.critic:
+        critic.optimizer = Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2)
     if algorithm.advantage == "length_adaptive_gae":
         algorithm.lambda_alpha = 1.0  # 0.05 is for thousands of tokens; here are tens
-        critic.pretrain_steps = 5
+        critic.pretrain_steps = 5  # of 30, not the preset's 50
     return Config(
         run_dir=f"runs/arithmetic_{preset}",
         total_steps=steps,

@@ -16,7 +16,7 @@ class Algorithm:
     """How rewards become per-token coefficients. Defaults are DAPO's (arXiv 2503.14476)."""
 
     advantage: str = setting("group_zscore", "Estimator: a key of advantages.ESTIMATORS.")
-    whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over all response tokens.")
+    whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: float = setting(1.0, "Discount per token of reward_to_go and the gae estimators.")
     lambda_policy: float = setting(1.0, "The lambda of gae's advantages.")
     lambda_value: float = setting(1.0, "GAE's lambda of the returns that the critic learns.")
@@ -24,6 +24,9 @@ class Algorithm:
         0.05, "length_adaptive_gae: lambda of a response of n tokens is 1 - 1 / (alpha * n)."
     )
     critic: bool = setting(False, "Train a value model beside the policy; the gae estimators ask.")
+    critic_pretrain_steps: int = setting(
+        0, "First rollout steps that train the critic alone, unless critic.pretrain_steps says."
+    )
     value_clip: float = setting(0.2, "Values move at most this far from the old ones; 0: freely.")
     ratio: str = setting("token", "Importance ratio: a key of losses.RATIOS.")
     clip: bool = setting(True, "Whether the ratio is clipped.")
@@ -126,6 +129,7 @@ vapo = _changed(  # 2504.05118
     clip_high=0.28,
     advantage="length_adaptive_gae",
     critic=True,
+    critic_pretrain_steps=50,
     positive_nll_coefficient=0.1,
 )
 sft = _changed(  # every token of a worked example has coefficient 1

@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
+from dapo_jax.experiment.combinations import READ_WHERE, is_read
 from dapo_jax.experiment.config import Checkpoint, Config
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.model.huggingface import fingerprint
@@ -27,6 +28,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     Args:
         settings, saved: leaves by dotted name, now and when the run began.
     """
+    settings, saved = _resolved(settings), _resolved(saved)
     schedules = {settings["optimizer.schedule"]}
     if settings["algorithm.critic"]:
         schedules.add(settings["critic.optimizer.schedule"])
@@ -34,13 +36,23 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     changed = [
         f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
         for name, value in settings.items()
-        if value != saved.get(name) and (name in strict or not name.startswith(tuple(FREE)))
+        if value != saved.get(name)
+        and (name in strict or not name.startswith(tuple(FREE)))
+        # What nothing reads was once accepted, whatever it said.
+        and (name not in READ_WHERE or is_read(name, settings))
     ]
     if changed:
         raise ConfigError(
             "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
             + "\n  ".join(changed)
         )
+
+
+def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the number of steps that -1 leaves to the algorithm, as runs before there was a -1."""
+    rest = dict(settings)
+    preset, own = rest.pop("algorithm.critic_pretrain_steps"), rest["critic.pretrain_steps"]
+    return rest | {"critic.pretrain_steps": preset if own < 0 else own}
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:

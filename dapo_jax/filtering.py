@@ -7,7 +7,7 @@ of arrival would favour short responses and depend on timing.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -46,9 +46,10 @@ class Collected:
     """What a rollout gave, in data order, and what it cost."""
 
     groups: list[Group]  # the kept ones, at most prompts_per_step
-    judged: list[Group]  # every group that was finished and judged
-    with_signal: int  # how many of those could teach
-    broken: list[Group]  # those that a failing reward took out, not among `judged`
+    judged: list[Group]  # every group before next_position
+    surplus: list[Group]  # judged beyond it: those that finish fast, no fair sample
+    with_signal: int  # how many of `judged` could teach
+    broken: list[Group]  # those that a failing reward took out, wherever; in neither list
     asked_prompts: int
     kept_fraction: float  # the estimate for the next step
     next_position: int  # where the data goes on; surplus prompts are asked again
@@ -84,16 +85,17 @@ class _Collection:
     def kept(self) -> int:
         return sum(map(self._is_kept, self._judged.values()))
 
-    def estimate(self) -> float:
+    def estimate(self, judged: Collection[Group]) -> float:
         if not self._algorithm.dynamic_sampling:
             return 1.0
-        judged = len(self._judged)
-        return next_kept_fraction(self._kept_fraction, self.kept(), judged, self._wanted)
+        kept = sum(map(self._is_kept, judged))
+        return next_kept_fraction(self._kept_fraction, kept, len(judged), self._wanted)
 
     def wants_more(self) -> bool:
         """Whether the prompts in flight are too few to fill the batch, as far as one can tell."""
         missing = self._wanted - self.kept()
-        target = math.ceil(missing / max(self.estimate(), SMALLEST_KEPT_FRACTION))
+        share = self.estimate(self._judged.values())
+        target = math.ceil(missing / max(share, SMALLEST_KEPT_FRACTION))
         in_flight = len(self._order) - len(self._judged)
         return in_flight < target and len(self._order) < self._limit
 
@@ -142,14 +144,17 @@ class _Collection:
         following = groups[-1].prompt.index + 1 if full else position
         judged = [self._judged[p.index] for p in self._order if p.index in self._judged]
         passed = [prompt for prompt in self._order if prompt.index < following]
-        whole = [group for group in judged if not group.broken]
+        head = [group for group in judged if group.prompt.index < following]
+        whole = [group for group in head if not group.broken]
         return Collected(
             groups=groups,
             judged=whole,
+            surplus=[group for group in judged[len(head) :] if not group.broken],
             with_signal=sum(carries_signal(group, self._reward) for group in whole),
             broken=[group for group in judged if group.broken],
             asked_prompts=len(self._order),
-            kept_fraction=self.estimate(),
+            # Of the head alone: the same whatever the slots and whoever finishes first.
+            kept_fraction=self.estimate(head),
             next_position=following,
             dropped_prompts=sum(prompt.skipped for prompt in passed),
             truncated_prompts=sum(prompt.truncated for prompt in passed),

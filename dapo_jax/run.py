@@ -153,7 +153,7 @@ class Run:
         self.state.unwritten = values
         step, log = self.state.step, self.config.log
         if log.rollouts:
-            write_rollouts(self.folder, step, collected.judged + collected.broken)
+            write_rollouts(self.folder, step, collected)
         for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
             self.parts.progress.warn(f"step {step}: a group was dropped: {escape(group.broken)}")
         if due(step - 1, log.show_group_every_steps) and collected.groups:

@@ -14,7 +14,7 @@ from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.experiment.config import SftConfig
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.packing import Segment, make_batch, most_microbatches, pack, trained_tokens
+from dapo_jax.learner.packing import Segment, make_batch, most_microbatches, pack
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
@@ -104,7 +104,6 @@ def make_base(config: SftConfig) -> pathlib.Path:
             np.ones(len(segments)),
             groups=np.arange(len(segments)),
             correct=np.ones(len(segments), bool),
-            tokens=trained_tokens(segments, algorithm),
         )
         advantages, _ = estimate(algorithm, feedback)
         scored, budget = ScoredBatch(rollouts, None), config.max_response_tokens

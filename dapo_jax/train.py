@@ -21,6 +21,7 @@ from dapo_jax.learner.packing import (
     most_microbatches,
     nth,
     pack_updates,
+    place_tokens,
     trained_tokens,
 )
 from dapo_jax.learner.update import Learner
@@ -125,7 +126,8 @@ def gather(
     config: Config, scored: ScoredBatch, groups: list[Group], segments: list[Segment]
 ) -> Feedback:
     """The feedback on a rollout batch, with the KL penalty where it belongs into the reward."""
-    algorithm, penalties, log_ratios = config.algorithm, None, None
+    algorithm, index = config.algorithm, scored.rollouts.response_index
+    penalties = log_ratios = None
     if algorithm.kl == "reward":
         kl = KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, scored.reference_logprobs)
         penalties = algorithm.kl_coefficient * np.asarray(kl)
@@ -133,20 +135,20 @@ def gather(
         log_ratios = np.asarray(scored.old_logprobs - scored.reference_logprobs)
     rewards = np.concatenate([group.rewards for group in groups])
     return gather_feedback(
-        scored.rollouts.response_index,
+        index,
         rewards,
         penalties=penalties,
         log_ratios=log_ratios,
         groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
         correct=np.concatenate([group.correct for group in groups]),
-        tokens=trained_tokens(segments, algorithm),
+        trained=place_tokens(trained_tokens(segments, algorithm), index) > 0,
         values=None if scored.values is None else np.asarray(scored.values, np.float64),
     )
 
 
 def learning_rates(config: Config, step: int) -> tuple[float, float]:
     """Of the policy (0 while the critic learns alone) and of the critic."""
-    alone, total = config.critic.pretrain_steps, config.total_steps
+    alone, total = config.critic_pretrain_steps(), config.total_steps
     policy = learning_rate(config.optimizer, step - alone, total - alone) if step >= alone else 0.0
     return policy, learning_rate(config.critic.optimizer, step, total)
 
@@ -164,12 +166,13 @@ def update_policy(
     advantages, returns = estimate(algorithm, feedback)
     policy, critic, means = run.train, run.critic, []
     rate, value_rate = learning_rates(config, run.step)
-    budget = config.sampler.max_response_tokens
+    budget, planned = config.sampler.max_response_tokens, prompts_per_update(config)
     for u, segments in enumerate(updates):
         part, gains, targets = nth((scored, advantages, returns), u)
-        batch, mean = make_batch(part, segments, gains, targets, algorithm, budget), {}
+        batch = make_batch(part, segments, gains, targets, algorithm, budget, planned)
         if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
             continue
+        mean = {}
         if rate:
             policy, mean = parts.learner.update(policy, batch, used[u], rate)
         if algorithm.critic:

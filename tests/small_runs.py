@@ -17,6 +17,7 @@ from dapo_jax.experiment.config import (
     Architecture,
     Checkpoint,
     Config,
+    Critic,
     Data,
     Evaluation,
     Examples,
@@ -88,6 +89,7 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
         "sampler": Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
         "mesh": Mesh(1, 1, 1),
         "checkpoint": Checkpoint(every_steps=0),
+        "critic": Critic(pretrain_steps=0),
         "log": Log(show_group_every_steps=0, tensorboard=False, rollouts=False),
     }
     return make_config(folder, run_dir, **quick | changes)

@@ -41,7 +41,7 @@ PENALTIES, VALUES, LOG_RATIOS = draws(0.3), draws(), draws(3.0)
 
 def feedback(penalties=None, values=None, rubbish=np.nan, **changes):
     """Feedback with NaN (or other rubbish) wherever no response stands."""
-    known = {"groups": GROUPS, "correct": CORRECT, "tokens": np.array(LENGTHS)} | changes
+    known = {"groups": GROUPS, "correct": CORRECT} | changes
     return gather_feedback(
         INDEX,
         EARNED,
@@ -117,7 +117,7 @@ def test_a_group_without_variance_has_advantage_zero():
 
 def test_an_empty_response_still_counts_in_its_groups_statistics():
     earned = np.array([1.0, 0.0, 0.0])
-    known = {"groups": np.zeros(3, int), "correct": earned > 0, "tokens": np.array([1, 1, 0])}
+    known = {"groups": np.zeros(3, int), "correct": earned > 0}
     found = gather_feedback(np.array([[[0, 1]]]), earned, **known)
     np.testing.assert_allclose(estimated("group_centre", found), [[[2 / 3, -1 / 3]]])
 
@@ -221,7 +221,9 @@ def numerical_coefficients(pairs, beta, step=1e-4):
 def test_preference_is_minus_the_gradient_of_dpos_loss(tokens, rubbish):
     pairs = loop_pairs(tokens)
     assert len(pairs) == (3 if tokens is LENGTHS else 2)
-    known = feedback(tokens=np.array(tokens), log_ratios=placed(LOG_RATIOS, rubbish))
+    trained = np.isin(INDEX, np.flatnonzero(tokens))
+    known = feedback(trained=trained, log_ratios=placed(LOG_RATIOS, rubbish))
+    assert known.tokens.tolist() == tokens
     found = estimated("preference", known, preference_beta=0.3)
     expected = placed(numerical_coefficients(pairs, 0.3), 0.0)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-11)
@@ -312,7 +314,7 @@ def test_responses_that_adjoin_in_a_row_stay_apart():
 
 
 def test_a_response_that_fills_its_row_ends_there():
-    known = {"groups": np.zeros(1, int), "correct": np.ones(1, bool), "tokens": np.array([3])}
+    known = {"groups": np.zeros(1, int), "correct": np.ones(1, bool)}
     found = gather_feedback(np.zeros((1, 1, 3), int), np.array([2.0]), **known)
     np.testing.assert_array_equal(found.token_rewards, [[[0.0, 0.0, 2.0]]])
 

@@ -10,8 +10,9 @@ from conftest import TINY, make_completion, make_prompt
 from small_runs import equal, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
+from dapo_jax.checkpoints import check_same_run, with_defaults
 from dapo_jax.experiment.config import Checkpoint, Config, Critic, Mesh, Model, Optimizer
-from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.model import huggingface, saving
@@ -20,7 +21,7 @@ from dapo_jax.reporting.metrics import Clock, feedback_metrics
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
 from dapo_jax.structs import Group, Verdict
-from dapo_jax.train import RunState, update_policy
+from dapo_jax.train import RunState, learning_rates, update_policy
 
 STEPS, ALONE = 3, 1
 VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "explained_variance")
@@ -97,6 +98,37 @@ def test_a_resumed_run_has_the_same_policy_and_critic_bit_for_bit(base, finished
         run.step()
         jax.tree.map(np.testing.assert_array_equal, host(run), states[-1])
     assert read_rows(tmp_path / "again") == read_rows(run_dir)
+
+
+def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
+    """VAPO, arXiv 2504.05118: 50 steps, in which the policy's learning rate is 0."""
+    config = Config(total_steps=60, algorithm=algorithms.vapo())
+    assert config.critic_pretrain_steps() == 50
+    assert [learning_rates(config, step)[0] > 0 for step in (0, 49, 50)] == [False, False, True]
+    for own in (0, 7):
+        config.critic.pretrain_steps = own
+        assert config.critic_pretrain_steps() == own and learning_rates(config, own)[0] > 0
+    others = set(algorithms.PRESETS) - {"vapo"}
+    assert not any(
+        Config(algorithm=algorithms.PRESETS[p]()).critic_pretrain_steps() for p in others
+    )
+
+
+def test_runs_older_than_the_presets_pretraining_go_on_as_they_were():
+    def settings(make, steps):
+        config = Config(algorithm=make(), critic=Critic(pretrain_steps=steps))
+        return {name: value for name, _, value in leaves(config)}
+
+    for make, own in ((algorithms.grpo, -1), (algorithms.vapo, 5)):
+        old = settings(make, max(own, 0))
+        del old["algorithm.critic_pretrain_steps"]
+        if make is algorithms.grpo:  # whose critic nothing reads
+            old["critic.optimizer.learning_rate"] = 1e-3
+        check_same_run(settings(make, own), with_defaults(old))
+    with pytest.raises(ConfigError, match="pretrain_steps = 50, but the run was made with 0"):
+        old = settings(algorithms.vapo, 0)
+        check_same_run(settings(algorithms.vapo, -1), old)
+    check_same_run(settings(algorithms.vapo, 50), settings(algorithms.vapo, -1))
 
 
 def make_tiny(folder, critic_folder="") -> Config:
@@ -229,7 +261,6 @@ def explained(values: np.ndarray, returns: np.ndarray) -> float:
         EARNED,
         groups=np.array([0, 0]),
         correct=np.array([True, False]),
-        tokens=np.array([3, 2]),
         values=values,
     )
     measured = feedback_metrics(algorithms.ppo(), feedback, np.ones(INDEX.shape), returns)

@@ -3,6 +3,7 @@
 The prompts are real; sampler and judge are scripted, so that each case names its outcome.
 """
 
+import json
 from concurrent.futures import Future
 
 import numpy as np
@@ -14,6 +15,7 @@ from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Config, Data, Rollout
 from dapo_jax.filtering import Interrupted, Starved, carries_signal, collect, next_kept_fraction
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.reporting.metrics import Clock, rollout_metrics, write_rollouts
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.rollout import SamplerCounts
@@ -30,8 +32,9 @@ class ScriptedSampler:
 
     def submit(self, prompt, samples):
         self.submitted.append(prompt.index)
-        done = tuple(make_completion([5, 1]) for _ in range(samples))
-        self._running[prompt.index] = [self._bursts(prompt.index), prompt, done]
+        bursts = self._bursts(prompt.index)
+        done = tuple(make_completion([5] * bursts + [1]) for _ in range(samples))
+        self._running[prompt.index] = [bursts, prompt, done]
 
     @property
     def idle(self):
@@ -58,7 +61,7 @@ class ScriptedPool:
         index = self._current
         self._seen[index] = self._seen.get(index, 0) + 1
         future = Future()
-        future.set_result(Verdict(self._seen[index] <= self._right(index), "1"))
+        future.set_result(Verdict(self._seen[index] <= self._right(index), "1", decided="direct"))
         return future
 
 
@@ -181,3 +184,55 @@ def test_collection_repeats_itself():
     )
     assert indices(first) == indices(second)
     np.testing.assert_array_equal(first.kept_fraction, second.kept_fraction)
+
+
+# --- the surplus: groups that were finished past the last one used ---------------------------
+
+
+def with_fast_finishers():
+    """The first six prompts are slow and half right, the others short and all right."""
+    slow = lambda i: i < 6  # noqa: E731
+    return run(lambda i: 1 if slow(i) else 2, bursts=lambda i: 9 if slow(i) else 1, fraction=0.25)
+
+
+def test_fast_finishers_past_the_last_group_used_change_no_mean_of_the_step():
+    collected, _, sampler = with_fast_finishers()
+    assert [group.prompt.index for group in collected.judged] == [0, 1, 2, 3] == indices(collected)
+    surplus = [group.prompt.index for group in collected.surplus]
+    assert {4, 5, 6, 15} <= set(surplus) and min(surplus) == 4
+    clock = Clock()
+    clock.lap("rollout")
+    sampler.counts.tokens = 1000
+    found = rollout_metrics(collected, sampler.counts, clock)
+    assert found["accuracy"] == 0.5 and found["reward"] == 0 and found["kept_fraction"] == 1
+    assert found["all_right_fraction"] == found["all_wrong_fraction"] == 0
+    assert found["response_tokens_mean"] == found["response_tokens_right"] == 10
+    assert found["reward_parts/rule"] == 0
+    # What judging cost counts whole.
+    assert found["surplus_groups"] == len(surplus) > 10
+    assert found["verdicts/direct"] == 2 * (4 + len(surplus))
+    assert found["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
+
+
+def test_the_estimate_for_the_next_step_does_not_depend_on_who_finishes_first():
+    """Nor on the slots, which may change between the parts of a run."""
+    hurried, _, _ = with_fast_finishers()
+    even, _, _ = run(lambda i: 1 if i < 6 else 2, fraction=0.25)
+    assert hurried.kept_fraction == even.kept_fraction == next_kept_fraction(0.25, 4, 4, 4)
+
+
+def test_the_rollouts_file_keeps_the_surplus_and_says_so(tmp_path):
+    collected, _, _ = with_fast_finishers()
+    write_rollouts(tmp_path, 1, collected)
+    lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    said = {line["index"]: line["surplus"] for line in map(json.loads, lines)}
+    judged = collected.judged + collected.surplus
+    assert said == {g.prompt.index: g.prompt.index >= 4 for g in judged}
+    assert len(lines) == 2 * len(judged)
+
+
+def test_a_starved_step_has_no_surplus():
+    collected, _, _ = run(
+        lambda i: 1 if i in (3, 7) else 2, bursts=lambda i: 1 + i % 3, max_sample_rounds=2
+    )
+    assert collected.starved and not collected.surplus and len(collected.judged) == 8

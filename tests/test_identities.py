@@ -69,7 +69,7 @@ def make_update(algorithm, shape=(1, 16, 20), old=None, spread_of_old=0.3):
         log_ratios=olds - references,
         groups=np.array([s.prompt.index for s in SEGMENTS]),
         correct=np.array([s.correct for s in SEGMENTS]),
-        tokens=trained_tokens(SEGMENTS, algorithm),
+        trained=place_tokens(trained_tokens(SEGMENTS, algorithm), index) > 0,
         values=values,
     )
     advantages, returns = estimate(algorithm, feedback)
@@ -116,8 +116,8 @@ def test_dapo_with_its_changes_off_is_grpo_with_beta_zero():
 def feedback_of(rewards, groups, lengths, **known):
     index = np.repeat(np.arange(len(lengths)), lengths)[None, None]
     rewards = np.float64(rewards)
-    known |= {"correct": rewards > 0, "tokens": np.array(lengths)}
-    return gather_feedback(index, rewards, groups=np.array(groups), **known)
+    known |= {"correct": rewards > 0, "groups": np.array(groups)}
+    return gather_feedback(index, rewards, **known)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -11,7 +11,13 @@ import pytest
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.critic import critic_objective
-from dapo_jax.learner.losses import KL_ESTIMATORS, RATIOS, importance_weights, policy_loss
+from dapo_jax.learner.losses import (
+    KL_ESTIMATORS,
+    RATIOS,
+    importance_weights,
+    policy_loss,
+    value_loss,
+)
 from dapo_jax.learner.policy import policy_objective
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
@@ -256,6 +262,10 @@ def test_the_clip_is_reported_where_it_cut_the_gradient():
         low = [[algorithm.clip and a < 0 and r < bottom for r, a in cases]]
         np.testing.assert_array_equal(clipped["clipped_high"], high)
         np.testing.assert_array_equal(clipped["clipped_low"], low)
+        dual = algorithm.dual_clip
+        capped = [[dual > 0 and a < 0 and r > dual for r, a in cases]]
+        np.testing.assert_array_equal(clipped["clipped_dual"], capped)
+        assert np.any(capped) == (dual > 0)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
@@ -307,3 +317,17 @@ def test_the_value_loss_and_its_gradient_are_ppos_loop(clip):
         ends = [loop_loss(i, values[0, i] + sign * STEP) for sign in (1, -1)]
         slope = (ends[0] - ends[1]) / (2 * STEP)
         np.testing.assert_allclose(gradient[0, i], slope, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("clip", [0.2, 1e4])
+def test_a_value_within_the_clip_is_not_clipped_not_even_by_rounding(clip):
+    """old + (value - old) is not the value in float32, where one of them is the larger."""
+    rng = np.random.default_rng(0)
+    old = np.float32(clip * (1 + 0.05 * rng.uniform(size=(8, 512))))
+    values = np.float32(rng.uniform(0.1, 1.0, old.shape) * old)
+    returns = np.float32(values + rng.normal(size=old.shape))
+    _, cut = value_loss(values, old, returns, clip)
+    assert not np.any(cut)
+    moved = np.float32(old + 1.01 * clip)
+    _, cut = value_loss(moved, old, moved + clip, clip)  # the clipped value is farther off
+    assert np.all(cut)

@@ -16,6 +16,7 @@ from dapo_jax.model import decoder, huggingface
 from dapo_jax.model.attention import choose
 from dapo_jax.model.logprobs import head_logprobs, token_logprobs
 from dapo_jax.prompts.tokenizer import Tokenizer
+from dapo_jax.sampler.sampling import SamplingRule, draw
 
 KEY = jax.random.key(1)
 TOKENS = jax.random.randint(KEY, (2, 12), 2, 32)
@@ -145,3 +146,22 @@ def test_attention_is_chosen_by_platform():
     assert choose("auto", "gpu", jnp.bfloat16) == "cudnn"
     assert choose("auto", "gpu", jnp.float32) == "plain"
     assert choose("plain", "gpu", jnp.bfloat16) == "plain"
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_large_logits_lose_no_digits_and_say_what_the_sampler_says(shift):
+    """Logits are multiples of 1/64, which float32 holds exactly up to 2^18."""
+    rng = np.random.default_rng(0)
+    states = jnp.float32(rng.integers(-8, 9, (2, 7, 3)) / 8).at[..., 0].set(1.0)
+    head = jnp.float32(rng.integers(-24, 25, (3, 40)) / 8).at[0].set(shift)
+    logits = states @ head
+    keys = jax.vmap(jax.random.key)(jnp.arange(14))
+    targets, sampled = draw(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
+    exact = np.float64(states[..., 1:]) @ np.float64(head[1:])
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    for chunk_tokens in (4, 10**6):
+        logprobs, entropy = head_logprobs(states, head, targets.reshape(2, 7), 1.0, chunk_tokens)
+        expected = np.take_along_axis(exact, np.asarray(targets).reshape(2, 7, 1), -1)[..., 0]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+        np.testing.assert_allclose(logprobs.ravel(), sampled, atol=1e-6)
+        np.testing.assert_allclose(entropy, -(np.exp(exact) * exact).sum(axis=-1), atol=1e-6)

@@ -82,6 +82,23 @@ def test_advantages_are_estimated_once_over_the_whole_rollout_batch(
     assert seen == [sum(len(group.completions) for group in groups)]
 
 
+def test_a_starved_steps_last_minibatch_weighs_its_groups_as_planned(
+    tiny_folder, alone, tmp_path, monkeypatch
+):
+    config = make_quick_config(tiny_folder, tmp_path)  # two minibatches of two groups
+    parts, seen, make_batch = build(config), [], train_module.make_batch
+
+    def record(*args):
+        seen.append(make_batch(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(train_module, "make_batch", record)
+    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
+    update_policy(parts, run, make_groups(config)[:3], Clock())
+    parts.close()
+    np.testing.assert_allclose([batch.loss_weights.sum() for batch in seen], [1, 0.5], rtol=1e-6)
+
+
 def test_no_two_presets_are_the_same_algorithm():
     values = {name: dataclasses.astuple(make()) for name, make in algorithms.PRESETS.items()}
     assert len(set(values.values())) == len(values)

@@ -44,7 +44,12 @@ REFUSED = {
     ),
     "cap": ("dapo", "algorithm.importance_cap=-2", "importance_cap -2.0 least"),
     "spread": ("dapo", "reward.min_spread=-1", "reward.min_spread -1.0 least"),
-    "pretraining": ("ppo", "critic.pretrain_steps=-1", "critic.pretrain_steps -1 least"),
+    "pretraining": ("ppo", "critic.pretrain_steps=-2", "critic.pretrain_steps -2 least -1"),
+    "preset's pretraining": (
+        "ppo",
+        "algorithm.critic_pretrain_steps=-1",
+        "algorithm.critic_pretrain_steps -1 least",
+    ),
     "alpha": ("vapo", "algorithm.lambda_alpha=0", "lambda_alpha 0.0 above"),
     "beta": ("dpo", "algorithm.preference_beta=0", "preference_beta 0.0 above"),
     "no discount": ("ppo", "algorithm.gamma=0", "algorithm.gamma 0.0 above"),
@@ -103,6 +108,11 @@ REFUSED = {
     ),
     "whitened preference": ("dpo", "algorithm.whiten=true", "whiten True false 'preference'"),
     "whitened imitation": ("rft", "algorithm.whiten=true", "whiten True false 'one'"),
+    "whitened right answers": (
+        "reinforce_pp",
+        "algorithm.whiten=true algorithm.trained_responses=correct",
+        "whiten True false 'correct'",
+    ),
     "preference by ratio": ("dpo", "algorithm.ratio=token", "ratio 'token' 'none' 'preference'"),
     # ratios and clips
     "clip below zero": ("grpo", "algorithm.clip_low=1.5", "clip_low 1.5 most"),
@@ -168,6 +178,11 @@ REFUSED = {
         "reward.model_folder 'elsewhere' 'model'",
     ),
     "critic to the end": ("ppo", "critic.pretrain_steps=30", "critic.pretrain_steps 30 below"),
+    "critic to the end, by the preset": (
+        "vapo",
+        "critic.pretrain_steps=-1",
+        "critic.pretrain_steps -1 below total_steps 30 algorithm.critic_pretrain_steps 50",
+    ),
     "pretrain no critic": ("grpo", "critic.pretrain_steps=1", "critic.pretrain_steps 1 0 critic"),
     "folder of no critic": ("grpo", "critic.folder=elsewhere", "critic.folder 'elsewhere' empty"),
 }
@@ -198,6 +213,9 @@ ALLOWED = [
     ("reinforce", "rollout.samples_per_prompt=1"),
     ("ppo", "rollout.samples_per_prompt=1"),
     ("ppo", "critic.pretrain_steps=29 critic.folder=elsewhere"),
+    ("vapo", "critic.pretrain_steps=-1 total_steps=51"),
+    ("grpo", "critic.pretrain_steps=0"),
+    ("grpo", "critic.pretrain_steps=-1"),
     ("ppo", "algorithm.lambda_policy=0 algorithm.lambda_value=0 algorithm.value_clip=0"),
     ("dapo", "algorithm.dual_clip=1.29 algorithm.importance_cap=2"),
     ("grpo", "model.reference_folder=elsewhere algorithm.kl_estimator=k2"),

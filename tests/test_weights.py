@@ -10,8 +10,10 @@ from conftest import make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
+from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
 from dapo_jax.learner.packing import Segment, make_batch, pack
+from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion, ScoredBatch
 from dapo_jax.train import gather
 
@@ -204,9 +206,9 @@ def test_the_value_loss_is_a_mean_over_trained_tokens_whatever_the_aggregate():
 # --- what the feedback is made of ------------------------------------------------------------
 
 
-def gathered(algorithm, earned):
+def gathered(algorithm, earned, weights=None):
     """Feedback on the packed minibatch, its old and reference log-probs, with NaN off responses."""
-    segments = make_segments(truncated={3})
+    segments = make_segments(truncated={3}, weights=weights)
     rollouts, _ = pack(segments, 11, 2, 4)
     rng, on = np.random.default_rng(2), rollouts.response_index >= 0
     old, reference, values = (
@@ -249,3 +251,30 @@ def test_preferences_go_by_the_sum_of_a_responses_log_ratios():
     sums = [math.fsum(log_ratios[found.response_index == i]) for i in range(7)]
     np.testing.assert_allclose(found.reference_log_ratios, sums, rtol=1e-5, atol=1e-6)
     assert found.tokens.tolist() == [4, 1, 0, 0, 2, 0, 3]  # the truncated one can't be in a pair
+
+
+@pytest.mark.parametrize("weights", [None, [0.0, 2.0]], ids=["filtered", "and weighed 0"])
+def test_whitening_is_over_the_tokens_that_carry_loss(weights):
+    """Response 3, the longest, is cut off and filtered; its advantage is far from the others'."""
+    algorithm = dataclasses.replace(
+        algorithms.reinforce_pp_baseline(), overlong_filtering=True, token_weights="a:hook"
+    )
+    found, _ = gathered(algorithm, [*EARNED[:3], 1e3, *EARNED[4:]], weights)
+    own = [s.token_weights for s in make_segments(weights=weights)]
+    alive = [
+        [i != 3 and (w is None or w[t] > 0) for t in range(TOKENS[i])] for i, w in enumerate(own)
+    ]
+    for i, mask in enumerate(alive):
+        np.testing.assert_array_equal(found.trained[found.response_index == i], mask)
+    advantages, _ = estimate(algorithm, found)
+    trained = advantages[found.trained]
+    assert len(trained) == sum(map(sum, alive)) and not advantages[~found.trained].any()
+    np.testing.assert_allclose([trained.mean(), trained.std(ddof=1)], [0, 1], atol=1e-6)
+    assert feedback_metrics(algorithm, found, advantages, None)["advantage_std"] == pytest.approx(
+        trained.std()
+    )
+    # The group's mean is of all its responses, as published, whatever carries loss.
+    plain = dataclasses.replace(algorithm, whiten=False)
+    centred = estimate(plain, found)[0]
+    mean_reward = np.mean([*EARNED[:3], 1e3, *EARNED[4:]])
+    np.testing.assert_allclose(centred[found.response_index == 0], EARNED[0] - mean_reward)

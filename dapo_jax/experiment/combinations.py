@@ -1,14 +1,81 @@
-"""Which parts of an algorithm don't go together, and with which run they make no sense."""
+"""Which parts of an algorithm don't go together, and which settings nothing would read."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.config import Config, Rollout, Sampler
-from dapo_jax.experiment.settings import require
+from dapo_jax.experiment.config import Config, Optimizer, Rollout, Sampler
+from dapo_jax.experiment.settings import leaves, require
 
 # Estimators by what they need; one that is in none of these needs nothing.
 OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")
 OF_VALUES = ("gae", "length_adaptive_gae")
 PER_TOKEN = ("reward_to_go", *OF_VALUES)
 OF_NO_REWARD = ("one", "preference")
+
+
+def _one_of(*values: str) -> Callable[[str], bool]:
+    return lambda value: value in values
+
+
+# Who reads a setting: the settings that decide it, and for which values of theirs it is read. What
+# nothing reads has to keep its default, or someone waits for its effect. What is not listed is
+# always read, or has a check of its own below.
+READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
+    "algorithm.gamma": ("algorithm.advantage", _one_of(*PER_TOKEN)),
+    "algorithm.lambda_policy": ("algorithm.advantage", _one_of("gae")),
+    "algorithm.lambda_value": ("algorithm.advantage", _one_of(*OF_VALUES)),
+    "algorithm.lambda_alpha": ("algorithm.advantage", _one_of("length_adaptive_gae")),
+    "algorithm.preference_beta": ("algorithm.advantage", _one_of("preference")),
+    "algorithm.critic_pretrain_steps": ("algorithm.critic", bool),
+    "algorithm.value_clip": ("algorithm.critic", bool),
+    "algorithm.clip_low": ("algorithm.clip", bool),
+    "algorithm.clip_high": ("algorithm.clip", bool),
+    "algorithm.overlong_buffer_share": ("algorithm.overlong_punishment", bool),
+    "algorithm.kl_estimator": ("algorithm.kl", _one_of("loss", "reward")),
+    "algorithm.old_logprobs": (
+        "algorithm.ratio algorithm.kl algorithm.advantage",
+        lambda ratio, kl, advantage: ratio != "none" or kl == "reward" or advantage == "preference",
+    ),
+    "critic.folder": ("algorithm.critic", bool),
+    **{
+        f"critic.optimizer.{field.name}": ("algorithm.critic", bool)
+        for field in dataclasses.fields(Optimizer)
+    },
+    "model.reference_folder": ("algorithm.reference", bool),
+    "reward.threshold": ("reward.correct", _one_of("threshold")),
+    "reward.min_spread": ("reward.correct", _one_of("spread")),
+    "lora.alpha": ("lora.rank", bool),
+    "lora.targets": ("lora.rank", bool),
+    "data.few_shot": ("data.template", _one_of("few_shot")),
+    "data.system_prompt": ("data.template", _one_of("chat")),
+}
+
+
+def is_read(name: str, values: dict[str, Any]) -> bool:
+    """Whether anything reads that setting of a run.
+
+    Args:
+        values: of all settings, by dotted name.
+    """
+    deciding, reads = READ_WHERE[name]
+    return reads(*(values[decider] for decider in deciding.split()))
+
+
+def check_unread(config: Config) -> None:
+    """Raises `ConfigError` for the first setting that was changed and that nothing reads."""
+    values = {name: value for name, _, value in leaves(config)}
+    defaults = {name: value for name, _, value in leaves(Config())}
+    for name, (deciding, _) in READ_WHERE.items():
+        reason = " and ".join(f"{decider} = {values[decider]!r}" for decider in deciding.split())
+        default = "empty" if defaults[name] == "" else repr(defaults[name])
+        require(
+            values[name] == defaults[name] or is_read(name, values),
+            name,
+            values[name],
+            f"{default} with {reason}: nothing reads it",
+        )
 
 
 def _check_updates(algorithm: Algorithm, rollout: Rollout) -> None:
@@ -86,19 +153,13 @@ def _check_ratio(algorithm: Algorithm, sampler: Sampler) -> None:
     )
 
 
-def _check_reference(algorithm: Algorithm, reference_folder: str) -> None:
+def _check_reference(algorithm: Algorithm) -> None:
     kl, preferring = algorithm.kl != "none", algorithm.advantage == "preference"
     require(
         algorithm.reference == (kl or preferring),
         "algorithm.reference",
         algorithm.reference,
         "true, for the KL or the preference" if kl or preferring else "false: nothing reads it",
-    )
-    require(
-        algorithm.reference or not reference_folder,
-        "model.reference_folder",
-        reference_folder,
-        "empty without algorithm.reference",
     )
     require(
         kl == (algorithm.kl_coefficient > 0),
@@ -118,6 +179,15 @@ def _check_reference(algorithm: Algorithm, reference_folder: str) -> None:
         algorithm.kl,
         f"'none' or 'loss': algorithm.advantage = {algorithm.advantage!r} reads no reward",
     )
+    # E[penalty * grad log p] is the KL's gradient for k1. The others are positive also where the
+    # policy has too little probability, and take more of it away there.
+    require(
+        algorithm.kl != "reward" or algorithm.kl_estimator == "k1",
+        "algorithm.kl_estimator",
+        algorithm.kl_estimator,
+        "'k1' with algorithm.kl = 'reward': as a penalty there, k2 and k3 push the policy away "
+        "from the reference",
+    )
 
 
 def _check_advantage(algorithm: Algorithm) -> None:
@@ -132,18 +202,6 @@ def _check_advantage(algorithm: Algorithm) -> None:
         "algorithm.trained_responses",
         algorithm.trained_responses,
         "'all' with a critic, which learns from every response",
-    )
-    require(
-        algorithm.lambda_policy == 1 or algorithm.advantage == "gae",
-        "algorithm.lambda_policy",
-        algorithm.lambda_policy,
-        f"1 with algorithm.advantage = {algorithm.advantage!r}, which does not read it",
-    )
-    require(
-        algorithm.gamma == 1 or algorithm.advantage in PER_TOKEN,
-        "algorithm.gamma",
-        algorithm.gamma,
-        f"1 with algorithm.advantage = {algorithm.advantage!r}, which does not read it",
     )
 
 
@@ -169,6 +227,13 @@ def _check_imitation(algorithm: Algorithm) -> None:
         "algorithm.whiten",
         algorithm.whiten,
         f"false: algorithm.advantage = {algorithm.advantage!r} is no estimate from rewards",
+    )
+    require(
+        not algorithm.whiten or algorithm.trained_responses == "all",
+        "algorithm.whiten",
+        algorithm.whiten,
+        f"false with algorithm.trained_responses = {algorithm.trained_responses!r}: centred among "
+        "themselves, half of the right answers would be pushed down",
     )
     require(
         not algorithm.token_weights or not preferring,
@@ -202,5 +267,5 @@ def check_algorithm(config: Config) -> None:
     _check_advantage(algorithm)
     _check_imitation(algorithm)
     _check_ratio(algorithm, config.sampler)
-    _check_reference(algorithm, config.model.reference_folder)
+    _check_reference(algorithm)
     _check_updates(algorithm, config.rollout)

@@ -204,7 +204,9 @@ class Critic:
 
     folder: str = setting("", "A policy's or a reward model's folder; empty: model.folder.")
     pretrain_steps: int = setting(
-        0, "First rollout steps that train the critic alone, on the policy as it is."
+        -1,
+        "First rollout steps that train the critic alone, on the policy as it is; -1: as many as "
+        "algorithm.critic_pretrain_steps.",
     )
     optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=2e-6))
 
@@ -284,6 +286,11 @@ class Config:
     checkpoint: Checkpoint = _section(Checkpoint)
     evaluation: Evaluation = _section(Evaluation)
     log: Log = _section(Log)
+
+    def critic_pretrain_steps(self) -> int:
+        """First steps that train the critic alone: the setting, or what the algorithm says."""
+        steps = self.critic.pretrain_steps
+        return self.algorithm.critic_pretrain_steps if steps < 0 else steps
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ those are opened, before anything is compiled.
 
 import math
 
-from dapo_jax.experiment.combinations import check_algorithm
+from dapo_jax.experiment.combinations import check_algorithm, check_unread
 from dapo_jax.experiment.config import SHAPING, Config, Data, Examples, Mesh, ServeConfig, SftConfig
 from dapo_jax.experiment.settings import leaves, require
 
@@ -26,7 +26,7 @@ CHOICES = {
 AT_LEAST_ZERO = (
     "algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.value_clip "
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
-    "algorithm.importance_cap reward.min_spread critic.pretrain_steps sampler.top_k "
+    "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
     "shutdown_seconds lora.rank"
@@ -150,18 +150,18 @@ def _check_reward(config: Config) -> None:
         reward.correct,
         "'verifier' or 'threshold': the algorithm asks which responses are right",
     )
-    alone, total = config.critic.pretrain_steps, config.total_steps
+
+
+def _check_pretraining(config: Config) -> None:
+    own, preset = config.critic.pretrain_steps, config.algorithm.critic_pretrain_steps
+    require(own >= -1, "critic.pretrain_steps", own, "at least 0, or -1 (as the algorithm says)")
+    alone, total = config.critic_pretrain_steps(), config.total_steps
+    meant = f"; -1 means algorithm.critic_pretrain_steps = {preset}" if own < 0 else ""
     require(
-        alone < total if config.algorithm.critic else alone == 0,
+        alone < total if config.algorithm.critic else own <= 0,
         "critic.pretrain_steps",
-        alone,
-        f"below total_steps = {total}" if config.algorithm.critic else "0 without a critic",
-    )
-    require(
-        config.algorithm.critic or not config.critic.folder,
-        "critic.folder",
-        config.critic.folder,
-        "empty without algorithm.critic",
+        own,
+        f"below total_steps = {total}{meant}" if config.algorithm.critic else "0 without a critic",
     )
 
 
@@ -185,9 +185,6 @@ def validate(config: Config | SftConfig | ServeConfig) -> None:
         )
     else:
         _check_terms("data", config.data)
-        template, system = config.data.template, config.data.system_prompt
-        allowed = f"empty with data.template = {template!r}, which does not show it"
-        require(template == "chat" or not system, "data.system_prompt", system, allowed)
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)
         _check_heldout(config.data)
@@ -196,3 +193,5 @@ def validate(config: Config | SftConfig | ServeConfig) -> None:
         require(not rank or not freeze, "model.freeze_layers", freeze, allowed)
         check_algorithm(config)
         _check_reward(config)
+        _check_pretraining(config)
+        check_unread(config)

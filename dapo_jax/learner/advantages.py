@@ -28,7 +28,7 @@ class Feedback:
     response_index: Int[np.ndarray, "*M R T"]  # -1 off the responses
     groups: Int[np.ndarray, "B"]
     correct: Bool[np.ndarray, "B"]
-    tokens: Int[np.ndarray, "B"]  # trained ones: 0 where a response carries no loss
+    trained: Bool[np.ndarray, "*M R T"]  # tokens that may carry loss: not filtered, not weighed 0
     rewards: Float[np.ndarray, "B"]
     token_rewards: Float[np.ndarray, "*M R T"]
     values: Float[np.ndarray, "*M R T"] | None = None
@@ -37,6 +37,11 @@ class Feedback:
     @property
     def on_response(self) -> Bool[np.ndarray, "*M R T"]:
         return self.response_index >= 0
+
+    @property
+    def tokens(self) -> Int[np.ndarray, "B"]:
+        """Trained ones of each response."""
+        return np.bincount(self.response_index[self.trained], minlength=len(self.groups))
 
     @property
     def continues(self) -> Bool[np.ndarray, "*M R T"]:
@@ -57,6 +62,7 @@ def gather_feedback(
     *,
     penalties: Float[np.ndarray, "*M R T"] | None = None,
     log_ratios: Float[np.ndarray, "*M R T"] | None = None,
+    trained: Bool[np.ndarray, "*M R T"] | None = None,
     **known: np.ndarray | None,
 ) -> Feedback:
     """Feedback from what responses earned and what each of their tokens cost.
@@ -65,6 +71,7 @@ def gather_feedback(
         earned: rewards before the penalties.
         penalties: what stands off the responses is ignored, here as in `log_ratios`.
         log_ratios: old minus reference log-probs.
+        trained: None means every token of the responses.
         known: the remaining fields of `Feedback`.
     """
     on, rewards, token_rewards = response_index >= 0, earned, np.zeros(response_index.shape)
@@ -74,7 +81,8 @@ def gather_feedback(
     if log_ratios is not None:
         sums = _sum_over_responses(log_ratios, response_index, len(earned))
         known["reference_log_ratios"] = sums
-    feedback = Feedback(response_index, rewards=rewards, token_rewards=token_rewards, **known)
+    known |= {"rewards": rewards, "trained": on if trained is None else trained}
+    feedback = Feedback(response_index, token_rewards=token_rewards, **known)
     last = on & ~feedback.continues
     token_rewards[last] += earned[response_index[last]]
     return feedback
@@ -227,20 +235,23 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def whiten(values: np.ndarray, on_response: np.ndarray) -> np.ndarray:
-    """(x - mean) / sqrt(var + 1e-8) over all response tokens of the batch, var with ddof = 1."""
-    chosen = values[on_response]
+def whiten(values: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """(x - mean) / sqrt(var + 1e-8) over the batch's trained tokens, var with ddof = 1; else 0.
+
+    Tokens without loss would shift and scale what the others are told.
+    """
+    chosen = values[trained]
     if chosen.size < 2:
         return np.zeros_like(values)
     scale = 1 / np.sqrt(chosen.var(ddof=1) + WHITEN_EPSILON)
-    return np.where(on_response, (values - chosen.mean()) * scale, 0.0)
+    return np.where(trained, (values - chosen.mean()) * scale, 0.0)
 
 
 def estimate(algorithm: Algorithm, feedback: Feedback) -> tuple[np.ndarray, np.ndarray | None]:
     """Advantages, and the returns that a critic learns (never whitened; None without values)."""
     advantages = ESTIMATORS[algorithm.advantage](algorithm, feedback)
     if algorithm.whiten:
-        advantages = whiten(advantages, feedback.on_response)
+        advantages = whiten(advantages, feedback.trained)
     if feedback.values is None:
         return np.float32(advantages), None
     gains = generalised_advantages(algorithm, feedback, algorithm.lambda_value)

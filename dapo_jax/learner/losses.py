@@ -54,12 +54,12 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}
 
 
 def k1(logprobs: Array, reference_logprobs: Array) -> Array:
-    """log p - log ref: unbiased, of either sign; without a useful gradient in a loss."""
+    """log p - log ref: unbiased, of either sign; useful in a reward, without gradient in a loss."""
     return logprobs - reference_logprobs
 
 
 def k2(logprobs: Array, reference_logprobs: Array) -> Array:
-    """(log p - log ref)^2 / 2: its gradient is that of the KL, on policy."""
+    """(log p - log ref)^2 / 2: in a loss its gradient is that of the KL, on policy."""
     return jnp.square(logprobs - reference_logprobs) / 2
 
 
@@ -93,7 +93,8 @@ def policy_loss(
         segment_ids: the response of a token within its row, for ratios of whole responses.
 
     Returns:
-        the loss and {"clipped_low", "clipped_high"}: 1 where that side cut the gradient.
+        the loss and {"clipped_low", "clipped_high", "clipped_dual"}: 1 where that bound cut the
+        gradient.
     """
     trained = mask > 0
     # Select before the exp: whatever stands on padding must not reach it (NaN times 0 is NaN).
@@ -104,12 +105,15 @@ def policy_loss(
     # Strict comparisons: on a bound (a clip of 0 puts r = 1 there) the gradient is still whole.
     bounded = jnp.where(below, low, jnp.where(above, high, ratio))
     loss = jnp.maximum(-advantages * ratio, -advantages * bounded)
+    capped = jnp.zeros_like(below)
     if algorithm.dual_clip:
-        capped = jnp.minimum(loss, -advantages * algorithm.dual_clip)
-        loss = jnp.where(advantages < 0, capped, loss)
+        cap = -advantages * algorithm.dual_clip
+        capped = (advantages < 0) & (loss > cap)
+        loss = jnp.where(capped, cap, loss)
     clipped = {
         "clipped_low": (trained & (advantages < 0) & below).astype(jnp.float32),
         "clipped_high": (trained & (advantages > 0) & above).astype(jnp.float32),
+        "clipped_dual": (trained & capped).astype(jnp.float32),
     }
     return jnp.where(trained, loss, 0.0), clipped
 
@@ -138,7 +142,8 @@ def value_loss(
     error = jnp.square(values - returns)
     if not clip:
         return error / 2, jnp.zeros_like(error)
-    limited = old_values + jnp.clip(values - old_values, -clip, clip)
+    # Clipping the difference would round, and so move, also values within the clip.
+    limited = jnp.clip(values, old_values - clip, old_values + clip)
     limited_error = jnp.square(limited - returns)
     cut = (limited_error > error).astype(jnp.float32)
     return jnp.maximum(error, limited_error) / 2, cut

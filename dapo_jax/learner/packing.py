@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Bool
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.learner.advantages import spread
@@ -118,19 +119,19 @@ def nth(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda array: array[index], tree)
 
 
-def trained_tokens(segments: Sequence[Segment], algorithm: Algorithm) -> np.ndarray:
-    """[B] response tokens that may carry loss: not filtered as overlong, not weighed 0."""
-    return np.array(
-        [
-            0
-            if s.completion.truncated and algorithm.overlong_filtering
-            else len(s.completion)
-            if s.token_weights is None
-            else np.count_nonzero(s.token_weights)
-            for s in segments
-        ],
-        int,
-    )
+def trained_tokens(
+    segments: Sequence[Segment], algorithm: Algorithm
+) -> list[Bool[np.ndarray, "n"]]:
+    """Which tokens of each response may carry loss: not filtered as overlong, not weighed 0."""
+
+    def of_response(segment: Segment) -> np.ndarray:
+        if segment.completion.truncated and algorithm.overlong_filtering:
+            return np.zeros(len(segment.completion), bool)
+        if segment.token_weights is None:
+            return np.ones(len(segment.completion), bool)
+        return np.asarray(segment.token_weights) > 0
+
+    return [of_response(segment) for segment in segments]
 
 
 def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) -> np.ndarray:
@@ -149,27 +150,37 @@ def make_batch(
     returns: np.ndarray | None,
     algorithm: Algorithm,
     budget: int,
+    planned_groups: int | None = None,
 ) -> TrainBatch:
-    """One minibatch with its weights, from its own counts. Arrays are [M, R, T]."""
+    """One minibatch with its weights, from its own counts. Arrays are [M, R, T].
+
+    Where a starved step leaves fewer groups than planned, each weighs as much as one of a whole
+    minibatch: all weights are multiplied by groups present / groups planned.
+
+    Args:
+        planned_groups: of a whole minibatch; None: as many as there are.
+    """
     index = scored.rollouts.response_index
     correct = np.array([segment.correct for segment in segments], bool)
     groups = np.array([segment.prompt.index for segment in segments])
-    per_response = response_weights(
-        algorithm, trained_tokens(segments, algorithm), groups, correct, budget
-    )
+    tokens = np.array([mask.sum() for mask in trained_tokens(segments, algorithm)], int)
+    per_response = response_weights(algorithm, tokens, groups, correct, budget)
 
     def of_responses(values: np.ndarray) -> np.ndarray:
         whole = np.zeros(1 + max((segment.index for segment in segments), default=0))
         whole[[segment.index for segment in segments]] = values
         return spread(whole, index)
 
-    weights = of_responses(per_response)
+    present = len(np.unique(groups))
+    share = present / (planned_groups or present)
+    weights = share * of_responses(per_response)
     if algorithm.token_weights:
         weights *= place_tokens([s.token_weights for s in segments], index)
     trained, nll_weights, value_weights = weights > 0, None, None
     if algorithm.positive_nll_coefficient:
         right = trained & (of_responses(correct) > 0)
-        nll_weights = np.float32(algorithm.positive_nll_coefficient * right / max(1, right.sum()))
+        coefficient = share * algorithm.positive_nll_coefficient
+        nll_weights = np.float32(coefficient * right / max(1, right.sum()))
     if returns is not None:
-        value_weights = np.float32(trained / max(1, trained.sum()))
+        value_weights = np.float32(share * trained / max(1, trained.sum()))
     return TrainBatch(scored, advantages, np.float32(weights), nll_weights, returns, value_weights)

@@ -34,6 +34,7 @@ def token_metrics(
         "mean_probability": probability,
         "clip_fraction_low": clipped["clipped_low"],
         "clip_fraction_high": clipped["clipped_high"],
+        "clip_fraction_dual": clipped["clipped_dual"],
         "kl_sampler_trainer": sampler - trainer,
         "policy_nll": -logprobs,
     }

@@ -16,10 +16,13 @@ from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
 def _of_chunk(head: Float[Array, "D V"], temperature: float, hidden, targets):
     logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     logits = logits / temperature
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    # Less the largest first, as the sampler: the difference of two large numbers has few digits.
+    logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    powers = jnp.exp(logits)
+    total = jnp.sum(powers, axis=-1)
     drawn = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    entropy = normaliser - jnp.sum(jax.nn.softmax(logits, axis=-1) * logits, axis=-1)
-    return drawn - normaliser, entropy
+    normaliser = jnp.log(total)
+    return drawn - normaliser, normaliser - jnp.sum(powers * logits, axis=-1) / total
 
 
 def head_logprobs(

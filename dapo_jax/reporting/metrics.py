@@ -22,16 +22,20 @@ from dapo_jax.structs import Completion, Group, Mean
 
 # Every name that a step logs, with the sentence that the README shows.
 MEANINGS = {
-    "reward": "Mean shaped reward over all judged responses, before filtering.",
-    "accuracy": "Share of right answers over all judged responses, before filtering.",
+    "reward": "Mean shaped reward over judged responses, before filtering; without the surplus.",
+    "accuracy": "Share of right answers over the same responses.",
+    "surplus_groups": "Groups judged beyond the last one that the step used: fast finishers, a "
+    "biased sample, asked again in the next step. Costs count them (sampled tokens, verdicts, "
+    "failures, broken groups); means and shares of a step leave them out.",
     "kept_fraction": "Share of judged groups that carry signal: right and wrong answers, or a "
-    "spread of rewards where the config asks for that.",
+    "spread of rewards where the config asks for that; without the surplus.",
     "all_right_fraction": "Share of judged groups where every answer is right; it grows as the "
     "task is learned (DAPO, figure 3b).",
     "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
     "trained_groups": "Groups that the updates of this step saw.",
     "starved": "1 where too few groups carried signal after max_sample_rounds.",
-    "sampled_to_kept_tokens": "Sampled tokens per trained token: the price of dynamic sampling.",
+    "sampled_to_kept_tokens": "Sampled tokens, those of the surplus and of stopped responses too, "
+    "per trained token: the price of dynamic sampling.",
     "response_tokens_mean": "Mean response length, end token included.",
     "response_tokens_max": "Longest response.",
     "truncated_fraction": "Share of responses cut off by the budget before their end token.",
@@ -39,24 +43,26 @@ MEANINGS = {
     "response_tokens_wrong": "Mean length of wrong responses.",
     "answer_not_found_rate": "Share of responses in which the verifier found no answer; high at "
     "the start means that template and verifier disagree.",
-    "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong.",
-    "verdicts": "Responses by how their verdict came about, as `verdicts/direct` (strings, exact "
-    "numbers), `/algebra`, `/remembered`, `/scorer` (of a gym task), `/no_marker`, "
-    "`/truncated_box`, `/too_long`, `/failed`.",
+    "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong; "
+    "with the surplus.",
+    "verdicts": "Responses, with the surplus, by how their verdict came about, as "
+    "`verdicts/direct` (strings, exact numbers), `/algebra`, `/remembered`, `/scorer` (of a gym "
+    "task), `/no_marker`, `/truncated_box`, `/too_long`, `/failed`.",
     "reward_parts": "Mean of every weighted part of the reward, as `reward_parts/rule`.",
-    "broken_groups": "Groups dropped because a reward part raised or gave no finite number.",
+    "broken_groups": "Groups dropped because a reward part raised or gave no finite number; with "
+    "the surplus.",
     "repetition": "Share of 8-token windows that occur earlier in the same response.",
     "reflection_fraction": "Share of responses with a reflection word (wait, recheck, again, ...).",
     "accuracy_with_reflection": "Accuracy of the responses with a reflection word.",
     "accuracy_without_reflection": "Accuracy of the others.",
-    "advantage_std": "Standard deviation of the advantages over response tokens.",
+    "advantage_std": "Standard deviation of the advantages over trained tokens.",
     "loss": "Policy loss, mean over the step's updates: a surrogate, whose gradient matters. With "
     "coefficient 1 it stays at -1: read policy_nll; of DPO read preference_loss.",
     "entropy": "Mean entropy of the policy on trained tokens, in nats; collapse shows here first.",
     "kl_reference": "Mean KL of the policy to the reference (k3), in nats per token.",
     "importance_weight": "Mean weight that corrects the sampler's arithmetic (importance_cap).",
-    "explained_variance": "1 - variance of (return - value) / variance of the returns, before the "
-    "update; near 0 the critic knows nothing.",
+    "explained_variance": "1 - variance of (return - value) / variance of the returns, on trained "
+    "tokens before the update; near 0 the critic knows nothing.",
     "value_loss": "Loss of the critic, mean over the step's updates.",
     "value_gradient_norm": "The critic's global gradient norm before clipping.",
     "value_skipped_updates": "Share of the critic's updates whose gradient was not finite.",
@@ -68,6 +74,8 @@ MEANINGS = {
     "mean_probability": "Mean probability of trained tokens under the policy before the update.",
     "clip_fraction_low": "Share of trained tokens whose gradient the lower clip cut.",
     "clip_fraction_high": "Share of trained tokens whose gradient the upper clip cut.",
+    "clip_fraction_dual": "Share of trained tokens whose gradient the dual clip cut: negative "
+    "advantage, ratio above dual_clip.",
     "up_clipped_probability": "Mean old probability of up-clipped tokens (DAPO, figure 3a).",
     "kl_sampler_trainer": "Mean log-prob difference, sampler minus trainer; near 0 where both "
     "compute the same policy.",
@@ -115,12 +123,11 @@ def mean_or_zero(values: Any) -> float:
 
 
 def response_metrics(groups: list[Group]) -> dict[str, float]:
-    """Everything that responses and verdicts tell, over all judged groups."""
+    """Means and shares over the responses of those groups."""
     completions: list[Completion] = [c for group in groups for c in group.completions]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     correct = np.array([right for group in groups for right in group.correct], bool)
     lengths = np.array([len(completion) for completion in completions])
-    decided = collections.Counter(verdict.decided for verdict in verdicts)
     reflects = np.array([bool(REFLECTION.search(c.text)) for c in completions], bool)
     return {
         "reward": mean_or_zero([reward for group in groups for reward in group.rewards]),
@@ -131,8 +138,6 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
         "response_tokens_right": mean_or_zero(lengths[correct]),
         "response_tokens_wrong": mean_or_zero(lengths[~correct]),
         "answer_not_found_rate": mean_or_zero([v.extracted is None for v in verdicts]),
-        "verifier_failures": float(sum(v.failure is not None for v in verdicts)),
-        **{f"verdicts/{how}": float(n) for how, n in decided.items() if how},
         "repetition": mean_or_zero([repetition(c.tokens) for c in completions]),
         "reflection_fraction": mean_or_zero(reflects),
         "accuracy_with_reflection": mean_or_zero(correct[reflects]),
@@ -140,10 +145,20 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
+def verdict_counts(groups: list[Group]) -> dict[str, float]:
+    """How the verdicts on those groups came about, and how many did not."""
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    decided = collections.Counter(verdict.decided for verdict in verdicts)
+    return {
+        "verifier_failures": float(sum(v.failure is not None for v in verdicts)),
+        **{f"verdicts/{how}": float(n) for how, n in decided.items() if how},
+    }
+
+
 def rollout_metrics(
     collected: Collected, counts: SamplerCounts, clock: "Clock"
 ) -> dict[str, float]:
-    """Filtering and its price, beside `response_metrics` of all judged groups."""
+    """Means over the groups before next_position; counts of cost over everything judged."""
     judged = max(1, len(collected.judged))
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
     parts = {
@@ -152,12 +167,14 @@ def rollout_metrics(
     }
     return (
         response_metrics(collected.judged)
+        | verdict_counts(collected.judged + collected.surplus)
         | parts
         | {
             "broken_groups": float(len(collected.broken)),
             "kept_fraction": collected.with_signal / judged,
             "all_right_fraction": collected.all_right / judged,
             "all_wrong_fraction": collected.all_wrong / judged,
+            "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
             "sampled_to_kept_tokens": (counts.tokens + counts.abandoned_tokens)
             / max(1, trained_tokens),
@@ -179,7 +196,7 @@ def feedback_metrics(
     algorithm: Algorithm, feedback: Feedback, advantages: np.ndarray, returns: np.ndarray | None
 ) -> dict[str, float]:
     """What the advantages, and where there are any the values and the pairs, tell."""
-    on = feedback.on_response
+    on = feedback.trained
     values = {"advantage_std": float(advantages[on].std()) if on.any() else 0.0}
     if returns is not None and on.any():
         variance = float(returns[on].var())
@@ -287,8 +304,9 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def write_rollouts(run_dir: pathlib.Path, step: int, groups: list[Group]) -> None:
+def write_rollouts(run_dir: pathlib.Path, step: int, collected: Collected) -> None:
     """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent."""
+    groups = collected.judged + collected.surplus + collected.broken
     folder = run_dir / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.jsonl"
@@ -302,6 +320,7 @@ def write_rollouts(run_dir: pathlib.Path, step: int, groups: list[Group]) -> Non
                     "prompt_id": group.prompt.id,
                     "index": group.prompt.index,
                     "sample": i,
+                    "surplus": group.prompt.index >= collected.next_position,
                     "prompt": group.prompt.text,
                     "response": completion.text,
                     "answer": group.prompt.answer,
