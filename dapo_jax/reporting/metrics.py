@@ -46,7 +46,8 @@ MEANINGS = {
     "verifier_failures": "Responses whose verdict was a time-out or an error, counted as wrong; "
     "with the surplus.",
     "verdicts": "Responses, with the surplus, by how their verdict came about, as "
-    "`verdicts/direct` (strings, exact numbers), `/algebra`, `/remembered`, `/scorer` (of a gym "
+    "`verdicts/direct` (strings, exact numbers), `/algebra`, `/remembered`, `/undecided` (no proof "
+    "either way: wrong), `/unfinished` (right, but not worked out: wrong), `/scorer` (of a gym "
     "task), `/no_marker`, `/truncated_box`, `/too_long`, `/failed`.",
     "reward_parts": "Mean of every weighted part of the reward, as `reward_parts/rule`.",
     "broken_groups": "Groups dropped because a reward part raised or gave no finite number; with "

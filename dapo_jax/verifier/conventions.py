@@ -54,12 +54,15 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
     ours, theirs = read(mine), read(gold)
     if ours.kind == "relation" and theirs.kind != "relation":  # x = value, or a chain
         ours = next((item for item in ours.items if _is_finished(item.text)), ours.items[-1])
-    found = _values(ours)
-    if all(map(_is_finished, found)):
-        return False
-    if all(map(_is_finished, _values(theirs))) and not has_words(mine):
+    found, wanted = _values(ours), _values(theirs)
+    copied = compact(mine) in compact(normalise(problem))
+    if all(map(_is_finished, found)):  # 3/20 of the problem is not the decimal asked for
+        return copied and any(map(_FRACTION.fullmatch, found)) > any(
+            map(_FRACTION.fullmatch, wanted)
+        )
+    if all(map(_is_finished, wanted)) and not has_words(mine):
         return bool(_OPERATION.search(mine))
-    return bool(_OPERATION.search(mine)) and compact(mine) in compact(normalise(problem))
+    return copied and bool(_OPERATION.search(mine))
 
 
 def as_percentage(prediction: str, problem: str) -> str | None:

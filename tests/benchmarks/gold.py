@@ -2,14 +2,19 @@
 
     python tests/benchmarks/gold.py data/*.json*
 
-Prints a row per file: problems, malformed rows, and how many gold answers equal themselves, their
-boxed form, and what their reference solution ends in, where that says so by a marker.
+Prints a row per file: problems, malformed rows, how many gold answers equal themselves, their boxed
+form, and what their reference solution ends in, where that says so by a marker; how many of those
+that are right count as unfinished, which is what reward.unfinished=wrong costs; and how many
+problems a box around their longest formula answers, by value and where unfinished ones are wrong.
 """
 
+import re
 import sys
 
 from dapo_jax.data.files import read_problems
+from dapo_jax.structs import Problem
 from dapo_jax.verifier import is_equivalent
+from dapo_jax.verifier.conventions import is_unfinished
 from dapo_jax.verifier.extraction import extract
 
 
@@ -19,13 +24,26 @@ def reference(solution: str) -> str | None:
     return solution if found.text is not None and found.how != "line" else None
 
 
+def echoes(problems: list[Problem]) -> tuple[int, int]:
+    """Problems that their own longest formula answers: by value, and finished."""
+    right = finished = 0
+    for problem in problems:
+        formula = max(re.findall(r"\$+([^$]+)\$", problem.text), key=len, default="")
+        if formula and is_equivalent(rf"\boxed{{{formula}}}", problem.answer):
+            right += 1
+            finished += not is_unfinished(formula, problem.answer, problem.text)
+    return right, finished
+
+
 def main() -> int:
     """The exit code: 1 where anything is not right."""
-    print("| file | problems | malformed | itself | boxed | solution |\n|---|---|---|---|---|---|")
+    names = "file problems malformed itself boxed solution unfinished echo finished".split()
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     failures = []
     for path in sys.argv[1:]:
         loaded = read_problems((path,), path, 10)
         tries = {"itself": [], "boxed": [], "solution": []}
+        unfinished = 0
         for problem in loaded.problems:
             shapes = {
                 "itself": problem.answer,
@@ -38,8 +56,12 @@ def main() -> int:
                 tries[shape].append(is_equivalent(text, problem.answer))
                 if not tries[shape][-1]:
                     failures.append((path, problem.id, shape, problem.answer))
-        rates = " | ".join(f"{sum(t)} of {len(t)}" for t in tries.values())
-        print(f"| {path} | {len(loaded.problems)} | {loaded.counts['malformed']} | {rates} |")
+                elif is_unfinished(extract(text).text or text, problem.answer, problem.text):
+                    unfinished += 1
+                    failures.append((path, problem.id, f"{shape} unfinished", problem.answer))
+        rates = [f"{sum(t)} of {len(t)}" for t in tries.values()]
+        row = [path, len(loaded.problems), loaded.counts["malformed"], *rates, unfinished]
+        print("| " + " | ".join(map(str, [*row, *echoes(loaded.problems)])) + " |")
     for failure in failures:
         print(*failure)
     return 1 if failures else 0
