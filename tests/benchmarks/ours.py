@@ -16,6 +16,7 @@ import time
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -40,7 +41,7 @@ from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
 from dapo_jax.train import RunState, train_step
 
 VOCAB, PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 512, 8, 8, 32, 128
-NEVER = VOCAB + 7  # an end token that can't be drawn: every response takes its whole budget
+END, NEVER = VOCAB - 1, VOCAB  # NEVER can't be drawn: every response takes its whole budget
 DECODER = DecoderConfig(
     vocab=VOCAB,
     layers=4,
@@ -66,7 +67,7 @@ class RandomPrompts:
 
 def write_folder(folder: pathlib.Path) -> None:
     """A random model of the peers' shape with a tokenizer of 512 words."""
-    saving.save_folder(folder, nn.unbox(init_params(DECODER, jax.random.key(0))), DECODER, (NEVER,))
+    saving.save_folder(folder, nn.unbox(init_params(DECODER, jax.random.key(0))), DECODER, (END,))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
@@ -149,6 +150,7 @@ def main() -> None:
         write_folder(pathlib.Path(folder))
         parts = build(make_config(pathlib.Path(folder)))
         parts.prompts = RandomPrompts()
+        parts.sampler._engine._end_ids = jnp.asarray([NEVER])  # which no folder may say
         params = parts.first_params()
     sampled = PROMPTS * GROUP * NEW_TOKENS
     seen = PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS)

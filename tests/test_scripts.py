@@ -1,0 +1,68 @@
+"""Every script of the repository does its work on something small: what nothing runs breaks."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(script: str, *arguments: object) -> str:
+    """What the script prints. Fails where it does."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_attacks_on_the_verifier_are_refused():
+    told = run("tests/attack_verifier.py", "--golds", 12, "--every", 5)
+    totals = json.loads(told.splitlines()[-1])
+    assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
+
+
+def test_the_fuzzer_finds_nothing():
+    assert "nothing did harm" in run("tests/fuzz_verifier.py", "--minutes", 0.02)
+
+
+def test_gold_answers_equal_themselves(tmp_path):
+    rows = [
+        {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
+        {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
+    ]
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = run("tests/benchmarks/gold.py", path)
+    assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 | 0 | 2 | 0 |" in told
+
+
+def test_the_verifiers_benchmark_times_it():
+    arguments = ("--responses", 64, "--characters", 500, "--workers", 1)
+    lines = [
+        json.loads(line) for line in run("tests/benchmarks/verifier.py", *arguments).splitlines()
+    ]
+    assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
+
+
+def test_loading_is_measured_on_a_folder():
+    folder = ROOT / "tests/fixtures/models/qwen3"
+    assert json.loads(run("tests/benchmarks/loading.py", folder, "measure"))["files"] > 0
+
+
+def test_our_benchmark_and_the_comparison_run():
+    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1)
+    seconds = json.loads(told.splitlines()[0])["seconds"]["dapo_jax"]
+    assert set(seconds) == {"rollout", "update", "step"} and min(seconds.values()) > 0
+
+
+@pytest.mark.slow
+def test_the_familys_table_is_made(tmp_path):
+    arguments = ("--seeds", 1, "--folder", tmp_path, "--presets", "dapo", "sft")
+    assert "| `dapo` |" in run("tests/benchmarks/family.py", *arguments, "--config.total_steps=2")
