@@ -57,9 +57,8 @@ def test_loading_is_measured_on_a_folder():
 
 
 def test_our_benchmark_and_the_comparison_run():
-    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1)
-    seconds = json.loads(told.splitlines()[0])["seconds"]["dapo_jax"]
-    assert set(seconds) == {"rollout", "update", "step"} and min(seconds.values()) > 0
+    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, "--only", "step")
+    assert json.loads(told.splitlines()[0])["seconds"]["dapo_jax"]["step"] > 0
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ def json_lines(command: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def ours(repeats: int) -> dict[str, float]:
+def ours(repeats: int, only: str) -> dict[str, float]:
     """Median seconds of each bench."""
-    lines = json_lines(f"{OURS} --repeats {repeats}")
+    lines = json_lines(f"{OURS} --repeats {repeats} --only {only}")
     return {line["bench"]: line["median_s"] for line in lines}
 
 
@@ -57,6 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default=",".join(BENCHES), help="what of ours is timed")
     parser.add_argument("--trl", help="command that runs the TRL script")
     parser.add_argument("--tunix", help="command that runs the Tunix script")
     args = parser.parse_args()
@@ -67,12 +68,12 @@ def main() -> None:
     }
     rounds = []
     for number in range(args.rounds):
-        seconds = {"dapo_jax": ours(args.repeats)}
+        seconds = {"dapo_jax": ours(args.repeats, args.only)}
         for name, (run, command) in peers.items():
             seconds[name] = run(command, args.repeats)
         rounds.append(seconds)
         print(json.dumps({"round": number, "seconds": seconds}), flush=True)
-    for bench in BENCHES:
+    for bench in args.only.split(","):
         for name in peers:
             ratios = [r[name][bench] / r["dapo_jax"][bench] for r in rounds]
             print(
