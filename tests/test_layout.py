@@ -20,8 +20,8 @@ verifier.extraction verifier.normalisation verifier.numerals verifier.structure 
 verifier.equivalence verifier.bounded verifier.expressions verifier.algebra verifier.regions
 verifier.judgement verifier.minerva verifier.verifier verifier.process verifier.remote
 experiment.settings experiment.hooks algorithms experiment.config experiment.combinations
-experiment.validation structs sharding prompts.chat prompts.tokenizer prompts.templates
-data.arithmetic data.gym data.formats data.files data.sources data.pipeline model.attention
+experiment.validation structs sharding marks folders prompts.chat prompts.tokenizer
+prompts.templates data.arithmetic data.gym data.formats data.files data.sources data.pipeline model.attention
 model.decoder model.families model.trained model.names model.huggingface model.saving
 model.logprobs sampler.sampling sampler.decoding sampler.engine sampler.rollout learner.advantages
 learner.losses learner.packing rewards.functions rewards.worker rewards.pool rewards.rule
