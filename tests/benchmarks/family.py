@@ -100,7 +100,7 @@ def supervised(root: pathlib.Path, seed: int) -> dict:
                 f"--config={RL}",
                 f"--config.seed={seed}",
                 f"--config.model.folder={path}",
-                f"--config.run_dir={folder}",
+                f"--config.run_dir={folder}_scores",
             )
             found[name] = json.loads(printed.splitlines()[-1])
         steps = runpy.run_path(SFT)["get_config"]().total_steps
