@@ -17,6 +17,7 @@ from dapo_jax.experiment.validation import validate
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.optimizer import SCHEDULES
+from dapo_jax.marks import RUN, check_free
 from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF
 from dapo_jax.rewards.functions import worker_parts
 from dapo_jax.verifier.verifier import VERIFIERS
@@ -57,6 +58,11 @@ def check(config: Any) -> None:
         )
 
 
+def check_run_dir(config: Config) -> None:
+    """Raises `ConfigError` where a run must not write."""
+    check_free("run_dir", config.run_dir, RUN)
+
+
 def describe_settings(kind: type) -> str:
     """Every setting with its type, default and explanation, a line each."""
     return "\n".join(
@@ -95,6 +101,7 @@ def load(
     short_names: Mapping[str, str] | None = None,
     *,
     needs_file: bool = True,
+    door: Callable[[Any], None] = lambda config: None,
 ) -> Any:
     """The checked config that the command line describes: `--config=FILE[:PRESET] --config.x=y`.
 
@@ -103,6 +110,8 @@ def load(
     Args:
         short_names: settings by the flag that may stand for them.
         needs_file: without it, overrides of the defaults are enough.
+        door: raises `ConfigError` where the command must not write; asked once the settings are
+            known to be good.
     """
     short_names = short_names or {}
     arguments = spell_out(sys.argv[1:], short_names)
@@ -135,6 +144,7 @@ def load(
             f"a file whose get_config() returns {kind.__name__}",
         )
         check(holder.value)
+        door(holder.value)
     except Exception as error:  # whatever a user's config file may raise
         # ml_collections puts the traceback of a config file's error into its message.
         print(f"error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
@@ -170,10 +180,9 @@ def guarded(work: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    """Checks the settings of a run and prints the model folder that they name."""
-    print(
-        load(Config, "Checks the settings of a run; arguments as for dapo_jax.main.").model.folder
-    )
+    """Checks a run's settings and folder, and prints the model folder that they name."""
+    usage = "Checks the settings of a run; arguments as for dapo_jax.main."
+    print(load(Config, usage, door=check_run_dir).model.folder)
 
 
 if __name__ == "__main__":

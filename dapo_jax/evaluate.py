@@ -13,6 +13,7 @@ import sys
 
 from dapo_jax import cli
 from dapo_jax.experiment.config import Config
+from dapo_jax.marks import EVALUATION, check_free
 
 SHORT_NAMES = {
     "model": "model.folder",
@@ -25,9 +26,17 @@ SHORT_NAMES = {
 }
 
 
+def check_folder(config: Config) -> None:
+    """Raises `ConfigError` where the evaluation must not write."""
+    if config.evaluation.out:
+        check_free("evaluation.out", config.evaluation.out, EVALUATION)
+    else:
+        cli.check_run_dir(config)
+
+
 def main() -> int:
     """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
-    config = cli.load(Config, __doc__, SHORT_NAMES)
+    config = cli.load(Config, __doc__, SHORT_NAMES, door=check_folder)
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
     from dapo_jax.evaluation.evaluation import evaluate
 

@@ -9,8 +9,8 @@ has config.json, tokenizer and generation settings of the model that the run beg
 
 import dataclasses
 import functools
+import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +21,8 @@ from dapo_jax import cli
 from dapo_jax.checkpoints import SavedPolicy, check_frozen
 from dapo_jax.experiment.config import ExportConfig, Lora
 from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.folders import replace
+from dapo_jax.marks import EXPORTED, check_free
 from dapo_jax.model import huggingface, names, saving
 from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
 from dapo_jax.model.trained import choose_trained, is_trained, merge, without_adapters
@@ -29,15 +31,13 @@ DTYPES = ("auto", *huggingface.DTYPES.values())
 
 
 def check(config: ExportConfig) -> None:
-    """Raises `ConfigError` for what the settings alone can tell."""
+    """Raises `ConfigError` for what the settings and the folder to write can tell."""
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
     require(config.dtype in DTYPES, "dtype", config.dtype, "one of " + ", ".join(DTYPES))
     require(config.step >= 0, "step", config.step, "at least 0")
     require(config.max_shard_gb > 0, "max_shard_gb", config.max_shard_gb, "above 0")
-    out = pathlib.Path(config.out)
-    free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    require(free, "out", config.out, "a new or empty folder")
+    check_free("out", config.out, EXPORTED)
 
 
 def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
@@ -103,18 +103,12 @@ def export(config: ExportConfig) -> pathlib.Path:
     check_frozen(settings, source, "model")
     dtype = huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
-    unfinished = out.with_name(out.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"config.out = {config.out!r}: can't be made: {error}") from None
-    leaves = policy_layers(policy, decoder, source)
-    saving.save_weights(unfinished, leaves, decoder, dtype, config.max_shard_gb)
-    saving.save_settings_of(source, unfinished, dtype)
-    if out.exists():
-        out.rmdir()
-    unfinished.rename(out)
+    needed = out.exists() and os.path.samefile(out, source)
+    require(not needed, "out", config.out, "another folder than the model's, which the run needs")
+    with replace("out", config.out, EXPORTED, saving.WRITTEN) as folder:
+        leaves = policy_layers(policy, decoder, source)
+        saving.save_weights(folder, leaves, decoder, dtype, config.max_shard_gb)
+        saving.save_settings_of(source, folder, dtype)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(
         f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {dtype} written to {config.out}"

@@ -15,7 +15,7 @@ from dapo_jax.experiment.config import Config
 
 def main() -> int:
     """The exit code: 0 done, or saved after SIGTERM; 2 wrong settings; 3 no signal left."""
-    config = cli.load(Config, __doc__)
+    config = cli.load(Config, __doc__, door=cli.check_run_dir)
     # JetStream brings TensorFlow, seconds to import: only once the settings are known to be good.
     from dapo_jax.filtering import Starved
     from dapo_jax.run import train

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import pathlib
 import time
 from typing import Any
 
@@ -26,6 +25,8 @@ from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.filtering import Interrupted, Starved
+from dapo_jax.folders import claim
+from dapo_jax.marks import RUN
 from dapo_jax.model import huggingface
 from dapo_jax.parts import Parts, build
 from dapo_jax.reporting.metrics import Clock, MetricWriter, write_rollouts
@@ -48,10 +49,9 @@ class Run:
 
     def __init__(self, config: Config, signals: Signals, stack: contextlib.ExitStack):
         self.config, self.signals = config, signals
+        self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         stack.callback(self.parts.close)
-        self.folder = pathlib.Path(config.run_dir)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.folder, config.checkpoint)
         stack.callback(self.checkpoints.close)
         self._fingerprint = functools.cache(huggingface.fingerprint)
@@ -60,6 +60,8 @@ class Run:
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
+        if config.log.tensorboard:  # which makes its folder for one user, whatever the umask
+            (self.folder / "tensorboard").mkdir(exist_ok=True)
         self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
         stack.callback(self.writer.close)
         self._started = time.perf_counter() - self.state.seconds

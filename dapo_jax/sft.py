@@ -10,11 +10,14 @@ import sys
 
 from dapo_jax import cli
 from dapo_jax.experiment.config import SftConfig
+from dapo_jax.marks import TRAINED, check_free
 
 
 def main() -> int:
     """The exit code."""
-    config = cli.load(SftConfig, __doc__)
+    config = cli.load(
+        SftConfig, __doc__, door=lambda config: check_free("out", config.out, TRAINED)
+    )
     from dapo_jax.supervised import make_base
 
     return cli.guarded(lambda: make_base(config))

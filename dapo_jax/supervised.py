@@ -2,20 +2,22 @@
 
 import json
 import pathlib
-import shutil
 import time
 from typing import Any
 
 import jax
 import numpy as np
+from rich.markup import escape
 
 from dapo_jax.algorithms import sft
 from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.experiment.config import SftConfig
+from dapo_jax.folders import replace
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import Segment, make_batch, most_microbatches, pack
 from dapo_jax.learner.policy import policy_learner
+from dapo_jax.marks import TRAINED
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.parts import check_divisible, numerics, open_mesh
@@ -82,6 +84,14 @@ def starting_point(
 
 def make_base(config: SftConfig) -> pathlib.Path:
     """Trains a policy and writes its folder; returns the path. Raises `ConfigError` at the door."""
+    with replace("out", config.out, TRAINED, saving.WRITTEN) as folder:
+        train_and_write(config, folder)
+    Progress().say(f"base policy written to {escape(config.out)}")
+    return pathlib.Path(config.out)
+
+
+def train_and_write(config: SftConfig, folder: pathlib.Path) -> None:
+    """The policy's files in `folder`, which is there and empty."""
     packing, algorithm = config.packing, sft()
     mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
     decoder, tokenizer, params = starting_point(config, mesh)
@@ -116,15 +126,9 @@ def make_base(config: SftConfig) -> pathlib.Path:
             progress.say(
                 f"sft step {step + 1:>5}/{config.total_steps}  nll {nll:.4f}  {seconds:.0f} s"
             )
-    folder = pathlib.Path(config.out)
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    saving.save_folder(unfinished, state.params, decoder, tokenizer.end_ids)
+    saving.save_folder(folder, state.params, decoder, tokenizer.end_ids)
     if config.start:  # its own settings instead, and all of its tokenizer's files
-        saving.save_settings_of(config.start, unfinished, "float32")
+        saving.save_settings_of(config.start, folder, "float32")
     else:
-        tokenizer.backend.save(str(unfinished / "tokenizer.json"))
-        (unfinished / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
-    progress.say(f"base policy written to {folder}")
-    return folder
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))

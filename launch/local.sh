@@ -28,9 +28,10 @@ folder="$(.venv/bin/python -m dapo_jax.cli "$config" "${arguments[@]+"${argument
 
 # The embedded task's base policy is made once per recipe.
 base=runs/arithmetic_base
-recipe="$(cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py | cksum)"
-if [ "$folder" = "$base" ] && [ "$(cat $base/recipe 2>/dev/null)" != "$recipe" ]; then
+# A folder's mark says which files were written when, so that the recipe is that of this very folder.
+recipe() { cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py "$base/.dapo_jax.json" 2>/dev/null | cksum; }
+if [ "$folder" = "$base" ] && [ "$(cat "$base.recipe" 2>/dev/null)" != "$(recipe)" ]; then
     .venv/bin/python -m dapo_jax.sft --config=configs/arithmetic_base.py
-    echo "$recipe" >$base/recipe
+    recipe >"$base.recipe"
 fi
 exec .venv/bin/python -m dapo_jax.main "$config" "${arguments[@]+"${arguments[@]}"}"

@@ -76,10 +76,9 @@ def alone(monkeypatch):
 
 
 @pytest.fixture
-def write_module(tmp_path, monkeypatch):
+def write_module(tmp_path_factory, monkeypatch):
     """Writes a module of a user's own; this process and the reward workers can import it."""
-    folder = tmp_path / "own_modules"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("own_modules")
     monkeypatch.syspath_prepend(folder)
     path = [str(folder), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))

@@ -20,6 +20,8 @@ from dapo_jax.evaluation.scores import Report, Response, make_report
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import leaves, require
 from dapo_jax.filtering import Interrupted
+from dapo_jax.folders import claim
+from dapo_jax.marks import EVALUATION, RUN
 from dapo_jax.model.trained import join
 from dapo_jax.parts import Parts, build
 from dapo_jax.rewards.judge import Pending
@@ -163,36 +165,50 @@ def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dic
     } | {name: value for name, _, value in leaves(config) if name in DECIDING}
 
 
-def open_policy(
-    config: Config, parts: Parts, from_folder: bool, stack: contextlib.ExitStack
-) -> tuple[str, str, Any]:
-    """A short name, a description and the trained parameters of the policy to evaluate."""
-    if not from_folder and Checkpoints.exist(config.run_dir):
-        checkpoints = Checkpoints(config.run_dir)
-        stack.callback(checkpoints.close)
-        step = checkpoints.latest_step()
-        if step is not None:
-            settings = checkpoints.record()["settings"]
-            for name, _, asked in leaves(config):
-                if name == "model.freeze_layers" or name.startswith("lora."):
-                    saved = settings[name]
-                    require(asked == saved, name, asked, f"{saved!r}, as in the run")
-            check_frozen(settings, config.model.folder, "model.folder")
-            params = checkpoints.state(parts.learner.abstract_state).params
-            return f"step_{step}", f"{config.run_dir} step {step}", params
-    folder = config.model.folder
-    return pathlib.Path(folder).absolute().name, folder, parts.first_params()
+def open_checkpoints(
+    config: Config, from_folder: bool, stack: contextlib.ExitStack
+) -> Checkpoints | None:
+    """Those of run_dir; None where the policy to evaluate is the model folder's."""
+    if from_folder or not Checkpoints.exist(config.run_dir):
+        return None
+    checkpoints = Checkpoints(config.run_dir)
+    stack.callback(checkpoints.close)
+    return checkpoints if checkpoints.latest_step() is not None else None
 
 
-def out_folder(config: Config, policy: str) -> pathlib.Path:
-    """Where responses and report go: named after what is most often varied."""
-    if config.evaluation.out:
-        return pathlib.Path(config.evaluation.out)
+def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -> tuple[str, Any]:
+    """A description and the trained parameters of the policy to evaluate."""
+    if checkpoints is None:
+        return config.model.folder, parts.first_params()
+    settings = checkpoints.record()["settings"]
+    for name, _, asked in leaves(config):
+        if name == "model.freeze_layers" or name.startswith("lora."):
+            saved = settings[name]
+            require(asked == saved, name, asked, f"{saved!r}, as in the run")
+    check_frozen(settings, config.model.folder, "model.folder")
+    params = checkpoints.state(parts.learner.abstract_state).params
+    return f"{config.run_dir} step {checkpoints.latest_step()}", params
+
+
+def claim_folder(
+    config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
+) -> pathlib.Path:
+    """Where responses and report go, this evaluation's until the stack is closed.
+
+    Below run_dir, which a run may be writing meanwhile, it is named after what is most often
+    varied. Raises `ConfigError` where it must not be written.
+    """
     data, evaluation = config.data, config.evaluation
-    name = [policy, pathlib.Path(data.heldout_source or data.source).stem]
+    if evaluation.out:
+        return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION))
+    model = pathlib.Path(config.model.folder).absolute().name
+    name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
+    name += [pathlib.Path(data.heldout_source or data.source).stem]
     name += [data.template] if data.template != "none" else []
     name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
-    return pathlib.Path(config.run_dir) / "evaluations" / "_".join(name)
+    below = f"evaluations/{'_'.join(name)}"
+    stack.enter_context(claim("run_dir", config.run_dir, RUN, exclusive=False))
+    return stack.enter_context(claim("run_dir", config.run_dir, EVALUATION, below))
 
 
 def sample_missing(
@@ -238,9 +254,11 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
+        checkpoints = open_checkpoints(config, from_folder, stack)
+        folder = claim_folder(config, checkpoints, stack)
         parts = build(config, training=False)
         stack.callback(parts.close)
-        name, policy, params = open_policy(config, parts, from_folder, stack)
+        policy, params = open_policy(config, parts, checkpoints)
         prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
         require(
             bool(prompts),
@@ -252,7 +270,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             parts.progress.say(escape(f"data: {source.describe()}"))
             for complaint in source.complaints:
                 parts.progress.warn(escape(complaint))
-        folder, marks = out_folder(config, name), stamp(config, policy)
+        marks = stamp(config, policy)
         deciding = deciding_settings(config, join(parts.frozen, params), prompts)
         file = ResponseFile(folder, deciding, marks)
         try:

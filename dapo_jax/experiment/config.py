@@ -268,7 +268,10 @@ def _section(kind: type) -> dataclasses.Field:
 class Config:
     """A reinforcement-learning run (`dapo_jax.main`, `dapo_jax.evaluate`)."""
 
-    run_dir: str = setting("runs/dapo", "Everything a run writes; a checkpoint in it is resumed.")
+    run_dir: str = setting(
+        "runs/dapo",
+        "Everything a run writes; new, empty, or a run's: its newest checkpoint is resumed.",
+    )
     seed: int = setting(0, "Key of every random choice.")
     total_steps: int = setting(20, "Rollout steps.")
     algorithm: Algorithm = _section(Algorithm)
@@ -297,7 +300,9 @@ class Config:
 class SftConfig:
     """A supervised run on worked examples (`dapo_jax.sft`); writes a model folder."""
 
-    out: str = setting("runs/base", "The model folder to write.")
+    out: str = setting(
+        "runs/base", "The model folder to write; an earlier one of this command is replaced."
+    )
     seed: int = setting(0, "Key of every random choice.")
     start: str = setting("", "Model folder to go on from; empty: random, of `architecture`.")
     total_steps: int = setting(1000, "Optimizer steps.")
@@ -316,7 +321,9 @@ class ExportConfig:
     """A checkpoint to a model folder (`dapo_jax.export`)."""
 
     run: str = setting("", "The run_dir to take the policy from.")
-    out: str = setting("", "The model folder to write; new or empty.")
+    out: str = setting(
+        "", "The model folder to write; new, empty, or an earlier export, which is replaced."
+    )
     step: int = setting(0, "Of which step; 0: the newest checkpoint.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
     dtype: str = setting(

@@ -22,6 +22,8 @@ KEPT_FILES = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
 ).split()
+# Names of all that is written into a folder; .tmp* is of the safetensors library.
+WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
 
 
 @jax.jit
@@ -60,7 +62,10 @@ def save_weights(
 
     def write() -> None:
         path = folder / f"{len(files)}.unfinished"
+        path.touch()
+        mode = path.stat().st_mode  # the library's own is 0600, whatever the umask allows
         save_file(part, path, metadata={"format": "pt"})
+        path.chmod(mode)
         files.append(list(part))
         part.clear()
 
@@ -114,4 +119,4 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in KEPT_FILES:
         if (source / name).exists():
-            shutil.copy(source / name, folder)
+            shutil.copyfile(source / name, folder / name)
