@@ -38,7 +38,7 @@ def main() -> int:
     """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
     config = cli.load(Config, __doc__, SHORT_NAMES, door=check_folder)
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
-    from dapo_jax.evaluation.evaluation import evaluate
+    from dapo_jax.scoring import evaluate
 
     def show() -> None:
         scores = evaluate(config, from_folder=from_folder)

@@ -118,8 +118,10 @@ class Run:
         """Held-out metrics of the policy as it is, and the responses; none without problems."""
         if not self.heldout:
             return {}, []
-        clock, config, state = Clock(), self.config, self.state
-        responses = sample_heldout(state.train.params, self.heldout, self.parts, self.signals)
+        clock, config, state, parts = Clock(), self.config, self.state, self.parts
+        responses = sample_heldout(
+            config, state.train.params, self.heldout, parts.sampler, parts.judge, self.signals
+        )
         if config.log.rollouts:
             path = self.folder / "evaluations" / f"step_{state.step:06d}.jsonl"
             write_responses(path, responses, stamp(config, f"step {state.step}"))
@@ -147,7 +149,9 @@ class Run:
         wanted = [(prompt, numbers) for prompt in itertools.islice(parts.prompts, count)]
         rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
         params = self.state.train.params
-        return list(sample_responses(params, wanted, parts, rule, self.signals))
+        return list(
+            sample_responses(params, wanted, parts.sampler, parts.judge, rule, self.signals)
+        )
 
     def step(self) -> None:
         """One rollout step, with its rollouts file and, now and then, a group to look at."""

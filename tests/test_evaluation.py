@@ -15,12 +15,12 @@ from test_scores import respond
 
 from dapo_jax import cli, evaluate
 from dapo_jax.evaluation import evaluation
-from dapo_jax.evaluation.evaluation import evaluate as run_evaluation
-from dapo_jax.evaluation.evaluation import params_digest
 from dapo_jax.evaluation.responses import ResponseFile
 from dapo_jax.experiment.config import Data, Evaluation, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.sampler.rollout import RolloutSampler
+from dapo_jax.scoring import evaluate as run_evaluation
+from dapo_jax.scoring import params_digest
 
 PROBLEMS, SAMPLES = 12, 6
 

@@ -15,11 +15,11 @@ import pytest
 import test_export
 
 from dapo_jax import evaluate, export, main, sft
-from dapo_jax.evaluation.evaluation import claim_folder
 from dapo_jax.experiment.config import Config, Evaluation
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.folders import claim, replace
 from dapo_jax.marks import EVALUATION, EXPORTED, LOCK, MARK, RUN, TRAINED, check_free
+from dapo_jax.scoring import claim_folder
 
 ROOT = pathlib.Path(__file__).parent.parent
 RL = f"--config={ROOT}/configs/arithmetic.py"

@@ -14,24 +14,41 @@ from dapo_jax.reporting import metrics
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__init__.py")
 
-# A room imports only from rooms above it.
-ROOMS = """
-verifier.extraction verifier.normalisation verifier.numerals verifier.structure verifier.units
-verifier.equivalence verifier.conventions verifier.trees verifier.expressions verifier.budgets
-verifier.enclosures verifier.polynomials verifier.fields verifier.roots verifier.functions
-verifier.readings verifier.algebra verifier.regions verifier.judgement verifier.worker
-verifier.minerva verifier.verifier verifier.process verifier.remote verifier.jail
-experiment.settings experiment.hooks algorithms experiment.config experiment.combinations
-experiment.validation structs sharding marks folders prompts.chat prompts.tokenizer
-prompts.templates data.arithmetic data.harmless data.gym data.formats data.files data.sources
-data.pipeline model.attention model.decoder model.families model.trained model.names
-model.huggingface model.saving model.logprobs sampler.sampling sampler.decoding sampler.engine
-sampler.rollout learner.advantages learner.losses learner.packing rewards.functions rewards.worker
-rewards.pool rewards.rule rewards.model rewards.judge filtering learner.optimizer learner.update
-learner.policy learner.critic reporting.metrics evaluation.scores evaluation.responses
-reporting.plots reporting.tables reporting.progress checkpoints cli parts signals
-evaluation.evaluation supervised train run serving main evaluate sft serve export
-""".split()
+# Floor by floor: a file imports only from what stands above it. A folder is one floor; `/name`
+# is a file that stands beside the folders (`algorithms` is the second file that newcomers open).
+FLOORS = """
+verifier   extraction normalisation numerals structure units equivalence conventions trees
+           expressions budgets enclosures polynomials fields roots functions readings algebra
+           regions judgement worker minerva verifier process remote jail
+experiment settings hooks /algorithms sections config combinations validation
+           /structs /sharding /marks /folders
+prompts    chat tokenizer templates
+data       arithmetic harmless gym formats files sources pipeline
+model      attention decoder families trained names huggingface saving logprobs
+sampler    sampling decoding engine rollout
+learner    advantages losses packing optimizer update policy critic
+rewards    functions worker pool rule model judge
+           /filtering
+evaluation scores responses evaluation
+reporting  metrics plots tables progress
+           /checkpoints /cli /parts /signals /supervised /train /run /scoring /serving
+           /main /evaluate /sft /export /serve
+"""
+
+
+def _rooms() -> list[str]:
+    rooms, folder = [], ""
+    for line in FLOORS.strip().splitlines():
+        first, *names = line.split()
+        if line.startswith(" "):
+            names.insert(0, first)
+        else:
+            folder = first
+        rooms += [name[1:] if name[0] == "/" else f"{folder}.{name}" for name in names]
+    return rooms
+
+
+ROOMS = _rooms()
 
 SFT_ROOMS = (
     "supervised data.arithmetic parts learner.update learner.policy learner.optimizer sharding "
@@ -65,6 +82,13 @@ def test_rooms_import_only_from_rooms_above(path):
     above = ROOMS[: ROOMS.index(room(path))]
     wrong = sorted(imported_rooms(path) - set(above))
     assert not wrong, f"{room(path)} imports {wrong}, which stand below it"
+
+
+def test_a_folder_is_one_floor():
+    """So that the order of files is an order of folders too."""
+    names = [line.split()[0] for line in FLOORS.strip().splitlines() if not line.startswith(" ")]
+    folders = {path.parent.name for path in SOURCES if path.parent.name != "dapo_jax"}
+    assert len(names) == len(set(names)) and set(names) == folders
 
 
 def test_only_the_engine_and_the_server_import_jetstream():

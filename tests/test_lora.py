@@ -17,7 +17,6 @@ from test_update import assert_close, make_batch, make_learner
 
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import SavedPolicy
-from dapo_jax.evaluation.evaluation import evaluate
 from dapo_jax.experiment.config import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.export import export
@@ -27,6 +26,7 @@ from dapo_jax.model.trained import MATRICES, choose_trained, fresh_adapters, mer
 from dapo_jax.parts import build, load_frozen
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.sampler.sampling import SamplingRule
+from dapo_jax.scoring import evaluate
 from dapo_jax.train import update_policy
 
 LORA = Lora(rank=3, alpha=6.0)

@@ -170,7 +170,7 @@ import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
 from small_runs import *
-from dapo_jax.evaluation.evaluation import evaluate
+from dapo_jax.scoring import evaluate
 from dapo_jax.experiment.config import ExportConfig
 from dapo_jax.export import export
 from dapo_jax.run import train

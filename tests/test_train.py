@@ -14,13 +14,13 @@ from small_runs import ROOT, STEPS, make_config, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import Checkpoints, check_same_run
-from dapo_jax.evaluation.evaluation import evaluate
 from dapo_jax.experiment.config import Checkpoint, Mesh, Sampler
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.parts import build
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
+from dapo_jax.scoring import evaluate
 from dapo_jax.structs import Verdict
 from dapo_jax.train import RunState, update_policy
 

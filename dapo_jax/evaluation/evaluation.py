@@ -1,41 +1,17 @@
-"""Sampled scores on held-out problems: while training, and as a command that resumes."""
+"""Sampled scores on held-out problems. `scoring.py` is the command around it."""
 
-import contextlib
-import dataclasses
-import hashlib
-import json
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from rich.markup import escape
-
-from dapo_jax.checkpoints import Checkpoints, check_frozen
-from dapo_jax.data.pipeline import heldout_prompts
-from dapo_jax.data.sources import heldout_sources
-from dapo_jax.evaluation.responses import ResponseFile, responses_of
+from dapo_jax.evaluation.responses import responses_of
 from dapo_jax.evaluation.scores import Report, Response, make_report
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import leaves, require
 from dapo_jax.filtering import Interrupted
-from dapo_jax.folders import claim
-from dapo_jax.marks import EVALUATION, RUN
-from dapo_jax.model.trained import join
-from dapo_jax.parts import Parts, build
-from dapo_jax.rewards.judge import Pending
+from dapo_jax.rewards.judge import Judge, Pending
+from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
-from dapo_jax.signals import Signals
 from dapo_jax.structs import Prompt
 from dapo_jax.verifier.remote import same_answer
-
-# Besides the policy and the problems, what decides the responses and their verdicts.
-DECIDING = (
-    "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
-    "compute.dtype reward.verifier reward.unfinished reward.percent reward.correct "
-    "reward.threshold reward.parts"
-).split()
 
 
 def evaluation_rule(config: Config) -> SamplingRule:
@@ -54,7 +30,8 @@ def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
 def sample_responses(
     params: Any,
     wanted: Sequence[tuple[Prompt, Sequence[int]]],
-    parts: Parts,
+    sampler: RolloutSampler,
+    judge: Judge,
     rule: SamplingRule,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Response]:
@@ -64,7 +41,6 @@ def sample_responses(
     numbers, and what is asked for later is what would have come at once. Raises `Interrupted`
     where `interrupted()` says so between two bursts, after what was finished until then.
     """
-    sampler, judge = parts.sampler, parts.judge
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
     for prompt, samples in wanted:
         sampler.submit_each(prompt, samples)
@@ -83,13 +59,18 @@ def sample_responses(
 
 
 def sample_heldout(
-    params: Any, prompts: list[Prompt], parts: Parts, interrupted: Callable[[], bool]
+    config: Config,
+    params: Any,
+    prompts: list[Prompt],
+    sampler: RolloutSampler,
+    judge: Judge,
+    interrupted: Callable[[], bool],
 ) -> list[Response]:
     """k judged responses to each prompt, all in memory. Raises `Interrupted`."""
-    config = parts.config
     numbers = range(config.evaluation.samples_per_problem)
     wanted = [(prompt, numbers) for prompt in prompts]
-    return list(sample_responses(params, wanted, parts, evaluation_rule(config), interrupted))
+    rule = evaluation_rule(config)
+    return list(sample_responses(params, wanted, sampler, judge, rule, interrupted))
 
 
 def report_on(responses: Sequence[Response], config: Config) -> Report:
@@ -115,9 +96,6 @@ def heldout_metrics(report: Report) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# --- the command --------------------------------------------------------------------------------
-
-
 def stamp(config: Config, policy: str) -> dict[str, Any]:
     """What every line of responses says about where it comes from."""
     evaluation = config.evaluation
@@ -128,167 +106,3 @@ def stamp(config: Config, policy: str) -> dict[str, Any]:
         "top_p": evaluation.top_p,
         "template": config.data.template,
     }
-
-
-@jax.jit
-def _checksums(params: Any) -> Any:
-    """A sum modulo 2^32 of each leaf's bits as float32, each place with an odd factor."""
-
-    def of(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-        place = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis in range(leaf.ndim):
-            place = place * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(of, params)
-
-
-def digest(value: Any) -> str:
-    """16 hexadecimal digits of something that JSON can hold."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def params_digest(params: Any) -> str:
-    """Tells parameters apart by their values, wherever they lie and however sharded."""
-    sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
-    return digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
-
-
-def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
-    """All that a resumed evaluation must share with the one it goes on with."""
-    problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
-    return {
-        "policy_digest": params_digest(params),
-        "problems": len(problems),
-        "problems_digest": digest(problems),
-    } | {name: value for name, _, value in leaves(config) if name in DECIDING}
-
-
-def open_checkpoints(
-    config: Config, from_folder: bool, stack: contextlib.ExitStack
-) -> Checkpoints | None:
-    """Those of run_dir; None where the policy to evaluate is the model folder's."""
-    if from_folder or not Checkpoints.exist(config.run_dir):
-        return None
-    checkpoints = Checkpoints(config.run_dir)
-    stack.callback(checkpoints.close)
-    return checkpoints if checkpoints.latest_step() is not None else None
-
-
-def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -> tuple[str, Any]:
-    """A description and the trained parameters of the policy to evaluate."""
-    if checkpoints is None:
-        return config.model.folder, parts.first_params()
-    settings = checkpoints.record()["settings"]
-    for name, _, asked in leaves(config):
-        if name == "model.freeze_layers" or name.startswith("lora."):
-            saved = settings[name]
-            require(asked == saved, name, asked, f"{saved!r}, as in the run")
-    check_frozen(settings, config.model.folder, "model.folder")
-    params = checkpoints.state(parts.learner.abstract_state).params
-    return f"{config.run_dir} step {checkpoints.latest_step()}", params
-
-
-def claim_folder(
-    config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
-) -> pathlib.Path:
-    """Where responses and report go, this evaluation's until the stack is closed.
-
-    Below run_dir, which a run may be writing meanwhile, it is named after what is most often
-    varied. Raises `ConfigError` where it must not be written.
-    """
-    data, evaluation = config.data, config.evaluation
-    if evaluation.out:
-        return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION))
-    model = pathlib.Path(config.model.folder).absolute().name
-    name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
-    name += [pathlib.Path(data.heldout_source or data.source).stem]
-    name += [data.template] if data.template != "none" else []
-    name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
-    below = f"evaluations/{'_'.join(name)}"
-    stack.enter_context(claim("run_dir", config.run_dir, RUN, exclusive=False))
-    return stack.enter_context(claim("run_dir", config.run_dir, EVALUATION, below))
-
-
-def sample_missing(
-    file: ResponseFile,
-    params: Any,
-    prompts: list[Prompt],
-    parts: Parts,
-    interrupted: Callable[[], bool],
-) -> list[Response]:
-    """k responses to each prompt, those from `file` and what it lacks. Raises `Interrupted`."""
-    config, progress = parts.config, parts.progress
-    numbers = range(config.evaluation.samples_per_problem)
-    asked = {prompt.index: [(prompt.index, j) for j in numbers] for prompt in prompts}
-    missing = [
-        (prompt, [j for i, j in asked[prompt.index] if (i, j) not in file.responses])
-        for prompt in prompts
-    ]
-    wanted = [(prompt, samples) for prompt, samples in missing if samples]
-    total = len(prompts) * len(numbers)
-    done = total - sum(len(samples) for _, samples in wanted)
-    if done:
-        progress.say(f"{done} of {total} responses are there already, in {escape(str(file.path))}")
-    rule = evaluation_rule(config)
-    with progress.evaluating(done, total) as show:
-        for response in sample_responses(params, wanted, parts, rule, interrupted):
-            file.append(response)
-            show(response)
-    file.tidy()
-    return [file.responses[key] for keys in asked.values() for key in keys]
-
-
-def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
-    """Scores of the newest checkpoint in run_dir, or of the model folder where there is none.
-
-    Shows the report, writes it beside the responses, and returns its main figures; None where a
-    signal ended it early. The same call goes on from there.
-
-    Args:
-        from_folder: the model folder even where run_dir has a checkpoint.
-
-    Raises:
-        ConfigError: settings, model folder and what was written so far don't fit together.
-    """
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals())
-        checkpoints = open_checkpoints(config, from_folder, stack)
-        folder = claim_folder(config, checkpoints, stack)
-        parts = build(config, training=False)
-        stack.callback(parts.close)
-        policy, params = open_policy(config, parts, checkpoints)
-        prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
-        require(
-            bool(prompts),
-            "data.heldout_problems",
-            config.data.heldout_problems,
-            "more, or with shorter prompts: no problem is left to evaluate on",
-        )
-        for source in heldout_sources(config.data, config.seed):
-            parts.progress.say(escape(f"data: {source.describe()}"))
-            for complaint in source.complaints:
-                parts.progress.warn(escape(complaint))
-        marks = stamp(config, policy)
-        deciding = deciding_settings(config, join(parts.frozen, params), prompts)
-        file = ResponseFile(folder, deciding, marks)
-        try:
-            responses = sample_missing(file, params, prompts, parts, signals)
-        except Interrupted:
-            parts.progress.say(
-                f"stopped by {signals.received} with {len(file.responses)} responses in "
-                f"{escape(str(folder))}. The same command goes on from there"
-            )
-            return None
-        report = report_on(responses, config)
-        data = config.data.heldout_source or config.data.source
-        everything = marks | {"data": data} | dataclasses.asdict(report)
-        (folder / "report.json").write_text(json.dumps(everything, indent=2))
-        parts.progress.report(report, marks | {"data": data})
-        parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
-    return {
-        "policy": policy,
-        "problems": report.problems,
-        "samples_per_problem": report.samples_per_problem,
-    } | heldout_metrics(report)

@@ -7,9 +7,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dapo_jax.evaluation.scores import Response
+from dapo_jax.evaluation.scores import REFLECTION, Response
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.reporting.metrics import REFLECTION
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.structs import Group
 

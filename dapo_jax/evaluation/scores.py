@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 RIGHT = 0  # the class of right answers
+REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 
 # (prediction, answer) -> whether both mean the same
 Equivalence = Callable[[str, str], bool]

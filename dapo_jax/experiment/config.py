@@ -1,263 +1,31 @@
-"""The whole experiment as nested typed dataclasses: every default once, every field explained.
+"""The whole experiment as nested typed dataclasses.
 
 A file in `configs/` returns one of these; the command line overrides leaves of it, and
 `validation.py` says which combinations make no sense.
 """
 
 import dataclasses
-import math
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.settings import require, setting
-
-SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
-
-
-@dataclasses.dataclass
-class Model:
-    """Which policy."""
-
-    folder: str = setting("", "Hugging Face layout: config.json, tokenizer.json, *.safetensors.")
-    reference_folder: str = setting("", "The frozen reference policy; empty: `folder` as it is.")
-    freeze_layers: float = setting(
-        0.0, "Share of the first layers (rounded down) without gradient and optimizer memory."
-    )
-
-
-@dataclasses.dataclass
-class Lora:
-    """Low-rank adapters instead of all parameters."""
-
-    rank: int = setting(0, "Of the adapters, which alone are trained; 0: no adapters.")
-    alpha: float = setting(32.0, "Adapters add x A B times alpha / rank.")
-    targets: str = setting(
-        "query,key,value,out,gate,up,down", "Matrices with an adapter, comma-separated."
-    )
-
-
-@dataclasses.dataclass
-class Compute:
-    """How the policy is computed."""
-
-    dtype: str = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
-    remat: str = setting(
-        "none", "What backward recomputes: 'none', 'full' or 'dots' (keeps matrix products)."
-    )
-    scan_unroll: int = setting(
-        1, "Layers per iteration of the training scan; more: faster on CPU, slower to compile."
-    )
-    attention: str = setting("auto", "'auto' (by platform), 'plain' or 'cudnn' (bfloat16, GPU).")
-    logprob_chunk_tokens: int = setting(2048, "Tokens whose logits exist at the same time.")
-
-
-@dataclasses.dataclass
-class Architecture:
-    """Shape of a policy made from nothing (Qwen2 family)."""
-
-    layers: int = setting(3, "Decoder layers.")
-    embed: int = setting(128, "Width of the residual stream.")
-    heads: int = setting(4, "Query heads.")
-    kv_heads: int = setting(2, "Key/value heads; divides heads.")
-    head_dim: int = setting(32, "Width of a head; even.")
-    mlp: int = setting(384, "Width of the gated MLP.")
-    rope_theta: float = setting(
-        10_000.0, "Base of the rotary wavelengths; short texts learn faster with a small one."
-    )
-
-
-@dataclasses.dataclass
-class Examples:
-    """Worked examples of the embedded task."""
-
-    errors: bool = setting(True, "Whether examples contain wrong steps and ramble.")
-    min_terms: int = setting(3, "Fewest operands of a sum.")
-    max_terms: int = setting(9, "Most operands of a sum.")
-
-
-@dataclasses.dataclass
-class Data:
-    """Problems with known answers."""
-
-    source: str = setting(
-        "arithmetic",
-        "NAME or NAME=WEIGHT, comma-separated: arithmetic, gym:TASK, or a file, folder or glob "
-        "(also gs://) of jsonl, json, parquet or arrow; a bare name is looked up in `folder`.",
-    )
-    heldout_source: str = setting(
-        "", "Names as in `source`, evaluated whole; empty: held-out problems of `source` itself."
-    )
-    folder: str = setting("data", "Where bare names are looked up.")
-    bad_rows_limit: int = setting(10, "Malformed rows of a source that are skipped, not an error.")
-    template: str = setting("none", "Prompt template: a key of templates.TEMPLATES.")
-    few_shot: int = setting(4, "Worked training examples before the problem (few_shot).")
-    system_prompt: str = setting("", "System message of the template 'chat'; empty: none.")
-    train_problems: int = setting(
-        20_000, "Generated problems of one pass, which is then shuffled anew."
-    )
-    heldout_problems: int = setting(
-        256, "Problems generated or taken off for evaluation, never trained on; 0: no evaluation."
-    )
-    min_terms: int = setting(3, "Fewest operands of a sum.")
-    max_terms: int = setting(9, "Most operands of a sum.")
-    max_prompt_tokens: int = setting(32, "Longest prompt the sampler accepts.")
-    overlong_prompts: str = setting(
-        "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
-    )
-
-
-@dataclasses.dataclass
-class Rollout:
-    """How many responses a step collects and trains on."""
-
-    prompts_per_step: int = setting(32, "Groups per rollout batch (N).")
-    samples_per_prompt: int = setting(16, "Responses of a group (G).")
-    updates_per_rollout: int = setting(4, "Optimizer steps per rollout batch (U), in data order.")
-    max_sample_rounds: int = setting(
-        10, "Dynamic sampling asks for at most this many times prompts_per_step prompts."
-    )
-    when_starved: str = setting(
-        "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
-    )
-
-
-@dataclasses.dataclass
-class Sampler:
-    """The decoding engine."""
-
-    slots: int = setting(128, "Responses decoded side by side.")
-    burst_tokens: int = setting(8, "Tokens decoded per call, between two looks from the host.")
-    first_window_tokens: int = setting(
-        64, "Cache length to begin with; it doubles as responses outgrow it."
-    )
-    max_response_tokens: int = setting(96, "Budget of a response; beyond it, it is truncated.")
-    temperature: float = setting(1.0, "Softmax temperature while training.")
-    top_p: float = setting(1.0, "Nucleus share; below 1 the importance ratio is biased.")
-    top_k: int = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
-
-
-@dataclasses.dataclass
-class Reward:
-    """What a response earns, and the processes that judge it."""
-
-    verifier: str = setting("final_number", "A key of verifier.VERIFIERS.")
-    unfinished: str = setting(
-        "wrong",
-        "A right value not worked out (102^2-98^2 for 800, an expression copied from the problem): "
-        "'wrong' or 'right'.",
-    )
-    percent: str = setting(
-        "exact", "'exact': 20% is 0.2; 'as_asked': also 20 where the problem asks for percent."
-    )
-    parts: str = setting(
-        "rule=1",
-        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, or the "
-        "module:function of your own.",
-    )
-    model_folder: str = setting(
-        "", "Sequence-classification folder (one label) that the part 'model' asks."
-    )
-    correct: str = setting(
-        "verifier",
-        "What dynamic sampling goes by: the 'verifier', raw reward >= 'threshold', or a 'spread' "
-        "of raw rewards inside the group.",
-    )
-    threshold: float = setting(0.5, "correct = 'threshold': raw rewards from here on are right.")
-    min_spread: float = setting(1e-6, "correct = 'spread': largest - smallest must exceed it.")
-    workers: int = setting(1, "Threads that judge, each with worker processes of its own.")
-    timeout_seconds: float = setting(5.0, "A worker that needs longer for one response is killed.")
-
-    def weights(self) -> dict[str, float]:
-        """Weight by name of part. Raises `ConfigError` for text that says something else."""
-        pairs = [entry.split("=") for entry in self.parts.split(",")]
-        try:
-            found = {name.strip(): float(weight) for name, weight in pairs}
-        except ValueError:
-            found = {}
-        require(
-            len(found) == len(pairs)
-            and "" not in found
-            and all(map(math.isfinite, found.values())),
-            "reward.parts",
-            self.parts,
-            "name=weight, comma-separated, each name once",
-        )
-        return found
-
-
-@dataclasses.dataclass
-class Optimizer:
-    """AdamW; warm-up and schedule count rollout steps."""
-
-    learning_rate: float = setting(1e-6, "Peak learning rate.")
-    schedule: str = setting("constant", "After the warm-up: a key of optimizer.SCHEDULES.")
-    warmup_steps: int = setting(20, "Rollout steps; the first runs at learning_rate / warmup.")
-    beta1: float = setting(0.9, "Decay of the first moment.")
-    beta2: float = setting(0.999, "Decay of the second moment.")
-    eps: float = setting(1e-8, "Added to the root of the second moment.")
-    weight_decay: float = setting(0.1, "Decoupled; on matrices only.")
-    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm.")
-
-
-@dataclasses.dataclass
-class Critic:
-    """The value model, where the algorithm has one."""
-
-    folder: str = setting("", "A policy's or a reward model's folder; empty: model.folder.")
-    pretrain_steps: int = setting(
-        -1,
-        "First rollout steps that train the critic alone, on the policy as it is; -1: as many as "
-        "algorithm.critic_pretrain_steps.",
-    )
-    optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=2e-6))
-
-
-@dataclasses.dataclass
-class Packing:
-    """Rows that responses are packed into, prompt included."""
-
-    row_tokens: int = setting(256, "Length of a row; at least prompt + response budget.")
-    rows_per_microbatch: int = setting(16, "Rows whose gradient is taken at once, all devices.")
-
-
-@dataclasses.dataclass
-class Mesh:
-    """Device mesh. Batch is split over data x fsdp, weights over fsdp x tensor."""
-
-    data: int = setting(1, "Replicas of the weights.")
-    fsdp: int = setting(-1, "Shards of weights and optimizer along embed; -1 takes what is left.")
-    tensor: int = setting(1, "Shards along heads, mlp and vocabulary.")
-
-
-@dataclasses.dataclass
-class Checkpoint:
-    """Orbax checkpoints in run_dir/checkpoints."""
-
-    every_steps: int = setting(10, "Rollout steps between saves; 0 saves only at the end.")
-    keep: int = setting(2, "How many of the newest stay.")
-
-
-@dataclasses.dataclass
-class Evaluation:
-    """Sampled accuracy on held-out problems."""
-
-    every_steps: int = setting(10, "Rollout steps between evaluations; 0: only before and after.")
-    samples_per_problem: int = setting(4, "Responses per problem (k of avg@k).")
-    temperature: float = setting(1.0, "Softmax temperature while evaluating.")
-    top_p: float = setting(0.7, "Nucleus share while evaluating; the default is DAPO's.")
-    out: str = setting(
-        "", "Where dapo_jax.evaluate writes; empty: a folder in run_dir/evaluations."
-    )
-
-
-@dataclasses.dataclass
-class Log:
-    """What people see."""
-
-    show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
-    tensorboard: bool = setting(True, "Write TensorBoard event files.")
-    rollouts: bool = setting(
-        True, "Write every judged response to rollouts/ and evaluations/, step_*.jsonl."
-    )
+from dapo_jax.experiment.sections import (
+    Architecture,
+    Checkpoint,
+    Compute,
+    Critic,
+    Data,
+    Evaluation,
+    Examples,
+    Log,
+    Lora,
+    Mesh,
+    Model,
+    Optimizer,
+    Packing,
+    Reward,
+    Rollout,
+    Sampler,
+)
+from dapo_jax.experiment.settings import setting
 
 
 def _section(kind: type) -> dataclasses.Field:

@@ -7,7 +7,8 @@ those are opened, before anything is compiled.
 import math
 
 from dapo_jax.experiment.combinations import check_algorithm, check_unread
-from dapo_jax.experiment.config import SHAPING, Config, Data, Examples, Mesh, ServeConfig, SftConfig
+from dapo_jax.experiment.config import Config, Data, Examples, Mesh, ServeConfig, SftConfig
+from dapo_jax.experiment.sections import SHAPING
 from dapo_jax.experiment.settings import leaves, require
 
 CHOICES = {

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.evaluation.scores import REFLECTION
 from dapo_jax.filtering import Collected
 from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.rewards.rule import repetition
@@ -114,7 +114,6 @@ MEANINGS = {
 CLOCKED = ("seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
 
 VARIANCE_FLOOR = 1e-12
-REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 
 
 def mean_or_zero(values: Any) -> float:

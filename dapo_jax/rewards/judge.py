@@ -28,15 +28,10 @@ class Judge:
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Hands the responses to the workers."""
+        known = {"problem": prompt.problem} if prompt.problem else {}
+        own_scorer = prompt.source, prompt.metadata
         verdicts = [
-            self._pool.submit(
-                prompt.text,
-                c.text,
-                prompt.answer,
-                problem=prompt.problem,
-                source=prompt.source,
-                metadata=prompt.metadata,
-            )
+            self._pool.submit(prompt.text, c.text, prompt.answer, *own_scorer, **known)
             for c in completions
         ]
         return Pending(prompt, completions, verdicts)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_jax.experiment.config import SHAPING, Config
+from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.sections import SHAPING
 from dapo_jax.structs import Completion, Group, Prompt, Verdict
 
 REPEATED_WINDOW_TOKENS = 8
