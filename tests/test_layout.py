@@ -21,11 +21,11 @@ verifier.equivalence verifier.bounded verifier.expressions verifier.algebra veri
 verifier.judgement verifier.minerva verifier.verifier verifier.process verifier.remote
 experiment.settings experiment.hooks algorithms experiment.config experiment.combinations
 experiment.validation structs sharding marks folders prompts.chat prompts.tokenizer
-prompts.templates data.arithmetic data.gym data.formats data.files data.sources data.pipeline model.attention
-model.decoder model.families model.trained model.names model.huggingface model.saving
-model.logprobs sampler.sampling sampler.decoding sampler.engine sampler.rollout learner.advantages
-learner.losses learner.packing rewards.functions rewards.worker rewards.pool rewards.rule
-rewards.model rewards.judge filtering learner.optimizer learner.update learner.policy
+prompts.templates data.arithmetic data.gym data.formats data.files data.sources data.pipeline
+model.attention model.decoder model.families model.trained model.names model.huggingface
+model.saving model.logprobs sampler.sampling sampler.decoding sampler.engine sampler.rollout
+learner.advantages learner.losses learner.packing rewards.functions rewards.worker rewards.pool
+rewards.rule rewards.model rewards.judge filtering learner.optimizer learner.update learner.policy
 learner.critic reporting.metrics evaluation.scores evaluation.responses reporting.plots
 reporting.tables reporting.progress checkpoints cli parts signals evaluation.evaluation supervised
 train run serving main evaluate sft serve export
