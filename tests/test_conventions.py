@@ -53,7 +53,7 @@ def test_what_is_worked_out_or_spelled_like_gold_is_finished(mine, gold, problem
 def test_a_run_chooses_whether_unfinished_answers_are_right():
     for choice, right in (("wrong", False), ("right", True)):
         pool = RewardPool(Reward(verifier="math", unfinished=choice))
-        verdict = pool.submit("Say: Compute 2^5.", r"\boxed{2^5}", "32", problem="2^5").result()
+        verdict = pool.submit("Say: Compute 2^5.", r"\boxed{2^5}", "32").result()
         other = pool.submit("Say: Compute 2^5.", r"\boxed{32}", "32").result()
         pool.close()
         assert verdict.correct is right and other.correct
@@ -65,7 +65,7 @@ def test_a_run_chooses_whether_percent_may_be_left_out_of_the_value():
     for choice, right in (("exact", False), ("as_asked", True)):
         pool = RewardPool(Reward(verifier="math", percent=choice))
         verdicts = [
-            pool.submit("", text, gold, problem=problem).result().correct
+            pool.submit(problem, text, gold).result().correct
             for gold, problem in (("20", asked), ("20", "10 of 50?"), ("0.2", asked), ("21", asked))
         ]
         pool.close()

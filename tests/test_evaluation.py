@@ -13,8 +13,7 @@ import pytest
 from small_runs import ROOT, make_quick_config, open_run
 from test_scores import respond
 
-from dapo_jax import cli, evaluate
-from dapo_jax.evaluation import evaluation
+from dapo_jax import cli, evaluate, scoring
 from dapo_jax.evaluation.responses import ResponseFile
 from dapo_jax.experiment.config import Data, Evaluation, Sampler
 from dapo_jax.experiment.settings import ConfigError
@@ -199,7 +198,7 @@ def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path
 @pytest.mark.parametrize(("flag", "from_folder"), [("model", True), ("config.model.folder", False)])
 def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(evaluation, "evaluate", lambda config, **options: asked.append(options))
+    monkeypatch.setattr(scoring, "evaluate", lambda config, **options: asked.append(options))
     assert run_command(f"--config={ROOT}/configs/arithmetic.py", f"--{flag}=somewhere") == 0
     assert asked == [{"from_folder": from_folder}]
 

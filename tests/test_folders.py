@@ -115,14 +115,25 @@ def test_a_folder_that_is_not_its_own_is_refused_untouched(bad, command, tmp_pat
     assert snapshot(tmp_path) == before
 
 
+REAL = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+finally:
+    heavy = {"tensorflow", "dapo_jax.parts"} & set(sys.modules)
+    print(heavy or "nothing was opened")
+"""
+
+
 @pytest.mark.parametrize("command", ["sft", "main", "evaluate", "export"])
 def test_the_real_command_refuses_before_any_work(command, tmp_path):
     make_somebodys(tmp_path / "mine")
     before = snapshot(tmp_path)
     _, arguments, flag = COMMANDS[command]
-    line = [sys.executable, "-m", f"dapo_jax.{command}", *arguments, f"{flag}{tmp_path}/mine"]
+    line = [sys.executable, "-c", REAL, f"dapo_jax.{command}", *arguments, f"{flag}{tmp_path}/mine"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 2 and done.stdout == "nothing was opened\n"
     assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
     assert snapshot(tmp_path) == before
 
@@ -203,9 +214,12 @@ import os, subprocess, sys, time
 from dapo_jax.folders import claim
 with claim("run_dir", sys.argv[1], "run"):
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    there, here = os.pipe()
     forked = os.fork()
     if not forked:
+        os.write(here, b"forked")
         time.sleep(60)
+    os.read(there, 6)
     print(worker.pid, forked, flush=True)
     time.sleep(60)
 """

@@ -1,7 +1,9 @@
 """Model folders are replaced whole, and nothing that somebody put into them is lost."""
 
+import errno
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -12,10 +14,10 @@ import pytest
 import test_export
 from test_folders import ROOT, call, snapshot
 
-from dapo_jax import export
+from dapo_jax import export, folders
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.folders import replace
-from dapo_jax.marks import LOCK, MARK, TRAINED
+from dapo_jax.marks import LOCK, MARK, TRAINED, check_free
 
 saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
 
@@ -54,7 +56,10 @@ def test_what_others_put_there_is_named_and_kept(place, tmp_path):
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / "notes.txt").write_text("mine")
     before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=f"{place}' (also )?holds 'notes.txt'"):
+    words = f"{place}' (also )?holds 'notes.txt'"
+    with pytest.raises(ConfigError, match=words):
+        check_free("out", str(tmp_path / "out"), TRAINED)
+    with pytest.raises(ConfigError, match=words):
         write(tmp_path / "out", "new")
     assert snapshot(tmp_path) == before
 
@@ -95,6 +100,36 @@ def test_an_error_leaves_the_old_folder_and_nothing_else(tmp_path):
             (folder / "a.bin").write_text("new")
             raise ZeroDivisionError
     assert snapshot(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_comes_into_the_unfinished_folder_is_never_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        with replace("out", str(tmp_path / "out"), TRAINED, ["*.bin"]) as folder:
+            (folder / "a.bin").write_text("new")
+            (folder / "notes.txt").write_text("mine")
+            raise ZeroDivisionError
+    assert contents(tmp_path / "out.unfinished") == {"notes.txt": "mine"}
+    with pytest.raises(ConfigError, match="unfinished' also holds 'notes.txt'"):
+        write(tmp_path / "out", "new")
+
+
+def test_where_the_new_folder_cannot_take_its_place_the_old_one_keeps_it(tmp_path, monkeypatch):
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(folders, "exchange", lambda *_: False)
+    rename = pathlib.Path.rename
+
+    def fail(path, target):
+        if path.name == "out.unfinished":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="complete in '.*unfin"):
+        patch.setattr(pathlib.Path, "rename", fail)
+        write(tmp_path / "out", "new")
+    assert contents(tmp_path / "out") == {"a.bin": "old", "b.bin": "old"}
+    assert contents(tmp_path / "out.unfinished") == {"a.bin": "new", "b.bin": "new"}
+    write(tmp_path / "out", "newer")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

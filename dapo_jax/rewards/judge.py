@@ -28,10 +28,8 @@ class Judge:
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Hands the responses to the workers."""
-        known = {"problem": prompt.problem} if prompt.problem else {}
-        own_scorer = prompt.source, prompt.metadata
         verdicts = [
-            self._pool.submit(prompt.text, c.text, prompt.answer, *own_scorer, **known)
+            self._pool.submit(prompt.text, c.text, prompt.answer, prompt.source, prompt.metadata)
             for c in completions
         ]
         return Pending(prompt, completions, verdicts)

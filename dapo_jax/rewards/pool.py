@@ -81,26 +81,19 @@ class RewardPool:
             return sum(desk.kills + desk.algebra.kills for desk in self._desks)
 
     def submit(
-        self,
-        prompt: str,
-        response: str,
-        answer: str,
-        source: str = "",
-        metadata: str = "",
-        problem: str = "",
+        self, prompt: str, response: str, answer: str, source: str = "", metadata: str = ""
     ) -> Future[Verdict]:
         """The verdict on one response, later. Never fails: what went wrong is in the verdict.
 
         Args:
             source, metadata: of a problem with a scorer of its own.
-            problem: the prompt without its template.
         """
         job = {"prompt": prompt, "response": response, "answer": answer}
-        return self._threads.submit(self._judge, job, problem or prompt, source, metadata)
+        return self._threads.submit(self._judge, job, source, metadata)
 
-    def _judge(self, job: dict[str, str], problem: str, source: str, metadata: str) -> Verdict:
+    def _judge(self, job: dict[str, str], source: str, metadata: str) -> Verdict:
         desk = self._desk()
-        verdict = self._verify_with(desk, job, problem)
+        verdict = self._verify_with(desk, job)
         if metadata:
             verdict = self._score_with(desk, verdict, source, metadata)
         parts, broken = {GYM: float(verdict.correct)} | verdict.parts, None
@@ -112,7 +105,7 @@ class RewardPool:
                 broken = f"{self._names[0]}: {type(error).__name__}: {error}"
         return dataclasses.replace(verdict, parts=parts, broken=broken)
 
-    def _verify_with(self, desk: _Desk, job: dict[str, str], problem: str) -> Verdict:
+    def _verify_with(self, desk: _Desk, job: dict[str, str]) -> Verdict:
         algebra, gold = desk.algebra, job["answer"]
         asked, remembered, undecided = algebra.asked, algebra.remembered, algebra.undecided
         algebra.begin(self._reward.timeout_seconds)
@@ -120,10 +113,10 @@ class RewardPool:
             correct, extracted, how = self._verify(job["response"], gold, algebra)
             by_value = extracted is not None and self._reward.verifier in BY_VALUE
             if by_value and not correct and self._reward.percent == "as_asked":
-                number = as_percentage(extracted, problem)
+                number = as_percentage(extracted, job["prompt"])
                 correct = number is not None and decide(number, gold_answer(gold), algebra)
             if by_value and correct and self._reward.unfinished == "wrong":
-                if is_unfinished(extracted, gold_answer(gold), problem):
+                if is_unfinished(extracted, gold_answer(gold), job["prompt"]):
                     return Verdict(False, extracted, decided="unfinished")
         except Exception as error:  # a verifier's bug costs a response, never the run
             return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")

@@ -46,7 +46,7 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
 
     Args:
         prediction, answer: as they were taken out of a response and a gold text.
-        problem: without the template.
+        problem: as the policy saw it.
     """
     mine, gold = normalise(prediction), normalise(answer)
     if compact(mine) == compact(gold):
