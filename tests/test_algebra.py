@@ -131,6 +131,8 @@ IDENTITIES = [
     (r"\sqrt{2+\sqrt{2+\sqrt{2}}}", r"2\cos\frac{\pi}{16}"),
     (r"\arcsin\frac35+\arcsin\frac45", r"\frac\pi2"),
     (r"\sqrt[3]{7+5\sqrt2}", r"1+\sqrt2"),
+    (r"\sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5}", "1"),
+    (r"\sqrt[5]{-\sqrt2}", r"-2^{\frac{1}{10}}"),
     (r"e^{2\ln 3}", "9"),
     (r"2^{\log_2 5}", "5"),
     (r"i^i", r"e^{-\pi/2}"),

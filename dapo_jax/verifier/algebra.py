@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from flint import acb, arb, fmpq
 
 from dapo_jax.verifier.budgets import Budget, Undecided
-from dapo_jax.verifier.enclosures import Ball, Undefined, enclose, is_apart, with_bits
+from dapo_jax.verifier.enclosures import Ball, Pole, Undefined, enclose, is_apart, with_bits
 from dapo_jax.verifier.fields import Field
 from dapo_jax.verifier.functions import COMPLEX, INTEGERS
 from dapo_jax.verifier.polynomials import Element
@@ -23,7 +23,7 @@ from dapo_jax.verifier.trees import Refused, Tree, nodes, symbols
 
 MOST_SIGNS, MOST_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
 FILTER_BITS = (192, 1_024, 4_096, 16_384)  # before a proof is tried, and after one failed
-SCALES = (1, 1_000, 1, 30, 1_000_000)  # of the points tried: near and far
+SCALES = (1, 1_000, 1, 30, 1_000_000, 1)  # of the points tried: near and far
 ENOUGH_POINTS = 3
 WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101)
 STEPPED = {"floor", "ceiling", "factorial", "binomial"}
@@ -75,7 +75,7 @@ def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_
 
     Raises `Undecided` where either has no value there, which may hide a division by zero.
     """
-    names = sorted(symbols(mine) | symbols(gold))
+    names, seen = sorted(symbols(mine) | symbols(gold)), 0
     if _has_steps(mine, gold) and any(name in INTEGERS for name in names):
         return differ_at_whole_numbers(mine, gold, budget)  # between them they may differ
     with with_bits(bits):
@@ -83,9 +83,14 @@ def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_
             try:
                 if is_apart(enclose(mine, point, budget) - enclose(gold, point, budget)):
                     return True
-            except Undefined:
+                seen += 1
+            except Pole:
                 if names:
-                    raise Undecided("no value at a point") from None
+                    raise Undecided("a pole where none is expected") from None
+            except Undefined:
+                continue
+    if names and seen < ENOUGH_POINTS:
+        raise Undecided("no value at too many points")
     return False
 
 

@@ -28,14 +28,18 @@ _SIMPLE: dict[str, Callable[[Ball], Ball]] = {
     "asin": acb.asin,
     "acos": acb.acos,
     "atan": acb.atan,
-    "acot": lambda ball: (1 / ball).atan(),
+    "acot": lambda ball: _over(acb(1), ball).atan(),
     "abs": lambda ball: acb(abs(ball)),
     "factorial": lambda ball: (ball + 1).gamma(),
 }
 
 
 class Undefined(ArithmeticError):
-    """No finite value can be seen: a pole, or too few bits to exclude one."""
+    """No finite value can be seen: too large, or with too few bits."""
+
+
+class Pole(Undefined):
+    """A division by what may be zero."""
 
 
 def with_bits(bits: int):
@@ -65,13 +69,19 @@ def whole_part(ball: Ball) -> arb:
     return floor
 
 
+def _over(above: Ball, below: Ball) -> Ball:
+    if not is_apart(below):
+        raise Pole("division by what may be zero")
+    return above / below
+
+
 def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
     if exponent.kind == "number":
         q = exponent.value
         power = acb(base) ** int(abs(q.p))
         if q.q != 1:  # principal: (a^(1/n))^m
             power = principal_root(base, int(q.q)) ** int(abs(q.p))
-        return power if q > 0 else 1 / power
+        return power if q > 0 else _over(acb(1), power)
     if not is_apart(base):
         raise Undefined("a power of what may be zero")
     return (value * base.log()).exp()
@@ -103,11 +113,13 @@ def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
         case "product":
             value = parts[0] * parts[1]
         case "quotient":
-            if not is_apart(parts[1]):
-                raise Undefined("division by what may be zero")
-            value = parts[0] / parts[1]
+            value = _over(*parts)
         case "power":
             value = _power(parts[0], tree.parts[1], parts[1])
+        case "odd_root":
+            negative = parts[0].imag.is_zero() and bool(parts[0].real < 0)
+            value = principal_root(-parts[0] if negative else parts[0], tree.parts[1].whole)
+            value = -value if negative else value
         case "floor":
             value = acb(whole_part(parts[0]))
         case "ceiling":

@@ -23,8 +23,10 @@ from dapo_jax.verifier.trees import (
     multiply,
     negate,
     number,
+    odd_root,
     power,
     symbol,
+    symbols,
 )
 
 MOST_TOKENS, DEEPEST, MOST_DIGITS, LARGEST_ROOT = 400, 40, 400, 100
@@ -275,6 +277,8 @@ class _Parser:
             inside = self._argument()
             if order is None or not 2 <= order <= LARGEST_ROOT:
                 raise Refused("a root")
+            if order % 2 and inside.kind != "number" and not symbols(inside):
+                return odd_root(inside, order)
             if inside.kind == "number" and inside.value < 0 and order % 2:
                 return negate(power(negate(inside), number(fmpq(1, order))))
             return power(inside, number(fmpq(1, order)))

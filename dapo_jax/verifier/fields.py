@@ -105,7 +105,8 @@ class Field:
         """above / below, of which `below` is known not to vanish."""
         number = as_rational(below)
         if number is None:
-            self.budget.spend(10 * (size(above) + size(below)))
+            degrees = int(above.total_degree()) + int(below.total_degree())
+            self.budget.spend(10 * (size(above) + size(below) + degrees))
             shared = above.gcd(below)
             if not shared.is_constant():
                 above, below = above / shared, below / shared

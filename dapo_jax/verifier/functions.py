@@ -163,9 +163,12 @@ def _power_of_exp(field: Field, powers: dict[int, int], c: fmpq, below: Poly) ->
 
 
 def _exp_fields(field: Field, argument: Element) -> dict:
-    atoms = [atom for _, atom in field.atoms_in(*argument)]
-    turning = [atom for atom in atoms if _is_imaginary(atom)]
-    on_circle = turning and all(atom.real or atom is turning[0] for atom in atoms)
+    above, below = ([atom for _, atom in field.atoms_in(poly)] for poly in argument)
+    # The argument is one product over `below`: with i in the one and real atoms beside, i times
+    # a real number, whose exponential lies on the unit circle.
+    turns = [_is_imaginary(atom) for atom in above]
+    rest = [atom for atom, turn in zip(above, turns, strict=True) if not turn]
+    on_circle = any(turns) and all(atom.real for atom in (*rest, *below))
 
     def value(bits: int) -> acb:
         with with_bits(bits):
@@ -174,9 +177,9 @@ def _exp_fields(field: Field, argument: Element) -> dict:
     return {
         "argument": argument,
         "constant": field.is_constant(argument),
-        "real": all(atom.real for atom in atoms),
+        "real": all(atom.real for atom in (*above, *below)),
         "value": value,
-        "inverse_is_conjugate": bool(on_circle),
+        "inverse_is_conjugate": on_circle,
     }
 
 

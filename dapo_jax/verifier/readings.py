@@ -7,7 +7,7 @@ from flint import fmpq
 from dapo_jax.verifier import functions
 from dapo_jax.verifier.fields import Field
 from dapo_jax.verifier.polynomials import Element, rational
-from dapo_jax.verifier.roots import absolute, imaginary, root
+from dapo_jax.verifier.roots import absolute, imaginary, is_real, root, sign
 from dapo_jax.verifier.trees import Refused, Tree
 
 
@@ -118,6 +118,10 @@ def read(field: Field, tree: Tree) -> Element:
             if tree.parts[0].kind == "e":
                 return functions.exp(field, parts[1])
             return functions.power(field, *parts)
+        case "odd_root":
+            negative = is_real(field, parts[0]) and sign(field, parts[0]) < 0
+            found = root(field, field.scale(parts[0], -1 if negative else 1), tree.parts[1].whole)
+            return field.scale(found, -1 if negative else 1)
         case "binomial":
             return functions.binomial(field, *parts)
     return _FUNCTIONS[tree.kind](field, parts[0])

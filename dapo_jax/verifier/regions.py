@@ -178,9 +178,8 @@ class Regions:
 
     def solve(self, difference: Tree, mark: str) -> Pieces:
         """Where `difference mark 0`, of degree 1 or 2 on either side of the corners it has."""
-        names = symbols(difference)
-        if len(names) != 1:
-            raise Refused("not one variable")
+        if len(symbols(difference)) != 1 or mark not in ("=", *FLIPPED):
+            raise Refused("no relation in one variable")
         try:
             found = read(self.field, difference)
         except NeedsSign as case:

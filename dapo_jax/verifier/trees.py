@@ -121,6 +121,12 @@ def call(name: str, argument: Tree) -> Tree:
     return Tree(name, (argument,))
 
 
+def odd_root(inside: Tree, order: int) -> Tree:
+    """The real root where `inside` is real, whatever its sign; else the principal one."""
+    _finite(inside)
+    return Tree("odd_root", (inside, number(order)))
+
+
 def factorial(argument: Tree) -> Tree:
     """argument! Raises `Refused` for large or non-integer numbers."""
     if argument.kind == "number":
