@@ -81,8 +81,12 @@ class Run:
         train = self.checkpoints.state(parts.learner.abstract_state)
         if parts.critic:
             critic = self.checkpoints.state(parts.critic.abstract_state, "critic")
+        behaviour = None
+        if self.config.rollout.lag and step:
+            params = parts.learner.abstract_state.params
+            behaviour = self.checkpoints.state(params, "behaviour")
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
-        return RunState(train=train, critic=critic, **record)
+        return RunState(train=train, critic=critic, behaviour=behaviour, **record)
 
     def _announce_policy(self) -> None:
         self.parts.sampler.hold()
@@ -118,6 +122,8 @@ class Run:
         """Held-out metrics of the policy as it is, and the responses; none without problems."""
         if not self.heldout:
             return {}, []
+        if self.state.ahead is not None:  # the sampler is busy with the next step
+            self.state.ahead.exception()
         clock, config, state, parts = Clock(), self.config, self.state, self.parts
         responses = sample_heldout(
             config, state.train.params, self.heldout, parts.sampler, parts.judge, self.signals
@@ -188,6 +194,7 @@ class Run:
         self.state.seconds = time.perf_counter() - self._started
         record = self.state.record() | {"settings": self._settings()}
         states = {"state": self.state.train, "critic": self.state.critic}
+        states["behaviour"] = self.state.behaviour
         self.checkpoints.save(self.state.step, states, record)
 
     def megabytes_per_device(self) -> dict[str, float]:

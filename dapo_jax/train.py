@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.ahead import Gathered, Order, make_rollouts, start_rollouts
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.filtering import Collected, collect
+from dapo_jax.filtering import Collected
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.losses import KL_ESTIMATORS
@@ -27,7 +29,6 @@ from dapo_jax.learner.packing import (
 from dapo_jax.learner.update import Learner
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
-from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.structs import Group, ScoredBatch, TrainState
 
 
@@ -43,10 +44,13 @@ class RunState:
     heldout_before: float | None = None
     seconds: float = 0.0
     unwritten: dict[str, float] | None = None  # metrics of `step`, still without its evaluation
+    behaviour: Any = None  # with a lag: parameters that draw the next rollouts
+    ahead: Future[Gathered] | None = None  # those rollouts, on their way
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
-        names = {field.name for field in dataclasses.fields(self)} - {"train", "critic"}
+        arrays = {"train", "critic", "behaviour", "ahead"}
+        names = {field.name for field in dataclasses.fields(self)} - arrays
         return {name: getattr(self, name) for name in sorted(names)}
 
 
@@ -188,25 +192,39 @@ def update_policy(
     return dataclasses.replace(run, train=policy, critic=critic), values
 
 
+def next_rollouts(
+    parts: Parts, run: RunState, interrupted: Callable[[], bool]
+) -> tuple[Gathered, RunState]:
+    """The groups of this step; with `rollout.lag` those of the next are begun, by today's policy.
+
+    Which policy draws, which prompts and which keys are a function of the step alone, so a run that
+    is resumed repeats itself: `behaviour` is in its checkpoint.
+    """
+    lag, ahead = int(run.behaviour is not None), None
+    params = run.behaviour if lag else run.train.params
+    order = Order(params, run.step - lag, run.step, run.position, run.kept_fraction)
+    gathered = make_rollouts(parts, order, interrupted, run.ahead)
+    position, kept = gathered.collected.next_position, gathered.collected.kept_fraction
+    behaviour = None
+    if parts.config.rollout.lag:
+        behaviour = parts.learner.copy(run.train.params)  # the update consumes them
+        if run.step + 1 < parts.config.total_steps:
+            order = Order(behaviour, run.step, run.step + 1, position, kept)
+            ahead = start_rollouts(parts, order, interrupted)
+    following = {"position": position, "kept_fraction": kept}
+    return gathered, dataclasses.replace(run, **following, behaviour=behaviour, ahead=ahead)
+
+
 def train_step(
     parts: Parts, run: RunState, interrupted: Callable[[], bool]
 ) -> tuple[RunState, dict[str, float], Collected]:
     """One rollout step (DAPO, arXiv 2503.14476, Algorithm 1): collect groups, update the policy."""
-    config, clock = parts.config, Clock()
-    rule = SamplingRule(config.sampler.temperature, config.sampler.top_p, config.sampler.top_k)
-    parts.sampler.begin(run.train.params, purpose=SAMPLE_FOR_TRAINING, step=run.step, rule=rule)
-    parts.prompts.position = run.position
-    with parts.progress.collecting(run.step + 1, parts.sampler) as show:
-        data = parts.prompts, parts.sampler, parts.judge
-        collected = collect(
-            config, *data, run.kept_fraction, on_burst=show, interrupted=interrupted
-        )
-    parts.sampler.release()  # the update needs the memory of the caches
+    clock, before = Clock(), run.step
+    rollouts, run = next_rollouts(parts, run, interrupted)
     clock.lap("rollout")
     values: dict[str, float] = {}
-    if collected.groups:
-        run, values = update_policy(parts, run, collected.groups, clock)
-    values |= rollout_metrics(collected, parts.sampler.counts, clock)
-    following = {"position": collected.next_position, "kept_fraction": collected.kept_fraction}
-    run = dataclasses.replace(run, step=run.step + 1, **following)
-    return run, values | clock.seconds, collected
+    if rollouts.collected.groups:
+        run, values = update_policy(parts, run, rollouts.collected.groups, clock)
+    clock.seconds |= {"seconds_rollout": rollouts.seconds}
+    values |= rollout_metrics(rollouts.collected, rollouts.counts, clock, before)
+    return dataclasses.replace(run, step=before + 1), values | clock.seconds, rollouts.collected

@@ -92,6 +92,14 @@ def _check_updates(algorithm: Algorithm, rollout: Rollout) -> None:
         rollout.updates_per_rollout,
         f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
     )
+    lag = rollout.lag
+    require(lag in (0, 1), "rollout.lag", lag, "0 or 1")
+    require(
+        lag == 0 or algorithm.importance_cap > 0,
+        "rollout.lag",
+        lag,
+        "0 without algorithm.importance_cap: responses of an older policy go uncorrected",
+    )
     require(
         algorithm.ratio != "none" or rollout.updates_per_rollout == 1,
         "rollout.updates_per_rollout",

@@ -110,6 +110,11 @@ class Rollout:
     max_sample_rounds: int = setting(
         10, "Dynamic sampling asks for at most this many times prompts_per_step prompts."
     )
+    lag: int = setting(
+        0,
+        "1: collect the next step's groups while this one is learned, by the policy before it; "
+        "needs algorithm.importance_cap, and memory for both at once.",
+    )
     when_starved: str = setting(
         "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
     )

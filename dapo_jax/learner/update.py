@@ -60,6 +60,9 @@ class Learner:
             self.shardings,
         )
         self.start = jax.jit(self._fresh_state, out_shardings=self.shardings)
+        self.copy = jax.jit(  # of the parameters, which an update consumes
+            lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.shardings.params
+        )
         rows = sharding.sharding(mesh, None, "batch")
         self._score = jax.jit(self._score_fn, out_shardings=rows)
         self._update = jax.jit(

@@ -33,6 +33,8 @@ MEANINGS = {
     "task is learned (DAPO, figure 3b).",
     "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
     "trained_groups": "Groups that the updates of this step saw.",
+    "policy_lag": "Steps that the policy had learned since it drew the trained responses; 0 unless "
+    "rollout.lag.",
     "starved": "1 where too few groups carried signal after max_sample_rounds.",
     "sampled_to_kept_tokens": "Sampled tokens, those of the surplus and of stopped responses too, "
     "per trained token: the price of dynamic sampling.",
@@ -156,9 +158,13 @@ def verdict_counts(groups: list[Group]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    collected: Collected, counts: SamplerCounts, clock: "Clock"
+    collected: Collected, counts: SamplerCounts, clock: "Clock", step: int
 ) -> dict[str, float]:
-    """Means over the groups before next_position; counts of cost over everything judged."""
+    """Means over the groups before next_position; counts of cost over everything judged.
+
+    Args:
+        step: how many steps the policy has learned that these groups are to train.
+    """
     judged = max(1, len(collected.judged))
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
     parts = {
@@ -182,6 +188,9 @@ def rollout_metrics(
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
+            "policy_lag": mean_or_zero(
+                [step - c.policy_step for group in collected.groups for c in group.completions]
+            ),
             "prefills": float(counts.prefills),
             "slot_occupancy": counts.occupancy,
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],

@@ -70,13 +70,27 @@ class RolloutSampler:
         self._in_slot: dict[int, tuple[_Request, int]] = {}
         self.counts = SamplerCounts()
 
-    def begin(self, params: Any, *, purpose: int, step: int, rule: SamplingRule) -> None:
-        """Takes over the trainer's live parameters and empties the slots."""
+    def begin(
+        self,
+        params: Any,
+        *,
+        purpose: int,
+        step: int,
+        rule: SamplingRule,
+        policy_step: int | None = None,
+    ) -> None:
+        """Takes over the trainer's live parameters and empties the slots.
+
+        Args:
+            step: keys the draws.
+            policy_step: how many steps those parameters have learned; None: as many.
+        """
         self.release()
         self._params = self._engine.load_params(params)
         self._engine.rule = rule
         self._state = self._engine.init_decode_state()
         self._purpose, self._step = purpose, step
+        self._policy_step = step if policy_step is None else policy_step
         self._generated = np.zeros_like(self._generated)
         self._slot_counts_before = (0, 0)
         self.counts = SamplerCounts()
@@ -192,7 +206,7 @@ class RolloutSampler:
                 tokens=drawn,
                 sampler_logprobs=logprobs[row, : len(drawn)],
                 truncated=len(drawn) == 0 or int(drawn[-1]) not in self._tokenizer.end_ids,
-                policy_step=self._step,
+                policy_step=self._policy_step,
                 text=self._tokenizer.decode(drawn.tolist()),
                 sample=sample,
             )
