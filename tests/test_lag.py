@@ -85,7 +85,12 @@ def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tm
     assert any(changed) and tokens[0] == tokens[1] != []
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "stop_after", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)]
+)
 def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path):
     """Stopped with rollouts of the next step under way, which are then made again."""
     with open_run(make_config(base, tmp_path / "run")) as run:
