@@ -2,10 +2,12 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
+from small_runs import make_small_base
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -60,7 +62,25 @@ def test_our_benchmark_and_the_comparison_run():
     assert json.loads(told.splitlines()[0])["seconds"]["dapo_jax"]["step"] > 0
 
 
-@pytest.mark.slow
-def test_the_familys_table_is_made(tmp_path):
-    arguments = ("--seeds", 1, "--folder", tmp_path, "--presets", "dapo", "sft")
-    assert "| `dapo` |" in run("tests/benchmarks/family.py", *arguments, "--config.total_steps=2")
+@pytest.fixture(scope="module")
+def small_base(tmp_path_factory) -> pathlib.Path:
+    return make_small_base(tmp_path_factory.mktemp("scripts") / "base")
+
+
+TINY = [
+    "--config.total_steps=2",
+    "--config.rollout.prompts_per_step=8",
+    "--config.rollout.samples_per_prompt=4",
+    "--config.data.heldout_problems=8",
+    "--config.sampler.slots=32",
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "row"),
+    [("family", ["--presets", "dapo"], "| `dapo` |"), ("lag", [], "| 1 |")],
+)
+def test_tables_of_runs_are_made(script, arguments, row, small_base, tmp_path):
+    shutil.copytree(small_base, tmp_path / "base_0")
+    options = ["--seeds", 1, "--folder", tmp_path, *arguments]
+    assert row in run(f"tests/benchmarks/{script}.py", *options, *TINY)
