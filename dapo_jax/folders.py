@@ -22,6 +22,7 @@ from dapo_jax.marks import (
     Place,
     check_free,
     entries,
+    is_ours,
     is_written,
     place_of,
     read_mark,
@@ -155,7 +156,7 @@ class Hold:
             if is_written(entry, mark):
                 os.unlink(entry)
         for path in self.path.glob(f"{OURS}*"):
-            if path.name not in (MARK, LOCK):  # a mark that a kill left half written
+            if is_ours(path.name) and path.name not in (MARK, LOCK):  # a kill left it half written
                 path.unlink()
 
     def finish(self, mark: dict[str, Any]) -> None:

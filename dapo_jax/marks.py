@@ -59,10 +59,15 @@ def is_written(entry: os.DirEntry, mark: dict[str, Any]) -> bool:
     return any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in mark.get("writes", ()))
 
 
+def is_ours(name: str) -> bool:
+    """Whether a file is a mark, a lock, or a mark that a process was writing."""
+    return name in (MARK, LOCK) or name.startswith(OURS) and name.removeprefix(OURS).isdigit()
+
+
 def entries(folder: pathlib.Path) -> list[os.DirEntry]:
     """What a folder holds beside mark and lock, by name."""
     with os.scandir(folder) as found:
-        theirs = [entry for entry in found if not entry.name.startswith(OURS)]
+        theirs = [entry for entry in found if not is_ours(entry.name)]
     return sorted(theirs, key=lambda entry: entry.name)
 
 

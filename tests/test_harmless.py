@@ -220,3 +220,18 @@ def test_a_task_without_source_is_refused(open_newer, monkeypatch):
     dataset = type("Task", (), {"__module__": __name__})()
     harmless._read_module.cache_clear()
     assert "can't be read" in gym.refusal("invented", dataset)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "copied"),
+    [
+        ("Integral(2*x, x)", "x**2 + C", True),
+        ("Integral(f, x)", "Integral(f, x) + C", False),
+        ("x**2 + C", "x**2 + C", False),
+        ("(x + 1)*(x - 1)", "x**2 - 1", True),
+        ("x**2-1", "x**2 - 1", False),
+    ],
+)
+def test_the_questions_own_expression_is_no_answer(answer, gold, copied):
+    item = {"question": "Calculate the following: (x + 1)*(x - 1)", "answer": gold}
+    assert gym.is_copied(answer, item) is copied

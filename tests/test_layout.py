@@ -18,7 +18,7 @@ SOURCES = sorted(p for p in (ROOT / "dapo_jax").rglob("*.py") if p.name != "__in
 # is a file that stands beside the folders (`algorithms` is the second file that newcomers open).
 FLOORS = """
 verifier   extraction normalisation numerals structure units equivalence conventions trees
-           expressions budgets enclosures polynomials fields roots functions readings algebra
+           tokens expressions budgets enclosures polynomials fields roots functions readings algebra
            regions judgement worker minerva verifier process remote jail
 experiment settings hooks /algorithms sections config combinations validation
            /structs /sharding /marks /folders

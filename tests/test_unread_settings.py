@@ -42,6 +42,8 @@ CHANGES = {
     "critic.optimizer.weight_decay": (0.0, "ppo", ""),
     "critic.optimizer.max_grad_norm": (2.0, "ppo", ""),
     "model.reference_folder": ("elsewhere", "grpo", ""),
+    "reward.unfinished": ("right", "dapo", "reward.verifier=math"),
+    "reward.percent": ("as_asked", "dapo", "reward.verifier=math_box"),
     "reward.threshold": (0.7, "dapo", "reward.correct=threshold"),
     "reward.min_spread": (0.1, "dapo", "reward.correct=spread"),
     "lora.alpha": (16.0, "dapo", "lora.rank=4"),

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 import zlib
 from typing import Any
 
@@ -20,6 +21,7 @@ from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.verifier.jail import jail_refusal
 
 PREFIX = "gym:"
+_BLANKS = re.compile(r"[\s()]")
 _TUPLE = "__tuple__"
 
 
@@ -114,6 +116,17 @@ def _scorer(task: str) -> Any:
     return dataset
 
 
+def is_copied(answer: str, item: dict[str, Any]) -> bool:
+    """Whether an answer leaves the work undone that its gold has done.
+
+    That is an integral that is still one, or an expression that stands in the question.
+    """
+    gold = str(item["answer"])
+    mine, question = (_BLANKS.sub("", text) for text in (answer, item["question"]))
+    undone = "Integral" in answer and "Integral" not in gold
+    return undone or mine in question and mine != _BLANKS.sub("", gold)
+
+
 def gym_score(task: str, metadata: str, response_answer: str | None) -> float:
     """What the task's own scorer gives an answer: 1 for a right one, less for some others.
 
@@ -130,5 +143,7 @@ def gym_score(task: str, metadata: str, response_answer: str | None) -> float:
     if response_answer is None or not harmless.is_harmless(task, response_answer):
         return 0.0
     item = json.loads(metadata, object_hook=_unmark_tuples)
+    if task in harmless.COMPUTED and is_copied(response_answer, item):
+        return 0.0
     score = float(_scorer(task).score_answer(response_answer, item))
     return score if math.isfinite(score) else 0.0  # of an answer like nan

@@ -165,10 +165,13 @@ INTEGRAL = Expression(
     frozenset({*"xXcCkK", "E", "pi", "C1"}),
     frozenset(
         "sqrt cbrt exp log ln sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh "
-        "asinh acosh atanh abs Abs Integral".split()  # gold answers hold Integral(f, x)
+        "asinh acosh atanh abs Abs Integral".split()  # some golds hold Integral(f, x)
     ),
     powers=True,
 )
+
+# Tasks whose scorer takes any expression of the right value, so also the question's own.
+COMPUTED = ("simple_integration", "intermediate_integration", "polynomial_multiplication")
 
 # Tasks whose scorer evaluates the answer: a form, and a jail (verifier.jail) besides.
 EVALUATING: dict[str, Form] = {

@@ -7,6 +7,7 @@ from typing import Any
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.experiment.config import Config, Optimizer, Rollout, Sampler
 from dapo_jax.experiment.settings import leaves, require
+from dapo_jax.verifier.verifier import BY_VALUE
 
 # Estimators by what they need; one that is in none of these needs nothing.
 OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")
@@ -44,6 +45,8 @@ READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
         for field in dataclasses.fields(Optimizer)
     },
     "model.reference_folder": ("algorithm.reference", bool),
+    "reward.unfinished": ("reward.verifier", _one_of(*BY_VALUE)),
+    "reward.percent": ("reward.verifier", _one_of(*BY_VALUE)),
     "reward.threshold": ("reward.correct", _one_of("threshold")),
     "reward.min_spread": ("reward.correct", _one_of("spread")),
     "lora.alpha": ("lora.rank", bool),

@@ -25,7 +25,7 @@ MOST_SIGNS, MOST_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and
 FILTER_BITS = (192, 1_024, 4_096, 16_384)  # before a proof is tried, and after one failed
 SCALES = (1, 1_000, 1, 30, 1_000_000, 1)  # of the points tried: near and far
 ENOUGH_POINTS = 3
-WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101)
+WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
 STEPPED = {"floor", "ceiling", "factorial", "binomial"}
 
 
@@ -57,7 +57,11 @@ def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
     """Whether they are proven to differ, by exact arithmetic, at one of a few whole numbers."""
     names, seen = sorted(symbols(mine) | symbols(gold)), 0
     for n in WHOLE_POINTS:
-        field = Field(budget, residues={name: (0, n + i) for i, name in enumerate(names)})
+        values = {name: fmpq(n + i) for i, name in enumerate(names)}
+        for name in names:
+            if name not in INTEGERS:  # of either sign, and between
+                values[name] = fmpq(zlib.crc32(f"{name} {n}".encode()) % 9_000 - 4_500, 997)
+        field = Field(budget, residues={name: (0, value) for name, value in values.items()})
         try:
             difference = field.subtract(read(field, mine), read(field, gold))
             if not field.vanishes(difference.above):

@@ -14,11 +14,13 @@ from dapo_jax.verifier.structure import Node, read
 from dapo_jax.verifier.units import split_unit
 
 _OPERATION = re.compile(
-    r"[-+*/^!|]|\\(?!(?:pi|text|infty|theta|alpha|beta|circ)(?![A-Za-z]))[A-Za-z]+|\d[A-Za-z(]"
+    r"[-+*/^!|]|\\(?!(?:pi|text|infty|theta|alpha|beta|circ)(?![A-Za-z]))[A-Za-z]+"
+    r"|\d ?[A-Za-z(]|\) ?[\w(]"
 )
 _FRACTION = re.compile(
     r"[-+]? ?(?:\\frac ?\{? ?(\d+) ?\}? ?\{? ?(\d+) ?\}?|(\d+) ?/ ?(\d+))", re.ASCII
 )
+_MIXED = re.compile(r"[-+]? ?\d+ ?(\\frac.*|(?<= )\d+ ?/ ?\d+)", re.ASCII)
 _ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
 
 
@@ -30,12 +32,14 @@ def _values(node: Node) -> list[str]:
 
 
 def _is_finished(text: str) -> bool:
-    """Whether it is a plain number, and a fraction in lowest terms."""
-    fraction = _FRACTION.fullmatch(text)
+    """Whether it is a plain number; fractions in lowest terms, in mixed ones proper."""
+    text = text.removesuffix("%").strip()
+    mixed = _MIXED.fullmatch(text)
+    fraction = _FRACTION.fullmatch(mixed[1] if mixed else text)
     if fraction is None:
-        return read_number(text) is not None and "/" not in text
+        return read_number(text) is not None and "/" not in text and r"\frac" not in text
     above, below = map(int, filter(None, fraction.groups()))
-    return below > 1 and math.gcd(above, below) == 1
+    return below > 1 and math.gcd(above, below) == 1 and not (mixed and above > below)
 
 
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
@@ -60,8 +64,8 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
         return copied and any(map(_FRACTION.fullmatch, found)) > any(
             map(_FRACTION.fullmatch, wanted)
         )
-    if all(map(_is_finished, wanted)) and not has_words(mine):
-        return bool(_OPERATION.search(mine))
+    if all(map(_is_finished, wanted)) and not any(map(has_words, found)):
+        return any(map(_OPERATION.search, found))
     return copied and bool(_OPERATION.search(mine))
 
 

@@ -34,6 +34,9 @@ _SIMPLE: dict[str, Callable[[Ball], Ball]] = {
 }
 
 
+LARGEST_FLOORED = arb(10) ** 3_000
+
+
 class Undefined(ArithmeticError):
     """No finite value can be seen: too large, or with too few bits."""
 
@@ -63,6 +66,8 @@ def whole_part(ball: Ball) -> arb:
     """The floor of a real number. Raises `Undefined` where the ball holds two candidates."""
     if not ball.imag.is_zero():
         raise Undefined("the floor of what may not be real")
+    if not abs(ball.real) < LARGEST_FLOORED:  # exact ones of any size would be written out
+        raise Undefined("the floor of a huge number")
     floor = ball.real.floor()
     if floor.unique_fmpz() is None:
         raise Undefined("a floor on the edge")

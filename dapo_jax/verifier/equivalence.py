@@ -30,7 +30,9 @@ _VARIABLE = re.compile(
     rf"{_NAME}(?: ?\( ?{_ARGUMENT}(?: ?, ?{_ARGUMENT})*+ ?\))?+(?: {_NAME})*+|\|[A-Z]{{1,3}}\|"
     r"|\\(?:overline|widehat)\{[A-Z]+\}"
 )
-_DENIALS = {"not", "never", "no", "isn", "neither"}
+_DENIALS = set(
+    "not never no isn neither but except anything nothing unless without excluding than".split()
+)
 _NUMERIC_NAMES = {r"\pi", "e", "i", r"\infty"}
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _NO_WORDS = set(
@@ -175,7 +177,9 @@ class _Comparison:
             return self._same_measure(mine, gold)
         if has_words(mine) or has_words(gold):
             return _same_words(words_of(mine), words_of(gold))
-        return self._algebra.same_value(mine, gold)
+        # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
+        texts = _as_read(mine, mine_number), _as_read(gold, gold_number)
+        return self._algebra.same_value(*texts)
 
     def _same_measure(self, mine: str, gold: str) -> bool:
         """Values of which at least one has a unit."""
@@ -199,8 +203,18 @@ class _Comparison:
         return self.same(read(mine_value), read(gold_value))
 
 
+def _as_read(text: str, number: Fraction | None) -> str:
+    if number is None:
+        return text
+    return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
 def _same_ratio(mine: str, gold: str) -> bool | None:
     """Whether a ratio 5:8 and a fraction are the same; None where it is not these two."""
+    both = [_RATIO.fullmatch(text) for text in (mine, gold)]
+    if all(both) and all(int(ratio[2]) for ratio in both):
+        mine_ratio, gold_ratio = (Fraction(int(r[1]), int(r[2])) for r in both)
+        return mine_ratio == gold_ratio
     for ratio, other in ((mine, gold), (gold, mine)):
         match = _RATIO.fullmatch(ratio)
         number = read_number(other) if match and ("/" in other or r"\frac" in other) else None

@@ -8,6 +8,7 @@ import re
 
 from flint import fmpq
 
+from dapo_jax.verifier.tokens import FUNCTIONS, GREEK, tokens_of
 from dapo_jax.verifier.trees import (
     EULER,
     IMAGINARY,
@@ -29,54 +30,15 @@ from dapo_jax.verifier.trees import (
     symbols,
 )
 
-MOST_TOKENS, DEEPEST, MOST_DIGITS, LARGEST_ROOT = 400, 40, 400, 100
+DEEPEST, MOST_DIGITS, LARGEST_ROOT = 40, 400, 100
 
 
-_TOKEN = re.compile(
-    r"\s*(?:(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z]+)|(\\.|.))", re.S
-)
-_GREEK = set(
-    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi "
-    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
-)
-_FUNCTIONS = {
-    name: name
-    for name in "sin cos tan cot sec csc sinh cosh tanh exp log abs asin acos atan acot".split()
-} | {
-    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot")},
-    "ln": "log",
-    "lg": "lg",
-    "sqrt": "sqrt",
-}
-_FUNCTION_LETTERS = set("fghpqFGHIJKLNPQRSTV")  # before a bracket not a factor
+_FUNCTION_LETTERS = set("ghpqGHIJKLNPQRSTV")  # before one letter or number in brackets
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _CONSTANTS = {"pi": PI, "infty": INFINITY, "infinity": INFINITY, "inf": INFINITY}
-_WORDS = set(_FUNCTIONS) | {"pi", "infinity", "inf"}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
 _DIVIDE = {"/", r"\div"}
-
-
-def _tokens(text: str) -> list[str]:
-    found = []
-    for match in _TOKEN.finditer(text.rstrip()):
-        number, command, word, other = match.groups()
-        if (
-            word
-            and word.lower() in _WORDS
-            and (len(word) > 2 or word.lower() in ("pi", "ln", "lg"))
-        ):
-            found.append("\\" + word.lower())
-        elif word:
-            if len(word) > 4 or len(word) > 2 and set(word.lower()) & set("aeiou"):
-                if word not in ("abc", "abcd"):
-                    raise Refused(f"a word: {word}")
-            found.extend(word)
-        else:
-            found.append(number or command or other)
-        if len(found) > MOST_TOKENS:
-            raise Refused("too long")
-    return found
 
 
 def _rational(literal: str) -> Tree:
@@ -87,8 +49,9 @@ def _rational(literal: str) -> Tree:
 
 class _Parser:
     def __init__(self, text: str):
-        self._tokens, self._at, self._depth = _tokens(text), 0, 0
+        self._tokens, self._at, self._depth = tokens_of(text), 0, 0
         self._bars: list[str] = []
+        self._read_ahead: tuple[int, int, Tree] | None = None  # from, to, and what is there
 
     def whole(self) -> Tree:
         value = self._sum()
@@ -161,7 +124,7 @@ class _Parser:
         if self._bars and token == self._bars[-1]:
             return False
         name = token[1:]
-        known = name in _FUNCTIONS or name in _GREEK or name in _CONSTANTS
+        known = name in FUNCTIONS or name in GREEK or name in _CONSTANTS
         named = token[:1] == "\\" and (known or name in ("frac", "binom", "mathbf"))
         plain = token.isalnum() or token[:1] == "." and len(token) > 1 or token[:1].isdigit()
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
@@ -171,6 +134,8 @@ class _Parser:
         while self._peek() and self._peek() in "^!%'":
             mark = self._take()
             if mark == "!":
+                if self._peek() == "!":
+                    raise Refused("a double factorial")
                 base = factorial(base)
             elif mark == "%":
                 base = divide(base, number(100))
@@ -180,10 +145,18 @@ class _Parser:
                 base = multiply(base, divide(PI, number(180)))
             else:
                 base = power(base, self._exponent())
+                if self._peek() == "^" and not self._is_degree_next():
+                    raise Refused("two exponents of one base")
         return base
 
     def _refuse(self):
         raise Refused("a prime")
+
+    def _is_degree_next(self) -> bool:
+        here = self._at
+        self._at += 1
+        found, self._at = self._is_degree(), here
+        return found
 
     def _is_degree(self) -> bool:
         for written in (["\\circ"], ["{", "\\circ", "}"]):
@@ -206,6 +179,8 @@ class _Parser:
             written = "".join(self._tokens[here + 1 : self._at])
             if part.kind == "number" and re.fullmatch(r"[\d{}]+", written):
                 return add([value, part])
+            # A factor then. It is not read again: nested, that would take exponential time.
+            self._read_ahead = here, self._at, part
             self._at = here
         return value
 
@@ -226,6 +201,9 @@ class _Parser:
         return value
 
     def _atom(self) -> Tree:
+        if self._read_ahead is not None and self._read_ahead[0] == self._at:
+            _, self._at, part = self._read_ahead
+            return part
         token = self._take()
         if token[0].isdigit() or token[0] == "." and len(token) > 1:
             if len(token) > MOST_DIGITS:
@@ -252,7 +230,8 @@ class _Parser:
     def _letter(self, name: str) -> Tree:
         if self._accept("_"):
             return symbol(f"{name}_{self._subscript()}")
-        if name in _FUNCTION_LETTERS and self._peek() == "(":
+        single = self._tokens[self._at + 2 : self._at + 3] == [")"]
+        if self._peek() == "(" and (name in "fF" or name in _FUNCTION_LETTERS and single):
             return symbol(f"{name}({self._bracketed()})")  # f(x), whatever f may be
         return {"e": EULER, "i": IMAGINARY}.get(name) or symbol(name)
 
@@ -286,14 +265,14 @@ class _Parser:
             return symbol(f"bold_{self._subscript()}")
         if name in _CONSTANTS:
             return _CONSTANTS[name]
-        if name in _FUNCTIONS:
+        if name in FUNCTIONS:
             return self._function(name)
-        if name in _GREEK:
+        if name in GREEK:
             return self._letter(name)
         raise Refused(f"unknown \\{name}")
 
     def _function(self, name: str) -> Tree:
-        function, exponent, base = _FUNCTIONS[name], None, None
+        function, exponent, base = FUNCTIONS[name], None, None
         if function == "log" and self._accept("_"):
             base = self._argument()
             if base.whole in (0, 1):
@@ -301,7 +280,7 @@ class _Parser:
         if self._accept("^"):
             exponent = self._exponent()
             if exponent.whole == -1 and name in _INVERSES:
-                function, exponent = _FUNCTIONS[_INVERSES[name]], None
+                function, exponent = FUNCTIONS[_INVERSES[name]], None
         value = self._value_of(function, self._function_argument(), base)
         return value if exponent is None else power(value, exponent)
 
@@ -320,7 +299,7 @@ class _Parser:
             return self._power() if self._peek() == "[" else self._bracketed()
         negative = self._accept("-")
         value = self._power()
-        while self._starts_factor() and self._peek()[1:] not in _FUNCTIONS and self._peek() != "(":
+        while self._starts_factor() and self._peek()[1:] not in FUNCTIONS and self._peek() != "(":
             value = multiply(value, self._power())
         return negate(value) if negative else value
 

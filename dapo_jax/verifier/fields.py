@@ -50,7 +50,7 @@ class Field:
         self,
         budget: Budget,
         signs: dict[str, int] | None = None,
-        residues: dict[str, tuple[int, int]] | None = None,
+        residues: dict[str, tuple[int, int | fmpq]] | None = None,
     ):
         self.budget, self.atoms = budget, []
         self.signs, self.residues = signs or {}, residues or {}

@@ -8,7 +8,7 @@ import math
 from flint import acb, arb, fmpq, fmpz
 
 from dapo_jax.verifier.budgets import Undecided
-from dapo_jax.verifier.enclosures import Undefined, whole_part, with_bits
+from dapo_jax.verifier.enclosures import LARGEST_FLOORED, Undefined, whole_part, with_bits
 from dapo_jax.verifier.fields import BITS, Field
 from dapo_jax.verifier.polynomials import (
     ONE,
@@ -33,7 +33,7 @@ from dapo_jax.verifier.roots import (
 )
 from dapo_jax.verifier.trees import Refused
 
-INTEGERS = "nmkNpq"  # letters that stand for whole numbers where floors and (-1)^n ask
+INTEGERS = "nmkN"  # letters that stand for whole numbers where floors and (-1)^n ask
 COMPLEX = "zw"  # letters that need not be real
 LARGEST_POWER, LARGEST_SHIFT, LARGEST_CHOICE = 1_000, 20, 50
 
@@ -102,6 +102,8 @@ def _floor_of_constant(field: Field, a: Element) -> Element:
                 real = field.value(a, bits).real
                 return rational(whole_part(acb(real)).unique_fmpz())
         except Undefined:
+            if not abs(real) < LARGEST_FLOORED:
+                raise Undecided("a huge number's floor") from None
             with with_bits(bits):
                 near = (real.mid() + arb(0.5)).floor().unique_fmpz()
             if near is not None and field.vanishes(field.subtract(a, rational(near)).above):
@@ -195,7 +197,30 @@ def power(field: Field, base: Element, exponent: Element) -> Element:
     q = as_rational(exponent.above) if exponent.below == ONE else None
     if q is not None:
         return power_of(field, base, q)
+    if _is_whole(field, exponent):
+        return exp(field, field.multiply(exponent, _sum_of_logs(field, base)))
     return exp(field, field.multiply(exponent, log(field, base)))
+
+
+def _is_whole(field: Field, a: Element) -> bool:
+    """Whether it is a whole number for all whole values of its letters."""
+    terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
+    whole = (c.q == 1 and _integers_in(field, powers) is not None for powers, c in terms)
+    return a.below == ONE and all(whole)
+
+
+def _sum_of_logs(field: Field, a: Element) -> Element:
+    """Logarithms of the factors of a: their sum is one of log a's values, n times it all the same
+    n-th power for a whole n."""
+    total = rational(0)
+    for poly, way in ((a.above, 1), (a.below, -1)):
+        field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
+        unit, factors = poly.factor()
+        parts = [(constant(unit), 1), *factors] if unit != 1 else factors
+        for factor, power in parts:
+            one = log(field, Element(factor, ONE))
+            total = field.add(total, field.scale(one, way * power))
+    return total
 
 
 def log(field: Field, a: Element) -> Element:
@@ -206,10 +231,9 @@ def log(field: Field, a: Element) -> Element:
     if number == 0:
         raise Refused("the logarithm of 0")
     result = rational(0)
-    for part, times in ((abs(number.p), 1), (number.q, -1)):
-        for prime, n in prime_powers(part):
-            one = _log_atom(field, rational(prime), real=True)
-            result = field.add(result, field.scale(one, times * n))
+    for prime, n in prime_powers(field, abs(number)):
+        one = _log_atom(field, rational(prime), real=True)
+        result = field.add(result, field.scale(one, n))
     return result if number > 0 else field.add(result, _half_turn(field))
 
 

@@ -226,6 +226,14 @@ def unwrap(text: str) -> str:
             return text
 
 
+def _without_ending(match: re.Match) -> str:
+    """1 for 1st, 12 for 12th; 12st is a product of letters."""
+    number, ending = match[1], re.sub(r"[^a-z]|text", "", match[0][len(match[1]) :])
+    teen = number[-2:-1] == "1"
+    wanted = "th" if teen else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
+    return number if ending == wanted else match[0]
+
+
 def _without_for_all(text: str) -> str:
     """An equation without what its variable ranges over."""
     tails = [m.start() for m in _FOR_ALL.finditer(text)]
@@ -252,7 +260,7 @@ def normalise(text: str) -> str:
     text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
     text = _TEXT_SIGN.sub(r" \1 ", text)
     text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
-    text = _without_for_all(_ORDINAL.sub(r"\1", text))
+    text = _without_for_all(_ORDINAL.sub(_without_ending, text))
     amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
     if amount is not None:
         text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"

@@ -16,7 +16,7 @@ from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
 from dapo_jax.verifier.readings import read
 from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
 from dapo_jax.verifier.structure import Node
-from dapo_jax.verifier.trees import Refused, Tree, add, negate, symbols
+from dapo_jax.verifier.trees import Refused, Tree, add, negate, nodes, symbols
 
 MOST_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
@@ -41,6 +41,15 @@ class Piece(NamedTuple):
 Pieces = list[Piece]
 LOWEST, HIGHEST = End(None, True, -1), End(None, True, 1)
 EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
+
+
+def _divides_by_variable(node: Tree) -> bool:
+    """Where it is not defined would have to be left out."""
+    if node.kind == "quotient":
+        return bool(symbols(node.parts[1]))
+    exponent = node.parts[1] if node.kind == "power" else None
+    below = exponent is not None and (exponent.kind != "number" or exponent.value < 0)
+    return below and bool(symbols(node))
 
 
 class Regions:
@@ -180,12 +189,12 @@ class Regions:
         """Where `difference mark 0`, of degree 1 or 2 on either side of the corners it has."""
         if len(symbols(difference)) != 1 or mark not in ("=", *FLIPPED):
             raise Refused("no relation in one variable")
+        if any(map(_divides_by_variable, nodes(difference))):
+            raise Refused("a variable below")
         try:
             found = read(self.field, difference)
         except NeedsSign as case:
             return self._by_sign(case, lambda: self.solve(difference, mark))
-        if not self.field.is_constant(Element(found.below, ONE)):
-            raise Refused("a variable below")
         return self._solve_poly(self.field.divide(found, rational(1)), mark)
 
     def _by_sign(self, case: NeedsSign, solve) -> Pieces:

@@ -21,7 +21,8 @@ from dapo_jax.verifier.polynomials import (
     rational,
 )
 
-TRIAL_BITS, TRIAL_PRIMES = 64, 2_000  # numbers are factored whole, or by small primes alone
+TRIAL_BITS = 64  # up to here numbers are factored whole, beyond by small primes alone
+PRIMES = [n for n in range(2, 2_000) if all(n % d for d in range(2, int(n**0.5) + 1))]
 
 
 class NeedsSign(Exception):
@@ -32,30 +33,52 @@ class NeedsSign(Exception):
         self.name, self.poly = str(poly), poly
 
 
+def _not_known(bits: int) -> Ball:
+    raise Undecided("a value that nothing here computes")
+
+
 def opaque(field: Field, kind: str, a: Element) -> Element:
     """A function's value of which nothing more is known."""
-    return field.atom(kind, str(a), argument=a, constant=False, real=False)
+    constant = field.is_constant(a)
+    return field.atom(kind, str(a), argument=a, constant=constant, real=False, value=_not_known)
 
 
-def prime_powers(n: fmpz) -> list[tuple[fmpz, int]]:
-    """Factors of a positive integer and their powers; a large one may be left as it is."""
+def prime_powers(field: Field, number: fmpq) -> list[tuple[fmpz, int]]:
+    """Factors of a positive number and their powers, below 0 for those of its denominator."""
+    bits = number.p.bit_length() + number.q.bit_length()
+    field.budget.spend(20 + (bits if bits > TRIAL_BITS else 0))
+    below = [(prime, -power) for prime, power in _factors(number.q)]
+    return _factors(number.p) + below
+
+
+def _factors(n: fmpz) -> list[tuple[fmpz, int]]:
+    """Of a positive integer; a large one may be left as it is."""
     if n.bit_length() <= TRIAL_BITS:
         return list(n.factor())
     found = []
-    for prime in range(2, TRIAL_PRIMES):
-        power = 0
-        while n % prime == 0:
-            n, power = n // prime, power + 1
-        if power:
+    for prime in PRIMES:
+        if n % prime == 0:
+            n, power = _without(n, prime)
             found.append((fmpz(prime), power))
     return [*found, (n, 1)] if n > 1 else found
 
 
-def _root_of_integer(field: Field, n: fmpz, degree: int) -> Element:
-    """The positive root of a positive integer."""
-    field.budget.spend(50)
+def _without(n: fmpz, prime: int) -> tuple[fmpz, int]:
+    """n without that factor, and how often it was there; few divisions for many."""
+    steps, power = [(fmpz(prime), 1)], 0
+    while n % steps[-1][0] == 0:
+        n, power = n // steps[-1][0], power + steps[-1][1]
+        steps.append((steps[-1][0] ** 2, 2 * steps[-1][1]))
+    for factor, times in reversed(steps):
+        if n % factor == 0:
+            n, power = n // factor, power + times
+    return n, power
+
+
+def _root_of_number(field: Field, number: fmpq, degree: int) -> Element:
+    """The positive root of a positive number."""
     result = rational(1)
-    for prime, power in prime_powers(n):
+    for prime, power in prime_powers(field, number):
         whole, rest = divmod(power, degree)
         shared = math.gcd(rest, degree)
         result = field.scale(result, fmpq(prime) ** whole)
@@ -109,13 +132,14 @@ def root(field: Field, a: Element, degree: int) -> Element:
     if number is not None:
         if number == 0:
             return rational(0)
-        size = _root_of_integer(field, abs(number.p) * number.q ** (degree - 1), degree)
-        size = field.scale(size, fmpq(1, number.q))
+        size = _root_of_number(field, abs(number), degree)
         return size if number > 0 else field.multiply(size, minus_one_to(field, degree))
     above, below = Element(a.above, ONE), Element(a.below, ONE)
     if not field.is_constant(a):
         if a.below == ONE:
             return _root_of_poly(field, a.above, degree)
+        if any(not atom.real for _, atom in field.atoms_in(a.below)):
+            return opaque(field, f"root {degree}", a)
         size = absolute(field, below)
         inside = field.multiply(field.multiply(above, below), field.power(size, degree - 2))
         return field.divide(root(field, inside, degree), size)
@@ -230,6 +254,9 @@ def absolute(field: Field, a: Element) -> Element:
 def _sign_of_factor(field: Field, factor: Poly) -> int:
     if field.is_constant(Element(factor, ONE)):
         return sign(field, Element(factor, ONE))
+    ((_, atom), *others) = field.atoms_in(factor)
+    if atom.kind == "exp" and atom.real and not others and factor == atom.generator:
+        return 1
     even = all(n % 2 == 0 for exponents in factor.monoms() for n in exponents)
     signs = {c > 0 for c in factor.coeffs()}
     if even and len(signs) == 1:

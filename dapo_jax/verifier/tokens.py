@@ -1,0 +1,47 @@
+"""The words of an expression: numbers, commands, letters and signs."""
+
+import re
+
+from dapo_jax.verifier.trees import Refused
+
+MOST_TOKENS = 400
+_TOKEN = re.compile(
+    r"\s*(?:(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z]+)|(\\.|.))", re.S
+)
+GREEK = set(
+    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi "
+    "omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell hbar".split()
+)
+FUNCTIONS = {
+    name: name
+    for name in "sin cos tan cot sec csc sinh cosh tanh exp log abs asin acos atan acot".split()
+} | {
+    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot")},
+    "ln": "log",
+    "lg": "lg",
+    "sqrt": "sqrt",
+}
+_WORDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
+
+
+def tokens_of(text: str) -> list[str]:
+    """At most `MOST_TOKENS`. Raises `Refused` for words that are no function's."""
+    found = []
+    for match in _TOKEN.finditer(text.rstrip()):
+        number, command, word, other = match.groups()
+        if (
+            word
+            and word.lower() in _WORDS
+            and (len(word) > 2 or word.lower() in ("pi", "ln", "lg"))
+        ):
+            found.append("\\" + word.lower())
+        elif word:
+            if len(word) > 4 or len(word) > 2 and set(word.lower()) & set("aeiou"):
+                if word not in ("abc", "abcd"):
+                    raise Refused(f"a word: {word}")
+            found.extend(word)
+        else:
+            found.append(number or command or other)
+        if len(found) > MOST_TOKENS:
+            raise Refused("too long")
+    return found
