@@ -57,7 +57,7 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
         return False
     ours, theirs = read(mine), read(gold)
     if ours.kind == "relation" and theirs.kind != "relation":  # x = value, or a chain
-        ours = next((item for item in ours.items if _is_finished(item.text)), ours.items[-1])
+        ours = next((item for item in ours.items if _is_finished(item.text)), ours)
     found, wanted = _values(ours), _values(theirs)
     copied = compact(mine) in compact(normalise(problem))
     if all(map(_is_finished, found)):  # 3/20 of the problem is not the decimal asked for
