@@ -8,6 +8,7 @@ import dataclasses
 import math
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.experiment.sampling import Sampler
 from dapo_jax.experiment.settings import require, setting
 
 SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
@@ -118,21 +119,6 @@ class Rollout:
     when_starved: str = setting(
         "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
     )
-
-
-@dataclasses.dataclass
-class Sampler:
-    """The decoding engine."""
-
-    slots: int = setting(128, "Responses decoded side by side.")
-    burst_tokens: int = setting(8, "Tokens decoded per call, between two looks from the host.")
-    first_window_tokens: int = setting(
-        64, "Cache length to begin with; it doubles as responses outgrow it."
-    )
-    max_response_tokens: int = setting(96, "Budget of a response; beyond it, it is truncated.")
-    temperature: float = setting(1.0, "Softmax temperature while training.")
-    top_p: float = setting(1.0, "Nucleus share; below 1 the importance ratio is biased.")
-    top_k: int = setting(0, "Keep the k likeliest tokens; 0 keeps all; biases the ratio too.")
 
 
 @dataclasses.dataclass
@@ -343,6 +329,7 @@ class ServeConfig:
     top_p: float = setting(1.0, "Nucleus share.")
     top_k: int = setting(0, "Keep the k likeliest tokens; 0 keeps all.")
     seed: int = setting(0, "Key of the draws, with the order in which requests arrive.")
+    cache: str = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: str = setting("float32", "'float32' or 'bfloat16'.")
     shutdown_seconds: float = setting(
         20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."
