@@ -99,6 +99,25 @@ def attend_prompt(
     return grouped(queries, cache.keys, cache.values, mask, ("btke", "btke")), cache
 
 
+def at_each(array: Array, where: tuple, new: Array) -> Array:
+    """`array[i][where[i]] = new[i]` for every slot i; an index past the end is dropped.
+
+    Slot by slot: indexed by slot as well, a mesh would gather what is new for every replica.
+
+    Args:
+        where: indices of an element without the slots; arrays in it have one entry a slot.
+    """
+    moving = [i for i, index in enumerate(where) if not isinstance(index, slice)]
+
+    def one(row, new, *found):
+        index = list(where)
+        for place, value in zip(moving, found, strict=True):
+            index[place] = value
+        return row.at[tuple(index)].set(new, mode="drop")
+
+    return jax.vmap(one)(array, new, *(where[i] for i in moving))
+
+
 # --- slots -----------------------------------------------------------------------------------
 
 
@@ -106,19 +125,19 @@ def attend_slots(
     queries, keys, values, context: SlotContext, cache: KVCache
 ) -> tuple[Array, KVCache]:
     """One token per slot, over caches of one length."""
-    at, rows = context.positions[:, 0], jnp.arange(queries.shape[0])
+    at = context.positions[:, 0]
     (keys, key_scale), (values, value_scale) = (
         quantise(new[:, 0], cache.values.dtype) for new in (keys, values)
     )
 
     def scaled(scales, new):
-        return None if scales is None else scales.at[rows, :, at].set(new)
+        return None if scales is None else at_each(scales, (slice(None), at), new)
 
     if cache.time_last:
         axes = ("bket", "bkte")
         cache = cache.replace(
-            keys=cache.keys.at[rows, :, :, at].set(keys),
-            values=cache.values.at[rows, :, at].set(values),
+            keys=at_each(cache.keys, (slice(None), slice(None), at), keys),
+            values=at_each(cache.values, (slice(None), at), values),
         )
     else:
         # XLA:TPU gives a scatter here another layout than the products, and copies the cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dapo_jax.model import inference
-from dapo_jax.model.decode_attention import SlotContext
+from dapo_jax.model.decode_attention import SlotContext, at_each
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.sampler.page_store import Fills
 from dapo_jax.sampler.sampling import SamplingRule, draw
@@ -93,7 +93,7 @@ def decode_one(
         params, config, attend, state.last_token, context, state.caches
     )
     tokens, logprobs = draw(logits, state.key, state.generated, rule)
-    slots, limit = state.tokens.shape
+    limit = state.tokens.shape[1]
     at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
     step = state.active.astype(jnp.int32)
     generated = state.generated + step
@@ -104,8 +104,8 @@ def decode_one(
         length=state.length + step,
         generated=generated,
         active=state.active & ~ended & (generated < limit),
-        tokens=state.tokens.at[jnp.arange(slots), at].set(tokens, mode="drop"),
-        logprobs=state.logprobs.at[jnp.arange(slots), at].set(logprobs, mode="drop"),
+        tokens=at_each(state.tokens, (at,), tokens),
+        logprobs=at_each(state.logprobs, (at,), logprobs),
     )
 
 

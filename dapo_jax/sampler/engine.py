@@ -105,6 +105,7 @@ class PolicyEngine(Engine):
         shapes = jax.eval_shape(lambda: self._empty_fn(window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
         state, replicated = per_slot.replace(caches=self.store.shardings()), place()
+        self._state_places = state
         self._tables_sharding = place("batch")
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")

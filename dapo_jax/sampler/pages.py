@@ -54,7 +54,6 @@ class PageBook:
         self._count = np.zeros(slots, np.int64)
         self._holders = np.zeros((replicas, pages), np.int64)
         self._free = [list(range(pages - 1, NOBODYS, -1)) for _ in range(replicas)]
-        self._running = np.zeros(replicas, np.int64)
         self._shared: dict[tuple[int, Hashable], _Shared] = {}
         self._prompts: dict[int, tuple[int, Hashable]] = {}
 
@@ -72,10 +71,12 @@ class PageBook:
         return slot in self._prompts
 
     def has_room(self, slot: int, tokens: int, prompt: Hashable) -> bool:
-        """Whether a response may start there, and everyone beside it still gets a page more."""
+        """Whether a response may start there, and all that grow beside it still get a page more."""
         replica = self.replica(slot)
-        needed = self._needed(replica, tokens, prompt)
-        return needed + self._running[replica] <= len(self._free[replica])
+        first = replica * self._slots_each
+        counts = self._count[first : first + self._slots_each]
+        growing = np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
+        return self._needed(replica, tokens, prompt) + growing <= len(self._free[replica])
 
     def start(self, slot: int, tokens: int, prompt: Hashable) -> list[Fill]:
         """Gives a response its first pages; returns those whose content is still to be written.
@@ -103,7 +104,6 @@ class PageBook:
         shared.holders += 1
         self._holders[replica, pages] += 1
         self._prompts[slot], self._count[slot] = (replica, prompt), len(pages)
-        self._running[replica] += 1
         self.tables[slot, : len(pages)] = pages
         self.changed = True
         return fills
@@ -136,7 +136,6 @@ class PageBook:
         shared.holders -= 1
         if not shared.holders:
             del self._shared[key]
-        self._running[replica] -= 1
         self.tables[slot], self._count[slot] = NOBODYS, 0
         self.changed = True
 
