@@ -18,8 +18,15 @@ from dapo_jax.structs import TrainState
 FREE = (
     "run_dir total_steps log. checkpoint. evaluation. mesh. packing. reward.workers "
     "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
-    "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens"
+    "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
+    "sampler.cache sampler.page_tokens sampler.pages sampler.prefill_prompts "
+    "sampler.prefill_chunk_tokens"
 ).split()
+
+
+def _is_free(name: str) -> bool:
+    """A name in `FREE` is that setting; one that ends in a point is all of a section."""
+    return any(name == free or free.endswith(".") and name.startswith(free) for free in FREE)
 
 
 def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -37,7 +44,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
         for name, value in settings.items()
         if value != saved.get(name)
-        and (name in strict or not name.startswith(tuple(FREE)))
+        and (name in strict or not _is_free(name))
         # What nothing reads was once accepted, whatever it said.
         and (name not in READ_WHERE or is_read(name, settings))
     ]

@@ -224,6 +224,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
         ),
         tokenizer=tokenizer,
         frozen=frozen,
+        settings=config.sampler,
     )
     algorithm, critic = config.algorithm, None
     if algorithm.critic:

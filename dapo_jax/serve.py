@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dapo_jax import cli
-from dapo_jax.experiment.config import Compute, ServeConfig
+from dapo_jax.experiment.config import Compute, Sampler, ServeConfig
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.signals import Signals
 
@@ -80,6 +80,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         insert_width=1,
         tokenizer=tokenizer,
         seed=config.seed,
+        settings=Sampler(cache=config.cache),
     )
     engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
     params = huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)

@@ -193,30 +193,57 @@ class Mean:
 
 @struct.dataclass
 class KVCache:
-    """One layer's keys and values. Time is last in keys: scores are then 3 times faster on CPU."""
+    """One layer's keys and values of every slot, all of one length.
 
-    keys: Float[Array, "S K E T"]
+    Time is last in keys on CPU, where scores are then 3 times faster; elsewhere it is next to
+    last, or each decode step would write the whole cache anew.
+    """
+
+    keys: Array  # [S, K, E, T] where `time_last`, else [S, K, T, E]
     values: Float[Array, "S K T E"]
+    key_scale: Float[Array, "S K T"] | None = None  # of int8 keys
+    value_scale: Float[Array, "S K T"] | None = None
+    time_last: bool = struct.field(pytree_node=False, default=True)
+
+
+@struct.dataclass
+class PageCache:
+    """One layer's pages, those of every replica one after the other; key and value heads in turn.
+
+    Page 0 of a replica belongs to nobody: slots that are done write there.
+    """
+
+    pages: Float[Array, "N P K2 E"]
+    scales: Float[Array, "N P K2"] | None = None  # of int8 pages
+
+
+@struct.dataclass
+class PromptCache:
+    """One layer's keys and values of prefilled prompts."""
+
+    keys: Float[Array, "B P K E"]
+    values: Float[Array, "B P K E"]
 
 
 @struct.dataclass
 class Prefix:
-    """A prefilled prompt. Its last token is fed by the first decode step, which draws token one.
+    """Prefilled prompts. A prompt's last token is fed by the first decode step.
 
     `key` belongs to the prompt; the sample index is folded in at insertion.
     """
 
-    caches: tuple[KVCache, ...]  # S = 1, T = the padded prompt length
-    last_token: Int[Array, ""]
-    true_length: Int[Array, ""]
-    key: jax.Array
+    caches: tuple[PromptCache, ...]
+    last_token: Int[Array, "B"]
+    true_length: Int[Array, "B"]
+    key: jax.Array  # [B]
 
 
 @struct.dataclass
 class DecodeState:
     """Everything that a burst of decoding changes, per slot."""
 
-    caches: tuple[KVCache, ...]
+    caches: tuple[KVCache, ...] | tuple[PageCache, ...]
+    tables: Int[Array, "S W"] | None  # the pages of each slot, in order; 0 where there is none yet
     last_token: Int[Array, "S"]
     length: Int[Array, "S"]  # tokens in the cache, so also the position of last_token
     generated: Int[Array, "S"]  # response tokens drawn so far

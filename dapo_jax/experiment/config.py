@@ -118,6 +118,7 @@ class ServeConfig:
     top_p: float = setting(1.0, "Nucleus share.")
     top_k: int = setting(0, "Keep the k likeliest tokens; 0 keeps all.")
     seed: int = setting(0, "Key of the draws, with the order in which requests arrive.")
+    cache: str = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: str = setting("float32", "'float32' or 'bfloat16'.")
     shutdown_seconds: float = setting(
         20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."

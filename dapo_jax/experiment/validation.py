@@ -19,6 +19,9 @@ CHOICES = {
     "data.overlong_prompts": ("truncate_left", "drop"),
     "rollout.when_starved": ("partial", "stop"),
     "algorithm.old_logprobs": ("recompute", "sampler"),
+    "sampler.cache": ("auto", "slots", "paged"),
+    "cache": ("auto", "slots", "paged"),
+    "sampler.cache_dtype": ("auto", "int8"),
     "algorithm.kl": ("none", "loss", "reward"),
     "reward.unfinished": ("wrong", "right"),
     "reward.percent": ("exact", "as_asked"),
@@ -30,7 +33,7 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
-    "shutdown_seconds lora.rank"
+    "shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens"
 ).split()
 POSITIVE = (
     "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
@@ -44,7 +47,7 @@ POSITIVE = (
     "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
     "evaluation.samples_per_problem evaluation.temperature architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
-    "architecture.mlp slots waiting lora.alpha"
+    "architecture.mlp slots waiting lora.alpha sampler.page_tokens sampler.prefill_prompts"
 ).split()
 SHARES = {  # open below, closed above
     "sampler.top_p": (0.0, 1.0),

@@ -1,7 +1,7 @@
-"""Attention over packed rows, over a prompt being prefilled, and over a slot cache.
+"""Attention over packed rows, while training; `decode_attention.py` has what samples.
 
-`Block` calls `attend(queries, keys, values, context, cache)`; these are the three things that may
-stand there. All take [batch, time, heads, head_dim] and return that with the new cache.
+`Block` calls `attend(queries, keys, values, context, cache)`; these are the things that may stand
+there. All take [batch, time, heads, head_dim] and return that with the cache, here None.
 """
 
 from typing import Any
@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
-
-from dapo_jax.structs import KVCache
 
 
 @struct.dataclass
@@ -71,19 +69,3 @@ def attend_cudnn(queries, keys, values, context: Context, cache):
 
 
 TRAINING_ATTENTION = {"plain": attend_plain, "cudnn": attend_cudnn}
-
-
-def attend_and_keep(queries, keys, values, context: Context, cache: None):
-    """Prefill: plain attention that hands the prompt's keys and values on as a cache."""
-    kept = KVCache(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
-    return grouped_attention(queries, kept.keys, kept.values, context.mask), kept
-
-
-def attend_cache(queries, keys, values, context: Context, cache: KVCache):
-    """Decoding: writes this token's key and value at its position, then reads the cache."""
-    slots, at = jnp.arange(queries.shape[0]), context.positions[:, 0]
-    cache = KVCache(
-        cache.keys.at[slots, :, :, at].set(keys[:, 0].astype(cache.keys.dtype)),
-        cache.values.at[slots, :, at].set(values[:, 0].astype(cache.values.dtype)),
-    )
-    return grouped_attention(queries, cache.keys, cache.values, context.mask), cache

@@ -2,8 +2,7 @@
 
 Qwen2, Qwen3 and Llama 3 are switches of `DecoderConfig` (see model/families.py).
 
-Training scans over stacked layers. Decoding applies the same `Block` layer by layer to per-layer
-parameters and caches, which XLA then updates in place (a scan would copy the stacked cache).
+Training scans over stacked layers; `inference.py` applies the same `Block` layer by layer.
 """
 
 import dataclasses
@@ -18,14 +17,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.attention import (
-    TRAINING_ATTENTION,
-    Context,
-    attend_and_keep,
-    attend_cache,
-    packed_mask,
-)
-from dapo_jax.structs import KVCache
+from dapo_jax.model.attention import TRAINING_ATTENTION, Context, packed_mask
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
 
@@ -163,7 +155,7 @@ class Block(nn.Module):
     """Attention and gated MLP, each behind an RMS norm, each added to the residual stream."""
 
     config: DecoderConfig
-    attend: Callable  # see model/attention.py
+    attend: Callable  # see model/attention.py and model/decode_attention.py
 
     def _linear(self, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options):
         adapters = self.config.adapters
@@ -181,7 +173,7 @@ class Block(nn.Module):
         return rms_norm(self.config, name=name)
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None):
+    def __call__(self, x: Float[Array, "B T D"], context: Any, cache: Any):
         c = self.config
         h = self._norm("attention_norm")(x)
         queries = self._heads("query", c.heads, "heads")(h)
@@ -292,38 +284,3 @@ def for_decoding(flat: dict[str, Array], config: DecoderConfig) -> Any:
     """All parameters of `unstack_layers` as a tree; `layers` is a tuple of trees."""
     tree = unflatten_dict(flat, sep="/")
     return tree | {"layers": tuple(tree["layers"][str(i)] for i in range(config.layers))}
-
-
-def _run_layers(params: Any, config: DecoderConfig, attend, x, context: Context, caches):
-    block, new_caches = Block(config, attend), []
-    for layer, cache in zip(params["layers"], caches, strict=True):
-        x, cache = block.apply({"params": layer}, x, context, cache)
-        new_caches.append(cache)
-    return x, tuple(new_caches)
-
-
-def prefill(params: Any, config: DecoderConfig, tokens: Int[Array, "P"]) -> tuple[KVCache, ...]:
-    """Keys and values of every layer for one padded prompt, [1, K, E, P] and [1, K, P, E].
-
-    Padding on the right never reaches earlier positions; the caller masks what it left behind.
-    """
-    x = params["embedding"][tokens][None].astype(config.dtype)
-    ones = jnp.ones((1, len(tokens)), jnp.int32)
-    context = Context(jnp.arange(len(tokens))[None], packed_mask(ones))
-    return _run_layers(params, config, attend_and_keep, x, context, (None,) * config.layers)[1]
-
-
-def decode_step(
-    params: Any,
-    config: DecoderConfig,
-    tokens: Int[Array, "S"],
-    positions: Int[Array, "S"],
-    caches: tuple[KVCache, ...],
-) -> tuple[Float[Array, "S V"], tuple[KVCache, ...]]:
-    """Feeds one token per slot at its position; float32 logits of the next token, new caches."""
-    x = params["embedding"][tokens][:, None].astype(config.dtype)
-    time = jnp.arange(caches[0].values.shape[2])
-    context = Context(positions[:, None], time[None, None] <= positions[:, None, None])
-    x, caches = _run_layers(params, config, attend_cache, x, context, caches)
-    x = rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0])
-    return jnp.dot(x, head_kernel(params), preferred_element_type=jnp.float32), caches

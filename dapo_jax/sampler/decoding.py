@@ -1,28 +1,26 @@
-"""Decode slots as pure functions of `DecodeState`: empty, grown, filled, one token further."""
+"""Decode slots as pure functions of `DecodeState`: empty, filled, a burst of tokens further."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dapo_jax.model import decoder
+from dapo_jax.model import inference
+from dapo_jax.model.decode_attention import SlotContext, at_each
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.sampler.page_store import Fills
 from dapo_jax.sampler.sampling import SamplingRule, draw
-from dapo_jax.structs import DecodeState, KVCache, Prefix
+from dapo_jax.structs import DecodeState, Prefix
 
 
-def empty_state(
-    config: decoder.DecoderConfig, *, slots: int, max_response_tokens: int, window: int
-) -> DecodeState:
-    """Every slot free, with room for `window` tokens in its cache."""
-    keys = (slots, config.kv_heads, config.head_dim, window)
-    values = (slots, config.kv_heads, window, config.head_dim)
+def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int) -> DecodeState:
+    """Every slot free."""
     counts = jnp.zeros(slots, jnp.int32)
     return DecodeState(
-        caches=tuple(
-            KVCache(jnp.zeros(keys, config.dtype), jnp.zeros(values, config.dtype))
-            for _ in range(config.layers)
-        ),
+        caches=caches,
+        tables=tables,
         last_token=counts,
         length=counts,
         generated=counts,
@@ -35,58 +33,67 @@ def empty_state(
     )
 
 
-def grow(state: DecodeState, *, window: int) -> DecodeState:
-    """The same responses with room for `window` tokens per slot."""
-
-    def longer(cache: KVCache) -> KVCache:
-        more = window - cache.values.shape[2]
-        return KVCache(
-            jnp.pad(cache.keys, ((0, 0), (0, 0), (0, 0), (0, more))),
-            jnp.pad(cache.values, ((0, 0), (0, 0), (0, more), (0, 0))),
-        )
-
-    return state.replace(caches=tuple(map(longer, state.caches)))
-
-
 def start_responses(
-    prefix: Prefix, state: DecodeState, slots: Int[Array, "n"], samples: Int[Array, "n"]
+    prefix: Prefix,
+    state: DecodeState,
+    slots: Int[Array, "n"],
+    rows: Int[Array, "n"],
+    samples: Int[Array, "n"],
+    fills: Fills | None,
+    *,
+    take_up: Callable,
 ) -> DecodeState:
-    """Sample `samples[i]` of the prompt begins in `slots[i]`; a slot past the last is dropped."""
+    """Sample `samples[i]` of prompt `rows[i]` begins in `slots[i]`; one past the last is dropped.
+
+    Args:
+        take_up: the store's; `fills` is for it.
+    """
 
     def place(array, value):
         return array.at[slots].set(value, mode="drop")
 
-    def place_cache(cache: KVCache, new: KVCache) -> KVCache:
-        time = new.values.shape[2]
-        return KVCache(
-            cache.keys.at[slots, :, :, :time].set(new.keys, mode="drop"),
-            cache.values.at[slots, :, :time].set(new.values, mode="drop"),
-        )
-
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(prefix.key, samples)
+    keys = jax.vmap(jax.random.fold_in)(prefix.key[rows], samples)
     return state.replace(
-        caches=tuple(map(place_cache, state.caches, prefix.caches)),
-        last_token=place(state.last_token, prefix.last_token),
-        length=place(state.length, prefix.true_length - 1),
+        caches=tuple(
+            take_up(cache, new, slots, rows, fills)
+            for cache, new in zip(state.caches, prefix.caches, strict=True)
+        ),
+        last_token=place(state.last_token, prefix.last_token[rows]),
+        length=place(state.length, prefix.true_length[rows] - 1),
         generated=place(state.generated, 0),
         active=place(state.active, True),
         key=place(state.key, keys),
     )
 
 
+def stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
+    """Those slots draw nothing more."""
+    return state.replace(active=state.active.at[slots].set(False, mode="drop"))
+
+
 def decode_one(
     params: Any,
-    config: decoder.DecoderConfig,
+    config: DecoderConfig,
+    attend: Callable,
     state: DecodeState,
     end_ids: Int[Array, "e"],
     rule: SamplingRule,
+    columns: int | None,
 ) -> DecodeState:
-    """One token for every active slot; the others run along and change nothing that counts."""
-    logits, caches = decoder.decode_step(
-        params, config, state.last_token, state.length, state.caches
+    """One token for every active slot; the others run along and change nothing that counts.
+
+    Nothing here is a sum over slots: on a mesh that would be a reduction over it for every token.
+
+    Args:
+        columns: how many of a slot's pages attention has to read.
+    """
+    tables = None if state.tables is None else state.tables[:, :columns]
+    context = SlotContext(state.length[:, None], state.active, tables)
+    logits, caches = inference.decode_step(
+        params, config, attend, state.last_token, context, state.caches
     )
     tokens, logprobs = draw(logits, state.key, state.generated, rule)
-    slots, limit = state.tokens.shape
+    limit = state.tokens.shape[1]
     at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
     step = state.active.astype(jnp.int32)
     generated = state.generated + step
@@ -97,8 +104,28 @@ def decode_one(
         length=state.length + step,
         generated=generated,
         active=state.active & ~ended & (generated < limit),
-        tokens=state.tokens.at[jnp.arange(slots), at].set(tokens, mode="drop"),
-        logprobs=state.logprobs.at[jnp.arange(slots), at].set(logprobs, mode="drop"),
-        busy_slot_steps=state.busy_slot_steps + jnp.sum(step),
-        slot_steps=state.slot_steps + slots,
+        tokens=at_each(state.tokens, (at,), tokens),
+        logprobs=at_each(state.logprobs, (at,), logprobs),
+    )
+
+
+def decode_burst(
+    one: Callable[[DecodeState], DecodeState], state: DecodeState, tokens: int, *, early: bool
+) -> DecodeState:
+    """`tokens` times `one`, and what that cost.
+
+    Args:
+        early: stop where no slot is active; asked after every token, which on more than one
+            replica would make all of them wait for each other.
+    """
+
+    def more(carry):
+        step, state = carry
+        return (step < tokens) & (state.active.any() if early else True)
+
+    before = state.generated
+    steps, state = jax.lax.while_loop(more, lambda c: (c[0] + 1, one(c[1])), (0, state))
+    return state.replace(
+        busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
+        slot_steps=state.slot_steps + steps * len(before),
     )

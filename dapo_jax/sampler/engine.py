@@ -2,14 +2,12 @@
 
 Prefill, insert and generate keep JetStream's signatures; the keyword arguments beyond them carry
 what reproducible rollouts need. Importing JetStream pulls TensorFlow in, so this module is imported
-after the config was checked, and TensorFlow is kept quiet and off the GPU.
+after the config was checked.
 """
 
-import contextlib
 import functools
 import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,89 +17,48 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int
 
 from dapo_jax import sharding
+from dapo_jax.experiment.config import Sampler
 from dapo_jax.experiment.settings import require
-from dapo_jax.model import decoder
+from dapo_jax.model import decoder, inference
 from dapo_jax.prompts.tokenizer import Tokenizer
-from dapo_jax.sampler import decoding
+from dapo_jax.sampler import decoding, weights
+from dapo_jax.sampler.jetstream import (
+    NO_TOKEN,
+    Engine,
+    JetStreamTokenizer,
+    ResultTokens,
+    TokenizerParameters,
+    result_tokens,
+)
+from dapo_jax.sampler.page_store import choose_store
 from dapo_jax.sampler.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
-from dapo_jax.structs import DecodeState, KVCache, Prefix
+from dapo_jax.structs import DecodeState, Prefix
 
 
-@contextlib.contextmanager
-def _standard_error_muted() -> Iterator[None]:
-    """TensorFlow reports the GPUs it does not find on standard error, whatever its log level."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-with _standard_error_muted():
-    import tensorflow
-    from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
-
-    tensorflow.config.set_visible_devices([], "GPU")
-
-NO_TOKEN = -1
-
-
-class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """The tokenizer of a model folder, as JetStream's threads ask for one."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def encode(self, s: str, **options: Any) -> tuple[np.ndarray, int]:
-        """Ids of the prompt `s`, padded on the right, and how many they are."""
-        ids = np.array(self._tokenizer.encode_prompt(s), np.int32)
-        options["is_bos"] = False
-        return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
-
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return self._tokenizer.decode(token_ids)
-
-    @property
-    def stop_tokens(self) -> set[int]:
-        return set(self._tokenizer.end_ids)
-
-    @property
-    def pad_id(self) -> int:
-        return self._tokenizer.pad_id
-
-    @property
-    def eos_id(self) -> int:
-        return self._tokenizer.end_ids[0]
-
-    @property
-    def bos_id(self) -> int:
-        """Policies begin without one, but JetStream puts it before ids: `prefill` takes it off."""
-        return NO_TOKEN
-
-
-class PolicyEngine(engine_api.Engine):
+class PolicyEngine(Engine):
     """Decodes `slots` responses side by side, `burst_tokens` per call.
 
     Args:
         config: shape and numerics of the policy.
-        mesh: the devices; slots are split over data x fsdp, heads over tensor.
+        mesh: the devices; slots are split over data x fsdp (replicas), heads over tensor.
         slots: how many responses decode together.
         burst_tokens: token columns of one `generate` call.
         max_prompt_tokens, max_response_tokens: limits; a slot's cache holds their sum.
         first_window_tokens: cache length of an empty state; it doubles when responses outgrow it,
             so that attention reads what exists and not the maximum. The limit itself: no growth.
-        insert_width: how many slots one `insert` can fill from one prefix (the group size).
+        insert_width: how many slots one `insert` can fill from one prompt (the group size).
         tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
         seed: of the draws of prompts that come without a key.
         frozen: parameters that never change. One copy for decoding is made of them, once;
             `load_params` then takes the others.
+        settings: those of the cache and of prefill are read here.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
         held: the decoding copy of the frozen parameters; None before it was needed.
+        store: where keys and values are; `claim` a slot there before `insert`, `release` it later.
+        replicas: shares of the slots; so many prompts cost as much as one to prefill.
+        prefill_width: prompts that `prefill_prompts` takes at most.
     """
 
     def __init__(
@@ -118,39 +75,59 @@ class PolicyEngine(engine_api.Engine):
         tokenizer: Tokenizer,
         seed: int = 0,
         frozen: Any = None,
+        settings: Sampler = Sampler(),  # noqa: B008
     ):
-        pieces = sharding.shards(mesh, "batch")
-        require(
-            slots % pieces == 0, "sampler.slots", slots, f"a multiple of data x fsdp = {pieces}"
-        )
+        self.replicas = sharding.shards(mesh, "batch")
+        allowed = f"a multiple of data x fsdp = {self.replicas}"
+        require(slots % self.replicas == 0, "sampler.slots", slots, allowed)
         self.config, self._mesh, self.rule = config, mesh, SamplingRule()
         self._slots, self._burst_tokens = slots, burst_tokens
         self._max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
-        self._first_window_tokens, self._insert_width = first_window_tokens, insert_width
         self._tokenizer, self._seed, self._served = tokenizer, seed, itertools.count()
         self._end_ids = jnp.asarray(tokenizer.end_ids, jnp.int32)
-        self._empty_fn = functools.partial(
-            decoding.empty_state, config, slots=slots, max_response_tokens=max_response_tokens
+        self._chunk_tokens = settings.prefill_chunk_tokens
+        self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
+        widths = (1, insert_width, min(slots, insert_width * self.prefill_width))
+        self._insert_widths = sorted(set(widths))
+        self.store = choose_store(
+            config,
+            mesh,
+            settings,
+            slots=slots,
+            cache_tokens=self.cache_tokens,
+            first_window_tokens=first_window_tokens,
         )
-        self._state_shardings = self._shardings_of_state()
         self._frozen, self.held = frozen or {}, None
         self._compile()
 
     def _compile(self) -> None:
-        state, replicated = self._state_shardings, sharding.sharding(self._mesh)
+        place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
+        shapes = jax.eval_shape(lambda: self._empty_fn(window=1))
+        per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
+        state, replicated = per_slot.replace(caches=self.store.shardings()), place()
+        self._state_places = state
+        self._tables_sharding = place("batch")
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
-        self._load_frozen = self._loader({path: boxed[path] for path in frozen})
-        self._load = self._loader({path: boxed[path] for path in boxed.keys() - frozen.keys()})
-        self._prefill = jax.jit(self._prefill_fn)
-        self._insert = jax.jit(decoding.start_responses, donate_argnums=1, out_shardings=state)
+        load = functools.partial(weights.loader, self.config, self._mesh)
+        self._load_frozen = load({path: boxed[path] for path in frozen})
+        self._load = load({path: boxed[path] for path in boxed.keys() - frozen.keys()})
+        prompts = place("batch", None, "kv_heads")
+        self._prefill = jax.jit(
+            self._prefill_fn,
+            in_shardings=(None, place("batch"), None, None),
+            out_shardings=Prefix(prompts, replicated, replicated, replicated),
+        )
+        start = functools.partial(decoding.start_responses, take_up=self.store.take_up)
+        self._insert = jax.jit(start, donate_argnums=1, out_shardings=state)
+        self._stop = jax.jit(decoding.stop_responses, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(
             self._generate_fn,
-            static_argnames="rule",
+            static_argnames=("rule", "columns"),
             donate_argnums=1,
             out_shardings=(state, replicated),
         )
-        self._grow = jax.jit(decoding.grow, static_argnames="window", out_shardings=state)
+        self._grow = jax.jit(self._grow_fn, static_argnames="window", out_shardings=state)
         self._empty = jax.jit(self._empty_fn, static_argnames="window", out_shardings=state)
         self._rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
 
@@ -180,14 +157,9 @@ class PolicyEngine(engine_api.Engine):
         if padded_tokens[0] == NO_TOKEN:
             padded_tokens = np.append(padded_tokens[1:], self._tokenizer.pad_id)
             true_length -= 1
-        if not 0 < true_length <= min(len(padded_tokens), self._max_prompt_tokens):
-            raise ValueError(
-                f"prefill: true_length = {true_length}: must be above 0 and at most "
-                f"{min(len(padded_tokens), self._max_prompt_tokens)}"
-            )
         if key is None:
             key = sample_key(self._seed, SAMPLE_FOR_SERVING, 0, next(self._served))
-        return self._prefill(params, jnp.asarray(padded_tokens, jnp.int32), true_length, key)
+        return self.prefill_prompts(params, np.asarray(padded_tokens)[None], [true_length], [key])
 
     def insert(
         self,
@@ -196,43 +168,63 @@ class PolicyEngine(engine_api.Engine):
         slot: int | np.ndarray,
         *,
         sample_index: int | np.ndarray = 0,
+        row: int | np.ndarray = 0,
     ) -> DecodeState:
-        """Starts a response of `prefix` in `slot`, or one in each of up to `insert_width` slots."""
-        decode_state = self._fit(decode_state, prefix.caches[0].values.shape[2])
+        """Starts a response of `prefix` in `slot`, or one in each of up to `most_inserted` slots.
+
+        Args:
+            row: which prompt of `prefix`, for each slot.
+        """
+        prompts, time = prefix.caches[0].keys.shape[:2]
+        decode_state = self._fit(decode_state, time)
         slots, samples = np.atleast_1d(slot), np.atleast_1d(sample_index)
-        width = 1 if len(slots) == 1 else self._insert_width
-        if len(slots) > width:
-            raise ValueError(f"insert: {len(slots)} slots: must be at most insert_width = {width}")
+        rows = np.broadcast_to(row, slots.shape)
+        if len(slots) > self.most_inserted:
+            raise ValueError(f"insert: {len(slots)} slots: at most {self.most_inserted}")
+        width = next(width for width in self._insert_widths if len(slots) <= width)
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            if not self.store.claimed(slot):  # JetStream does not ask before
+                tokens = int(prefix.true_length[row])
+                self.store.claim(slot, tokens, prompt=("alone", slot), beside=False)
+        fills = self.store.fills(slots, rows, width=width, prompts=prompts, time=time)
         pad = (0, width - len(slots))
         # An index past the last slot is dropped by the scatter.
         slots = np.pad(slots, pad, constant_values=self._slots).astype(np.int32)
-        return self._insert(prefix, decode_state, slots, np.pad(samples, pad).astype(np.int32))
+        rows, samples = (np.pad(x, pad).astype(np.int32) for x in (rows, samples))
+        return self._insert(prefix, decode_state, slots, rows, samples, fills)
 
     def generate(
         self, params: Any, decode_state: DecodeState, *, longest: int | None = None
-    ) -> tuple[DecodeState, engine_api.ResultTokens]:
+    ) -> tuple[DecodeState, ResultTokens]:
         """Draws up to `burst_tokens` tokens per active slot in one call.
 
         `longest`: the most tokens that any active slot has in its cache now; left out, a slot may
         be as full as it gets. The cache grows first where this burst would not fit.
         """
-        longest = self.cache_tokens if longest is None else longest
-        decode_state = self._fit(decode_state, longest + self._burst_tokens)
-        return self._generate(params, decode_state, rule=self.rule)
+        if longest is None:  # nobody has called `make_room`
+            longest = self.cache_tokens
+            self.store.make_room(self.store.held, self._burst_tokens)
+        needed = longest + self._burst_tokens
+        decode_state = self._with_tables(self._fit(decode_state, needed))
+        self.store.advance(self._burst_tokens)
+        return self._generate(
+            params, decode_state, rule=self.rule, columns=self.store.columns(needed)
+        )
 
     def init_decode_state(self) -> DecodeState:
         """A state with every slot free, its cache as short as it may be."""
-        return self._empty(window=self._window(1))
+        self.store.reset()
+        return self._empty(window=self.store.window(1))
 
     def get_prefix_destination_sharding(self) -> Any:
         """None: prefill and decoding share the mesh."""
         return None
 
-    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+    def get_tokenizer(self) -> TokenizerParameters:
         """JetStream's description of a vocabulary; ours comes from the model folder instead."""
-        return tokenizer_pb2.TokenizerParameters()
+        return TokenizerParameters()
 
-    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> JetStreamTokenizer:
+    def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
         """The model folder's own, whatever `metadata` says."""
         return JetStreamTokenizer(self._tokenizer)
 
@@ -263,10 +255,54 @@ class PolicyEngine(engine_api.Engine):
         """Tokens a slot can hold; the last drawn one is never fed back."""
         return self._max_prompt_tokens + self.max_response_tokens
 
+    @property
+    def most_inserted(self) -> int:
+        """Slots that one `insert` can fill."""
+        return self._insert_widths[-1]
+
+    def replica(self, slot: int) -> int:
+        """Which share of the slots that one is in."""
+        return slot * self.replicas // self._slots
+
     def hold(self) -> None:
         """Makes the decoding copy of the frozen parameters, the first time."""
         if self.held is None:
             self.held = self._load_frozen(self._frozen)
+
+    def prefill_prompts(
+        self,
+        params: Any,
+        padded_tokens: Int[np.ndarray, "n P"],
+        true_lengths: Sequence[int],
+        keys: Sequence[jax.Array],
+    ) -> Prefix:
+        """Keys and values of up to `prefill_width` prompts, split over the replicas."""
+        limit = min(padded_tokens.shape[1], self._max_prompt_tokens)
+        for length in true_lengths:
+            if not 0 < length <= limit:
+                raise ValueError(
+                    f"prefill: true_length = {length}: must be above 0 and at most {limit}"
+                )
+        width = self.replicas if len(true_lengths) <= self.replicas else self.prefill_width
+        pad = width - len(true_lengths)
+        tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
+        lengths = np.pad(np.asarray(true_lengths, np.int32), (0, pad), mode="edge")
+        return self._prefill(params, tokens, lengths, jnp.stack([*keys, *keys[-1:] * pad]))
+
+    def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
+        """Room for the next burst; where there is none the youngest of `slots` are stopped.
+
+        Args:
+            slots: those that draw, the oldest first.
+
+        Returns the state, and the slots that were stopped, youngest first.
+        """
+        gave = self.store.make_room(slots, self._burst_tokens)
+        if gave:
+            stopped = np.full(self._slots, self._slots, np.int32)
+            stopped[: len(gave)] = gave
+            state = self._stop(state, stopped)
+        return state, gave
 
     def harvest(self, state: DecodeState, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Drawn tokens and log-probs [len(slots), max_response_tokens] of those slots, on host."""
@@ -275,67 +311,39 @@ class PolicyEngine(engine_api.Engine):
         tokens, logprobs = self._rows(state.tokens, padded), self._rows(state.logprobs, padded)
         return np.asarray(tokens)[: len(slots)], np.asarray(logprobs)[: len(slots)]
 
-    def _window(self, needed: int) -> int:
-        window = self._first_window_tokens
-        while window < needed:
-            window *= 2
-        return min(window, self.cache_tokens)
-
     def _fit(self, state: DecodeState, needed: int) -> DecodeState:
-        window = self._window(needed)
-        if window <= state.caches[0].values.shape[2]:
+        if self.store.fits(state.caches, needed):
             return state
-        return self._grow(state, window=window)
+        return self._grow(state, window=self.store.window(needed))
 
-    def _shardings_of_state(self) -> DecodeState:
-        place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
-        shapes = jax.eval_shape(lambda: self._empty_fn(window=1))
-        per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
-        cache = KVCache(place("batch", "kv_heads"), place("batch", "kv_heads"))
-        return per_slot.replace(caches=(cache,) * self.config.layers)
-
-    def _loader(self, boxed: dict[str, Any]) -> Callable[[Any], dict[str, jax.Array]]:
-        """What un-stacks the parameters at those paths onto the devices that decode."""
-        places = {}
-        for path, place in sharding.tree_shardings(self._mesh, boxed, sharding.DECODING).items():
-            paths = decoder.layer_paths(path, self.config)
-            if paths != [path]:
-                place = jax.sharding.NamedSharding(self._mesh, jax.P(*place.spec[1:]))
-            places |= dict.fromkeys(paths, place)
-        unstack = functools.partial(decoder.unstack_layers, config=self.config)
-        return jax.jit(unstack, out_shardings=places)
+    def _with_tables(self, state: DecodeState) -> DecodeState:
+        tables = self.store.tables
+        if tables is None:
+            return state
+        place = self._tables_sharding
+        return state.replace(
+            tables=jax.make_array_from_callback(tables.shape, place, lambda at: tables[at])
+        )
 
     # --- jitted bodies ------------------------------------------------------------------------
 
-    def _prefill_fn(self, params, tokens, true_length, key) -> Prefix:
-        caches = decoder.prefill(params, self.config, tokens)
-        return Prefix(caches, tokens[true_length - 1], jnp.asarray(true_length), key)
+    def _empty_fn(self, *, window: int) -> DecodeState:
+        caches, tables = self.store.empty(window), self.store.empty_tables()
+        return decoding.empty_state(caches, tables, self._slots, self.max_response_tokens)
 
-    def _generate_fn(self, params, state: DecodeState, *, rule: SamplingRule):
-        def more(carry):
-            step, state = carry
-            return (step < self._burst_tokens) & state.active.any()
+    def _grow_fn(self, state: DecodeState, *, window: int) -> DecodeState:
+        return state.replace(caches=self.store.grow(state.caches, window))
 
-        def body(carry):
-            step, state = carry
-            return step + 1, decoding.decode_one(params, self.config, state, self._end_ids, rule)
+    def _prefill_fn(self, params, tokens, lengths, keys) -> Prefix:
+        caches = inference.prefill(params, self.config, tokens, lengths, self._chunk_tokens)
+        last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+        return Prefix(caches, last, lengths, keys)
 
-        started_at = state.generated
-        _, state = jax.lax.while_loop(more, body, (0, state))
-        return state, self._result_tokens(state, started_at)
+    def _generate_fn(self, params, state: DecodeState, *, rule: SamplingRule, columns: int | None):
+        def one(state: DecodeState) -> DecodeState:
+            end_ids, attend = self._end_ids, self.store.attend
+            return decoding.decode_one(params, self.config, attend, state, end_ids, rule, columns)
 
-    def _result_tokens(self, state: DecodeState, started_at) -> engine_api.ResultTokens:
-        """This burst's token columns with their validity, in JetStream's one-array layout."""
-        columns = self._burst_tokens
-        at = started_at[:, None] + jnp.arange(columns)
-        valid = at < state.generated[:, None]
-        at = jnp.minimum(at, self.max_response_tokens - 1)
-        tokens = jnp.where(valid, jnp.take_along_axis(state.tokens, at, axis=1), 0)
-        data = jnp.concatenate([tokens, valid, state.generated[:, None]], axis=1)
-        return engine_api.ResultTokens(
-            data=data.astype(jnp.int32),
-            tokens_idx=(0, columns),
-            valid_idx=(columns, 2 * columns),
-            length_idx=(2 * columns, 2 * columns + 1),
-            samples_per_slot=1,
-        )
+        started_at, early = state.generated, self.replicas == 1
+        state = decoding.decode_burst(one, state, self._burst_tokens, early=early)
+        return state, result_tokens(state, started_at, self._burst_tokens)

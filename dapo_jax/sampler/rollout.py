@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,20 @@ from dapo_jax.structs import Completion, Prefix, Prompt
 SMALLEST_PROMPT_BUCKET = 16
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Request:
-    """A prompt on its way: how many of its samples have a slot, and those that are finished."""
+    """A prompt on its way: which of its samples have no slot yet, and those that are finished."""
 
     prompt: Prompt
     samples: Sequence[int]
     whole: bool  # all samples are handed back together
-    started: int = 0
-    prefix: Prefix | None = None
+    number: int  # names what its responses share in the cache
+    padded: np.ndarray
+    prefilled: tuple[Prefix, int] | None = None  # with other prompts; its row there
     finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waiting = collections.deque(self.samples)
 
 
 @dataclasses.dataclass
@@ -36,6 +41,7 @@ class SamplerCounts:
     tokens: int = 0
     abandoned_responses: int = 0
     abandoned_tokens: int = 0
+    put_back_tokens: int = 0
     busy_slot_steps: int = 0
     slot_steps: int = 0
 
@@ -60,14 +66,16 @@ class RolloutSampler:
 
     A prompt is prefilled once and inserted `samples` times. What is drawn depends on the key of
     (seed, purpose, step, prompt index, sample index, position) only, never on which slot, how many
-    slots, or who shares the batch.
+    slots, or who shares the batch. Where the cache has no room for all that run, the youngest are
+    put back and drawn again later: the same, by their keys.
     """
 
     def __init__(self, engine: PolicyEngine, tokenizer: Tokenizer, seed: int):
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
         self._waiting: collections.deque[_Request] = collections.deque()
-        self._in_slot: dict[int, tuple[_Request, int]] = {}
+        self._in_slot: dict[int, tuple[_Request, int]] = {}  # the oldest first
+        self._submitted = itertools.count()
         self.counts = SamplerCounts()
 
     def begin(
@@ -97,16 +105,17 @@ class RolloutSampler:
 
     def submit(self, prompt: Prompt, samples: int) -> None:
         """Queues a group of `samples` responses. Raises ValueError for an empty prompt."""
-        self._queue(_Request(prompt, range(samples), whole=True))
+        self._queue(prompt, range(samples), whole=True)
 
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         """Queues the responses of those numbers; each is a group of its own, once finished."""
-        self._queue(_Request(prompt, samples, whole=False))
+        self._queue(prompt, samples, whole=False)
 
-    def _queue(self, request: _Request) -> None:
-        if len(request.prompt.tokens) == 0:
-            raise ValueError(f"prompt {request.prompt.id!r} has no tokens")
-        self._waiting.append(request)
+    def _queue(self, prompt: Prompt, samples: Sequence[int], whole: bool) -> None:
+        if len(prompt.tokens) == 0:
+            raise ValueError(f"prompt {prompt.id!r} has no tokens")
+        padded = pad_prompt(prompt.tokens, self._engine.max_prefill_length, self._tokenizer.pad_id)
+        self._waiting.append(_Request(prompt, samples, whole, next(self._submitted), padded))
 
     @property
     def held(self) -> Any:
@@ -125,6 +134,7 @@ class RolloutSampler:
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Refills free slots, decodes one burst, returns the groups that it completed."""
         self._fill_slots()
+        self._make_room()
         if not self._in_slot:
             return []
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
@@ -148,6 +158,7 @@ class RolloutSampler:
         for slot in self._in_slot:
             self.counts.abandoned_responses += 1
             self.counts.abandoned_tokens += int(self._generated[slot])
+            self._engine.store.release(slot)
         self._in_slot.clear()
         self._waiting.clear()
 
@@ -163,36 +174,84 @@ class RolloutSampler:
         )
 
     def _fill_slots(self) -> None:
+        """The first response that waits gets a free slot that has room for it, and so on."""
         slots = range(self._engine.max_concurrent_decodes)
         free = [slot for slot in slots if slot not in self._in_slot]
+        starting: dict[int, list[tuple[int, _Request, int]]] = {}
         while free and self._waiting:
             request = self._waiting[0]
-            if request.prefix is None:
-                request.prefix = self._prefill(request.prompt)
-            count = min(len(free), len(request.samples) - request.started)
-            taken, free = free[:count], free[count:]
-            samples = request.samples[request.started : request.started + count]
-            self._state = self._engine.insert(
-                request.prefix, self._state, np.array(taken), sample_index=np.array(samples)
-            )
-            self._generated[taken] = 0
-            self._in_slot.update(
-                (slot, (request, sample)) for slot, sample in zip(taken, samples, strict=True)
-            )
-            request.started += count
-            if request.started == len(request.samples):
-                request.prefix = None
+            slot = self._claim(free, request)
+            if slot is None:
+                break
+            free.remove(slot)
+            if request.prefilled is None:
+                self._prefill_ahead()
+            sample = request.waiting.popleft()
+            self._in_slot[slot] = (request, sample)
+            starting.setdefault(id(request.prefilled[0]), []).append((slot, request, sample))
+            if not request.waiting:
                 self._waiting.popleft()
+        for started in starting.values():
+            for i in range(0, len(started), self._engine.most_inserted):
+                self._insert(started[i : i + self._engine.most_inserted])
+        for request in {request for started in starting.values() for _, request, _ in started}:
+            if not request.waiting:
+                request.prefilled = None
 
-    def _prefill(self, prompt: Prompt) -> Prefix:
-        self.counts.prefills += 1
-        limit = self._engine.max_prefill_length
-        return self._engine.prefill(
-            params=self._params,
-            padded_tokens=pad_prompt(prompt.tokens, limit, self._tokenizer.pad_id),
-            true_length=len(prompt.tokens),
-            key=sample_key(self._seed, self._purpose, self._step, prompt.index),
+    def _claim(self, free: list[int], request: _Request) -> int | None:
+        """The first free slot whose replica has room; None if none has."""
+        tokens, full = len(request.prompt.tokens), set()
+        for slot in free:
+            replica = self._engine.replica(slot)
+            if replica in full:
+                continue
+            if self._engine.store.claim(slot, tokens, request.number):
+                return slot
+            full.add(replica)
+        return None
+
+    def _insert(self, started: list[tuple[int, _Request, int]]) -> None:
+        slots, requests, samples = zip(*started, strict=True)
+        slots, rows = np.array(slots), [request.prefilled[1] for request in requests]
+        prefix = requests[0].prefilled[0]
+        self._state = self._engine.insert(
+            prefix, self._state, slots, sample_index=np.array(samples), row=np.array(rows)
         )
+        self._generated[slots] = 0
+
+    def _prefill_ahead(self) -> None:
+        """Prefills the first prompt that waits, with others of its length that do."""
+        engine, first = self._engine, self._waiting[0]
+        alike = (
+            request
+            for request in self._waiting
+            if request.prefilled is None and len(request.padded) == len(first.padded)
+        )
+        batch = list(itertools.islice(alike, engine.prefill_width))
+        if len(batch) <= engine.prefill_width // 2:  # most of a wide call would be padding
+            batch = batch[: engine.replicas]
+        self.counts.prefills += len(batch)
+        prefix = engine.prefill_prompts(
+            self._params,
+            np.stack([request.padded for request in batch]),
+            [len(request.prompt.tokens) for request in batch],
+            [
+                sample_key(self._seed, self._purpose, self._step, request.prompt.index)
+                for request in batch
+            ],
+        )
+        for row, request in enumerate(batch):
+            request.prefilled = (prefix, row)
+
+    def _make_room(self) -> None:
+        """Puts the youngest responses back into the queue where the cache has no room for all."""
+        self._state, stopped = self._engine.make_room(self._state, list(self._in_slot))
+        for slot in stopped:
+            request, sample = self._in_slot.pop(slot)
+            self.counts.put_back_tokens += int(self._generated[slot])
+            if not request.waiting:
+                self._waiting.appendleft(request)
+            request.waiting.appendleft(sample)
 
     def _collect(self, slots: list[int]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         if not slots:
@@ -201,6 +260,7 @@ class RolloutSampler:
         groups = []
         for row, slot in enumerate(slots):
             request, sample = self._in_slot.pop(slot)
+            self._engine.store.release(slot)
             drawn = tokens[row, : self._generated[slot]]
             completion = Completion(
                 tokens=drawn,

@@ -1,0 +1,81 @@
+"""The decoder while sampling: prompts prefilled, slots taken one token further.
+
+The same `Block` as in training is applied layer by layer to per-layer parameters and caches, which
+XLA then updates in place (a scan over layers would copy the stacked cache).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.model.decode_attention import PromptContext, SlotContext, attend_prompt
+from dapo_jax.model.decoder import Block, DecoderConfig, head_kernel, rms_norm
+from dapo_jax.structs import PromptCache
+
+
+def _run_layers(
+    params: Any, config: DecoderConfig, attend: Callable, x: Array, context: Any, caches: tuple
+) -> tuple[Array, tuple]:
+    block, new_caches = Block(config, attend), []
+    for layer, cache in zip(params["layers"], caches, strict=True):
+        x, cache = block.apply({"params": layer}, x, context, cache)
+        new_caches.append(cache)
+    return x, tuple(new_caches)
+
+
+def prefill(
+    params: Any,
+    config: DecoderConfig,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    chunk_tokens: int = 0,
+) -> tuple[PromptCache, ...]:
+    """Keys and values of every layer for prompts padded on the right.
+
+    Padding never reaches earlier positions; the caller masks what it left behind.
+
+    Args:
+        chunk_tokens: longer prompts go through the layers so many tokens at a time, as far as the
+            longest of them reaches: attention scores are [chunk, P] then. 0: all at once.
+    """
+    batch, width = tokens.shape
+
+    def feed(tokens, start, caches):
+        x = params["embedding"][tokens].astype(config.dtype)
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+        context = PromptContext(positions, start)
+        return _run_layers(params, config, attend_prompt, x, context, caches)[1]
+
+    if not 0 < chunk_tokens < width:
+        return feed(tokens, 0, (None,) * config.layers)
+    chunks = -(-width // chunk_tokens)
+    tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk_tokens - width)))
+    empty = jnp.zeros((*tokens.shape, config.kv_heads, config.head_dim), config.dtype)
+
+    def body(i, caches):
+        start = i * chunk_tokens
+        piece = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk_tokens))
+        return feed(piece, start, caches)
+
+    needed = -(-jnp.max(lengths) // chunk_tokens)
+    empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
+    filled = jax.lax.fori_loop(0, needed, body, empties)
+    return jax.tree.map(lambda leaf: leaf[:, :width], filled)
+
+
+def decode_step(
+    params: Any,
+    config: DecoderConfig,
+    attend: Callable,
+    tokens: Int[Array, "S"],
+    context: SlotContext,
+    caches: tuple,
+) -> tuple[Float[Array, "S V"], tuple]:
+    """Feeds one token per slot at its position; float32 logits of the next token, new caches."""
+    x = params["embedding"][tokens][:, None].astype(config.dtype)
+    x, caches = _run_layers(params, config, attend, x, context, caches)
+    x = rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0])
+    return jnp.dot(x, head_kernel(params), preferred_element_type=jnp.float32), caches
