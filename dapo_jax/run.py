@@ -57,6 +57,7 @@ class Run:
         self._fingerprint = functools.cache(huggingface.fingerprint)
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
         announce_data(self.parts, self.heldout)
+        warn_about_cache(config, self.parts.progress)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
@@ -250,6 +251,17 @@ def announce_data(parts: Parts, heldout: list[Prompt]) -> None:
     for source in [*prompts.sources, *prompts.heldout]:
         for complaint in source.complaints:
             parts.progress.warn(escape(complaint))
+
+
+def warn_about_cache(config: Config, progress: Progress) -> None:
+    """Says where the sampler's policy differs from the trained one and nothing corrects for it."""
+    algorithm = config.algorithm
+    corrected = algorithm.importance_cap or algorithm.old_logprobs == "sampler"
+    if config.sampler.cache_dtype == "int8" and not corrected:
+        progress.warn(
+            "sampler.cache_dtype = 'int8' samples from a policy that is not quite the trained one, "
+            "and algorithm.importance_cap = 0 does not correct for it; watch kl_sampler_trainer"
+        )
 
 
 def due(step: int, every: int) -> bool:

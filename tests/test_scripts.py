@@ -57,6 +57,14 @@ def test_loading_is_measured_on_a_folder():
     assert json.loads(run("tests/benchmarks/loading.py", folder, "measure"))["files"] > 0
 
 
+def test_responses_side_by_side_are_counted():
+    sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
+    told = run("tests/benchmarks/pages.py", *sizes, "--responses", 64, "--slots", 8, 16)
+    _, slots, few, many = map(json.loads, told.splitlines())
+    assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
+    assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
+
+
 def test_our_benchmark_and_the_comparison_run():
     told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, "--only", "step")
     assert json.loads(told.splitlines()[0])["seconds"]["dapo_jax"]["step"] > 0

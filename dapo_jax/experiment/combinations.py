@@ -49,6 +49,8 @@ READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
     "reward.percent": ("reward.verifier", _one_of(*BY_VALUE)),
     "reward.threshold": ("reward.correct", _one_of("threshold")),
     "reward.min_spread": ("reward.correct", _one_of("spread")),
+    "sampler.pages": ("sampler.cache", _one_of("auto", "paged")),
+    "sampler.page_tokens": ("sampler.cache", _one_of("auto", "paged")),
     "lora.alpha": ("lora.rank", bool),
     "lora.targets": ("lora.rank", bool),
     "data.few_shot": ("data.template", _one_of("few_shot")),

@@ -90,6 +90,8 @@ MEANINGS = {
     "dropped_prompts": "Prompts skipped because they are over the limit, or held out.",
     "truncated_prompts": "Prompts cut to the limit, from the left.",
     "abandoned_tokens": "Tokens of responses that were stopped because the batch was full.",
+    "put_back_tokens": "Tokens drawn in vain: pages ran out, and the youngest responses are drawn "
+    "again later.",
     "prefills": "Prompts prefilled; one per prompt, not per response.",
     "slot_occupancy": "Share of decode-slot steps that drew a token while prompts were waiting.",
     "sampled_tokens_per_second": "Finished response tokens over the rollout's seconds.",
@@ -182,9 +184,12 @@ def rollout_metrics(
             "all_wrong_fraction": collected.all_wrong / judged,
             "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
-            "sampled_to_kept_tokens": (counts.tokens + counts.abandoned_tokens)
+            "sampled_to_kept_tokens": (
+                counts.tokens + counts.abandoned_tokens + counts.put_back_tokens
+            )
             / max(1, trained_tokens),
             "abandoned_tokens": float(counts.abandoned_tokens),
+            "put_back_tokens": float(counts.put_back_tokens),
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),

@@ -235,6 +235,12 @@ def choose_store(
     if kind == "auto":
         read = has_kernel(platform, config.head_dim, settings.page_tokens) and dtype != jnp.int8
         kind = "paged" if read else "slots"
+    require(
+        kind == "slots" or platform != "tpu" or dtype != jnp.int8,
+        "sampler.cache",
+        kind,
+        "'slots' with sampler.cache_dtype = 'int8' on TPU, whose paged kernel reads no scales",
+    )
     sizes = {
         "slots": slots,
         "cache_tokens": cache_tokens,
