@@ -18,7 +18,8 @@ from dapo_jax.structs import TrainState
 FREE = (
     "run_dir total_steps log. checkpoint. evaluation. mesh. packing. reward.workers "
     "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
-    "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens"
+    "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
+    "sampler.load_layers"
 ).split()
 
 

@@ -21,11 +21,13 @@ verifier.equivalence verifier.conventions verifier.trees verifier.expressions ve
 verifier.enclosures verifier.polynomials verifier.fields verifier.roots verifier.functions
 verifier.readings verifier.algebra verifier.regions verifier.judgement verifier.worker
 verifier.minerva verifier.verifier verifier.process verifier.remote verifier.jail
-experiment.settings experiment.hooks algorithms experiment.config experiment.combinations
-experiment.validation structs sharding prompts.chat prompts.tokenizer prompts.templates
+experiment.settings experiment.hooks algorithms experiment.devices experiment.config
+experiment.combinations experiment.validation structs sharding prompts.chat prompts.tokenizer
+prompts.templates
 data.arithmetic data.harmless data.gym data.formats data.files data.sources data.pipeline
-model.attention model.decoder model.families model.trained model.names model.huggingface
-model.saving model.logprobs sampler.sampling sampler.decoding sampler.engine sampler.rollout
+model.blocked model.splash model.attention model.decoder model.families model.trained model.names
+model.huggingface model.saving model.head model.logprobs sampler.sampling sampler.decoding
+sampler.loading sampler.engine sampler.rollout
 learner.advantages learner.losses learner.packing rewards.functions rewards.worker rewards.pool
 rewards.rule rewards.model rewards.judge filtering learner.optimizer learner.update learner.policy
 learner.critic reporting.metrics evaluation.scores evaluation.responses reporting.plots

@@ -16,7 +16,7 @@ from dapo_jax.learner import packing
 from dapo_jax.learner.advantages import spread
 from dapo_jax.learner.losses import response_weights
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.packing import Segment, assign_rows, most_microbatches, pack
+from dapo_jax.learner.packing import Segment, assign_rows, pack, padded_microbatches
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import token_logprobs
@@ -277,7 +277,7 @@ def test_every_token_of_every_segment_is_packed_once():
     assert seen == len(SEGMENTS) and used == microbatches_of(20, 2)
 
 
-def test_the_bound_on_microbatches_holds_for_any_lengths():
+def test_every_segment_is_in_one_row_and_no_row_is_too_long():
     for _ in range(300):
         row = int(RNG.integers(10, 60))
         longest = int(RNG.integers(1, row + 1))
@@ -285,7 +285,20 @@ def test_the_bound_on_microbatches_holds_for_any_lengths():
         rows = assign_rows(lengths, row)
         assert all(sum(lengths[i] for i in members) <= row for members in rows)
         assert sorted(i for members in rows for i in members) == list(range(len(lengths)))
-        assert -(-len(rows) // 3) <= most_microbatches(len(lengths), longest, row, 3)
+
+
+def test_arrays_are_as_wide_as_their_use_and_compile_few_times(tiny_params, one_device):
+    learner = make_learner(one_device)
+    params, widths = place(tiny_params, learner), set()
+    for count in range(1, 14):
+        segments = make_segments([14] * count)  # one per row
+        rollouts, used = pack(segments, 20, 1)
+        width = len(rollouts.tokens)
+        assert used == count and used <= width < 2 * used
+        assert width == padded_microbatches([segments, segments[:1]], 20, 1)
+        learner.score(params, rollouts, used)
+        widths.add(width)
+    assert learner._score._cache_size() == len(widths) == 5
 
 
 def test_a_segment_longer_than_a_row_is_refused():

@@ -16,22 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.attention import (
-    TRAINING_ATTENTION,
-    Context,
-    attend_and_keep,
-    attend_cache,
-    packed_mask,
-)
+from dapo_jax.model.attention import TRAINING_ATTENTION, Context, attend_and_keep, attend_cache
+from dapo_jax.model.blocked import ATTENTION_RESIDUALS
+from dapo_jax.sharding import constrain
 from dapo_jax.structs import KVCache
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
 
+LAYER_INPUT = "layer_input"
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -180,10 +185,16 @@ class Block(nn.Module):
     def _norm(self, name: str):
         return rms_norm(self.config, name=name)
 
+    def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The normed input of projections, with all of a row's length."""
+        return constrain(self._norm(name)(x), "batch", None, None)
+
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None):
+        """What projections end in is named on both sides: else the compiler gathers the batch."""
         c = self.config
-        h = self._norm("attention_norm")(x)
+        x = checkpoint_name(x, LAYER_INPUT)
+        h = self._whole("attention_norm", x)
         queries = self._heads("query", c.heads, "heads")(h)
         keys = self._heads("key", c.kv_heads, "kv_heads")(h)
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
@@ -192,13 +203,17 @@ class Block(nn.Module):
         queries = rotate(queries, context.positions, c)
         keys = rotate(keys, context.positions, c)
         mixed, cache = self.attend(queries, keys, values, context, cache)
-        axes = ("heads", "head_dim", "embed")
-        x += self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
-        h, biased = self._norm("mlp_norm")(x), {"use_bias": c.mlp_bias}
+        mixed = constrain(mixed, "batch", None, "heads", None)
+        axes, biased = ("heads", "head_dim", "embed"), {"use_bias": c.mlp_bias}
+        out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
+        x += constrain(out, "batch", "length", None)
+        h = self._whole("mlp_norm", x)
         gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
         up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        x += self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(nn.silu(gate) * up)
-        return nn.with_logical_constraint(x, ("batch", None, None)), cache
+        product = constrain(nn.silu(gate) * up, "batch", None, "mlp")
+        down = self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
+        x += constrain(down, "batch", "length", None)
+        return constrain(x, "batch", "length", None), cache
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:
@@ -229,12 +244,12 @@ class Decoder(nn.Module):
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
         # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch.
-        table = nn.with_logical_constraint(embedding.astype(c.dtype), ("vocab", None))
-        x = nn.with_logical_constraint(table[tokens], ("batch", None, None))
+        table = constrain(embedding.astype(c.dtype), "vocab", None)
+        x = constrain(table[tokens], "batch", "length", None)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        context = Context(positions, packed_mask(segment_ids))
+        context = Context(positions, segment_ids)
         for name, length in layer_stacks(c).items():
             layers = nn.scan(
                 block,
@@ -308,8 +323,7 @@ def prefill(params: Any, config: DecoderConfig, tokens: Int[Array, "P"]) -> tupl
     Padding on the right never reaches earlier positions; the caller masks what it left behind.
     """
     x = params["embedding"][tokens][None].astype(config.dtype)
-    ones = jnp.ones((1, len(tokens)), jnp.int32)
-    context = Context(jnp.arange(len(tokens))[None], packed_mask(ones))
+    context = Context(jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), jnp.int32))
     return _run_layers(params, config, attend_and_keep, x, context, (None,) * config.layers)[1]
 
 
@@ -322,8 +336,6 @@ def decode_step(
 ) -> tuple[Float[Array, "S V"], tuple[KVCache, ...]]:
     """Feeds one token per slot at its position; float32 logits of the next token, new caches."""
     x = params["embedding"][tokens][:, None].astype(config.dtype)
-    time = jnp.arange(caches[0].values.shape[2])
-    context = Context(positions[:, None], time[None, None] <= positions[:, None, None])
-    x, caches = _run_layers(params, config, attend_cache, x, context, caches)
+    x, caches = _run_layers(params, config, attend_cache, x, Context(positions[:, None]), caches)
     x = rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0])
     return jnp.dot(x, head_kernel(params), preferred_element_type=jnp.float32), caches

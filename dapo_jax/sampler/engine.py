@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from dapo_jax.experiment.settings import require
 from dapo_jax.model import decoder
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.sampler import decoding
+from dapo_jax.sampler.loading import Loader
 from dapo_jax.sampler.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
 from dapo_jax.structs import DecodeState, KVCache, Prefix
 
@@ -98,6 +99,7 @@ class PolicyEngine(engine_api.Engine):
         seed: of the draws of prompts that come without a key.
         frozen: parameters that never change. One copy for decoding is made of them, once;
             `load_params` then takes the others.
+        load_layers: how many layers `load_params` copies at once; 0: all.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
@@ -118,8 +120,9 @@ class PolicyEngine(engine_api.Engine):
         tokenizer: Tokenizer,
         seed: int = 0,
         frozen: Any = None,
+        load_layers: int = 0,
     ):
-        pieces = sharding.shards(mesh, "batch")
+        pieces = sharding.shards(mesh, "batch", sharding.DECODING)
         require(
             slots % pieces == 0, "sampler.slots", slots, f"a multiple of data x fsdp = {pieces}"
         )
@@ -133,15 +136,17 @@ class PolicyEngine(engine_api.Engine):
             decoding.empty_state, config, slots=slots, max_response_tokens=max_response_tokens
         )
         self._state_shardings = self._shardings_of_state()
-        self._frozen, self.held = frozen or {}, None
+        self._frozen, self.held, self._load_layers = frozen or {}, None, load_layers
         self._compile()
 
     def _compile(self) -> None:
         state, replicated = self._state_shardings, sharding.sharding(self._mesh)
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
-        self._load_frozen = self._loader({path: boxed[path] for path in frozen})
-        self._load = self._loader({path: boxed[path] for path in boxed.keys() - frozen.keys()})
+        loader = functools.partial(Loader, self.config, self._mesh)
+        trained = {path: leaf for path, leaf in boxed.items() if path not in frozen}
+        self._load_frozen = loader({path: boxed[path] for path in frozen}, self._load_layers)
+        self._load = loader(trained, self._load_layers)
         self._prefill = jax.jit(self._prefill_fn)
         self._insert = jax.jit(decoding.start_responses, donate_argnums=1, out_shardings=state)
         self._generate = jax.jit(
@@ -293,17 +298,6 @@ class PolicyEngine(engine_api.Engine):
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
         cache = KVCache(place("batch", "kv_heads"), place("batch", "kv_heads"))
         return per_slot.replace(caches=(cache,) * self.config.layers)
-
-    def _loader(self, boxed: dict[str, Any]) -> Callable[[Any], dict[str, jax.Array]]:
-        """What un-stacks the parameters at those paths onto the devices that decode."""
-        places = {}
-        for path, place in sharding.tree_shardings(self._mesh, boxed, sharding.DECODING).items():
-            paths = decoder.layer_paths(path, self.config)
-            if paths != [path]:
-                place = jax.sharding.NamedSharding(self._mesh, jax.P(*place.spec[1:]))
-            places |= dict.fromkeys(paths, place)
-        unstack = functools.partial(decoder.unstack_layers, config=self.config)
-        return jax.jit(unstack, out_shardings=places)
 
     # --- jitted bodies ------------------------------------------------------------------------
 
