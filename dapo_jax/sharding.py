@@ -26,10 +26,10 @@ RULES = {
     "batch": (("data", "fsdp", "decode_tensor"), ("data", "fsdp")),  # rows, decode slots
     "length": ("tensor", None),  # of the residual stream, which would else be repeated
     "embed": (("fsdp", "decode_tensor"), None),
-    "heads": ("tensor", ("decode_tensor", "tensor")),
-    "kv_heads": ("tensor", ("decode_tensor", "tensor")),
-    "mlp": ("tensor", ("decode_tensor", "tensor")),
-    "vocab": ("tensor", ("decode_tensor", "tensor")),
+    "heads": ("tensor", ("tensor", "decode_tensor")),
+    "kv_heads": ("tensor", ("tensor", "decode_tensor")),
+    "mlp": ("tensor", ("tensor", "decode_tensor")),
+    "vocab": ("tensor", ("tensor", "decode_tensor")),
     "layers": (None, None),
     "norm": (None, None),
     "head_dim": (None, None),

@@ -145,17 +145,32 @@ def test_any_split_and_packing_gives_the_same_gradient(rows, row_tokens, tiny_pa
     )
 
 
-def test_update_on_eight_devices_equals_one(tiny_params, one_device, eight_devices):
-    results = []
-    for mesh in (one_device, eight_devices):
-        learner = make_learner(mesh)
-        state = learner.start(place(tiny_params, learner))
-        batch, used = make_batch()
-        for _ in range(2):
-            state, metrics = learner.update(state, batch, used, 1e-3)
-        gradient = learner.gradient(place(tiny_params, learner), batch, used)
-        results.append(jax.device_get((state.params, gradient, metrics)))
-    (one, one_gradient, one_metrics), (eight, eight_gradient, eight_metrics) = results
+def two_updates(params, mesh):
+    """Parameters and metrics after two updates, and the gradient before them; on the host."""
+    learner = make_learner(mesh)
+    state = learner.start(place(params, learner))
+    batch, used = make_batch(rows=8, microbatches=2)
+    for _ in range(2):
+        state, metrics = learner.update(state, batch, used, 1e-3)
+    gradient = learner.gradient(place(params, learner), batch, used)
+    return jax.device_get((state.params, gradient, metrics))
+
+
+@pytest.fixture(scope="module")
+def one_device_updates(tiny_params, one_device):
+    return two_updates(tiny_params, one_device)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2, 1, 2), (1, 2, 4, 1), (1, 2, 2, 2)],
+    ids=["tensor", "decode_tensor, so all fsdp", "both"],
+)
+def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updates):
+    data, fsdp, decode_tensor, tensor = sizes
+    mesh = sharding.make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
+    one, one_gradient, one_metrics = one_device_updates
+    eight, eight_gradient, eight_metrics = two_updates(tiny_params, mesh)
     assert_close(eight_gradient, one_gradient, 1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), eight, one)
     for name, mean in one_metrics.items():

@@ -189,9 +189,16 @@ class Block(nn.Module):
         """The normed input of projections, with all of a row's length."""
         return constrain(self._norm(name)(x), "batch", None, None)
 
+    def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
+        """The residual stream, cut by length again.
+
+        A projection's result is named whole first: its gradient, which is of all of a row's length,
+        would else be gathered over the batch too.
+        """
+        return constrain(x + constrain(more, "batch", None, None), "batch", "length", None)
+
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None):
-        """What projections end in is named on both sides: else the compiler gathers the batch."""
         c = self.config
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
@@ -206,14 +213,13 @@ class Block(nn.Module):
         mixed = constrain(mixed, "batch", None, "heads", None)
         axes, biased = ("heads", "head_dim", "embed"), {"use_bias": c.mlp_bias}
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
-        x += constrain(out, "batch", "length", None)
+        x = self._add(x, out)
         h = self._whole("mlp_norm", x)
         gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
         up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
         product = constrain(nn.silu(gate) * up, "batch", None, "mlp")
         down = self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
-        x += constrain(down, "batch", "length", None)
-        return constrain(x, "batch", "length", None), cache
+        return self._add(x, down), cache
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:
@@ -243,9 +249,11 @@ class Decoder(nn.Module):
         elif not c.tie_embeddings:
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
-        # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch.
+        # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch,
+        # and in one cut by vocabulary, for tokens cut by length, gathers the table.
         table = constrain(embedding.astype(c.dtype), "vocab", None)
-        x = constrain(table[tokens], "batch", "length", None)
+        x = constrain(table[tokens], "batch", None, None)
+        x = constrain(x, "batch", "length", None)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)

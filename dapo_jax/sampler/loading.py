@@ -5,15 +5,37 @@ a few at a time hold less.
 """
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax import sharding
 from dapo_jax.model import decoder
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _halfway(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:
+    """Between two layouts: cut as decoding wants it, and further as training left it.
+
+    Devices of `decode_tensor` first exchange parts of embed for parts of heads; only then are the
+    parts of fsdp gathered. In one step the compiler gathers everything everywhere.
+    """
+    taken = {axis for entry in after for axis in _axes(entry)}
+    pairs = itertools.zip_longest(before, after)
+    return PartitionSpec(
+        *(
+            there or tuple(axis for axis in _axes(here) if axis not in taken)
+            for here, there in pairs
+        )
+    )
 
 
 class Loader:
@@ -33,13 +55,18 @@ class Loader:
     ):
         self._config, self._layers_at_once = config, layers_at_once
         self._paths = {path: decoder.layer_paths(path, config) for path in boxed}
-        self._places = sharding.tree_shardings(mesh, boxed, sharding.DECODING)
-        for path, place in self._places.items():
-            if self._is_stacked(path):
-                self._places[path] = NamedSharding(mesh, jax.P(*place.spec[1:]))
+        before, after = (
+            sharding.tree_shardings(mesh, boxed, column)
+            for column in (sharding.TRAINING, sharding.DECODING)
+        )
+        self._places, self._halfway = {}, {}
+        for path in boxed:
+            first = 1 if self._is_stacked(path) else 0  # a stack's own dimension is not cut
+            there, here = after[path].spec[first:], before[path].spec[first:]
+            self._places[path] = NamedSharding(mesh, PartitionSpec(*there))
+            self._halfway[path] = NamedSharding(mesh, _halfway(here, there))
         self._targets = {to: self._places[path] for path in boxed for to in self._paths[path]}
-        unstack = functools.partial(decoder.unstack_layers, config=config)
-        self._whole = jax.jit(unstack, out_shardings=self._targets)
+        self._whole = jax.jit(self._unstack, out_shardings=self._targets)
         self._some = functools.cache(self._compile_some)
 
     def __call__(self, params: Any) -> dict[str, Array]:
@@ -68,6 +95,11 @@ class Loader:
         paths, start, count, leaves = max(calls, key=lambda call: call[2] * len(call[0]))
         return self._some(paths, count).lower(leaves, start)
 
+    def _unstack(self, params: Any) -> dict[str, Array]:
+        between = {to: self._halfway[path] for path in self._paths for to in self._paths[path]}
+        flat = decoder.unstack_layers(params, self._config)
+        return jax.lax.with_sharding_constraint(flat, {path: between[path] for path in flat})
+
     def _is_stacked(self, path: str) -> bool:
         return self._paths[path] != [path]
 
@@ -91,7 +123,9 @@ class Loader:
         return jax.jit(load, out_shardings=places)
 
     def _layers(self, path: str, leaf: Array, start: Array, count: int) -> list[Array]:
-        dtype = decoder.forward_dtype(path, self._config)
-        if not self._is_stacked(path):
-            return [leaf.astype(dtype)]
-        return list(jax.lax.dynamic_slice_in_dim(leaf, start, count).astype(dtype))
+        dtype, stacked = decoder.forward_dtype(path, self._config), self._is_stacked(path)
+        some = jax.lax.dynamic_slice_in_dim(leaf, start, count) if stacked else leaf[None]
+        return [
+            jax.lax.with_sharding_constraint(layer.astype(dtype), self._halfway[path])
+            for layer in some
+        ]

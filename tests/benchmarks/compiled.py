@@ -13,7 +13,10 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
 _FUSED = re.compile(r" fusion\(.*calls=%?([\w.\-]+)")
-_GROUPS = re.compile(r"replica_groups=(?:\[(\d+),(\d+)\]|\{\{([\d,]*)\})")
+# [groups, devices of one]; a mesh and which of its axes; or the first group itself.
+_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_FIRST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
 class Instruction(NamedTuple):
@@ -34,10 +37,13 @@ class Instruction(NamedTuple):
 
 
 def _group(line: str) -> int:
-    found = _GROUPS.search(line)
-    if not found:
-        return 0
-    return int(found[2]) if found[2] else len(found[3].split(","))
+    if found := _IOTA.search(line):
+        return int(found[1])
+    if found := _AXES.search(line):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", found[1]))
+        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'\w+'", found[2]))
+    found = _FIRST.search(line)
+    return len(found[1].split(",")) if found else 0
 
 
 def instructions(text: str) -> list[Instruction]:
@@ -63,10 +69,13 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def largest(made: list[Instruction], count: int) -> list[str]:
-    """The largest arrays of a program, by shape."""
-    sizes = {str(one): one.bytes for one in made}
-    names = sorted(sizes, key=sizes.get, reverse=True)[:count]
-    return [f"{name} {sizes[name] / 2**30:.2f} GiB" for name in names]
+    """The largest arrays of a program, by shape, each with where one comes from."""
+    kinds = {str(one): one for one in made}
+    first = sorted(kinds.values(), key=lambda one: -one.bytes)[:count]
+    return [
+        f"{one} {one.bytes / 2**30:.2f} GiB ({'/'.join(one.source.split('/')[-3:])})"
+        for one in first
+    ]
 
 
 def square(made: list[Instruction], length: int) -> list[str]:
@@ -97,7 +106,7 @@ def collectives(made: list[Instruction], within: str = "") -> list[str]:
     counts: collections.Counter = collections.Counter()
     for one in made:
         name = one.operation.removesuffix("-start")
-        if name in COLLECTIVES and within in one.source:
+        if name in COLLECTIVES and (not within or re.search(rf"\b{within}\b", one.source)):
             shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
             counts[f"{name} {shape} over {one.group}"] += 1
     return [f"{count} x {name}" for name, count in sorted(counts.items())]

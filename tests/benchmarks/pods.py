@@ -215,7 +215,7 @@ def read(run: Run, mesh: jax.sharding.Mesh, program: str, text: str, count: int)
         "V x T": compiled.over(made, vocab, tokens),
     }
     if program in ("update", "score"):
-        return found | {"head exchanges": compiled.collectives(made, "/head/")}
+        return found | {"head exchanges": compiled.collectives(made, "head")}
     heads = shape["kv_heads"] // shards(mesh, "kv_heads", column)
     cache = heads * 128 * run.row_tokens * run.slots
     found |= {"copies of a cache": compiled.copies(made, cache)}
