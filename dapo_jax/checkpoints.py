@@ -20,7 +20,8 @@ FREE = (
     "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
     "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.cache sampler.page_tokens sampler.pages sampler.prefill_prompts "
-    "sampler.prefill_chunk_tokens"
+    "sampler.prefill_chunk_tokens "
+    "sampler.load_layers"
 ).split()
 
 

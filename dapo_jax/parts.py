@@ -1,6 +1,7 @@
 """The rooms of one run, built from its config: what training and evaluation share."""
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -31,45 +32,63 @@ from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.sharding import make_mesh, shards
+from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards
 
+HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
 
 
 def open_mesh(settings: Mesh, rows_per_microbatch: int) -> jax.sharding.Mesh:
     """The mesh, checked against the rows it has to split."""
-    mesh = make_mesh(settings.data, settings.fsdp, settings.tensor)
+    sizes = settings.data, settings.fsdp, settings.tensor
+    mesh = make_mesh(*sizes, decode_tensor=settings.decode_tensor)
     pieces = shards(mesh, "batch")
     require(
         rows_per_microbatch % pieces == 0,
         "packing.rows_per_microbatch",
         rows_per_microbatch,
-        f"a multiple of data x fsdp = {pieces}",
+        f"a multiple of data x fsdp x decode_tensor = {pieces}",
     )
     return mesh
 
 
-def numerics(compute: Compute, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that the run chooses, not the model folder."""
-    dtype, platform = jnp.dtype(compute.dtype), mesh.devices.flat[0].platform
+def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:
+    """The fields of `DecoderConfig` that the run chooses, not the model folder.
+
+    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training.
+    """
+    device = mesh.devices.flat[0]
+    chosen = attention.choose(compute.attention, device.platform, row_tokens)
     require(
-        compute.attention != "cudnn" or platform == "gpu",
+        chosen != "splash" or device.platform == "tpu",
         "compute.attention",
         compute.attention,
-        f"'auto' or 'plain' on {platform}",
+        f"'auto', 'plain' or 'blocked' on {device.platform}",
+    )
+    require(
+        chosen != "splash" or row_tokens % attention.LANES == 0,
+        "packing.row_tokens",
+        row_tokens,
+        f"a multiple of {attention.LANES} with compute.attention = {compute.attention!r} on TPU",
+    )
+    require(
+        compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories()),
+        "compute.remat",
+        compute.remat,
+        f"another one on {device.platform}, which has no {HOST} memory",
     )
     return {
-        "dtype": dtype,
+        "dtype": jnp.dtype(compute.dtype),
         "remat": compute.remat,
         "scan_unroll": compute.scan_unroll,
-        "attention": attention.choose(compute.attention, mesh.devices.flat[0].platform, dtype),
+        "attention": chosen,
     }
 
 
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
-    """Raises `ConfigError` where the mesh can't cut the model evenly."""
-    for name in SHARDED_SIZES:
-        size, pieces = getattr(decoder, name), shards(mesh, name)
+    """Raises `ConfigError` where the mesh can't cut the model evenly, to train it or to decode."""
+    for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
+        size, pieces = getattr(decoder, name), shards(mesh, name, column)
         require(
             size % pieces == 0,
             "mesh",
@@ -168,7 +187,8 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
         return None
     field = "reward.model_folder"
     check_same_model(field, folder, config.model.folder)
-    decoder = huggingface.read_config(folder, field=field, **numerics(config.compute, mesh))
+    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
+    decoder = huggingface.read_config(folder, field=field, **numbers)
     check_divisible(decoder, mesh)
     decoder = scalar_config(decoder)
     return RewardModel(
@@ -204,7 +224,8 @@ def build(config: Config, *, training: bool = True) -> Parts:
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     mesh = open_mesh(config.mesh, config.packing.rows_per_microbatch)
-    decoder = huggingface.read_config(config.model.folder, **numerics(config.compute, mesh))
+    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
+    decoder = huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)

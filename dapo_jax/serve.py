@@ -61,7 +61,8 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     from dapo_jax.sampler.sampling import SamplingRule
     from dapo_jax.sharding import make_mesh
 
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    mesh = make_mesh(*sizes, decode_tensor=config.mesh.decode_tensor)
     compute = Compute(dtype=config.dtype)
     decoder = huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
     check_divisible(decoder, mesh)

@@ -2,7 +2,8 @@
 
 Modules name their axes; nothing else in the project knows what a mesh axis is called. Training and
 decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
-them layer by layer, decoding keeps them whole there (a gather per token would dominate).
+them layer by layer, decoding keeps them whole there (a gather per token would dominate). The axis
+`decode_tensor` is the same devices used differently: it joins fsdp in training, tensor in decoding.
 """
 
 import contextlib
@@ -12,20 +13,23 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from dapo_jax.experiment.settings import require
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "decode_tensor", "tensor")
 
 # logical name: (while training, while decoding)
 RULES = {
-    "batch": (("data", "fsdp"), ("data", "fsdp")),  # rows of a microbatch, decode slots
-    "embed": ("fsdp", None),
-    "heads": ("tensor", "tensor"),
-    "kv_heads": ("tensor", "tensor"),
-    "mlp": ("tensor", "tensor"),
-    "vocab": ("tensor", "tensor"),
+    "batch": (("data", "fsdp", "decode_tensor"), ("data", "fsdp")),  # rows, decode slots
+    "length": ("tensor", None),  # of the residual stream, which would else be repeated
+    "embed": (("fsdp", "decode_tensor"), None),
+    "heads": ("tensor", ("tensor", "decode_tensor")),
+    "kv_heads": ("tensor", ("tensor", "decode_tensor")),
+    "mlp": ("tensor", ("tensor", "decode_tensor")),
+    "vocab": ("tensor", ("tensor", "decode_tensor")),
     "layers": (None, None),
     "norm": (None, None),
     "head_dim": (None, None),
@@ -34,29 +38,47 @@ RULES = {
 TRAINING, DECODING = 0, 1
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence | None = None) -> Mesh:
-    """A (data, fsdp, tensor) mesh; `fsdp = -1` takes the devices that the others leave.
+def make_mesh(
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: Sequence | None = None,
+    *,
+    decode_tensor: int = 1,
+) -> Mesh:
+    """A mesh of those sizes; `fsdp = -1` takes the devices that the others leave.
 
-    Axes are Auto: the compiler places the collectives (jax.make_mesh would make them Explicit).
+    On TPU, neighbours in the mesh are neighbours in the torus. Axes are Auto: the compiler places
+    the collectives (jax.make_mesh would make them Explicit).
     Raises `ConfigError` where the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    others = data * decode_tensor * tensor
     if fsdp == -1:
-        fsdp = max(1, len(devices) // (data * tensor))
-    shape = (data, fsdp, tensor)
+        fsdp = max(1, len(devices) // others)
+    shape = (data, fsdp, decode_tensor, tensor)
     require(
-        data * fsdp * tensor == len(devices),
+        others * fsdp == len(devices),
         "mesh",
         dict(zip(AXES, shape, strict=True)),
         f"a factorisation of the {len(devices)} devices",
     )
-    grid = np.asarray(devices).reshape(shape)
+    if devices[0].platform == "tpu":
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
     """The table in the form `flax.linen.logical_axis_rules` takes."""
     return [(name, axes[column]) for name, axes in RULES.items()]
+
+
+def mesh_axes(logical_name: str, column: int = TRAINING) -> tuple[str, ...]:
+    """The mesh axes that cut a dimension of that name, outermost first."""
+    axes = RULES[logical_name][column]
+    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
@@ -74,11 +96,35 @@ def tree_shardings(mesh: Mesh, boxed: Any, column: int = TRAINING) -> Any:
     return nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules(column))
 
 
-def shards(mesh: Mesh, logical_name: str) -> int:
-    """Into how many pieces the mesh cuts a dimension of that name while training."""
-    axes = RULES[logical_name][TRAINING]
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return int(np.prod([mesh.shape[axis] for axis in axes]))
+def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
+    """Into how many pieces the mesh cuts a dimension of that name."""
+    return int(np.prod([mesh.shape[axis] for axis in mesh_axes(logical_name, column)]))
+
+
+def active_mesh() -> Any:
+    """The mesh that the code being traced will run on; None where it is on one device anyway."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def constrain(array: Array, *names: str | None) -> Array:
+    """Lays an array out by the table, inside jit; a name that does not divide is left out.
+
+    Does nothing where no mesh is active or it is one device.
+    """
+    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
+    if mesh is None or not table:
+        return array
+
+    def divides(size: int, name: str | None) -> bool:
+        axes = table.get(name) or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        return size % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
+
+    kept = (
+        name if divides(size, name) else None for size, name in zip(array.shape, names, strict=True)
+    )
+    return nn.with_logical_constraint(array, tuple(kept))
 
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
@@ -92,7 +138,7 @@ def unbox(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def activate(mesh: Mesh) -> Iterator[None]:
+def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
     """Makes the mesh and the table known to the logical constraints inside modules."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules()):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules(column)):
         yield

@@ -15,7 +15,7 @@ from dapo_jax.experiment.config import SftConfig
 from dapo_jax.folders import replace
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.packing import Segment, make_batch, most_microbatches, pack
+from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.marks import TRAINED
 from dapo_jax.model import huggingface, saving
@@ -58,7 +58,8 @@ def starting_point(
     config: SftConfig, mesh: jax.sharding.Mesh
 ) -> tuple[DecoderConfig, Tokenizer, Any]:
     """The policy to train, its tokenizer and its parameters: a folder's, or random ones."""
-    numbers, shape = numerics(config.compute, mesh), config.architecture
+    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
+    shape = config.architecture
     if config.start:
         decoder = huggingface.read_config(config.start, field="start", **numbers)
         check_divisible(decoder, mesh)
@@ -97,18 +98,10 @@ def train_and_write(config: SftConfig, folder: pathlib.Path) -> None:
     decoder, tokenizer, params = starting_point(config, mesh)
     learner = policy_learner(algorithm, config.compute, config.optimizer, decoder, mesh)
     state = learner.start(params)
-    microbatches = most_microbatches(
-        config.examples_per_step,
-        2 * config.examples.max_terms + config.max_response_tokens,
-        packing.row_tokens,
-        packing.rows_per_microbatch,
-    )
     progress, started = Progress(), time.perf_counter()
     for step in range(config.total_steps):
         segments = example_segments(config, tokenizer, step)
-        rollouts, used = pack(
-            segments, packing.row_tokens, packing.rows_per_microbatch, microbatches
-        )
+        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
         feedback = gather_feedback(
             rollouts.response_index,
             np.ones(len(segments)),

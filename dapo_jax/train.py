@@ -20,7 +20,6 @@ from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import (
     Segment,
     make_batch,
-    most_microbatches,
     nth,
     pack_updates,
     place_tokens,
@@ -95,18 +94,8 @@ def score(
     parts: Parts, run: RunState, updates: list[list[Segment]]
 ) -> tuple[ScoredBatch, list[int]]:
     """Packs the updates and adds what policy, reference and critic say before any of them."""
-    config, packing, algorithm = parts.config, parts.config.packing, parts.config.algorithm
-    rollouts, used = pack_updates(
-        updates,
-        row_tokens=packing.row_tokens,
-        rows_per_microbatch=packing.rows_per_microbatch,
-        microbatches=most_microbatches(
-            prompts_per_update(config) * config.rollout.samples_per_prompt,
-            config.data.max_prompt_tokens + config.sampler.max_response_tokens,
-            packing.row_tokens,
-            packing.rows_per_microbatch,
-        ),
-    )
+    packing, algorithm = parts.config.packing, parts.config.algorithm
+    rollouts, used = pack_updates(updates, packing.row_tokens, packing.rows_per_microbatch)
 
     def over_updates(learner: Learner, params: Any) -> jax.Array:
         return jnp.stack(

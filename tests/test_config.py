@@ -46,7 +46,7 @@ BAD = [
     ),
     (["--config.packing.row_tokens=79"], ["row_tokens", "79", "80"]),
     (["--config.algorithm.reward_wrong=2"], ["reward_correct", "1.0", "2.0"]),
-    (["--config.compute.attention=cudnn"], ["attention", "cudnn", "bfloat16"]),
+    (["--config.compute.attention=cudnn"], ["attention", "cudnn", "blocked"]),
     (["--config.data.min_terms=1"], ["min_terms", "1", "from 2"]),
     (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
     (

@@ -20,13 +20,13 @@ FLOORS = """
 verifier   extraction normalisation numerals structure units equivalence conventions trees
            tokens expressions budgets enclosures polynomials fields roots functions readings
            algebra regions judgement worker minerva verifier process remote jail
-experiment settings hooks /algorithms sections config combinations validation
+experiment settings hooks /algorithms devices sections config combinations validation
            /structs /sharding /marks /folders
 prompts    chat tokenizer templates
 data       arithmetic harmless gym formats files sources pipeline
-model      attention decode_attention decoder inference families trained names huggingface
-           saving logprobs
-sampler    sampling pages slots page_store weights decoding jetstream engine rollout
+model      blocked splash attention decode_attention decoder inference families trained names
+           huggingface saving head logprobs
+sampler    sampling pages slots page_store loading decoding jetstream engine rollout
 learner    advantages losses packing optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import decoder, huggingface
 from dapo_jax.model.attention import choose
-from dapo_jax.model.logprobs import head_logprobs, token_logprobs
+from dapo_jax.model.head import head_logprobs
+from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.sampler.sampling import SamplingRule, draw
 
@@ -141,11 +142,13 @@ def test_a_file_that_is_broken_is_named_with_the_setting(name, tiny_folder, tmp_
         Tokenizer.from_folder(tmp_path, "start")
 
 
-def test_attention_is_chosen_by_platform():
-    assert choose("auto", "cpu", jnp.float32) == "plain"
-    assert choose("auto", "gpu", jnp.bfloat16) == "cudnn"
-    assert choose("auto", "gpu", jnp.float32) == "plain"
-    assert choose("plain", "gpu", jnp.bfloat16) == "plain"
+def test_attention_is_chosen_by_platform_and_length():
+    assert choose("auto", "cpu", 160) == choose("auto", "gpu", 1024) == "plain"
+    assert choose("auto", "cpu", 4096) == choose("auto", "gpu", 22_528) == "blocked"
+    assert choose("auto", "tpu", 22_528) == choose("auto", "tpu", 256) == "splash"
+    assert choose("auto", "tpu", 160) == "plain"  # the kernel can't, and its scores are small
+    assert choose("auto", "tpu", 22_500) == "splash"  # which the door refuses
+    assert choose("plain", "gpu", 22_528) == "plain"
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])

@@ -16,7 +16,7 @@ from dapo_jax.learner import packing
 from dapo_jax.learner.advantages import spread
 from dapo_jax.learner.losses import response_weights
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.packing import Segment, assign_rows, most_microbatches, pack
+from dapo_jax.learner.packing import Segment, assign_rows, pack, padded_microbatches
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import token_logprobs
@@ -145,17 +145,32 @@ def test_any_split_and_packing_gives_the_same_gradient(rows, row_tokens, tiny_pa
     )
 
 
-def test_update_on_eight_devices_equals_one(tiny_params, one_device, eight_devices):
-    results = []
-    for mesh in (one_device, eight_devices):
-        learner = make_learner(mesh)
-        state = learner.start(place(tiny_params, learner))
-        batch, used = make_batch()
-        for _ in range(2):
-            state, metrics = learner.update(state, batch, used, 1e-3)
-        gradient = learner.gradient(place(tiny_params, learner), batch, used)
-        results.append(jax.device_get((state.params, gradient, metrics)))
-    (one, one_gradient, one_metrics), (eight, eight_gradient, eight_metrics) = results
+def two_updates(params, mesh):
+    """Parameters and metrics after two updates, and the gradient before them; on the host."""
+    learner = make_learner(mesh)
+    state = learner.start(place(params, learner))
+    batch, used = make_batch(rows=8, microbatches=2)
+    for _ in range(2):
+        state, metrics = learner.update(state, batch, used, 1e-3)
+    gradient = learner.gradient(place(params, learner), batch, used)
+    return jax.device_get((state.params, gradient, metrics))
+
+
+@pytest.fixture(scope="module")
+def one_device_updates(tiny_params, one_device):
+    return two_updates(tiny_params, one_device)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2, 1, 2), (1, 2, 4, 1), (1, 2, 2, 2)],
+    ids=["tensor", "decode_tensor, so all fsdp", "both"],
+)
+def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updates):
+    data, fsdp, decode_tensor, tensor = sizes
+    mesh = sharding.make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
+    one, one_gradient, one_metrics = one_device_updates
+    eight, eight_gradient, eight_metrics = two_updates(tiny_params, mesh)
     assert_close(eight_gradient, one_gradient, 1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), eight, one)
     for name, mean in one_metrics.items():
@@ -277,7 +292,7 @@ def test_every_token_of_every_segment_is_packed_once():
     assert seen == len(SEGMENTS) and used == microbatches_of(20, 2)
 
 
-def test_the_bound_on_microbatches_holds_for_any_lengths():
+def test_every_segment_is_in_one_row_and_no_row_is_too_long():
     for _ in range(300):
         row = int(RNG.integers(10, 60))
         longest = int(RNG.integers(1, row + 1))
@@ -285,7 +300,20 @@ def test_the_bound_on_microbatches_holds_for_any_lengths():
         rows = assign_rows(lengths, row)
         assert all(sum(lengths[i] for i in members) <= row for members in rows)
         assert sorted(i for members in rows for i in members) == list(range(len(lengths)))
-        assert -(-len(rows) // 3) <= most_microbatches(len(lengths), longest, row, 3)
+
+
+def test_arrays_are_as_wide_as_their_use_and_compile_few_times(tiny_params, one_device):
+    learner = make_learner(one_device)
+    params, widths = place(tiny_params, learner), set()
+    for count in range(1, 14):
+        segments = make_segments([14] * count)  # one per row
+        rollouts, used = pack(segments, 20, 1)
+        width = len(rollouts.tokens)
+        assert used == count and used <= width < 2 * used
+        assert width == padded_microbatches([segments, segments[:1]], 20, 1)
+        learner.score(params, rollouts, used)
+        widths.add(width)
+    assert learner._score._cache_size() == len(widths) == 5
 
 
 def test_a_segment_longer_than_a_row_is_refused():

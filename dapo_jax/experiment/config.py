@@ -7,20 +7,18 @@ A file in `configs/` returns one of these; the command line overrides leaves of 
 import dataclasses
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.experiment.devices import Compute, Mesh, Packing
 from dapo_jax.experiment.sections import (
     Architecture,
     Checkpoint,
-    Compute,
     Critic,
     Data,
     Evaluation,
     Examples,
     Log,
     Lora,
-    Mesh,
     Model,
     Optimizer,
-    Packing,
     Reward,
     Rollout,
     Sampler,

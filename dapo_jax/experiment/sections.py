@@ -31,21 +31,6 @@ class Lora:
 
 
 @dataclasses.dataclass
-class Compute:
-    """How the policy is computed."""
-
-    dtype: str = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
-    remat: str = setting(
-        "none", "What backward recomputes: 'none', 'full' or 'dots' (keeps matrix products)."
-    )
-    scan_unroll: int = setting(
-        1, "Layers per iteration of the training scan; more: faster on CPU, slower to compile."
-    )
-    attention: str = setting("auto", "'auto' (by platform), 'plain' or 'cudnn' (bfloat16, GPU).")
-    logprob_chunk_tokens: int = setting(2048, "Tokens whose logits exist at the same time.")
-
-
-@dataclasses.dataclass
 class Architecture:
     """Shape of a policy made from nothing (Qwen2 family)."""
 
@@ -128,6 +113,9 @@ class Sampler:
     burst_tokens: int = setting(8, "Tokens decoded per call, between two looks from the host.")
     first_window_tokens: int = setting(
         64, "Cache length to begin with; it doubles as responses outgrow it."
+    )
+    load_layers: int = setting(
+        0, "Layers of the policy copied to the sampler at once, where memory is short; 0: all."
     )
     max_response_tokens: int = setting(96, "Budget of a response; beyond it, it is truncated.")
     temperature: float = setting(1.0, "Softmax temperature while training.")
@@ -231,23 +219,6 @@ class Critic:
         "algorithm.critic_pretrain_steps.",
     )
     optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=2e-6))
-
-
-@dataclasses.dataclass
-class Packing:
-    """Rows that responses are packed into, prompt included."""
-
-    row_tokens: int = setting(256, "Length of a row; at least prompt + response budget.")
-    rows_per_microbatch: int = setting(16, "Rows whose gradient is taken at once, all devices.")
-
-
-@dataclasses.dataclass
-class Mesh:
-    """Device mesh. Batch is split over data x fsdp, weights over fsdp x tensor."""
-
-    data: int = setting(1, "Replicas of the weights.")
-    fsdp: int = setting(-1, "Shards of weights and optimizer along embed; -1 takes what is left.")
-    tensor: int = setting(1, "Shards along heads, mlp and vocabulary.")
 
 
 @dataclasses.dataclass

@@ -14,8 +14,8 @@ from dapo_jax.experiment.settings import leaves, require
 CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "compute.dtype": ("float32", "bfloat16"),
-    "compute.remat": ("none", "full", "dots"),
-    "compute.attention": ("auto", "plain", "cudnn"),
+    "compute.remat": ("none", "full", "dots", "attention", "offload"),
+    "compute.attention": ("auto", "plain", "blocked", "splash"),
     "data.overlong_prompts": ("truncate_left", "drop"),
     "rollout.when_starved": ("partial", "stop"),
     "algorithm.old_logprobs": ("recompute", "sampler"),
@@ -33,7 +33,8 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
-    "shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens"
+    "shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
+    "sampler.load_layers"
 ).split()
 POSITIVE = (
     "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
@@ -44,7 +45,8 @@ POSITIVE = (
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
     "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
-    "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor checkpoint.keep "
+    "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor mesh.decode_tensor "
+    "checkpoint.keep "
     "evaluation.samples_per_problem evaluation.temperature architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
     "architecture.mlp slots waiting lora.alpha sampler.page_tokens sampler.prefill_prompts"
@@ -106,7 +108,7 @@ def _check_serving(config: ServeConfig) -> None:
 
 
 def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budget: int) -> None:
-    packing, compute = config.packing, config.compute
+    packing = config.packing
     require(
         packing.row_tokens >= prompt_tokens + budget,
         "packing.row_tokens",
@@ -114,12 +116,6 @@ def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budge
         f"at least the longest prompt + the response budget = {prompt_tokens + budget}",
     )
     _check_mesh(config.mesh)
-    require(
-        compute.attention != "cudnn" or compute.dtype == "bfloat16",
-        "compute.attention",
-        compute.attention,
-        "'plain' or 'auto' unless compute.dtype is 'bfloat16'",
-    )
 
 
 def _check_heldout(data: Data) -> None:

@@ -33,18 +33,6 @@ class Segment(NamedTuple):
         return len(self.prompt.tokens) + len(self.completion)
 
 
-def most_microbatches(
-    segments: int, longest_segment: int, row_tokens: int, rows_per_microbatch: int
-) -> int:
-    """Microbatches that `pack` can need for so many segments, whatever their lengths.
-
-    A row is opened only when every open row lacks room for a segment, and such a row holds at
-    least floor(row_tokens / longest_segment) of them.
-    """
-    rows = math.ceil(segments / (row_tokens // longest_segment))
-    return math.ceil(rows / rows_per_microbatch)
-
-
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Best fit, longest first: rows as lists of segment numbers, each within `row_tokens`."""
     rows: list[list[int]] = []
@@ -61,10 +49,28 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
+def padded_microbatches(
+    updates: Sequence[Sequence[Segment]], row_tokens: int, rows_per_microbatch: int
+) -> int:
+    """Microbatches of the arrays that hold every one of these minibatches.
+
+    A power of two: arrays are no wider than twice what is used, and few shapes are compiled.
+    """
+    rows = (len(assign_rows([s.length for s in part], row_tokens)) for part in updates)
+    most = math.ceil(max(rows) / rows_per_microbatch)
+    return 1 << (most - 1).bit_length() if most else 1
+
+
 def pack(
-    segments: Sequence[Segment], row_tokens: int, rows_per_microbatch: int, microbatches: int
+    segments: Sequence[Segment],
+    row_tokens: int,
+    rows_per_microbatch: int,
+    microbatches: int | None = None,
 ) -> tuple[Rollouts, int]:
     """Packs one minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
+
+    Args:
+        microbatches: None: as many as `padded_microbatches` says.
 
     Returns:
         the rows, padded to `microbatches`, and how many microbatches hold anything.
@@ -75,6 +81,8 @@ def pack(
     lengths = [segment.length for segment in segments]
     if lengths and max(lengths) > row_tokens:
         raise ValueError(f"a segment of {max(lengths)} tokens exceeds row_tokens = {row_tokens}")
+    if microbatches is None:
+        microbatches = padded_microbatches([segments], row_tokens, rows_per_microbatch)
     rows = assign_rows(lengths, row_tokens)
     used = math.ceil(len(rows) / rows_per_microbatch)
     if used > microbatches:
@@ -100,13 +108,10 @@ def pack(
 
 
 def pack_updates(
-    updates: Sequence[Sequence[Segment]],
-    *,
-    row_tokens: int,
-    rows_per_microbatch: int,
-    microbatches: int,
+    updates: Sequence[Sequence[Segment]], row_tokens: int, rows_per_microbatch: int
 ) -> tuple[Rollouts, list[int]]:
     """Packs the minibatches of one rollout batch: [U, M, R, T] and the microbatches each uses."""
+    microbatches = padded_microbatches(updates, row_tokens, rows_per_microbatch)
     packed, used = zip(
         *(pack(part, row_tokens, rows_per_microbatch, microbatches) for part in updates),
         strict=True,

@@ -95,6 +95,21 @@ class Learner:
         with self._rules():
             return jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)[0]
 
+    def lower(self, program: str, batch: Rollouts | TrainBatch) -> jax.stages.Lowered:
+        """`score` of rollouts or `update` on a batch, of these shapes [M, R, T], to be compiled.
+
+        Nothing is computed: the devices of the mesh need not be here, nor any parameter.
+        """
+        place = sharding.sharding(self.mesh, None, "batch")
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), batch
+        )
+        state = self.abstract_state
+        with self._rules():
+            if program == "score":
+                return self._score.lower(join(self.frozen, state.params), batch, 1)
+            return self._update.lower(state, self.frozen, batch, 1, 0.0)
+
     def _rules(self):
         return sharding.activate(self.mesh)
 

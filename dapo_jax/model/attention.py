@@ -1,23 +1,32 @@
 """Attention over packed rows, while training; `decode_attention.py` has what samples.
 
 `Block` calls `attend(queries, keys, values, context, cache)`; these are the things that may stand
-there. All take [batch, time, heads, head_dim] and return that with the cache, here None.
+there. All take [batch, time, heads, head_dim] and return that with the cache, here None. Who needs
+a dense mask builds it: what layers share is one number per token.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax import sharding
+from dapo_jax.model.blocked import blocked_attention
+from dapo_jax.model.splash import LANES, splash_attention
+
+# Up to here all scores at once are faster than blocks of them, and small (measured on CPU).
+SHORT_ROW_TOKENS = 1024
+
 
 @struct.dataclass
 class Context:
-    """What every layer shares: token positions, and which keys each query may see."""
+    """What every layer shares: places in the text, and which text it is (decoding has one)."""
 
     positions: Int[Array, "B T"]
-    mask: Bool[Array, "B Q T"]
+    segment_ids: Int[Array, "B T"] | None = None
 
 
 def packed_mask(segment_ids: Int[Array, "R T"]) -> Bool[Array, "R T T"]:
@@ -27,11 +36,16 @@ def packed_mask(segment_ids: Int[Array, "R T"]) -> Bool[Array, "R T T"]:
     return same & causal[None]
 
 
-def choose(requested: str, platform: str, dtype: Any) -> str:
-    """Resolves 'auto': cuDNN where it exists (GPU, bfloat16), plain attention elsewhere."""
+def choose(requested: str, platform: str, row_tokens: int) -> str:
+    """The key of TRAINING_ATTENTION that is meant, 'auto' by platform and length of a row.
+
+    Long rows are never plain: its scores are [T, T] for every head.
+    """
     if requested != "auto":
         return requested
-    return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 else "plain"
+    if platform == "tpu" and (row_tokens % LANES == 0 or row_tokens > SHORT_ROW_TOKENS):
+        return "splash"
+    return "blocked" if row_tokens > SHORT_ROW_TOKENS else "plain"
 
 
 def grouped_attention(
@@ -53,19 +67,45 @@ def grouped_attention(
 
 
 def attend_plain(queries, keys, values, context: Context, cache):
-    """Training attention that every platform can run."""
+    """Training attention for short rows."""
+    mask = packed_mask(context.segment_ids)
     mixed = grouped_attention(
-        queries, keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3), context.mask
+        queries, keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3), mask
     )
     return mixed, cache
 
 
-def attend_cudnn(queries, keys, values, context: Context, cache):
-    """Training attention by cuDNN's fused kernel (bfloat16 on GPU)."""
-    mixed = jax.nn.dot_product_attention(
-        queries, keys, values, mask=context.mask[:, None], implementation="cudnn"
-    )
-    return mixed, cache
+def _on_each_device(attention: Callable, queries, keys, values, segment_ids):
+    """Every device attends with its own rows and heads; nothing is exchanged."""
+    if sharding.active_mesh() is None:
+        return attention(queries, keys, values, segment_ids)
+    of_queries = sharding.spec("batch", None, "heads", None)
+    of_keys, rows = sharding.spec("batch", None, "kv_heads", None), sharding.spec("batch", None)
+    return jax.shard_map(
+        attention,
+        in_specs=(of_queries, of_keys, of_keys, rows),
+        out_specs=of_queries,
+        check_vma=False,
+    )(queries, keys, values, segment_ids)
 
 
-TRAINING_ATTENTION = {"plain": attend_plain, "cudnn": attend_cudnn}
+def attend_blocked(queries, keys, values, context: Context, cache):
+    """Training attention without a [T, T] array, for every platform."""
+    return _on_each_device(blocked_attention, queries, keys, values, context.segment_ids), cache
+
+
+def attend_splash(queries, keys, values, context: Context, cache):
+    """Training attention by the TPU's kernel; plain where no mesh says what it runs on."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return attend_plain(queries, keys, values, context, cache)
+    interpret = mesh.abstract_device.platform != "tpu"
+    attention = functools.partial(splash_attention, interpret=interpret)
+    return _on_each_device(attention, queries, keys, values, context.segment_ids), cache
+
+
+TRAINING_ATTENTION = {
+    "plain": attend_plain,
+    "blocked": attend_blocked,
+    "splash": attend_splash,
+}

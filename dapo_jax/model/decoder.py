@@ -15,15 +15,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.attention import TRAINING_ATTENTION, Context, packed_mask
+from dapo_jax.model.attention import TRAINING_ATTENTION, Context
+from dapo_jax.model.blocked import ATTENTION_RESIDUALS
+from dapo_jax.sharding import constrain
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
 
+LAYER_INPUT = "layer_input"
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -172,10 +183,23 @@ class Block(nn.Module):
     def _norm(self, name: str):
         return rms_norm(self.config, name=name)
 
+    def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The normed input of projections, with all of a row's length."""
+        return constrain(self._norm(name)(x), "batch", None, None)
+
+    def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
+        """The residual stream, cut by length again.
+
+        A projection's result is named whole first: its gradient, which is of all of a row's length,
+        would else be gathered over the batch too.
+        """
+        return constrain(x + constrain(more, "batch", None, None), "batch", "length", None)
+
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], context: Any, cache: Any):
         c = self.config
-        h = self._norm("attention_norm")(x)
+        x = checkpoint_name(x, LAYER_INPUT)
+        h = self._whole("attention_norm", x)
         queries = self._heads("query", c.heads, "heads")(h)
         keys = self._heads("key", c.kv_heads, "kv_heads")(h)
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
@@ -184,13 +208,16 @@ class Block(nn.Module):
         queries = rotate(queries, context.positions, c)
         keys = rotate(keys, context.positions, c)
         mixed, cache = self.attend(queries, keys, values, context, cache)
-        axes = ("heads", "head_dim", "embed")
-        x += self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
-        h, biased = self._norm("mlp_norm")(x), {"use_bias": c.mlp_bias}
+        mixed = constrain(mixed, "batch", None, "heads", None)
+        axes, biased = ("heads", "head_dim", "embed"), {"use_bias": c.mlp_bias}
+        out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
+        x = self._add(x, out)
+        h = self._whole("mlp_norm", x)
         gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
         up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        x += self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(nn.silu(gate) * up)
-        return nn.with_logical_constraint(x, ("batch", None, None)), cache
+        product = constrain(nn.silu(gate) * up, "batch", None, "mlp")
+        down = self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
+        return self._add(x, down), cache
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:
@@ -220,13 +247,15 @@ class Decoder(nn.Module):
         elif not c.tie_embeddings:
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
-        # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch.
-        table = nn.with_logical_constraint(embedding.astype(c.dtype), ("vocab", None))
-        x = nn.with_logical_constraint(table[tokens], ("batch", None, None))
+        # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch,
+        # and in one cut by vocabulary, for tokens cut by length, gathers the table.
+        table = constrain(embedding.astype(c.dtype), "vocab", None)
+        x = constrain(table[tokens], "batch", None, None)
+        x = constrain(x, "batch", "length", None)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        context = Context(positions, packed_mask(segment_ids))
+        context = Context(positions, segment_ids)
         for name, length in layer_stacks(c).items():
             layers = nn.scan(
                 block,

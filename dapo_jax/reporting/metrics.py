@@ -33,8 +33,7 @@ MEANINGS = {
     "task is learned (DAPO, figure 3b).",
     "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
     "trained_groups": "Groups that the updates of this step saw.",
-    "policy_lag": "Steps that the policy had learned since it drew the trained responses; 0 unless "
-    "rollout.lag.",
+    "policy_lag": "Steps that the policy had learned since it drew the trained responses.",
     "starved": "1 where too few groups carried signal after max_sample_rounds.",
     "sampled_to_kept_tokens": "Sampled tokens, those of the surplus and of stopped responses too, "
     "per trained token: the price of dynamic sampling.",

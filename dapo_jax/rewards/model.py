@@ -1,6 +1,5 @@
 """A learned reward: a decoder with a scalar head, read at the last token of prompt + response."""
 
-import math
 from typing import Any
 
 import jax
@@ -45,9 +44,7 @@ class RewardModel:
             Segment(nobody, Completion(text, np.zeros(len(text)), False, 0, ""), i)
             for i, text in enumerate(texts)
         ]
-        row_tokens, rows = self._shape
-        most = math.ceil(len(segments) / rows)  # a row holds at least one
-        packed, used = pack(segments, row_tokens, rows, most)
+        packed, used = pack(segments, *self._shape)
         scores = np.zeros(len(segments), np.float32)
         for i in range(used):
             self._read_last_tokens(jax.tree.map(lambda array, i=i: array[i], packed), scores)

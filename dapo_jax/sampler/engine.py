@@ -1,8 +1,7 @@
 """The policy behind JetStream's `Engine`: prefill, insert, generate.
 
-Prefill, insert and generate keep JetStream's signatures; the keyword arguments beyond them carry
-what reproducible rollouts need. Importing JetStream pulls TensorFlow in, so this module is imported
-after the config was checked.
+They keep JetStream's signatures; keyword arguments beyond carry what reproducible rollouts need.
+Importing JetStream pulls TensorFlow in, so this is imported after the config was checked.
 """
 
 import functools
@@ -21,7 +20,7 @@ from dapo_jax.experiment.config import Sampler
 from dapo_jax.experiment.settings import require
 from dapo_jax.model import decoder, inference
 from dapo_jax.prompts.tokenizer import Tokenizer
-from dapo_jax.sampler import decoding, weights
+from dapo_jax.sampler import decoding
 from dapo_jax.sampler.jetstream import (
     NO_TOKEN,
     Engine,
@@ -30,6 +29,7 @@ from dapo_jax.sampler.jetstream import (
     TokenizerParameters,
     result_tokens,
 )
+from dapo_jax.sampler.loading import Loader
 from dapo_jax.sampler.page_store import choose_store
 from dapo_jax.sampler.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
 from dapo_jax.structs import DecodeState, Prefix
@@ -51,7 +51,7 @@ class PolicyEngine(Engine):
         seed: of the draws of prompts that come without a key.
         frozen: parameters that never change. One copy for decoding is made of them, once;
             `load_params` then takes the others.
-        settings: those of the cache and of prefill are read here.
+        settings: those of the cache, of prefill and of loading are read here.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
@@ -77,7 +77,7 @@ class PolicyEngine(Engine):
         frozen: Any = None,
         settings: Sampler = Sampler(),  # noqa: B008
     ):
-        self.replicas = sharding.shards(mesh, "batch")
+        self.replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         allowed = f"a multiple of data x fsdp = {self.replicas}"
         require(slots % self.replicas == 0, "sampler.slots", slots, allowed)
         self.config, self._mesh, self.rule = config, mesh, SamplingRule()
@@ -98,9 +98,9 @@ class PolicyEngine(Engine):
             first_window_tokens=first_window_tokens,
         )
         self._frozen, self.held = frozen or {}, None
-        self._compile()
+        self._compile(settings.load_layers)
 
-    def _compile(self) -> None:
+    def _compile(self, load_layers: int) -> None:
         place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
         shapes = jax.eval_shape(lambda: self._empty_fn(window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
@@ -109,9 +109,10 @@ class PolicyEngine(Engine):
         self._tables_sharding = place("batch")
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
-        load = functools.partial(weights.loader, self.config, self._mesh)
+        trained = {path: leaf for path, leaf in boxed.items() if path not in frozen}
+        load = functools.partial(Loader, self.config, self._mesh, layers_at_once=load_layers)
         self._load_frozen = load({path: boxed[path] for path in frozen})
-        self._load = load({path: boxed[path] for path in boxed.keys() - frozen.keys()})
+        self._load = load(trained)
         prompts = place("batch", None, "kv_heads")
         self._prefill = jax.jit(
             self._prefill_fn,

@@ -66,7 +66,10 @@ class PageStore:
             first_window_tokens,
         )
         self._page_tokens, self._limit = page_tokens, cache_tokens
-        replicas, full = sharding.shards(mesh, "batch"), -(-cache_tokens // page_tokens)
+        replicas, full = (
+            sharding.shards(mesh, "batch", sharding.DECODING),
+            -(-cache_tokens // page_tokens),
+        )
         pages = pages or slots * full
         require(
             pages % replicas == 0 and pages // replicas >= full,

@@ -18,14 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax.experimental import mesh_utils, topologies
 
+from dapo_jax import sharding
 from dapo_jax.experiment.config import Sampler
 from dapo_jax.model import decoder
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.sampler import weights
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sharding import make_mesh
@@ -89,15 +88,8 @@ def _abstract(shape: Any, place: Any) -> jax.ShapeDtypeStruct:
 
 def abstract_params(engine: PolicyEngine) -> Any:
     """The decoding weights, without their numbers."""
-    boxed = flatten_dict(decoder.abstract_params(engine.config), sep="/")
-    shapes = jax.eval_shape(lambda: decoder.unstack_layers(_zeros(boxed), engine.config))
-    placed = weights.places(engine.config, engine.mesh, boxed)
-    flat = {path: _abstract(shape, placed[path]) for path, shape in shapes.items()}
-    return decoder.for_decoding(flat, engine.config)
-
-
-def _zeros(boxed: dict[str, Any]) -> dict[str, Any]:
-    return {path: jnp.zeros(leaf.value.shape) for path, leaf in boxed.items()}
+    trained = sharding.unbox(decoder.abstract_params(engine.config))
+    return decoder.for_decoding(engine._load.abstract(trained), engine.config)
 
 
 def abstract_state(engine: PolicyEngine) -> DecodeState:
