@@ -1,19 +1,27 @@
 """A cache of pages against one of slots: the same tokens, and no page is lost."""
 
+import types
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from served import BUDGET, PROMPTS, make_serve_config, messages
 from test_jetstream import orchestrate
 from test_sampler import GREEDY, TOKENIZER, sample
 
 from dapo_jax import serve
-from dapo_jax.experiment.config import Sampler
+from dapo_jax.experiment.config import Config, Sampler
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.model import decode_attention
+from dapo_jax.run import warn_about_cache
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.pages import PageBook
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SamplingRule
+from dapo_jax.structs import PageCache
 
 RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) for i in range(14)]
 LONGEST, RESPONSE = 17, 30
@@ -184,6 +192,40 @@ def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byt
     answers = orchestrate(driver, *requests)
     assert [ids for _, ids in answers] == [byte_responses[prompt] for prompt in PROMPTS] * 2
     engine.store.book.check()
+
+
+def test_gathered_pages_mean_what_the_kernels_reference_says():
+    """Which head is whose, how far a slot reads, the scale: as the TPU's kernel is told them."""
+    rng = np.random.default_rng(0)
+    slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
+    cache = PageCache(jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim))))
+    tables = rng.permutation(np.arange(1, 20))[: slots * width].reshape(slots, width)
+    tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray([1, 8, 13, 24], jnp.int32)
+    queries = jnp.asarray(rng.normal(size=(slots, heads, head_dim)))
+    told = {}
+
+    def reference(*args, sm_scale, **options):
+        told.update(options)
+        return kernel.ref_ragged_paged_attention(*args, sm_scale=sm_scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
+        expected = decode_attention._read_by_kernel(queries, cache, tables, lengths)
+    found = decode_attention._gather_pages(queries, cache, tables, lengths)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert told["num_kv_pages_per_block"] == width and told["num_queries_per_block"] == slots
+
+
+def test_a_rounded_cache_that_nothing_corrects_for_is_told_of():
+    told = []
+    progress = types.SimpleNamespace(warn=told.append)
+    config = Config(sampler=Sampler(cache_dtype="int8"))
+    warn_about_cache(config, progress)
+    assert len(told) == 1 and "importance_cap = 0" in told[0]
+    config.algorithm.importance_cap = 2.0
+    warn_about_cache(config, progress)
+    warn_about_cache(Config(), progress)
+    assert len(told) == 1
 
 
 # --- the book alone -------------------------------------------------------------------------

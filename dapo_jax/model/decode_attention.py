@@ -210,8 +210,8 @@ def _attend_pages_of_replica(
     """One token per slot of a replica, whose pages are all here."""
     _, page_tokens, *heads = cache.pages.shape
     page = jnp.take_along_axis(tables, positions[:, None] // page_tokens, axis=1)[:, 0]
-    # A finished slot's pages may be another's by now: what it still writes goes to page 0.
-    at = jnp.where(active, page, 0) * page_tokens + positions % page_tokens
+    # A slot whose pages were taken back has zeros in its table: it writes to page 0, nobody's.
+    at = page * page_tokens + positions % page_tokens
     new, scales = quantise(interleave(keys, values, 1), cache.pages.dtype)
     # Flat, so that XLA scatters whole rows in the layout that the pages have.
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)

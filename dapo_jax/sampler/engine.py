@@ -87,8 +87,6 @@ class PolicyEngine(Engine):
         self._end_ids = jnp.asarray(tokenizer.end_ids, jnp.int32)
         self._chunk_tokens = settings.prefill_chunk_tokens
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
-        widths = (1, insert_width, min(slots, insert_width * self.prefill_width))
-        self._insert_widths = sorted(set(widths))
         self.store = choose_store(
             config,
             mesh,
@@ -97,6 +95,8 @@ class PolicyEngine(Engine):
             cache_tokens=self.cache_tokens,
             first_window_tokens=first_window_tokens,
         )
+        prompts = self.prefill_width if self.store.takes_many else 1
+        self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self._frozen, self.held = frozen or {}, None
         self._compile(settings.load_layers)
 

@@ -94,6 +94,7 @@ class PageStore:
         platform = mesh.devices.flat[0].platform
         self._kernel = has_kernel(platform, config.head_dim, page_tokens) and dtype != jnp.int8
         self.attend = PagedAttention(mesh, self._kernel)
+        self.takes_many = True
         self._total, self._tokens = replicas * self._each, np.zeros(slots, np.int64)
         self.reset()
 

@@ -31,6 +31,10 @@ class SlotStore:
         cache_tokens: the most that a slot holds.
         first_window_tokens: its length to begin with.
         dtype: of keys and values; int8 ones have scales.
+
+    Attributes:
+        attend: attention over these caches.
+        takes_many: whether one call may take up the responses to several prompts.
     """
 
     tables = None
@@ -49,6 +53,8 @@ class SlotStore:
         self._first, self._dtype = first_window_tokens, dtype
         self._mesh, self._time_last = mesh, mesh.devices.flat[0].platform == "cpu"
         self.attend = attend_slots
+        # A replica takes up what is for others too, and drops it.
+        self.takes_many = mesh.size == 1
 
     def window(self, needed: int) -> int:
         """The cache's length where `needed` tokens have to fit."""

@@ -10,6 +10,7 @@ its peak, the collectives inside its loop, and whether its compiler made it fit.
 
 import argparse
 import collections
+import functools
 import json
 import math
 import re
@@ -28,7 +29,7 @@ from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sharding import make_mesh
-from dapo_jax.structs import DecodeState
+from dapo_jax.structs import DecodeState, Prefix
 
 GIB = 2**30
 PROMPT, RESPONSE = 2048, 20_480
@@ -99,6 +100,19 @@ def abstract_state(engine: PolicyEngine) -> DecodeState:
     return jax.tree.map(_abstract, shapes, engine._state_places)
 
 
+def _insertion(engine: PolicyEngine, params, state, tokens, lengths, keys) -> tuple:
+    """What the widest `insert` is called with."""
+    shapes = jax.eval_shape(engine._prefill_fn, params, tokens, lengths, keys)
+    place = functools.partial(sharding.sharding, engine.mesh, column=sharding.DECODING)
+    prompts, whole = place("batch", None, "kv_heads"), place()
+    places = Prefix(jax.tree.map(lambda _: prompts, shapes.caches), whole, whole, whole)
+    prefix = jax.tree.map(_abstract, shapes, places)
+    width = engine.most_inserted
+    numbers = (jax.ShapeDtypeStruct((width,), jnp.int32),) * 3
+    fills = engine.store.fills([], [], width=width, prompts=engine.replicas, time=PROMPT)
+    return prefix, state, *numbers, fills
+
+
 def compile_program(engine: PolicyEngine, program: str) -> Any:
     """'generate' (a burst), 'prefill' (a prompt a replica) or 'insert' (a group), compiled."""
     with jax.set_mesh(engine.mesh):
@@ -113,7 +127,9 @@ def compile_program(engine: PolicyEngine, program: str) -> Any:
         elif program == "prefill":
             lowered = engine._prefill.lower(params, tokens, lengths, keys)
         else:
-            raise ValueError(program)
+            lowered = engine._insert.lower(
+                *_insertion(engine, params, state, tokens, lengths, keys)
+            )
         return lowered.compile()
 
 
@@ -165,7 +181,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--program", default="generate", choices=("generate", "prefill"))
+    parser.add_argument("--program", default="generate", choices=("generate", "prefill", "insert"))
     parser.add_argument("--model", default="32b", choices=sorted(MODELS))
     parser.add_argument("--layers", type=int, default=0, help="only the first; 0: all")
     parser.add_argument("--topology", default="v5p:4x4x4")
