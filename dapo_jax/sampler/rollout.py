@@ -10,6 +10,7 @@ import numpy as np
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule, sample_key
+from dapo_jax.sharding import to_host
 from dapo_jax.structs import Completion, Prefix, Prompt
 
 SMALLEST_PROMPT_BUCKET = 16
@@ -116,11 +117,13 @@ class RolloutSampler:
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
         active, self._generated, busy, total = (
             np.array(array)
-            for array in (
-                self._state.active,
-                self._state.generated,
-                self._state.busy_slot_steps,
-                self._state.slot_steps,
+            for array in to_host(
+                (
+                    self._state.active,
+                    self._state.generated,
+                    self._state.busy_slot_steps,
+                    self._state.slot_steps,
+                )
             )
         )
         if self._waiting:
