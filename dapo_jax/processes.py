@@ -103,7 +103,8 @@ def join() -> None:
         return  # a program that has used its devices already calls a command, alone
     signal.signal(signal.SIGTERM, handler)  # jax's own would swallow it
     if count() > 1:
-        _watch = Watch(distributed.global_state.client, index(), count())
+        service = distributed.global_state
+        _watch = Watch(service.client, service.coordinator_address, index(), count())
 
 
 def run(work: Callable[[], int], *, alone: str = "") -> int:
@@ -126,11 +127,12 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
         _leave(2)
     try:
         code = work()
-    except jax.errors.JaxRuntimeError:
-        time.sleep(SILENCE_SECONDS + LEAVING_SECONDS)  # another's death, which has a better line
-        code = _failed()
-    except BaseException:
-        code = _failed()
+    except BaseException as error:
+        # Often this is another's death, for which the watch has a better line than a trace.
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
+            time.sleep(SILENCE_SECONDS + LEAVING_SECONDS)
+        complain(traceback.format_exc())
+        code = 1
     if code:
         _leave(code)
     agree("done", "the end")
@@ -138,11 +140,6 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
         _watch.close()
     jax.distributed.shutdown()
     return 0
-
-
-def _failed() -> int:
-    complain(traceback.format_exc())
-    return 1
 
 
 def _leave(code: int) -> None:

@@ -20,15 +20,16 @@ DEAD = 75  # EX_TEMPFAIL of sysexits.h: start all of them again
 SECONDS = 1.0  # between two signs of life
 SILENCE_SECONDS = 15.0  # then a process counts as dead
 LEAVING_SECONDS = 10.0  # for those that are about to leave for the same reason, in their own words
+ANSWER_SECONDS = 2.5  # that the service may take before its port is tried
 ALIVE, STOPPED = "dapo_jax/alive/", "dapo_jax/stopped/"
 
 
 def _hold_aborts() -> None:
-    """Lets C++ abort some seconds later than it would.
+    """Lets C++ abort six seconds later than it would.
 
     Where process 0 dies, and with it the service, jax aborts every other process at once, before
-    anyone could say who died. `sleep(6)` is the handler: SIGABRT is 6, and sleep is one of the few
-    calls that a handler may make.
+    anyone could say who died. The handler is libc's `sleep`, which a handler may call; its argument
+    is the number of the signal, 6.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -39,12 +40,12 @@ class Watch:
     """The signs of life of all processes, in the coordination service that jax runs anyway.
 
     Args:
-        client: the service's, as `jax.distributed.initialize` made it.
+        client, address: of the service that `jax.distributed.initialize` started on process 0.
         index, count: this process, and how many there are.
     """
 
-    def __init__(self, client: Any, index: int, count: int):
-        self._client, self._index, self._count = client, index, count
+    def __init__(self, client: Any, address: str, index: int, count: int):
+        self._client, self._address, self._index, self._count = client, address, index, count
         self._me = f"{socket.gethostname()}, pid {os.getpid()}"
         self._names = dict.fromkeys(range(count), "")
         self._values = dict.fromkeys(range(count), "")
@@ -52,8 +53,9 @@ class Watch:
         self._answered, self._failures = time.monotonic(), 0
         self._stopped: dict[int, tuple[int, str]] = {}
         self._stopped_since: float | None = None
-        self._over = False
+        self._over, self._served = False, True
         _hold_aborts()
+        self._told_others = threading.Event()
         # Two: the service may leave a question without an answer.
         for work in (self._beat, self._look):
             threading.Thread(target=work, daemon=True, name="watch").start()
@@ -96,20 +98,24 @@ class Watch:
     def _look(self) -> None:
         while not self._over:
             time.sleep(SECONDS / 4)
-            code, text = self._verdict()
+            code, text = self._told() or self._found_dead()
             if code and not self._over:
                 os.write(2, f"error: {text}\n".encode())
                 self._go(code, text)
 
-    def _verdict(self) -> tuple[int, str]:
-        """Why to leave, and with which code; 0 to stay."""
-        now = time.monotonic()
+    def _told(self) -> tuple[int, str] | None:
+        """What a process said that left, and with which code."""
         for code, text in self._stopped.values():
-            if code == DEAD or now - self._stopped_since > LEAVING_SECONDS:
+            if code == DEAD or time.monotonic() - self._stopped_since > LEAVING_SECONDS:
                 return code, text
+        return None
+
+    def _found_dead(self) -> tuple[int, str]:
+        """Which process is no longer heard, and the code to leave with; 0 where all are."""
+        now = time.monotonic()
         late = [p for p, seen in self._seen.items() if now - seen > SILENCE_SECONDS]
-        if self._failures > 1 or now - self._answered > SILENCE_SECONDS:
-            late = [0]  # it runs the service
+        if self._failures > 1 or now - self._answered > SILENCE_SECONDS or self._is_refused(now):
+            late, self._served = [0], self._index == 0  # it runs the service
         if not late or late == [self._index]:
             return 0, ""
         process = min(set(late) - {self._index})
@@ -119,19 +125,36 @@ class Watch:
             "checkpoint"
         )
 
+    def _is_refused(self, now: float) -> bool:
+        """Whether process 0 is gone: a question to it then blocks until jax aborts."""
+        if self._index == 0 or now - self._answered < ANSWER_SECONDS:
+            return False
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _go(self, code: int, text: str) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            key = f"{STOPPED}{self._index}"
-            self._client.key_value_set(key, f"{code} {text}", allow_overwrite=True)
-            if self._index == 0:  # the others still read it: the service ends with this process
-                self._wait_for_others()
+        if self._served:  # otherwise nobody is there to be told, and the question may hang
+            threading.Thread(target=self._tell, args=(f"{code} {text}",), daemon=True).start()
+            self._told_others.wait(LEAVING_SECONDS + 3 * SECONDS)
         os._exit(code)
 
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{STOPPED}{self._index}", text, allow_overwrite=True)
+            if self._index == 0:  # the others still read it: the service ends with this process
+                self._wait_for_others()
+        self._told_others.set()
+
     def _wait_for_others(self) -> None:
-        until = time.monotonic() + LEAVING_SECONDS + 3 * SECONDS
-        while time.monotonic() < until:
-            self._read()
-            silent = {p for p, at in self._seen.items() if time.monotonic() - at > SILENCE_SECONDS}
-            if len(self._stopped.keys() | silent | {0}) == self._count:
-                return
+        silent: set[int] = set()
+        while len(self._stopped.keys() | silent | {0}) < self._count:
             time.sleep(SECONDS / 4)
+            self._read()
+            now = time.monotonic()
+            silent = {p for p, seen in self._seen.items() if now - seen > SILENCE_SECONDS}

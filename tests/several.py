@@ -8,6 +8,20 @@ import subprocess
 import sys
 import time
 
+from small_runs import make_config
+
+from dapo_jax.experiment.config import (
+    Config,
+    Data,
+    Evaluation,
+    Log,
+    Mesh,
+    Packing,
+    Reward,
+    Rollout,
+    Sampler,
+)
+
 ROOT = pathlib.Path(__file__).parent.parent
 GONE_SECONDS = 30  # after which nobody may still wait for a dead process
 
@@ -16,12 +30,11 @@ import os, signal, sys
 sys.path.insert(0, "tests")
 import conftest
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
-from small_runs import *
+from several import make_small_config
 from dapo_jax import cli, processes
-from dapo_jax.experiment.config import *
 from dapo_jax.run import train
 INDEX = int(os.environ.get("DAPO_PROCESS_ID", "0"))
-config = make_config({base!r}, {run_dir!r}, {changes})
+config = make_small_config({base!r}, {run_dir!r})
 {patch}
 sys.exit(processes.run(lambda: cli.guarded(lambda: train(config))))
 """
@@ -72,17 +85,29 @@ class Several:
         return [Ended(code, *both) for code, both in zip(codes, texts, strict=True)]
 
 
-def start_training(
-    base, run_dir, count: int, devices: int, *, changes: str = "", patch: str = ""
-) -> Several:
+def make_small_config(base, run_dir) -> Config:
+    """Three steps on four devices, however many processes; its reward asks worker processes."""
+    return make_config(
+        base,
+        run_dir,
+        total_steps=3,
+        mesh=Mesh(2, 2, 1),
+        data=Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=6),
+        rollout=Rollout(prompts_per_step=4, samples_per_prompt=4, updates_per_rollout=2),
+        sampler=Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
+        packing=Packing(row_tokens=64, rows_per_microbatch=4),
+        reward=Reward(parts="rule=1,think_format=0.1", workers=1),
+        evaluation=Evaluation(every_steps=0, samples_per_problem=2, top_p=1.0),
+        log=Log(tensorboard=False, show_group_every_steps=0),
+    )
+
+
+def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") -> Several:
     """`count` processes of `devices` virtual devices each that train together.
 
     Args:
-        changes: arguments of `make_config`, as Python.
         patch: run in each before it joins; it knows its number as INDEX, and `config`.
     """
-    program = PROGRAM.format(
-        base=str(base), run_dir=str(run_dir), devices=devices, changes=changes, patch=patch
-    )
+    program = PROGRAM.format(base=str(base), run_dir=str(run_dir), devices=devices, patch=patch)
     folder = pathlib.Path(f"{run_dir}_output")
     return Several(folder, [sys.executable, "-c", program], count)
