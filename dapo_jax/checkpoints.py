@@ -1,15 +1,17 @@
 """Orbax checkpoints: parameters, optimizer, and where the run is. Complete or absent."""
 
-import pathlib
+import os
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 
+from dapo_jax import processes
 from dapo_jax.experiment.combinations import READ_WHERE, is_read
 from dapo_jax.experiment.config import Checkpoint, Config
 from dapo_jax.experiment.settings import ConfigError, leaves, require
+from dapo_jax.marks import Folder, folder_at, is_remote
 from dapo_jax.model.huggingface import fingerprint
 from dapo_jax.structs import TrainState
 
@@ -80,15 +82,23 @@ def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
     require(content in (None, fingerprint(folder)), field, folder, allowed)
 
 
+def checkpoint_folder(run_dir: str | os.PathLike) -> Folder:
+    """Absolute, as Orbax wants it; what is remote has no other name."""
+    folder = folder_at(run_dir, "checkpoints")
+    return folder if is_remote(run_dir) else folder.absolute()
+
+
 class Checkpoints:
-    """Saves and restores `TrainState` with a small JSON record beside it.
+    """Saves and restores `TrainState` with a small JSON record beside it, on any process count.
+
+    Every process calls every method. A context manager: leaving it closes.
 
     Args:
         settings: of the run that saves; left out, checkpoints are only read.
     """
 
-    def __init__(self, run_dir: str | pathlib.Path, settings: Checkpoint | None = None):
-        folder = pathlib.Path(run_dir).absolute() / "checkpoints"
+    def __init__(self, run_dir: str | os.PathLike, settings: Checkpoint | None = None):
+        folder = checkpoint_folder(run_dir)
         saves = settings is not None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=settings.keep if saves else None,
@@ -98,13 +108,13 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     @staticmethod
-    def exist(run_dir: str | pathlib.Path) -> bool:
+    def exist(run_dir: str | os.PathLike) -> bool:
         """Whether a run has ever saved there; creates nothing."""
-        return (pathlib.Path(run_dir) / "checkpoints").is_dir()
+        return processes.from_first(checkpoint_folder(run_dir).is_dir, "whether a run has saved")
 
     def latest_step(self) -> int | None:
         """The step that the newest complete checkpoint goes on with; None without one."""
-        return self._manager.latest_step()
+        return processes.from_first(self._manager.latest_step, "newest checkpoint")
 
     def save(self, step: int, states: dict[str, TrainState | None], record: dict[str, Any]) -> None:
         """Starts writing in the background; a step that is already there is left alone.
@@ -129,9 +139,20 @@ class Checkpoints:
         args = ocp.args.Composite(**{entry: ocp.args.StandardRestore(abstract_state)})
         return self._manager.restore(self.latest_step(), args=args)[entry]
 
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or processes.count() == 1:  # others may not be here to be waited for
+            self.close()
+
+    def wait(self) -> None:
+        """Returns when everything is on disk."""
+        self._manager.wait_until_finished()
+
     def close(self) -> None:
         """Waits until everything is on disk."""
-        self._manager.wait_until_finished()
+        self.wait()
         self._manager.close()
 
 
@@ -145,8 +166,8 @@ class SavedPolicy:
         ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
     """
 
-    def __init__(self, run_dir: str | pathlib.Path, step: int = 0):
-        folder = pathlib.Path(run_dir).absolute() / "checkpoints"
+    def __init__(self, run_dir: str | os.PathLike, step: int = 0):
+        folder = checkpoint_folder(run_dir)
         steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or steps[-1]

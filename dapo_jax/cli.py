@@ -9,6 +9,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
+from dapo_jax import processes
 from dapo_jax.data.sources import parse_sources
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
@@ -174,7 +175,7 @@ def guarded(work: Callable[[], Any]) -> int:
     try:
         work()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        processes.complain(f"error: {error}")
         return 2
     return 0
 

@@ -11,7 +11,7 @@ larger --k adds to what is there. The last line of the output is JSON. Short fla
 import json
 import sys
 
-from dapo_jax import cli
+from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.marks import EVALUATION, check_free
 
@@ -42,10 +42,10 @@ def main() -> int:
 
     def show() -> None:
         scores = evaluate(config, from_folder=from_folder)
-        if scores is not None:
+        if scores is not None and processes.is_first():
             print(json.dumps(scores))
 
-    return cli.guarded(show)
+    return processes.run(lambda: cli.guarded(show))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax import cli
+from dapo_jax import cli, processes
 from dapo_jax.checkpoints import SavedPolicy, check_frozen
 from dapo_jax.experiment.config import ExportConfig, Lora
 from dapo_jax.experiment.settings import ConfigError, require
@@ -119,7 +119,7 @@ def export(config: ExportConfig) -> pathlib.Path:
 def main() -> int:
     """The exit code: 0 done, 2 wrong settings."""
     config = cli.load_flags(ExportConfig, __doc__)
-    return cli.guarded(lambda: export(config))
+    return processes.run(lambda: cli.guarded(lambda: export(config)), alone="dapo_jax.export")
 
 
 if __name__ == "__main__":

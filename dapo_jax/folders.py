@@ -15,14 +15,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dapo_jax import processes
 from dapo_jax.marks import (
     LOCK,
     MARK,
     OURS,
+    Folder,
     Place,
     check_free,
     entries,
+    folder_at,
     is_ours,
+    is_remote,
     is_written,
     place_of,
     read_mark,
@@ -200,11 +204,15 @@ def exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
 @contextlib.contextmanager
 def claim(
     field: str, value: str, kind: str, below: str = "", *, exclusive: bool = True
-) -> Iterator[pathlib.Path]:
+) -> Iterator[Folder]:
     """The folder, made and marked where it was missing; arguments as for `check_free` and `Hold`.
 
-    What is still empty when the block ends is taken away again.
+    What is still empty when the block ends is taken away again. Of several processes the first one
+    holds it for all; nobody can hold one that is not of this file system.
     """
+    if is_remote(value) or not processes.is_first():
+        yield folder_at(value, below)
+        return
     hold = Hold(place_of(field, value, kind, below), {"kind": kind}, exclusive)
     try:
         yield pathlib.Path(value, below)
@@ -213,7 +221,9 @@ def claim(
 
 
 @contextlib.contextmanager
-def replace(field: str, value: str, kind: str, writes: Sequence[str]) -> Iterator[pathlib.Path]:
+def replace(
+    field: str, value: str, kind: str, writes: Sequence[str]
+) -> Iterator[pathlib.Path | None]:
     """An empty folder to write, which takes the place of the one named when the block ends well.
 
     Killed at whatever moment, this leaves under that name the old folder or the new one, complete.
@@ -223,7 +233,12 @@ def replace(field: str, value: str, kind: str, writes: Sequence[str]) -> Iterato
     Args:
         field, value, kind: as for `check_free`.
         writes: patterns of the names of files that the block writes; no other is ever removed.
+
+    Yields None on processes beside the first, which write nothing.
     """
+    if not processes.is_first():
+        yield None
+        return
     check_free(field, value, kind)
     place, mark = place_of(field, value, kind), {"kind": kind, "writes": list(writes)}
     with contextlib.ExitStack() as stack:

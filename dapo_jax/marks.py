@@ -10,6 +10,8 @@ import os
 import pathlib
 from typing import Any, NoReturn
 
+from etils import epath
+
 from dapo_jax.experiment.settings import require
 
 MARK, LOCK = ".dapo_jax.json", ".dapo_jax.lock"
@@ -23,6 +25,19 @@ ALLOWED = {
 }
 REPLACED = (TRAINED, EXPORTED)  # whole: the new folder is complete before the old one goes
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}
+
+
+Folder = pathlib.Path | epath.Path  # of this file system, or remote
+
+
+def is_remote(name: str | os.PathLike) -> bool:
+    """Whether a folder is of an object store (gs://...), where there are no locks or marks."""
+    return "://" in str(name)
+
+
+def folder_at(name: str | os.PathLike, below: str = "") -> Folder:
+    """The folder of that name, or the one below it."""
+    return epath.Path(name) / below if is_remote(name) else pathlib.Path(name, below)
 
 
 def read_mark(folder: pathlib.Path) -> dict[str, Any] | None:
@@ -165,6 +180,9 @@ def check_free(field: str, value: str, kind: str, below: str = "") -> None:
         kind: what the folder is to be, a key of `ALLOWED`.
         below: the way from there to the folder that is meant.
     """
+    if is_remote(value):
+        require(kind in (RUN, EVALUATION), field, value, "a folder of this file system")
+        return
     place = place_of(field, value, kind, below)
     place.check()
     if kind in REPLACED:

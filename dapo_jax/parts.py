@@ -3,16 +3,18 @@
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dapo_jax import processes
 from dapo_jax.data.pipeline import PromptStream
-from dapo_jax.experiment.config import Compute, Config, Mesh
+from dapo_jax.data.sources import Source
+from dapo_jax.experiment.config import Compute, Config, Mesh, Rollout
 from dapo_jax.experiment.hooks import resolve
-from dapo_jax.experiment.settings import require
+from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
@@ -36,6 +38,41 @@ from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
+
+
+# Settings that name a model folder.
+MODEL_FOLDERS = (
+    "model.folder model.reference_folder reward.model_folder critic.folder start".split()
+)
+
+
+def check_processes(config: Any) -> None:
+    """Raises `ConfigError` where processes were started with other settings, models or code."""
+
+    def content(folder: str) -> str:
+        try:
+            return huggingface.fingerprint(folder)
+        except (ConfigError, OSError) as error:
+            return str(error)
+
+    def values() -> dict[str, Any]:
+        settings = {name: value for name, _, value in leaves(config)}
+        folders = {name: settings[name] for name in MODEL_FOLDERS if settings.get(name)}
+        return (
+            {f"config.{name}": value for name, value in settings.items()}
+            | {f"the content of config.{name}": content(path) for name, path in folders.items()}
+            | {"dapo_jax's code": processes.code_digest(), "jax's version": jax.__version__}
+        )
+
+    processes.check_same(values)
+    lag = getattr(config, "rollout", Rollout()).lag
+    # Two threads would start programs on the same devices, on each process in an order of its own.
+    require(lag == 0 or processes.count() == 1, "rollout.lag", lag, "0 with several processes")
+
+
+def check_data(sources: Sequence[Source]) -> None:
+    """Raises `ConfigError` where processes read other problems under the same names."""
+    processes.check_same(lambda: {f"the data of {one.name}": one.digest() for one in sources})
 
 
 def open_mesh(settings: Mesh, rows_per_microbatch: int) -> jax.sharding.Mesh:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from rich.markup import escape
 
+from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints, check_same_run, frozen_content
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation.evaluation import (
@@ -28,7 +29,7 @@ from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.folders import claim
 from dapo_jax.marks import RUN
 from dapo_jax.model import huggingface
-from dapo_jax.parts import Parts, build
+from dapo_jax.parts import Parts, build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock, MetricWriter, write_rollouts
 from dapo_jax.reporting.plots import plot_run
 from dapo_jax.reporting.progress import Progress
@@ -52,27 +53,30 @@ class Run:
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         stack.callback(self.parts.close)
-        self.checkpoints = Checkpoints(self.folder, config.checkpoint)
-        stack.callback(self.checkpoints.close)
+        self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
         self._fingerprint = functools.cache(huggingface.fingerprint)
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
+        check_data([*self.parts.prompts.sources, *self.parts.prompts.heldout])
         announce_data(self.parts, self.heldout)
         warn_about_cache(config, self.parts.progress)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
-        if config.log.tensorboard:  # which makes its folder for one user, whatever the umask
-            (self.folder / "tensorboard").mkdir(exist_ok=True)
-        self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
-        stack.callback(self.writer.close)
+        self.writer = None  # the first process writes for all
+        if processes.is_first():
+            if config.log.tensorboard:  # which makes its folder for one user, whatever the umask
+                (self.folder / "tensorboard").mkdir(exist_ok=True)
+            self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
+            stack.callback(self.writer.close)
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
         parts = self.parts
         train = parts.learner.start(parts.first_params())
         critic = parts.critic.start(parts.critic_params()) if parts.critic else None
-        settings = json.dumps(dataclasses.asdict(self.config), indent=2)
-        (self.folder / "config.json").write_text(settings)
+        if processes.is_first():
+            settings = json.dumps(dataclasses.asdict(self.config), indent=2)
+            (self.folder / "config.json").write_text(settings)
         return RunState(0, train, 0, FIRST_KEPT_FRACTION, critic)
 
     def _resume(self, step: int) -> RunState:
@@ -129,10 +133,13 @@ class Run:
         responses = sample_heldout(
             config, state.train.params, self.heldout, parts.sampler, parts.judge, self.signals
         )
-        if config.log.rollouts:
+        if config.log.rollouts and self.writer:
             path = self.folder / "evaluations" / f"step_{state.step:06d}.jsonl"
             write_responses(path, responses, stamp(config, f"step {state.step}"))
-        values = heldout_metrics(report_on(responses, config))
+        # Whether two answers are equal is asked of a worker.
+        values = processes.from_first(
+            lambda: heldout_metrics(report_on(responses, config)), "held-out metrics"
+        )
         return values | {"seconds_evaluation": clock.total()}, responses
 
     def begin(self) -> None:
@@ -143,7 +150,7 @@ class Run:
         values, responses = self.evaluate()
         if values:
             state.heldout_before = values["heldout_accuracy"]
-            self.writer.write(0, values)
+            self._write(0, values)
             say(f"held-out accuracy before training: {state.heldout_before:.3f}")
         warn_about_answers(responses or self._first_responses(), self.config, self.parts.progress)
 
@@ -160,12 +167,16 @@ class Run:
             sample_responses(params, wanted, parts.sampler, parts.judge, rule, self.signals)
         )
 
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if self.writer:
+            self.writer.write(step, values)
+
     def step(self) -> None:
         """One rollout step, with its rollouts file and, now and then, a group to look at."""
         self.state, values, collected = train_step(self.parts, self.state, self.signals)
         self.state.unwritten = values
         step, log = self.state.step, self.config.log
-        if log.rollouts:
+        if log.rollouts and self.writer:
             write_rollouts(self.folder, step, collected)
         for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
             self.parts.progress.warn(f"step {step}: a group was dropped: {escape(group.broken)}")
@@ -184,7 +195,7 @@ class Run:
         last = step == config.total_steps
         if last or due(step, config.evaluation.every_steps):
             values = values | self.evaluate()[0]
-        self.writer.write(step, values)
+        self._write(step, values)
         self.state.unwritten = None
         self.parts.progress.step(step, config.total_steps, values)
         if last or due(step, config.checkpoint.every_steps):
@@ -220,6 +231,9 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """summary.json, the picture, and the last words."""
+        return processes.from_first(self._finish, "summary")
+
+    def _finish(self) -> dict[str, Any]:
         rows, state, say = self.writer.read(), self.state, self.parts.progress.say
         summary = {
             "steps": state.step,
@@ -314,6 +328,7 @@ def train(config: Config) -> dict[str, Any] | None:
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
+        check_processes(config)
         run = Run(config, signals, stack)
         try:
             run.begin()
@@ -331,4 +346,5 @@ def train(config: Config) -> dict[str, Any] | None:
             return None
         except (Starved, ConfigError):  # or a hook of the user's that failed
             run.save()
+            run.checkpoints.wait()
             raise

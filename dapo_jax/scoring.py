@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from rich.markup import escape
 
+from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints, check_frozen
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.data.sources import heldout_sources
@@ -28,9 +29,9 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import leaves, require
 from dapo_jax.filtering import Interrupted
 from dapo_jax.folders import claim
-from dapo_jax.marks import EVALUATION, RUN
+from dapo_jax.marks import EVALUATION, RUN, Folder
 from dapo_jax.model.trained import join
-from dapo_jax.parts import Parts, build
+from dapo_jax.parts import Parts, build, check_data, check_processes
 from dapo_jax.signals import Signals
 from dapo_jax.structs import Prompt
 
@@ -83,8 +84,7 @@ def open_checkpoints(
     """Those of run_dir; None where the policy to evaluate is the model folder's."""
     if from_folder or not Checkpoints.exist(config.run_dir):
         return None
-    checkpoints = Checkpoints(config.run_dir)
-    stack.callback(checkpoints.close)
+    checkpoints = stack.enter_context(Checkpoints(config.run_dir))
     return checkpoints if checkpoints.latest_step() is not None else None
 
 
@@ -104,7 +104,7 @@ def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -
 
 def claim_folder(
     config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
-) -> pathlib.Path:
+) -> Folder:
     """Where responses and report go, this evaluation's until the stack is closed.
 
     Below run_dir, which a run may be writing meanwhile, it is named after what is most often
@@ -130,13 +130,17 @@ def sample_missing(
     parts: Parts,
     interrupted: Callable[[], bool],
 ) -> list[Response]:
-    """k responses to each prompt, those from `file` and what it lacks. Raises `Interrupted`."""
+    """k responses to each prompt, those from `file` and what it lacks. Raises `Interrupted`.
+
+    Of several processes only the first one has also those that were there.
+    """
     config, progress = parts.config, parts.progress
+    there = processes.from_first(lambda: list(file.responses), "responses that are there")
+    found = {tuple(key) for key in there}
     numbers = range(config.evaluation.samples_per_problem)
     asked = {prompt.index: [(prompt.index, j) for j in numbers] for prompt in prompts}
     missing = [
-        (prompt, [j for i, j in asked[prompt.index] if (i, j) not in file.responses])
-        for prompt in prompts
+        (prompt, [j for i, j in asked[prompt.index] if (i, j) not in found]) for prompt in prompts
     ]
     wanted = [(prompt, samples) for prompt, samples in missing if samples]
     total = len(prompts) * len(numbers)
@@ -150,7 +154,8 @@ def sample_missing(
             file.append(response)
             show(response)
     file.tidy()
-    return [file.responses[key] for keys in asked.values() for key in keys]
+    keys = (key for keys in asked.values() for key in keys)
+    return [file.responses[key] for key in keys if key in file.responses]
 
 
 def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
@@ -167,6 +172,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
+        check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
         parts = build(config, training=False)
@@ -179,13 +185,15 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             config.data.heldout_problems,
             "more, or with shorter prompts: no problem is left to evaluate on",
         )
-        for source in heldout_sources(config.data, config.seed):
+        sources = heldout_sources(config.data, config.seed)
+        check_data(sources)
+        for source in sources:
             parts.progress.say(escape(f"data: {source.describe()}"))
             for complaint in source.complaints:
                 parts.progress.warn(escape(complaint))
         marks = stamp(config, policy)
         deciding = deciding_settings(config, join(parts.frozen, params), prompts)
-        file = ResponseFile(folder, deciding, marks)
+        file = ResponseFile(folder if processes.is_first() else None, deciding, marks)
         try:
             responses = sample_missing(file, params, prompts, parts, signals)
         except Interrupted:
@@ -194,14 +202,24 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
                 f"{escape(str(folder))}. The same command goes on from there"
             )
             return None
-        report = report_on(responses, config)
-        data = config.data.heldout_source or config.data.source
-        everything = marks | {"data": data} | dataclasses.asdict(report)
-        (folder / "report.json").write_text(json.dumps(everything, indent=2))
-        parts.progress.report(report, marks | {"data": data})
-        parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
+        return processes.from_first(
+            lambda: write_report(responses, marks, folder, parts), "the report"
+        )
+
+
+def write_report(
+    responses: list[Response], marks: dict[str, Any], folder: Folder, parts: Parts
+) -> dict[str, Any]:
+    """The report on disk and on the console; returns its main figures."""
+    config = parts.config
+    report = report_on(responses, config)
+    data = config.data.heldout_source or config.data.source
+    everything = marks | {"data": data} | dataclasses.asdict(report)
+    (folder / "report.json").write_text(json.dumps(everything, indent=2))
+    parts.progress.report(report, marks | {"data": data})
+    parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {
-        "policy": policy,
+        "policy": marks["policy"],
         "problems": report.problems,
         "samples_per_problem": report.samples_per_problem,
     } | heldout_metrics(report)

@@ -8,7 +8,7 @@ with every coefficient 1.
 
 import sys
 
-from dapo_jax import cli
+from dapo_jax import cli, processes
 from dapo_jax.experiment.config import SftConfig
 from dapo_jax.marks import TRAINED, check_free
 
@@ -20,7 +20,7 @@ def main() -> int:
     )
     from dapo_jax.supervised import make_base
 
-    return cli.guarded(lambda: make_base(config))
+    return processes.run(lambda: cli.guarded(lambda: make_base(config)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ them layer by layer, decoding keeps them whole there (a gather per token would d
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -129,7 +130,37 @@ def constrain(array: Array, *names: str | None) -> Array:
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
     """Host arrays to the mesh, every leaf with the same logical names."""
-    return jax.device_put(tree, sharding(mesh, *names))
+    place = sharding(mesh, *names)
+    if place.is_fully_addressable:
+        return jax.device_put(tree, place)
+
+    def put_one(leaf: Any) -> jax.Array:  # device_put would compare the processes' host arrays
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, place)
+        return jax.make_array_from_callback(np.shape(leaf), place, lambda part: leaf[part])
+
+    return jax.tree.map(put_one, tree)
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of the mesh as host arrays, whole on every process, which must all ask for them."""
+    leaves, structure = jax.tree.flatten(tree)
+    spread = [i for i, leaf in enumerate(leaves) if not _is_here(leaf)]
+    if spread:
+        mesh = leaves[spread[0]].sharding.mesh
+        for i, leaf in zip(spread, _replicated(mesh)([leaves[i] for i in spread]), strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(structure, map(np.asarray, leaves))
+
+
+def _is_here(leaf: Any) -> bool:
+    spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not spread or leaf.is_fully_replicated
+
+
+@functools.cache
+def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda arrays: arrays, out_shardings=sharding(mesh))
 
 
 def unbox(tree: Any) -> Any:

@@ -3,6 +3,8 @@
 import signal
 from typing import Any
 
+from dapo_jax import processes
+
 
 class Signals:
     """Remembers the first SIGTERM or Ctrl-C, so that work is saved before the process leaves.
@@ -28,4 +30,7 @@ class Signals:
         self.__exit__()
 
     def __call__(self) -> bool:
-        return bool(self.received)
+        """Whether any process received one; all of them ask at the same place of the schedule."""
+        heard = processes.agree(self.received, "signals")
+        self.received = self.received or next(filter(None, heard), "")
+        return any(heard)

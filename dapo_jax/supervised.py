@@ -20,7 +20,7 @@ from dapo_jax.learner.policy import policy_learner
 from dapo_jax.marks import TRAINED
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.parts import check_divisible, numerics, open_mesh
+from dapo_jax.parts import check_divisible, check_processes, numerics, open_mesh
 from dapo_jax.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.progress import Progress
@@ -85,14 +85,15 @@ def starting_point(
 
 def make_base(config: SftConfig) -> pathlib.Path:
     """Trains a policy and writes its folder; returns the path. Raises `ConfigError` at the door."""
+    check_processes(config)
     with replace("out", config.out, TRAINED, saving.WRITTEN) as folder:
         train_and_write(config, folder)
     Progress().say(f"base policy written to {escape(config.out)}")
     return pathlib.Path(config.out)
 
 
-def train_and_write(config: SftConfig, folder: pathlib.Path) -> None:
-    """The policy's files in `folder`, which is there and empty."""
+def train_and_write(config: SftConfig, folder: pathlib.Path | None) -> None:
+    """The policy's files in `folder`, which is there and empty; None: another process writes."""
     packing, algorithm = config.packing, sft()
     mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
     decoder, tokenizer, params = starting_point(config, mesh)
@@ -120,6 +121,8 @@ def train_and_write(config: SftConfig, folder: pathlib.Path) -> None:
                 f"sft step {step + 1:>5}/{config.total_steps}  nll {nll:.4f}  {seconds:.0f} s"
             )
     saving.save_folder(folder, state.params, decoder, tokenizer.end_ids)
+    if folder is None:
+        return
     if config.start:  # its own settings instead, and all of its tokenizer's files
         saving.save_settings_of(config.start, folder, "float32")
     else:

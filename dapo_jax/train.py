@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax import processes
 from dapo_jax.ahead import Gathered, Order, make_rollouts, start_rollouts
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
@@ -28,6 +29,7 @@ from dapo_jax.learner.packing import (
 from dapo_jax.learner.update import Learner
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
+from dapo_jax.sharding import to_host
 from dapo_jax.structs import Group, ScoredBatch, TrainState
 
 
@@ -58,10 +60,8 @@ def prompts_per_update(config: Config) -> int:
     return config.rollout.prompts_per_step // config.rollout.updates_per_rollout
 
 
-def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray | None:
-    """What the user's hook says of a response; None without a hook. Raises `ConfigError`."""
-    if parts.token_weights is None:
-        return None
+def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray:
+    """What the user's hook says of a response. Raises `ConfigError`."""
     tokens = len(group.completions[sample])
     try:
         weights = np.asarray(parts.token_weights(group, sample), np.float64)
@@ -76,13 +76,28 @@ def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray | None:
     return weights
 
 
+def weigh_groups(parts: Parts, groups: list[Group]) -> list[list[np.ndarray | None]]:
+    """The same of every response of every group, asked once; None without a hook."""
+    if parts.token_weights is None:
+        return [[None] * len(group.completions) for group in groups]
+    said = processes.share_out(
+        [group.prompt.index for group in groups],
+        lambda i: [
+            weigh_tokens(parts, groups[i], j).tolist() for j in range(len(groups[i].completions))
+        ],
+        "token weights",
+    )
+    return [[np.asarray(weights, np.float64) for weights in one] for one in said]
+
+
 def split_updates(parts: Parts, groups: list[Group]) -> list[list[Segment]]:
     """Responses per optimizer update: as many prompts each (the last may have fewer), in order."""
     share = prompts_per_update(parts.config)
     size = parts.config.rollout.samples_per_prompt
+    weights = weigh_groups(parts, groups)
     segments = [
         [
-            Segment(g.prompt, done, i * size + j, bool(g.correct[j]), weigh_tokens(parts, g, j))
+            Segment(g.prompt, done, i * size + j, bool(g.correct[j]), weights[i][j])
             for j, done in enumerate(g.completions)
         ]
         for i, g in enumerate(groups)
@@ -123,9 +138,9 @@ def gather(
     penalties = log_ratios = None
     if algorithm.kl == "reward":
         kl = KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, scored.reference_logprobs)
-        penalties = algorithm.kl_coefficient * np.asarray(kl)
+        penalties = algorithm.kl_coefficient * to_host(kl)
     if algorithm.trained_responses == "pairs":
-        log_ratios = np.asarray(scored.old_logprobs - scored.reference_logprobs)
+        log_ratios = to_host(scored.old_logprobs - scored.reference_logprobs)
     rewards = np.concatenate([group.rewards for group in groups])
     return gather_feedback(
         index,
@@ -135,7 +150,7 @@ def gather(
         groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained_tokens(segments, algorithm), index) > 0,
-        values=None if scored.values is None else np.asarray(scored.values, np.float64),
+        values=None if scored.values is None else to_host(scored.values).astype(np.float64),
     )
 
 

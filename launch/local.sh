@@ -3,23 +3,40 @@
 #
 #   bash launch/local.sh [--cpu | --gpu] [trainer arguments]
 #   bash launch/local.sh --config.seed=1 --config.run_dir=runs/seed_1
+#   bash launch/local.sh --processes=2 --devices=4 --config.total_steps=2
 #
 # Trainer arguments are those of `python -m dapo_jax.main`; --config defaults to the embedded task.
+# --devices=N gives each process N virtual CPU devices; --processes=N starts that many, as a pod would.
+# Where one of them fails the rest goes too; nothing is started again.
 set -euo pipefail
 
 extras=""
 command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && extras=cuda
 config=--config=configs/arithmetic.py
 arguments=()
+processes=1
+devices=""
 for argument in "$@"; do
     case "$argument" in
-        -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
         --gpu) extras=cuda ;;
         --cpu) extras=""; export JAX_PLATFORMS=cpu ;;
+        --processes=*) processes="${argument#*=}" ;;
+        --devices=*) devices="${argument#*=}" ;;
         --config=*) config="$argument" ;;
         *) arguments+=("$argument") ;;
     esac
 done
+for count in "$processes" "${devices:-1}"; do
+    case "$count" in
+        "" | *[!0-9]* | 0*) echo "error: --processes and --devices must be whole numbers above 0" >&2; exit 2 ;;
+    esac
+done
+if [ "$processes" -gt 1 ] || [ -n "$devices" ]; then
+    extras=""
+    flags="${XLA_FLAGS:-}"
+    export JAX_PLATFORMS=cpu XLA_FLAGS="$flags --xla_force_host_platform_device_count=${devices:-1}"
+fi
 cd "$(dirname "$0")/.."
 source launch/environment.sh "$extras"
 
@@ -31,7 +48,44 @@ base=runs/arithmetic_base
 # A folder's mark says which files were written when, so that the recipe is that of this very folder.
 recipe() { cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py "$base/.dapo_jax.json" 2>/dev/null | cksum; }
 if [ "$folder" = "$base" ] && [ "$(cat "$base.recipe" 2>/dev/null)" != "$(recipe)" ]; then
-    .venv/bin/python -m dapo_jax.sft --config=configs/arithmetic_base.py
+    XLA_FLAGS="${flags-${XLA_FLAGS:-}}" .venv/bin/python -m dapo_jax.sft --config=configs/arithmetic_base.py
     recipe >"$base.recipe"
 fi
-exec .venv/bin/python -m dapo_jax.main "$config" "${arguments[@]+"${arguments[@]}"}"
+train=(.venv/bin/python -m dapo_jax.main "$config" "${arguments[@]+"${arguments[@]}"}")
+[ "$processes" -gt 1 ] || exec "${train[@]}"
+
+# Several: they meet at a port of this machine that is free now.
+free='import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])'
+export DAPO_COORDINATOR="127.0.0.1:$(.venv/bin/python -c "$free")" DAPO_PROCESSES="$processes"
+set -m # a process group each, so that Ctrl-C comes once, from here
+children=()
+for ((i = 0; i < processes; i++)); do
+    DAPO_PROCESS_ID=$i "${train[@]}" &
+    children+=($!)
+done
+tell() { kill "-$1" "${children[@]}" 2>/dev/null || true; }
+trap 'tell TERM' TERM
+trap 'tell INT' INT
+trap 'tell KILL' EXIT
+
+code=0
+deadline=""
+while [ ${#children[@]} -gt 0 ]; do
+    left=()
+    for child in "${children[@]}"; do
+        if kill -0 "$child" 2>/dev/null; then
+            left+=("$child")
+            continue
+        fi
+        status=0
+        wait "$child" || status=$?
+        if [ "$status" -ne 0 ] && [ "$code" -eq 0 ]; then
+            code=$status
+            deadline=$((SECONDS + 30)) # time for the rest to find out by themselves, and say why
+        fi
+    done
+    children=("${left[@]+"${left[@]}"}")
+    [ -z "$deadline" ] || [ "$SECONDS" -lt "$deadline" ] || break
+    sleep 0.5 || true
+done
+exit "$code"

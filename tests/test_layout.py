@@ -21,7 +21,7 @@ verifier   extraction normalisation numerals structure units equivalence convent
            tokens expressions budgets enclosures polynomials fields roots functions readings
            algebra regions judgement worker minerva verifier process remote jail
 experiment settings hooks /algorithms devices sections config combinations validation
-           /structs /sharding /marks /folders
+           /structs /sharding /watch /processes /marks /folders
 prompts    chat tokenizer templates
 data       arithmetic harmless gym formats files sources pipeline
 model      blocked splash attention decode_attention decoder inference families trained names

@@ -1,4 +1,4 @@
-"""Sources by name, mixed by weight; what is held out; the order that processes share."""
+"""Sources by name, mixed by weight; what is held out; the order that all processes follow."""
 
 import itertools
 import json
@@ -37,8 +37,8 @@ def settings(tmp_path):
     return make
 
 
-def read(data: Data, count: int, *process: int, seed: int = 0, start: int = 0) -> list:
-    stream = PromptStream(data, seed, TOKENIZER, *process)
+def read(data: Data, count: int, seed: int = 0, start: int = 0) -> list:
+    stream = PromptStream(data, seed, TOKENIZER)
     stream.position = start
     return list(itertools.islice(stream, count))
 
@@ -76,17 +76,18 @@ def test_the_mixed_order_depends_on_seed_and_position_alone(settings):
     assert [p.id for p in read(data, 60, seed=1)] != [p.id for p in whole]
 
 
-def test_processes_share_one_order_without_overlap(settings):
+def test_the_order_goes_on_from_any_place_and_counts_what_it_skips(settings):
     data = settings("one=3,two=1", overlong_prompts="drop", max_prompt_tokens=4)
     whole = read(data, 60)
-    dealt = [read(data, 18, process, 3) for process in range(3)]
-    assert all(p.index % 3 == i for i, own in enumerate(dealt) for p in own)
-    last = min(own[-1].index for own in dealt)
-    merged = sorted((p.index, p.id) for own in dealt for p in own if p.index <= last)
-    assert merged == [(p.index, p.id) for p in whole if p.index <= last] and len(merged) > 30
-    cut = dealt[1][7].index + 1  # any place will do to go on from, that of another process too
-    assert [p.id for p in read(data, 10, 1, 3, start=cut)] == [p.id for p in dealt[1][8:]]
-    assert sum(p.skipped for p in dealt[1]) == (dealt[1][-1].index - 1) // 3 + 1 - 18 > 0
+    cut = whole[7].index + 1
+    assert [p.id for p in read(data, 10, start=cut)] == [p.id for p in whole[8:18]]
+    assert sum(p.skipped for p in whole) == whole[-1].index + 1 - 60 > 0
+
+
+def test_a_digest_tells_problems_apart(settings):
+    one, two = (heldout_sources(settings(name), 0)[0].digest() for name in ("one", "two"))
+    again = heldout_sources(settings("one"), 1)[0].digest()
+    assert one == again != two
 
 
 def test_heldout_problems_of_a_file_do_not_depend_on_seed_or_order(settings):

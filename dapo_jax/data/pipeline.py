@@ -1,4 +1,4 @@
-"""Problems to prompts with grain: an endless, shuffled, seekable order, shared out to processes.
+"""Problems to prompts with grain: an endless, shuffled, seekable order, the same on every process.
 
 The order is a function of the seed alone, so the position in it, one integer, is all that a
 checkpoint has to hold.
@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Sequence
 
 import grain
-import jax
 import numpy as np
 
 from dapo_jax.data.sources import Source, every_problem, heldout_sources, training_sources
@@ -113,26 +112,14 @@ def _endless_order(sources: Sequence[Source], seed: int) -> grain.MapDataset:
 class PromptStream:
     """The endless order of training prompts. Raises `ConfigError` where it is built.
 
-    Process p of P gets the places p, p + P, p + 2 P, ... of one order that all share.
-
     Attributes:
-        position: place from which to read on, counted over all processes; may be set.
+        position: place from which to read on; may be set.
         sources: where the prompts come from.
         heldout: sources whose problems are never among them.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        seed: int,
-        tokenizer: Tokenizer,
-        process_index: int | None = None,
-        process_count: int | None = None,
-    ):
-        self.position = 0
-        self._process = jax.process_index() if process_index is None else process_index
-        self._processes = jax.process_count() if process_count is None else process_count
-        self._data = data
+    def __init__(self, data: Data, seed: int, tokenizer: Tokenizer):
+        self.position, self._data = 0, data
         self.heldout = heldout_sources(data, seed)
         self._heldout = _fingerprints(self.heldout)
         self.sources = training_sources(data, seed, self._heldout)
@@ -158,8 +145,7 @@ class PromptStream:
             ConfigError: a whole pass held none.
         """
         for skipped in range(self._pass):
-            index = self.position + (self._process - self.position) % self._processes
-            self.position = index + 1
+            index, self.position = self.position, self.position + 1
             prompt = self._prompt(index, skipped)
             if prompt is not None:
                 return prompt

@@ -18,6 +18,8 @@ from dapo_jax.experiment.config import Data
 from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
+LOOKED_AT = 8  # generated problems, for a digest
+
 
 class GymProblems:
     """The problems of a reasoning-gym task, by index; the held-out ones follow the others."""
@@ -73,6 +75,14 @@ class Source:
             return text
         others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
         return f"{text} of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
+
+    def digest(self) -> str:
+        """Tells its problems from others: all of a file's, the first of generated ones."""
+        found = hashlib.sha256()
+        for i in range(len(self.problems) if self.counts else min(LOOKED_AT, len(self.problems))):
+            problem = self.problems[i]
+            found.update(repr((problem.id, problem.text, problem.answer)).encode())
+        return f"{len(self.problems)} problems, {found.hexdigest()[:16]}"
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:

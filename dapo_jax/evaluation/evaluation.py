@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dapo_jax import processes
 from dapo_jax.evaluation.responses import responses_of
 from dapo_jax.evaluation.scores import Report, Response, make_report
 from dapo_jax.experiment.config import Config
@@ -22,8 +23,13 @@ def evaluation_rule(config: Config) -> SamplingRule:
 def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
     """Those whose verdicts can be read without waiting, and the others."""
     lists: tuple[list[Pending], list[Pending]] = [], []
-    for one in pending:
-        lists[not all(verdict.done() for verdict in one.verdicts)].append(one)
+    judged = processes.share_out(
+        [one.prompt.index for one in pending],
+        lambda i: all(verdict.done() for verdict in pending[i].verdicts),
+        "which are judged",
+    )
+    for one, done in zip(pending, judged, strict=True):
+        lists[not done].append(one)
     return lists
 
 

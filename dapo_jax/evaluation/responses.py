@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import os
-import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dapo_jax.evaluation.scores import REFLECTION, Response
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.marks import Folder
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.structs import Group
 
@@ -40,23 +39,21 @@ def responses_of(group: Group) -> Iterator[Response]:
         )
 
 
-def write_responses(
-    path: pathlib.Path, responses: Iterable[Response], stamp: dict[str, Any]
-) -> None:
+def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
     """The whole file, in file order, complete or absent; every line also says `stamp`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:
         for one in sorted(responses, key=lambda one: (one.index, one.sample)):
             file.write(_line(one, stamp))
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _line(response: Response, stamp: dict[str, Any]) -> str:
     return json.dumps(dataclasses.asdict(response) | stamp) + "\n"
 
 
-def _read(path: pathlib.Path) -> Iterator[Response]:
+def _read(path: Folder) -> Iterator[Response]:
     """The responses of a file, without a line that a kill cut off."""
     if not path.exists():
         return
@@ -72,25 +69,31 @@ class ResponseFile:
     """The growing file of an evaluation, with the settings it was begun with.
 
     Args:
+        folder: None on a process beside the first, which keeps what is new in memory only.
         settings: what decides the responses, by name; a folder that was begun with others is not
             gone on with.
         stamp: said on every line.
 
     Attributes:
-        responses: those on disk, by (place in the file, sample).
+        responses: those on disk and new ones, by (place in the file, sample).
 
     Raises `ConfigError` naming every setting that differs.
     """
 
-    def __init__(self, folder: pathlib.Path, settings: dict[str, Any], stamp: dict[str, Any]):
-        self.path, self._stamp = folder / "responses.jsonl", stamp
+    def __init__(self, folder: Folder | None, settings: dict[str, Any], stamp: dict[str, Any]):
+        self.path, self._stamp, self.responses = None, stamp, {}
+        if folder is not None:
+            self.path = folder / "responses.jsonl"
+            self._open(folder, settings)
+
+    def _open(self, folder: Folder, settings: dict[str, Any]) -> None:
         begun = folder / "settings.json"
         if begun.exists():
             check_same_evaluation(folder, settings, json.loads(begun.read_text()))
         folder.mkdir(parents=True, exist_ok=True)
         if not begun.exists():
             begun.with_suffix(".tmp").write_text(json.dumps(settings, indent=2))
-            os.replace(begun.with_suffix(".tmp"), begun)
+            begun.with_suffix(".tmp").replace(begun)
         # A verdict that a worker could not finish is asked for again.
         finished = (one for one in _read(self.path) if one.failure is None)
         self.responses = {(one.index, one.sample): one for one in finished}
@@ -99,17 +102,18 @@ class ResponseFile:
     def append(self, response: Response) -> None:
         """One line, on disk when this returns."""
         self.responses[response.index, response.sample] = response
+        if self.path is None:
+            return
         with self.path.open("a") as file:
             file.write(_line(response, self._stamp))
 
     def tidy(self) -> None:
         """Brings the lines into file order: they were written as responses finished."""
-        write_responses(self.path, self.responses.values(), self._stamp)
+        if self.path is not None:
+            write_responses(self.path, self.responses.values(), self._stamp)
 
 
-def check_same_evaluation(
-    folder: pathlib.Path, settings: dict[str, Any], begun: dict[str, Any]
-) -> None:
+def check_same_evaluation(folder: Folder, settings: dict[str, Any], begun: dict[str, Any]) -> None:
     """Raises `ConfigError` where the responses in `folder` answer to other settings."""
     names = sorted(set(settings) | set(begun))
     changed = [

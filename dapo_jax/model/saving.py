@@ -1,5 +1,6 @@
 """Model folders in the Hugging Face layout, written; `huggingface.py` reads them."""
 
+import collections
 import functools
 import json
 import pathlib
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 from dapo_jax.model import families, names
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.huggingface import INDEX, Layers
+from dapo_jax.sharding import to_host
 
 # What a folder has beside weights and config.json, and an exported one keeps.
 KEPT_FILES = (
@@ -37,12 +39,12 @@ def _published(
     """Every published tensor by name, made as it is asked for."""
     for path, layer in leaves:
         for number, name in enumerate(names.published_names(path, config)):
-            array = np.asarray(layer(number))
+            array = to_host(layer(number))
             yield name, names.to_published(path, array).astype(jnp.dtype(dtype))
 
 
 def save_weights(
-    folder: pathlib.Path,
+    folder: pathlib.Path | None,
     leaves: Iterable[tuple[str, Layers]],
     config: DecoderConfig,
     dtype: str = "float32",
@@ -53,9 +55,14 @@ def save_weights(
     The host holds one file's tensors at a time.
 
     Args:
+        folder: None where another process writes: only together can they gather the tensors.
         leaves: paths of all parameters and what gives their layers; consumed one by one.
         max_shard_gb: a file ends before it would grow beyond this (10^9 bytes).
     """
+    tensors = _published(leaves, config, dtype)
+    if folder is None:
+        collections.deque(tensors, maxlen=0)
+        return
     files: list[list[str]] = []
     part: dict[str, np.ndarray] = {}
     total = size = 0
@@ -69,7 +76,7 @@ def save_weights(
         files.append(list(part))
         part.clear()
 
-    for name, tensor in _published(leaves, config, dtype):
+    for name, tensor in tensors:
         if part and size + tensor.nbytes > max_shard_gb * 1e9:
             write()
             size = 0
@@ -99,9 +106,15 @@ def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
 
 
 def save_folder(
-    folder: str | pathlib.Path, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
+    folder: str | pathlib.Path | None, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
 ) -> None:
-    """Writes a new model: weights (float32), config.json and generation_config.json."""
+    """Writes a new model: weights (float32), config.json and generation_config.json.
+
+    Without a folder this process only takes part in gathering them.
+    """
+    if folder is None:
+        save_weights(None, flatten(params), config)
+        return
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder, flatten(params), config)

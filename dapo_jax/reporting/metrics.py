@@ -3,8 +3,6 @@
 import collections
 import json
 import math
-import os
-import pathlib
 import time
 from typing import Any
 
@@ -16,6 +14,7 @@ from dapo_jax.algorithms import Algorithm
 from dapo_jax.evaluation.scores import REFLECTION
 from dapo_jax.filtering import Collected
 from dapo_jax.learner.advantages import Feedback, preference_margins
+from dapo_jax.marks import Folder
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.structs import Completion, Group, Mean
@@ -251,7 +250,7 @@ class Clock:
         return time.perf_counter() - self._start
 
 
-def rewind_jsonl(path: pathlib.Path, step: int) -> None:
+def rewind_jsonl(path: Folder, step: int) -> None:
     """Drops the lines after `step`, and a line that a kill cut off."""
     if not path.exists():
         return
@@ -264,7 +263,7 @@ def rewind_jsonl(path: pathlib.Path, step: int) -> None:
             break
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 class MetricWriter:
@@ -272,9 +271,10 @@ class MetricWriter:
 
     Args:
         last_row: lines of later steps are dropped.
+        tensorboard: whether there are events, too.
     """
 
-    def __init__(self, run_dir: pathlib.Path, last_row: int, tensorboard: bool):
+    def __init__(self, run_dir: Folder, last_row: int, tensorboard: bool):
         self.path = run_dir / "metrics.jsonl"
         rewind_jsonl(self.path, last_row)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
@@ -317,7 +317,7 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def write_rollouts(run_dir: pathlib.Path, step: int, collected: Collected) -> None:
+def write_rollouts(run_dir: Folder, step: int, collected: Collected) -> None:
     """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent."""
     groups = collected.judged + collected.surplus + collected.broken
     folder = run_dir / "rollouts"
@@ -347,4 +347,4 @@ def write_rollouts(run_dir: pathlib.Path, step: int, collected: Collected) -> No
                     "failure": verdict.broken or verdict.failure,
                 }
                 file.write(json.dumps(line) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
+    path.with_suffix(".tmp").replace(path)

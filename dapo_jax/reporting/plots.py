@@ -1,6 +1,8 @@
 """The picture at the end of a run: how reward, accuracy, entropy, length and filtering moved."""
 
-import pathlib
+import io
+
+from dapo_jax.marks import Folder
 
 PANELS = (
     ("Reward", ("reward",)),
@@ -12,7 +14,7 @@ PANELS = (
 )
 
 
-def plot_run(rows: list[dict[str, float]], path: pathlib.Path, title: str) -> None:
+def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
     """Writes one PNG with six panels over rollout steps."""
     import matplotlib
 
@@ -33,5 +35,7 @@ def plot_run(rows: list[dict[str, float]], path: pathlib.Path, title: str) -> No
     for axis in axes[-1]:
         axis.set_xlabel("rollout step")
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    path.write_bytes(picture.getvalue())
     plt.close(figure)

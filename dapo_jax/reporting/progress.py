@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from dapo_jax import processes
 from dapo_jax.evaluation.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.sampler.rollout import RolloutSampler
@@ -18,10 +19,14 @@ TAIL = 38  # characters of a response that a table shows
 
 
 class Progress:
-    """Speaks to a person; on a terminal the collecting line is redrawn in place."""
+    """Speaks to a person; on a terminal the collecting line is redrawn in place.
+
+    Of several processes the first one speaks.
+    """
 
     def __init__(self):
-        self.console = Console(highlight=False, soft_wrap=True)
+        quiet = not processes.is_first()
+        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
         self.console.print(text)

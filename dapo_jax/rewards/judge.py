@@ -1,10 +1,12 @@
 """From finished responses to rewarded groups: workers, the reward model, and the sum of parts."""
 
+import dataclasses
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 
+from dapo_jax import processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
@@ -13,7 +15,7 @@ from dapo_jax.structs import Completion, Group, Prompt, Verdict
 
 
 class Pending(NamedTuple):
-    """A finished group whose verdicts are under way."""
+    """A finished group whose verdicts are under way, on the one process that judges it."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -27,7 +29,9 @@ class Judge:
         self._config, self._pool, self._model = config, pool, model
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
-        """Hands the responses to the workers."""
+        """Hands the responses to the workers, where this process judges the prompt."""
+        if prompt.index % processes.count() != processes.index():
+            return Pending(prompt, completions, [])
         verdicts = [
             self._pool.submit(prompt.text, c.text, prompt.answer, prompt.source, prompt.metadata)
             for c in completions
@@ -35,18 +39,23 @@ class Judge:
         return Pending(prompt, completions, verdicts)
 
     def groups(self, pending: list[Pending]) -> list[Group]:
-        """The rewarded groups, in the order given."""
+        """The rewarded groups, in the order given, on every process."""
         scores = self._model_scores(pending)
+        judged = zip(pending, self._verdicts(pending), scores, strict=True)
         return [
-            reward_group(
-                self._config,
-                one.prompt,
-                one.completions,
-                tuple(future.result() for future in one.verdicts),
-                own,
-            )
-            for one, own in zip(pending, scores, strict=True)
+            reward_group(self._config, one.prompt, one.completions, verdicts, own)
+            for one, verdicts, own in judged
         ]
+
+    def _verdicts(self, pending: list[Pending]) -> list[tuple[Verdict, ...]]:
+        if processes.count() == 1:
+            return [tuple(future.result() for future in one.verdicts) for one in pending]
+        said = processes.share_out(
+            [one.prompt.index for one in pending],
+            lambda i: [dataclasses.asdict(future.result()) for future in pending[i].verdicts],
+            "verdicts",
+        )
+        return [tuple(Verdict(**fields) for fields in one) for one in said]
 
     def _model_scores(self, pending: list[Pending]) -> list[np.ndarray | None]:
         if self._model is None or not pending:

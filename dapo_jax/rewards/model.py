@@ -56,4 +56,4 @@ class RewardModel:
         last = (index >= 0) & (following != index)
         with sharding.activate(self._mesh):
             found = self._of_rows(self._params, sharding.put(self._mesh, rollouts, "batch"))
-        scores[index[last]] = np.asarray(found)[last]
+        scores[index[last]] = sharding.to_host(found)[last]

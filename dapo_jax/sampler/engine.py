@@ -106,7 +106,6 @@ class PolicyEngine(Engine):
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
         state, replicated = per_slot.replace(caches=self.store.shardings()), place()
         self._state_places = state
-        self._tables_sharding = place("batch")
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
         trained = {path: leaf for path, leaf in boxed.items() if path not in frozen}
@@ -288,7 +287,8 @@ class PolicyEngine(Engine):
         pad = width - len(true_lengths)
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         lengths = np.pad(np.asarray(true_lengths, np.int32), (0, pad), mode="edge")
-        return self._prefill(params, tokens, lengths, jnp.stack([*keys, *keys[-1:] * pad]))
+        keys = jnp.stack([*keys, *keys[-1:] * pad])
+        return self._prefill(params, self._over_replicas(tokens), lengths, keys)
 
     def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
         """Room for the next burst; where there is none the youngest of `slots` are stopped.
@@ -319,12 +319,12 @@ class PolicyEngine(Engine):
 
     def _with_tables(self, state: DecodeState) -> DecodeState:
         tables = self.store.tables
-        if tables is None:
-            return state
-        place = self._tables_sharding
-        return state.replace(
-            tables=jax.make_array_from_callback(tables.shape, place, lambda at: tables[at])
-        )
+        return state if tables is None else state.replace(tables=self._over_replicas(tables))
+
+    def _over_replicas(self, array: np.ndarray) -> jax.Array:
+        """The same host array of every process, cut where slots are cut."""
+        place = sharding.sharding(self._mesh, "batch", column=sharding.DECODING)
+        return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
 
     # --- jitted bodies ------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import numpy as np
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule, sample_key
+from dapo_jax.sharding import to_host
 from dapo_jax.structs import Completion, Prefix, Prompt
 
 SMALLEST_PROMPT_BUCKET = 16
@@ -138,15 +139,9 @@ class RolloutSampler:
         if not self._in_slot:
             return []
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
-        active, self._generated, busy, total = (
-            np.array(array)
-            for array in (
-                self._state.active,
-                self._state.generated,
-                self._state.busy_slot_steps,
-                self._state.slot_steps,
-            )
-        )
+        state = self._state
+        read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
+        active, self._generated, busy, total = map(np.array, to_host(read))
         if self._waiting:
             self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
             self.counts.slot_steps += int(total) - self._slot_counts_before[1]

@@ -108,5 +108,5 @@ def collectives(made: list[Instruction], within: str = "") -> list[str]:
         name = one.operation.removesuffix("-start")
         if name in COLLECTIVES and (not within or re.search(rf"\b{within}\b", one.source)):
             shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
-            counts[f"{name} {shape} over {one.group}"] += 1
+            counts[f"{name} {shape} over {one.group or '?'}"] += 1
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
