@@ -33,11 +33,12 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """What an order gave, what it cost, and how long it took."""
+    """What an order gave, what it cost, how long it took, and how old its policy was."""
 
     collected: Collected
     counts: SamplerCounts
     seconds: float
+    lag: int  # steps
 
 
 def _begin(parts: Parts, order: Order) -> None:
@@ -55,7 +56,8 @@ def _collect(parts: Parts, order: Order, interrupted: Callable[[], bool]) -> Gat
             parts.config, *data, order.kept_fraction, on_burst=show, interrupted=interrupted
         )
     parts.sampler.release()  # where an update follows, it needs the memory of the caches
-    return Gathered(collected, dataclasses.replace(parts.sampler.counts), clock.total())
+    counts, lag = dataclasses.replace(parts.sampler.counts), order.step - order.policy_step
+    return Gathered(collected, counts, clock.total(), lag)
 
 
 def make_rollouts(

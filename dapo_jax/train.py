@@ -230,5 +230,6 @@ def train_step(
     if rollouts.collected.groups:
         run, values = update_policy(parts, run, rollouts.collected.groups, clock)
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
-    values |= rollout_metrics(rollouts.collected, rollouts.counts, clock, before)
+    values |= rollout_metrics(rollouts.collected, rollouts.counts, clock)
+    values["policy_lag"] = float(rollouts.lag)
     return dataclasses.replace(run, step=before + 1), values | clock.seconds, rollouts.collected

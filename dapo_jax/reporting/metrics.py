@@ -158,13 +158,9 @@ def verdict_counts(groups: list[Group]) -> dict[str, float]:
 
 
 def rollout_metrics(
-    collected: Collected, counts: SamplerCounts, clock: "Clock", step: int
+    collected: Collected, counts: SamplerCounts, clock: "Clock"
 ) -> dict[str, float]:
-    """Means over the groups before next_position; counts of cost over everything judged.
-
-    Args:
-        step: how many steps the policy has learned that these groups are to train.
-    """
+    """Means over the groups before next_position; counts of cost over everything judged."""
     judged = max(1, len(collected.judged))
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
     parts = {
@@ -191,9 +187,6 @@ def rollout_metrics(
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
-            "policy_lag": mean_or_zero(
-                [step - c.policy_step for group in collected.groups for c in group.completions]
-            ),
             "prefills": float(counts.prefills),
             "slot_occupancy": counts.occupancy,
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
