@@ -108,7 +108,8 @@ def test_two_processes_stop_go_on_and_die_together_and_do_what_one_does(base, on
     run_dir = tmp_path / "run"
     first, second = train_with(base, run_dir, 2, patch=send(IN_STEP_2, "SIGTERM", 1))
     assert "stopped by SIGTERM after step" in first.out
-    assert all("Gloo" in line for line in second.out.splitlines())
+    ours = ("data:", "policy:", "step ", "held-out", "stopped")  # Gloo says something of its own
+    assert not any(word in second.out for word in ours)
     done = len(read_rows(run_dir)) - 1
     assert done == 1
     patch = QUICK + send(AT_THE_END, "SIGKILL", 1)

@@ -42,6 +42,8 @@ CHANGES = {
     "critic.optimizer.weight_decay": (0.0, "ppo", ""),
     "critic.optimizer.max_grad_norm": (2.0, "ppo", ""),
     "model.reference_folder": ("elsewhere", "grpo", ""),
+    "sampler.pages": (64, "dapo", "sampler.cache=paged"),
+    "sampler.page_tokens": (16, "dapo", "sampler.cache=paged"),
     "reward.unfinished": ("right", "dapo", "reward.verifier=math"),
     "reward.percent": ("as_asked", "dapo", "reward.verifier=math_box"),
     "reward.threshold": (0.7, "dapo", "reward.correct=threshold"),
@@ -67,8 +69,10 @@ def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name
     presets = sorted(set(algorithms.PRESETS) - {"sft"})
     plain = {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
     unread = [preset for preset in presets if not is_read(name, plain[preset])]
+    # The sampler's cache is no preset's choice, so it is named.
+    where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", "--config.sampler.cache=slots"]
     with pytest.raises(SystemExit) as stopped:
-        load(Config, f"{RL}:{unread[0]}", change)
+        load(Config, *where, change)
     message = capsys.readouterr().err
     default = settings_of(Config())[name]
     allowed = "empty" if default == "" else repr(default)
