@@ -68,6 +68,12 @@ def instructions(text: str) -> list[Instruction]:
     return found
 
 
+def kernels(text: str) -> list[str]:
+    """Pallas kernels that a program calls, each with in how many places."""
+    calls = re.findall(r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", text)
+    return [f"{count} x {name}" for name, count in sorted(collections.Counter(calls).items())]
+
+
 def largest(made: list[Instruction], count: int) -> list[str]:
     """The largest arrays of a program, by shape, each with where one comes from."""
     kinds = {str(one): one for one in made}
@@ -108,5 +114,5 @@ def collectives(made: list[Instruction], within: str = "") -> list[str]:
         name = one.operation.removesuffix("-start")
         if name in COLLECTIVES and (not within or re.search(rf"\b{within}\b", one.source)):
             shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
-            counts[f"{name} {shape} over {one.group}"] += 1
+            counts[f"{name} {shape} over {one.group or '?'}"] += 1
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
