@@ -68,6 +68,12 @@ def instructions(text: str) -> list[Instruction]:
     return found
 
 
+def kernels(text: str) -> list[str]:
+    """Pallas kernels that a program calls, each with in how many places."""
+    calls = re.findall(r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", text)
+    return [f"{count} x {name}" for name, count in sorted(collections.Counter(calls).items())]
+
+
 def largest(made: list[Instruction], count: int) -> list[str]:
     """The largest arrays of a program, by shape, each with where one comes from."""
     kinds = {str(one): one for one in made}

@@ -93,8 +93,8 @@ RUNS = (
     Run("32B", "v5p:4x4x4", "fsdp=16,decode_tensor=4", "attention", slots=16),
     Run("32B", "v6e:16x16", "fsdp=32,decode_tensor=2,tensor=4", "attention", slots=14),
     Run("32B", "v5e:16x16", "fsdp=32,decode_tensor=2,tensor=4", slots=3, load_layers=8),
-    Run("7B", "v6e:2x4", "fsdp=2,decode_tensor=4", slots=8),
-    Run("7B", "v5e:4x4", "fsdp=4,decode_tensor=2,tensor=2", slots=4, load_layers=7),
+    Run("7B", "v6e:2x4", "fsdp=2,tensor=4", slots=8),
+    Run("7B", "v5e:4x4", "fsdp=4,tensor=4", slots=4, load_layers=7),
     Run("1.5B", "v5e:2x4", "fsdp=4,decode_tensor=2", slots=4),
 )
 
@@ -230,13 +230,15 @@ def read(run: Run, mesh: jax.sharding.Mesh, program: str, text: str, count: int)
         "largest": compiled.largest(made, count),
         "T x T": compiled.square(made, run.row_tokens),
         "V x T": compiled.over(made, vocab, tokens),
+        "kernels": compiled.kernels(text),
     }
     if program in ("update", "score"):
         return found | {"head exchanges": compiled.collectives(made, "head")}
     heads = shape["kv_heads"] // shards(mesh, "kv_heads", column)
     cache = heads * 128 * run.row_tokens * run.slots
-    found |= {"copies of a cache": compiled.copies(made, cache)}
-    if program == "decode":
+    if program in ("insert", "decode"):
+        found |= {"copies of a cache": compiled.copies(made, cache)}
+    if program in ("load", "decode"):
         found |= {"exchanges": compiled.collectives(made)}
     return found
 
