@@ -1,24 +1,28 @@
 """The rooms of one run, built from its config: what training and evaluation share."""
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dapo_jax import processes
+from dapo_jax.assembly import (
+    check_divisible,
+    numerics,
+    open_engine,
+    open_learners,
+    open_meshes,
+)
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.data.sources import Source
-from dapo_jax.experiment.config import Compute, Config, Mesh, OneMesh
+from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
-from dapo_jax.learner.critic import critic_learner, scalar_config
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.update import Learner
-from dapo_jax.model import attention, huggingface
+from dapo_jax.model import huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trained import (
     choose_trained,
@@ -32,13 +36,7 @@ from dapo_jax.reporting.progress import Progress
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
-
-HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
-SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
-
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (
@@ -70,83 +68,6 @@ def check_processes(config: Any) -> None:
 def check_data(sources: Sequence[Source]) -> None:
     """Raises `ConfigError` where processes read other problems under the same names."""
     processes.check_same(lambda: {f"the data of {one.name}": one.digest() for one in sources})
-
-
-def open_mesh(
-    settings: OneMesh, rows_per_microbatch: int, devices: Sequence | None = None
-) -> jax.sharding.Mesh:
-    """The mesh that learns, of all devices or these, checked against the rows it has to split."""
-    sizes = settings.data, settings.fsdp, settings.tensor
-    mesh = make_mesh(*sizes, devices, decode_tensor=settings.decode_tensor)
-    pieces = shards(mesh, "batch")
-    require(
-        rows_per_microbatch % pieces == 0,
-        "packing.rows_per_microbatch",
-        rows_per_microbatch,
-        f"a multiple of data x fsdp x decode_tensor = {pieces}",
-    )
-    return mesh
-
-
-def open_meshes(
-    settings: Mesh, rows_per_microbatch: int, training: bool = True
-) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The mesh that learns and the mesh that samples.
-
-    The same one without `sampler_share`, and where nothing is learned.
-    """
-    block = settings.decode_tensor * settings.tensor
-    learning, sampling = split_devices(settings.sampler_share if training else 0, block)
-    mesh = open_mesh(settings, rows_per_microbatch, learning)
-    if sampling is learning:
-        return mesh, mesh
-    cut = {"tensor": settings.tensor, "decode_tensor": settings.decode_tensor}
-    return mesh, make_mesh(1, -1, devices=sampling, **cut)
-
-
-def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that the run chooses, not the model folder.
-
-    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training.
-    """
-    device = mesh.devices.flat[0]
-    chosen = attention.choose(compute.attention, device.platform, row_tokens)
-    require(
-        chosen != "splash" or device.platform == "tpu",
-        "compute.attention",
-        compute.attention,
-        f"'auto', 'plain' or 'blocked' on {device.platform}",
-    )
-    require(
-        chosen != "splash" or row_tokens % attention.LANES == 0,
-        "packing.row_tokens",
-        row_tokens,
-        f"a multiple of {attention.LANES} with compute.attention = {compute.attention!r} on TPU",
-    )
-    require(
-        compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories()),
-        "compute.remat",
-        compute.remat,
-        f"another one on {device.platform}, which has no {HOST} memory",
-    )
-    return {
-        "dtype": jnp.dtype(compute.dtype),
-        "remat": compute.remat,
-        "scan_unroll": compute.scan_unroll,
-        "attention": chosen,
-    }
-
-
-def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
-    """Raises `ConfigError` where the mesh can't cut the model evenly, to train it or to decode."""
-    for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
-        size, pieces = getattr(decoder, name), shards(mesh, name, column)
-        require(
-            size % pieces == 0,
-            "mesh",
-            dict(mesh.shape),
-            f"one whose {pieces} shards divide the model's {name} = {size}",
-        )
 
 
 @dataclasses.dataclass
@@ -283,30 +204,10 @@ def build(config: Config, *, training: bool = True) -> Parts:
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
     frozen = load_frozen(config.model.folder, decoder, mesh)
-    engine = PolicyEngine(
-        decoder,
-        sampling_mesh,
-        slots=config.sampler.slots,
-        burst_tokens=config.sampler.burst_tokens,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.sampler.max_response_tokens,
-        first_window_tokens=config.sampler.first_window_tokens,
-        insert_width=min(
-            config.sampler.slots,
-            max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
-        ),
-        tokenizer=tokenizer,
-        frozen=frozen,
-        settings=config.sampler,
-        trained_on=mesh,
-    )
-    algorithm, critic = config.algorithm, None
-    if algorithm.critic:
-        settings, folder = config.critic.optimizer, config.critic.folder
-        if folder:
-            check_same_model("critic.folder", folder, config.model.folder, scalar_config)
-        critic = critic_learner(algorithm, settings, scalar_config(decoder), mesh)
-    temperature = config.sampler.temperature
+    engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
+    if config.critic.folder:
+        check_same_model("critic.folder", config.critic.folder, config.model.folder, scalar_config)
+    learner, critic = open_learners(config, decoder, mesh, frozen)
     reward_model = load_reward_model(config, mesh)
     return Parts(
         config=config,
@@ -314,9 +215,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
         prompts=PromptStream(config.data, config.seed, tokenizer) if training else None,
         sampler=RolloutSampler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
-        learner=policy_learner(
-            algorithm, config.compute, config.optimizer, decoder, mesh, temperature, frozen
-        ),
+        learner=learner,
         progress=Progress(),
         critic=critic,
         frozen=frozen,

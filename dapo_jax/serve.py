@@ -54,8 +54,8 @@ def import_jetstream() -> SimpleNamespace:
 
 def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     """The engine, its parameters and the tokenizer. Raises `ConfigError` at the door."""
+    from dapo_jax.assembly import check_divisible, numerics
     from dapo_jax.model import huggingface
-    from dapo_jax.parts import check_divisible, numerics
     from dapo_jax.prompts.tokenizer import Tokenizer
     from dapo_jax.sampler.engine import PolicyEngine
     from dapo_jax.sampler.sampling import SamplingRule

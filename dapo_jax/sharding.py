@@ -78,7 +78,7 @@ def _fills_a_box(devices: Sequence) -> bool:
     return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
 
 
-def split_devices(share: float, block: int) -> tuple[list, list]:
+def split_devices(devices: Sequence, share: float, block: int) -> tuple[list, list]:
     """Those that learn and those that sample: of each process's devices the last ones.
 
     Args:
@@ -88,7 +88,6 @@ def split_devices(share: float, block: int) -> tuple[list, list]:
 
     Raises `ConfigError` where the devices can't be shared out so.
     """
-    devices = jax.devices()
     if share == 0:
         return devices, devices
     owned: dict[int, list] = {}

@@ -10,6 +10,7 @@ import numpy as np
 from rich.markup import escape
 
 from dapo_jax.algorithms import sft
+from dapo_jax.assembly import check_divisible, numerics, open_mesh
 from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.experiment.config import SftConfig
 from dapo_jax.folders import replace
@@ -20,7 +21,7 @@ from dapo_jax.learner.policy import policy_learner
 from dapo_jax.marks import TRAINED
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.parts import check_divisible, check_processes, numerics, open_mesh
+from dapo_jax.parts import check_processes
 from dapo_jax.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.progress import Progress

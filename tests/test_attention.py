@@ -11,10 +11,10 @@ import pytest
 from conftest import TINY
 
 from dapo_jax import sharding
+from dapo_jax.assembly import numerics
 from dapo_jax.experiment.config import Compute
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import attention, blocked, decoder, splash
-from dapo_jax.parts import numerics
 from dapo_jax.sharding import make_mesh
 
 RNG = np.random.default_rng(3)

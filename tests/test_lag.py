@@ -15,10 +15,10 @@ from small_runs import (
 
 from dapo_jax import algorithms, cli, orders
 from dapo_jax import train as train_module
+from dapo_jax.assembly import open_meshes
 from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Starved
-from dapo_jax.parts import open_meshes
 from dapo_jax.run import train
 
 

@@ -9,11 +9,11 @@ from conftest import TINY
 from flax.traverse_util import flatten_dict
 
 from dapo_jax import sharding
+from dapo_jax.assembly import check_divisible, open_mesh
 from dapo_jax.experiment.config import Mesh, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import decoder
 from dapo_jax.model.decoder import abstract_params
-from dapo_jax.parts import check_divisible, open_mesh
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sharding import make_mesh

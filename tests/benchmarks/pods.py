@@ -34,11 +34,11 @@ import numpy as np
 from jax.experimental import topologies
 
 from dapo_jax import algorithms
+from dapo_jax.assembly import check_divisible, numerics
 from dapo_jax.experiment.config import Compute, OneMesh, Optimizer, Sampler
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder
-from dapo_jax.parts import check_divisible, numerics
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
