@@ -15,7 +15,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from dapo_jax.experiment.settings import require
@@ -114,13 +115,17 @@ def move(tree: Any, places: Any) -> Any:
     """Copies arrays to other devices that are cut alike; each process copies what it has.
 
     Args:
-        places: for each array a sharding whose every piece a device of this process has already.
+        places: for each array a sharding, with or without a layout in memory, whose every piece a
+            device of this process has already, in that layout.
     """
 
-    def move_one(leaf: jax.Array, place: NamedSharding) -> jax.Array:
+    def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
         here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
-        targets = place.addressable_devices_indices_map(leaf.shape)
-        pieces = [jax.device_put(here[str(at)], device) for device, at in targets.items()]
+        place = place.sharding if isinstance(place, Format) else place
+        pieces = [
+            jax.device_put(here[str(at)], Format(leaf.format.layout, SingleDeviceSharding(device)))
+            for device, at in place.addressable_devices_indices_map(leaf.shape).items()
+        ]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
 
     return jax.tree.map(move_one, tree, places)

@@ -20,15 +20,7 @@ from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sharding import make_mesh
 
 sys.path.append(str(pathlib.Path(__file__).parent / "benchmarks"))
-from decode_memory import (  # noqa: E402
-    GIB,
-    compile_program,
-    group_size,
-    in_loop,
-    model,
-    open_engine,
-    open_mesh,
-)
+from compiled import COLLECTIVES, group_size, instructions  # noqa: E402
 
 WINDOW = 416
 WRITES = ("scatter", "dynamic-update-slice")
@@ -99,8 +91,9 @@ def test_no_token_waits_for_another_replica(tiny_params, cache):
         compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)
         text = compiled.as_text()
         assert "all-reduce" in text  # what a burst cost is summed after it
-        found = in_loop(text)
-        assert (max(int(name.split()[-1]) for name in found) if found else 0) == largest
+        looped = [one for one in instructions(text) if one.looped]
+        found = [one.group for one in looped if one.operation.startswith(COLLECTIVES)]
+        assert max(found, default=0) == largest
 
 
 def test_devices_of_a_collective_are_counted_in_every_form():
@@ -119,9 +112,11 @@ def test_devices_of_a_collective_are_counted_in_every_form():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize("cache", ["slots", "paged"])
 def test_a_tpu_copies_no_cache_either(cache):
-    engine = open_engine(model("32b", 4), open_mesh("v5p:2x2x1", 1, 4), slots=16, cache=cache)
-    memory = compile_program(engine, "generate").memory_analysis()
-    layer = 2 * 16 * engine.cache_tokens * 2 * 128 * 2 / GIB  # keys and values, a device
-    assert memory.temp_size_in_bytes / GIB < layer / 2
-    caches = 4 * layer
-    assert memory.alias_size_in_bytes / GIB > caches
+    import pods
+
+    shape = {"layers": 4, "slots": 16, "cache": cache, "programs": "decode"}
+    run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
+    mesh = run.open_mesh()
+    found, text = pods.fit(*pods.programs(run, mesh), limit_gib=95)
+    assert found["temporary_gib"] < found["alive_gib"]["cache"] / 8  # keys or values of a layer
+    assert not pods.read(run, mesh, "decode", text, 1)["copies of a cache"]

@@ -73,9 +73,7 @@ def parse(name: str) -> Topology:
     example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
     fits = bool(_SHAPE.fullmatch(text)) and text.count("x") == chip.dimensions - 1
     sizes = tuple(int(size) for size in text.split("x")) if fits else ()
-    require(
-        fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}"
-    )
+    require(fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}")
     return Topology(name, chip, sizes)
 
 

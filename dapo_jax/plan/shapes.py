@@ -24,8 +24,7 @@ _LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
 def _scaled(factor: float) -> dict[str, Any]:
     scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": factor}
     return {
-        "rope_scaling": scaling
-        | {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+        "rope_scaling": scaling | {"rope_type": "llama3", "original_max_position_embeddings": 8192}
     }
 
 

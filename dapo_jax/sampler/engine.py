@@ -113,7 +113,7 @@ class PolicyEngine(Engine):
         load = functools.partial(Loader, self.config, *meshes, layers_at_once=load_layers)
         self._load_frozen = load({path: boxed[path] for path in frozen})
         self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
-        prompts = place("batch", None, "kv_heads")
+        self.prefix_place = prompts = place("batch", None, "kv_heads")
         self._prefill = jax.jit(
             self._prefill_fn,
             in_shardings=(None, place("batch"), None, None),

@@ -11,11 +11,15 @@ from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax import sharding
 from dapo_jax.model import decoder
+
+# Of [embed, heads, head_dim].
+_PER_HEAD = ("query/kernel", "key/kernel", "value/kernel")
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -36,6 +40,18 @@ def _halfway(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:
             for here, there in pairs
         )
     )
+
+
+def _as_read(place: NamedSharding, path: str) -> NamedSharding | Format:
+    """How an array lies in a device's memory.
+
+    TPUs multiply by [embed, heads x head_dim] of query, key and value as one matrix; in the default
+    order of [embed, heads, head_dim] every burst would copy them first, and heads are padded.
+    """
+    on_tpu = place.mesh.devices.flat[0].platform == "tpu"
+    if on_tpu and path.endswith(_PER_HEAD):
+        return Format(Layout(major_to_minor=(1, 2, 0)), place)
+    return place
 
 
 class Loader:
@@ -62,17 +78,17 @@ class Loader:
             sharding.tree_shardings(mesh, boxed, column)
             for column in (sharding.TRAINING, sharding.DECODING)
         )
-        self._places, self._halfway = {}, {}
+        self._places, self._halfway, final = {}, {}, {}
         for path in boxed:
             first = 1 if self._is_stacked(path) else 0  # a stack's own dimension is not cut
             there, here = after[path].spec[first:], before[path].spec[first:]
-            self._places[path] = NamedSharding(mesh, PartitionSpec(*there))
+            place = PartitionSpec(*there)
+            self._places[path] = _as_read(NamedSharding(mesh, place), path)
+            final[path] = _as_read(NamedSharding(decoding_mesh, place), path)
             self._halfway[path] = NamedSharding(mesh, _halfway(here, there))
         self._targets = {to: self._places[path] for path in boxed for to in self._paths[path]}
         self._elsewhere = decoding_mesh != mesh
-        self._final = {
-            to: NamedSharding(decoding_mesh, place.spec) for to, place in self._targets.items()
-        }
+        self._final = {to: final[path] for path in boxed for to in self._paths[path]}
         self._whole = jax.jit(self._unstack, out_shardings=self._targets)
         self._some = functools.cache(self._compile_some)
 

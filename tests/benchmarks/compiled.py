@@ -15,7 +15,7 @@ _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
 _FUSED = re.compile(r" fusion\(.*calls=%?([\w.\-]+)")
 # [groups, devices of one]; a mesh and which of its axes; or the first group itself.
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}")
 _FIRST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
@@ -26,7 +26,8 @@ class Instruction(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     source: str  # the path of names in the Python program
-    group: int  # devices that exchange; 0 where none do
+    group: int  # devices that exchange; 0: all, or none
+    looped: bool  # in the body of a loop
 
     @property
     def bytes(self) -> int:
@@ -36,7 +37,8 @@ class Instruction(NamedTuple):
         return f"{self.operation} {self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def _group(line: str) -> int:
+def group_size(line: str) -> int:
+    """How many devices take part in a collective, in each of the forms that XLA writes; 0: all."""
     if found := _IOTA.search(line):
         return int(found[1])
     if found := _AXES.search(line):
@@ -48,7 +50,8 @@ def _group(line: str) -> int:
 
 def instructions(text: str) -> list[Instruction]:
     """Every array of a compiled program's text that is written to memory."""
-    fused, inside, found = set(_FUSED.findall(text)), "", []
+    fused, bodies = set(_FUSED.findall(text)), set(re.findall(r"body=%?([\w.\-]+)", text))
+    inside, found = "", []
     for line in text.splitlines():
         if not line.startswith(" "):
             header = _COMPUTATION.match(line)
@@ -64,7 +67,8 @@ def instructions(text: str) -> list[Instruction]:
         for dtype, dims in _ARRAY.findall(shapes):
             shape = tuple(int(size) for size in dims.split(",") if size)
             path = source[1] if source else ""
-            found.append(Instruction(operation, dtype, shape, path, _group(rest)))
+            group, looped = group_size(rest), inside in bodies
+            found.append(Instruction(operation, dtype, shape, path, group, looped))
     return found
 
 
@@ -99,20 +103,31 @@ def over(made: list[Instruction], sizes: set[int], lengths: set[int]) -> list[st
 
 
 def copies(made: list[Instruction], elements: int) -> list[str]:
-    """Copies and other layouts of arrays of at least so many elements, with how many."""
+    """Copies and other layouts of arrays of at least so many elements, with how many.
+
+    Matrices are left out: those are weights, fetched ahead.
+    """
     moved = ("copy", "copy-start", "transpose")
     counts = collections.Counter(
-        str(one) for one in made if one.operation in moved and math.prod(one.shape) >= elements
+        str(one)
+        for one in made
+        if one.operation in moved and len(one.shape) > 2 and math.prod(one.shape) >= elements
     )
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
 
 
-def collectives(made: list[Instruction], within: str = "") -> list[str]:
-    """What devices exchange, where `within` is in the name of its source, with how many."""
+def collectives(made: list[Instruction], within: str = "", *, looped: bool = False) -> list[str]:
+    """What devices exchange, with how many.
+
+    Args:
+        within: a word in the name of its source.
+        looped: only what is in the body of a loop.
+    """
     counts: collections.Counter = collections.Counter()
     for one in made:
         name = one.operation.removesuffix("-start")
-        if name in COLLECTIVES and (not within or re.search(rf"\b{within}\b", one.source)):
+        sought = one.looped >= looped and (not within or re.search(rf"\b{within}\b", one.source))
+        if name in COLLECTIVES and sought:
             shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
             counts[f"{name} {shape} over {one.group or '?'}"] += 1
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
