@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Format
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax.experiment.settings import require
@@ -123,7 +123,7 @@ def move(tree: Any, places: Any) -> Any:
         here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
         place = place.sharding if isinstance(place, Format) else place
         pieces = [
-            jax.device_put(here[str(at)], Format(leaf.format.layout, SingleDeviceSharding(device)))
+            jax.device_put(here[str(at)], device)  # which keeps the layout
             for device, at in place.addressable_devices_indices_map(leaf.shape).items()
         ]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)

@@ -32,7 +32,8 @@ rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
 reporting  metrics plots tables progress
-           /assembly /checkpoints /cli /parts /signals /supervised /orders /train /run /scoring /serving
+           /assembly /checkpoints /cli /parts /signals /supervised /orders /train /run
+           /scoring /serving
            /main /evaluate /sft /export /serve
 """
 
