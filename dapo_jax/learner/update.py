@@ -95,10 +95,15 @@ class Learner:
         with self._rules():
             return jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)[0]
 
-    def lower(self, program: str, batch: Rollouts | TrainBatch) -> jax.stages.Lowered:
+    def lower(
+        self, program: str, batch: Rollouts | TrainBatch, params: Any = None
+    ) -> jax.stages.Lowered:
         """`score` of rollouts or `update` on a batch, of these shapes [M, R, T], to be compiled.
 
         Nothing is computed: the devices of the mesh need not be here, nor any parameter.
+
+        Args:
+            params: shapes and places of the parameters that score; None: the state's.
         """
         place = sharding.sharding(self.mesh, None, "batch")
         batch = jax.tree.map(
@@ -107,7 +112,8 @@ class Learner:
         state = self.abstract_state
         with self._rules():
             if program == "score":
-                return self._score.lower(join(self.frozen, state.params), batch, 1)
+                params = state.params if params is None else params
+                return self._score.lower(join(self.frozen, params), batch, 1)
             return self._update.lower(state, self.frozen, batch, 1, 0.0)
 
     def _rules(self):

@@ -29,7 +29,7 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_WORKER_ID", "0")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 
-import compiled
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
@@ -40,6 +40,7 @@ from dapo_jax.experiment.config import Compute, OneMesh, Optimizer, Sampler
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder
+from dapo_jax.plan import compiled
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
