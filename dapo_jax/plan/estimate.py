@@ -101,7 +101,9 @@ def _decode(layout: Layout, measured: Measured, context: float) -> Estimate:
     pieces = layout.sampling_mesh.size / engine.replicas
     flops = roofline.forward_flops(layout.decoder, slots, slots * context) / pieces
     hbm = measured.alive["decoding weights"] + token_bytes(layout) * slots * context
-    sent = sum(times.total(1) for times in measured.traffic.sent.values())
+    # The loop over a burst's steps is one that no constant ends, or one of `burst_tokens`.
+    burst = layout.config.sampler.burst_tokens
+    sent = sum(times.each + times.once / burst for times in measured.traffic.sent.values())
     return Estimate("decode step", Work(flops, hbm, sent))
 
 
