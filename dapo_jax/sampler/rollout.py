@@ -38,6 +38,8 @@ class SamplerCounts:
     """What one rollout cost. Occupancy is measured only while prompts were still waiting."""
 
     prefills: int = 0
+    bursts: int = 0
+    decode_steps: int = 0
     responses: int = 0
     tokens: int = 0
     abandoned_responses: int = 0
@@ -142,6 +144,8 @@ class RolloutSampler:
         state = self._state
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
         active, self._generated, busy, total = map(np.array, to_host(read))
+        self.counts.bursts += 1
+        self.counts.decode_steps += (int(total) - self._slot_counts_before[1]) // len(active)
         if self._waiting:
             self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
             self.counts.slot_steps += int(total) - self._slot_counts_before[1]
