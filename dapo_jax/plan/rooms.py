@@ -44,6 +44,7 @@ class Burst(NamedTuple):
     """One call of `generate`."""
 
     steps: int
+    running: int  # slots that drew its first token
     busy_slot_steps: int
     seconds: float
 
@@ -185,7 +186,8 @@ class SimulatedEngine(PolicyEngine):
             tokens = drawn * state.length + drawn * (drawn + 1) // 2
             read = tokens.reshape(self.replicas, each).sum(axis=1).max()
         self.meter.add(burst=1, decode_step=steps, slot_step=steps * each, read_token=read)
-        self.bursts.append(Burst(steps, int(drawn.sum()), self.meter.now - before))
+        running, seconds = int(state.active.sum()), self.meter.now - before
+        self.bursts.append(Burst(steps, running, int(drawn.sum()), seconds))
 
     def _rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """What was drawn: nothing but the token that the response ends with, over and over."""

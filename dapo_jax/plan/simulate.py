@@ -18,7 +18,14 @@ from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.plan.costs import LEARNING, Costs, Counts, Meter
 from dapo_jax.plan.laws import Law
-from dapo_jax.plan.rooms import CarryOver, SimulatedEngine, SimulatedJudge, SimulatedPrompts, Text
+from dapo_jax.plan.rooms import (
+    Burst,
+    CarryOver,
+    SimulatedEngine,
+    SimulatedJudge,
+    SimulatedPrompts,
+    Text,
+)
 from dapo_jax.sampler.rollout import RolloutSampler, SamplerCounts
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.structs import Group
@@ -33,8 +40,7 @@ class Step:
     Attributes:
         seconds: by what was used (the fields of `Costs`), and `judge`: waiting for verdicts.
         counts: how much of each was used.
-        utilisation: share of decode-slot steps that drew a token, the tail included.
-        tail_seconds: of bursts in which less than half of the slots drew.
+        bursts: of decoding, in order.
         surplus: groups judged beyond the last one that is used; asked again in the next step.
         rounds: prompts asked for, per prompt that is wanted.
         rows, fill: packed rows of all updates; the share of trained microbatches' places in them
@@ -44,8 +50,8 @@ class Step:
     seconds: Counts
     counts: Counts
     sampled: SamplerCounts
-    utilisation: float
-    tail_seconds: float
+    slots: int
+    bursts: list[Burst]
     asked: int
     judged: int
     kept: int
@@ -65,6 +71,18 @@ class Step:
         return sum(self.seconds.get(name, 0.0) for name in LEARNING)
 
     @property
+    def utilisation(self) -> float:
+        """Share of decode-slot steps that drew a token, the tail included."""
+        steps = self.slots * sum(burst.steps for burst in self.bursts)
+        return sum(burst.busy_slot_steps for burst in self.bursts) / steps if steps else 0.0
+
+    @property
+    def tail_seconds(self) -> float:
+        """Of bursts in which less than half of the slots drew, on average."""
+        half = self.slots / 2
+        return sum(b.seconds for b in self.bursts if b.busy_slot_steps < half * b.steps)
+
+    @property
     def drawn_tokens(self) -> int:
         """Of all responses, also those that were stopped or drawn again."""
         counts = self.sampled
@@ -73,14 +91,14 @@ class Step:
     def record(self) -> dict[str, float]:
         """Numbers for a table or JSON."""
         phases = {f"seconds_{name}": value for name, value in self.seconds.items()}
-        plain = dataclasses.asdict(self)
-        for name in ("seconds", "counts", "sampled"):
-            del plain[name]
+        names = ("asked", "judged", "kept", "surplus", "kept_tokens", "rounds", "rows", "fill")
         return (
             {"seconds_rollout": self.rollout_seconds, "seconds_learning": self.update_seconds}
             | phases
-            | plain
+            | {name: getattr(self, name) for name in names}
             | {
+                "utilisation": self.utilisation,
+                "seconds_tail": self.tail_seconds,
                 "decode_steps": self.counts["decode_step"],
                 "decode_bursts": self.counts["burst"],
                 "prefills": self.sampled.prefills,
@@ -131,6 +149,11 @@ class Simulation:
         self._number += 1
         return meter
 
+    @property
+    def position(self) -> int:
+        """Place in the data from which the next step asks."""
+        return self._prompts.position
+
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
         """The next one. Raises what `filtering.collect` raises."""
         meter, sampler = self._begin(), self.sampler
@@ -154,15 +177,13 @@ class Simulation:
 
     def _describe(self, meter: Meter, groups: list[Group], collected: Collected | None) -> Step:
         rows, fill = learn(self._config, groups, meter)
-        bursts, slots = self._engine.bursts, self._engine.max_concurrent_decodes
-        busy, steps = (sum(burst[i] for burst in bursts) for i in (1, 0))
         asked = collected.asked_prompts if collected else 0
         return Step(
             seconds=dict(meter.seconds),
             counts=dict(meter.counts),
             sampled=dataclasses.replace(self.sampler.counts),
-            utilisation=busy / (slots * steps) if steps else 0.0,
-            tail_seconds=sum(b.seconds for b in bursts if 2 * b.busy_slot_steps < slots * b.steps),
+            slots=self._engine.max_concurrent_decodes,
+            bursts=self._engine.bursts,
             asked=asked,
             judged=len(collected.judged) if collected else 0,
             kept=len(groups),

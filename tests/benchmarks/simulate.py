@@ -45,14 +45,15 @@ def make_config(options: argparse.Namespace, name: str, slots: int, samples: int
 
 
 def run_in_turn(configs: list[Config]) -> None:
-    """Every run's first step, then every run's second, and so on."""
+    """Every run's first step, then every run's second, and so on; each begins a round in turn."""
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         runs = [Run(config, signals, stack) for config in configs]
         for run in runs:
             run.begin()
-        for _ in range(configs[0].total_steps):
-            for run in runs:
+        for step in range(configs[0].total_steps):
+            first = step % len(runs)
+            for run in runs[first:] + runs[:first]:
                 run.step()
         for run in runs:
             run.finish()
@@ -92,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=pathlib.Path, default=pathlib.Path("runs/arithmetic_base"))
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/simulate"))
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=32, help="groups of a step")
     parser.add_argument("--slots", type=int, nargs=2, default=(128, 64), help="seen, held out")
     parser.add_argument("--samples", type=int, nargs=2, default=(16, 8), help="seen, held out")
