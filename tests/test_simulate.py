@@ -136,11 +136,12 @@ def test_a_lag_hides_the_shorter_of_rollout_and_update():
 
 def test_a_chip_reads_weights_and_cache_or_computes_longer():
     size = {"parameters": 1e9, "token_bytes": 1000, "chips": 8, "replicas": 2}
-    costs = roofline(Chip(1e12, 1e14, 1e-3), slots=16, **size)
+    chip = Chip(1e12, 1e14, utilisation=0.5, step_seconds=1e-3)
+    costs = roofline(chip, slots=16, **size)
     assert math.isclose(costs.decode_step, 1e-3 + 2e9 / 4 / 1e12)
     assert math.isclose(costs.read_token, 1000 / 4 / 1e12)
-    assert math.isclose(costs.update_token, 6e9 / 8e14)
-    many = roofline(Chip(1e12, 1e14, 1e-3), slots=1000, **size)
+    assert math.isclose(costs.update_token, 6e9 / 8 / 5e13)
+    many = roofline(chip, slots=1000, **size)
     assert math.isclose(many.decode_step, 1e-3 + 1000 * 2e9 / 4 / 1e14)
 
 

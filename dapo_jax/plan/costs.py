@@ -62,47 +62,47 @@ class Meter:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What a chip does in a second, as far as programs reach it."""
+    """What a chip does in a second.
+
+    Attributes:
+        bytes_per_second: of its memory, as far as programs reach it.
+        flops_per_second: of a matrix product; inf: arithmetic takes no time.
+        utilisation: the share of that which training, scoring and prefill reach, what backward
+            computes again counted as lost.
+        step_seconds: overhead of a decode step.
+    """
 
     bytes_per_second: float
     flops_per_second: float
-    step_seconds: float = 1.5e-3  # overhead of a decode step
+    utilisation: float = 0.4
+    step_seconds: float = 1.5e-3
 
 
 def roofline(
-    chip: Chip,
-    *,
-    parameters: float,
-    token_bytes: float,
-    chips: int,
-    replicas: int,
-    slots: int,
-    microbatch_chips: int | None = None,
-    weight_bytes: float = 2.0,
+    chip: Chip, *, parameters: float, token_bytes: float, chips: int, replicas: int, slots: int
 ) -> Costs:
     """Costs from a chip's speed: memory while decoding, arithmetic elsewhere.
 
-    A decode step reads the weights, or multiplies by them if that takes longer, and then the
-    cache. A training token takes 6 operations a parameter, a scored or prefilled one 2; attention's
-    own are left out, and what is recomputed in backward is for `flops_per_second` to hold.
+    A decode step reads the weights (2 bytes each), or multiplies all slots by them if that takes
+    longer, and then the cache. A training token takes 6 operations a parameter, a scored or
+    prefilled one 2; attention's own are left out.
 
     Args:
         parameters: of the policy.
         token_bytes: of keys and values of a token, all layers and heads.
-        chips, replicas: a replica decodes on chips / replicas of them.
+        chips, replicas: all learn; a replica decodes on chips / replicas of them.
         slots: of a replica.
-        microbatch_chips: those that learn; None: all.
     """
-    tensor, learners = chips / replicas, microbatch_chips or chips
-    read = parameters * weight_bytes / tensor / chip.bytes_per_second
-    operations = 2 * parameters / chip.flops_per_second
+    tensor, flops = chips / replicas, chip.utilisation * chip.flops_per_second
+    weights = 2 * parameters / tensor  # bytes on a chip, and operations for a token
+    read, product = weights / chip.bytes_per_second, slots * weights / chip.flops_per_second
     return Costs(
-        load=parameters * weight_bytes / tensor / chip.bytes_per_second,
-        prefill_token=operations / tensor,
-        decode_step=chip.step_seconds + max(read, slots * operations / tensor),
+        load=read,
+        prefill_token=weights / flops,
+        decode_step=chip.step_seconds + max(read, product),
         read_token=token_bytes / tensor / chip.bytes_per_second,
-        score_token=operations / learners,
-        update_token=3 * operations / learners,
+        score_token=2 * parameters / chips / flops,
+        update_token=6 * parameters / chips / flops,
     )
 
 

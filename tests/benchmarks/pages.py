@@ -50,7 +50,7 @@ def serve(args: argparse.Namespace, law: Assumed, **cache: Any) -> dict[str, Any
         ),
     )
     costs = roofline(
-        Chip(BANDWIDTHS[args.chip] * 1e12, args.teraflops * 1e12, args.overhead / 1e3),
+        Chip(BANDWIDTHS[args.chip] * 1e12, args.teraflops * 1e12, step_seconds=args.overhead / 1e3),
         parameters=args.parameters * 1e9,
         token_bytes=args.token_bytes,
         chips=replicas * args.tensor,
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--chip", choices=BANDWIDTHS, default="v5p")
     parser.add_argument("--overhead", type=float, default=1.5, help="of a decode step, in ms")
     parser.add_argument(
-        "--teraflops", type=float, default=np.inf, help="a chip reaches; inf: memory alone counts"
+        "--teraflops", type=float, default=np.inf, help="of a chip; inf: memory alone counts"
     )
     parser.add_argument("--parameters", type=float, default=32.76, help="billions, in bfloat16")
     parser.add_argument("--token_bytes", type=int, default=64 * 2 * 8 * 128 * 2, help="all heads")

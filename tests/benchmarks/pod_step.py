@@ -52,7 +52,7 @@ def simulate(args: argparse.Namespace, chips: int, carry_over: bool = False) -> 
         right=right_from_kept(args.accuracy, args.kept, args.samples),
     )
     costs = roofline(
-        Chip(BANDWIDTHS[args.chip] * 1e12, args.mfu * PEAKS[args.chip]),
+        Chip(BANDWIDTHS[args.chip] * 1e12, PEAKS[args.chip], args.mfu),
         parameters=32.76e9,
         token_bytes=64 * 2 * 8 * 128 * 2,
         chips=chips,
@@ -99,8 +99,8 @@ def main() -> None:
     print("| devices | lag | seconds a step |\n|---|---|---|")
 
     def row(devices: str, lag: int, steps: list[Step], hidden: int) -> None:
-        rollouts, updates = (
-            [getattr(s, n) for s in steps] for n in ("rollout_seconds", "update_seconds")
+        rollouts, updates = zip(
+            *((s.rollout_seconds, s.update_seconds) for s in steps), strict=True
         )
         seconds = overlapped_seconds(rollouts, updates, hidden) / len(steps)
         print(f"| {devices} | {lag} | {seconds:.0f} |")

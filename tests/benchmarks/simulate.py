@@ -36,7 +36,7 @@ def make_config(options: argparse.Namespace, name: str, slots: int, samples: int
     config = runpy.run_path(str(ARITHMETIC))["get_config"]()
     config.run_dir, config.total_steps = str(options.folder / name), options.steps
     config.model = Model(folder=str(options.base))
-    config.data = Data(max_terms=8, max_prompt_tokens=16, heldout_problems=0)
+    config.data = Data(max_terms=options.terms, max_prompt_tokens=16, heldout_problems=0)
     config.rollout.prompts_per_step, config.rollout.samples_per_prompt = options.prompts, samples
     config.sampler.slots = slots
     config.checkpoint, config.evaluation = Checkpoint(every_steps=0), Evaluation(every_steps=0)
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/simulate"))
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=32, help="groups of a step")
+    parser.add_argument("--terms", type=int, default=8, help="of a sum, at most")
     parser.add_argument("--slots", type=int, nargs=2, default=(128, 64), help="seen, held out")
     parser.add_argument("--samples", type=int, nargs=2, default=(16, 8), help="seen, held out")
     options = parser.parse_args()
