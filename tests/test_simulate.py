@@ -235,3 +235,12 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
 def test_a_folder_without_rollouts_is_no_law(tmp_path):
     with pytest.raises(ConfigError, match="holds no rollouts"):
         Measured(tmp_path)
+
+
+def test_what_no_law_and_no_mesh_has_stops_at_the_door():
+    with pytest.raises(ConfigError, match="law.spread = 0"):
+        Assumed(10, 0, 100)
+    with pytest.raises(ConfigError, match="law.right"):
+        Assumed(10, 1, 100, right=(0.0, 1.0))
+    with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
+        describe_mesh(Mesh(tensor=4), "tpu", 6)

@@ -1,6 +1,5 @@
 """Costs fitted to a run: its schedule is replayed, and its seconds are laid on what was counted."""
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
@@ -52,9 +51,10 @@ def calibrate(
 ) -> Costs:
     """Costs on the machine of a run, from its own settings, `metrics.jsonl` and `rollouts/`.
 
-    One setting of slots cannot tell what a decode step costs from what a slot adds to it. A slot's
-    share is at most what scoring a token costs, the same arithmetic; only what is left over is the
-    step's own. The first steps, which compile, are left out.
+    Prefilling a token costs what scoring one does, the same arithmetic, and so does a slot's share
+    of a decode step at most: one setting of slots can't tell it from the step's own, which is what
+    is left over. What the host did while it did not wait for decoding goes by bursts, responses
+    and rollouts. The first steps, which compile, are left out.
 
     Raises `ConfigError` where the run has too few steps.
     """
@@ -68,12 +68,16 @@ def calibrate(
     def seconds(name: str) -> np.ndarray:
         return np.array([row[f"seconds_{name}"] for row in rows[FIRST_STEPS:]])
 
+    def used(name: str) -> np.ndarray:
+        return np.array([count[name] for count in counts])
+
     found = fit(counts, seconds("update"), ("update", "update_token"))
     found |= fit(counts, seconds("score"), ("score_pass", "score_token"))
-    rollout = fit(counts, seconds("rollout"), ("load", "slot_step", "response"))
-    most = found["score_token"]
-    if rollout["slot_step"] > most > 0:
-        slots = most * np.array([count["slot_step"] for count in counts])
-        rest = fit(counts, seconds("rollout") - slots, ("load", "decode_step", "response"))
-        rollout = rest | {"slot_step": most}
-    return dataclasses.replace(Costs(), **found, **rollout)
+    found |= fit(counts, seconds("rollout") - seconds("decode"), ("load", "burst", "response"))
+    token = found["prefill_token"] = found["score_token"]
+    decoding = seconds("decode") - token * used("prefill_token")
+    found |= fit(counts, decoding, ("slot_step",))
+    if found["slot_step"] > token > 0:
+        found |= fit(counts, decoding - token * used("slot_step"), ("decode_step",))
+        found["slot_step"] = token
+    return Costs(**found)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError, require
 
 LARGEST_CONCENTRATION = 1e6  # of a Beta: every problem as hard as the next
 PROMPT = 2**32  # tells a prompt's key from those of the responses to it
@@ -40,6 +40,8 @@ class Assumed:
         median_tokens, spread: of responses before the cut; the spread is that of the logarithm.
         right: a and b of the Beta from which each problem's chance of a right answer comes. A
             response that is cut off is wrong.
+
+    Raises `ConfigError` for a number that no law has.
     """
 
     median_tokens: float
@@ -50,6 +52,12 @@ class Assumed:
     max_prompt_tokens: int = 2048
     right: tuple[float, float] = (1.0, 1.0)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:-2]:
+            value = getattr(self, field.name)
+            require(value > 0, f"law.{field.name}", value, "above 0")
+        require(min(self.right) > 0, "law.right", self.right, "two numbers above 0")
 
     def prompt_tokens(self, index: int) -> int:
         """Log-normal too; at least 1."""
@@ -84,13 +92,14 @@ def right_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, 
 
     Raises `ConfigError` where no Beta keeps so many.
     """
+    require(0 < accuracy < 1, "law.accuracy", accuracy, "between 0 and 1")
     low, high = 1e-6, LARGEST_CONCENTRATION
     most = kept_fraction((accuracy * high, (1 - accuracy) * high), samples)
-    if not (0 < accuracy < 1 and 0 < kept <= most):
-        raise ConfigError(
-            f"kept fraction {kept}: must be above 0 and at most {most:.3g}, which {samples} "
-            f"samples of accuracy {accuracy} keep where every problem is as hard as the next"
-        )
+    allowed = (
+        f"above 0 and at most {most:.3g}, which {samples} samples of accuracy {accuracy} keep "
+        "where every problem is as hard as the next"
+    )
+    require(0 < kept <= most, "law.kept", kept, allowed)
     for _ in range(100):
         middle = math.sqrt(low * high)
         fewer = kept_fraction((accuracy * middle, (1 - accuracy) * middle), samples) < kept

@@ -9,6 +9,7 @@ import numpy as np
 
 from dapo_jax.experiment.config import Config, Reward
 from dapo_jax.experiment.devices import Mesh
+from dapo_jax.experiment.settings import require
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.plan.costs import Meter
 from dapo_jax.plan.laws import Law
@@ -31,12 +32,17 @@ class _Chip:
 
 
 def describe_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
-    """A mesh of the run's shape whose devices are only named; nothing can be computed on it."""
+    """A mesh of the run's shape whose devices are only named; nothing can be computed on it.
+
+    Raises `ConfigError` where the product is not the number of chips.
+    """
     others = settings.data * settings.tensor * settings.decode_tensor
-    fsdp = chips // others if settings.fsdp == -1 else settings.fsdp
+    fsdp = max(1, chips // others) if settings.fsdp == -1 else settings.fsdp
+    shape = (settings.data, fsdp, settings.decode_tensor, settings.tensor)
+    allowed = f"a factorisation of the {chips} devices"
+    require(others * fsdp == chips, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
     devices = np.empty(chips, object)
     devices[:] = [_Chip(i, platform) for i in range(chips)]
-    shape = (settings.data, fsdp, settings.decode_tensor, settings.tensor)
     return jax.sharding.Mesh(devices.reshape(shape), AXES)
 
 

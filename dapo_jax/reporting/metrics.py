@@ -97,6 +97,7 @@ MEANINGS = {
     "sampled_tokens_per_second": "Finished response tokens over the rollout's seconds.",
     "trained_tokens_per_second": "Response tokens trained on over the update's seconds.",
     "seconds_rollout": "Seconds of sampling, judging and filtering.",
+    "seconds_decode": "Seconds of them in which the host waited for bursts of decoding.",
     "seconds_score": "Seconds of packing and the score pass.",
     "seconds_update": "Seconds of the optimizer updates, the critic's included.",
     "seconds_step": "Seconds from prompts to updated policy; evaluating and saving come on top.",
@@ -196,6 +197,7 @@ def rollout_metrics(
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
             "trained_tokens_per_second": trained_tokens
             / clock.seconds.get("seconds_update", math.inf),
+            "seconds_decode": counts.decode_seconds,
             "seconds_step": clock.total(),
         }
     )

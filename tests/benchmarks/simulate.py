@@ -28,7 +28,14 @@ from dapo_jax.signals import Signals
 
 ARITHMETIC = pathlib.Path(__file__).parents[2] / "configs/arithmetic.py"
 SEEDS = 5  # of the law; the prediction is a median over them too
-COMPARED = ("seconds_rollout", "seconds_learning", "seconds_step", "tokens", "decode_steps")
+COMPARED = (
+    "seconds_decode",
+    "seconds_rollout",
+    "seconds_learning",
+    "seconds_step",
+    "tokens",
+    "decode_steps",
+)
 
 
 def make_config(options: argparse.Namespace, name: str, slots: int, samples: int) -> Config:
@@ -76,7 +83,9 @@ def measured(config: Config) -> list[dict[str, float]]:
 def record(step: Step) -> dict[str, float]:
     """The same of a simulated one."""
     found = step.record()
-    return found | {"seconds_step": found["seconds_rollout"] + found["seconds_learning"]}
+    decoding = (found[f"seconds_{name}"] for name in ("prefill_token", "decode_step", "slot_step"))
+    whole = found["seconds_rollout"] + found["seconds_learning"]
+    return found | {"seconds_step": whole, "seconds_decode": sum(decoding)}
 
 
 def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> list[dict]:
