@@ -34,6 +34,8 @@ evaluation scores responses evaluation
 reporting  metrics plots tables progress
            /assembly /checkpoints /cli /parts /signals /supervised /orders /train /run
            /scoring /serving
+plan       laws costs rooms simulate calibrate chips shapes programs compiled traffic measure
+           roofline estimate settings
            /main /evaluate /sft /export /serve
 """
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class SamplerCounts:
     """What one rollout cost. Occupancy is measured only while prompts were still waiting."""
 
     prefills: int = 0
+    bursts: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0  # that the host waited for bursts
     responses: int = 0
     tokens: int = 0
     abandoned_responses: int = 0
@@ -141,7 +145,11 @@ class RolloutSampler:
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
         state = self._state
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
+        began = time.perf_counter()
         active, self._generated, busy, total = map(np.array, to_host(read))
+        self.counts.decode_seconds += time.perf_counter() - began
+        self.counts.bursts += 1
+        self.counts.decode_steps += (int(total) - self._slot_counts_before[1]) // len(active)
         if self._waiting:
             self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
             self.counts.slot_steps += int(total) - self._slot_counts_before[1]
