@@ -34,8 +34,8 @@ evaluation scores responses evaluation
 reporting  metrics plots tables progress
            /assembly /checkpoints /cli /parts /signals /supervised /orders /train /run
            /scoring /serving
-plan       laws costs rooms simulate calibrate chips shapes programs compiled traffic measure
-           roofline estimate settings
+plan       compiled traffic chips shapes programs measure laws costs rooms simulate calibrate
+           roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /export /serve
 """
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dapo_jax.plan import compiled, traffic
 from dapo_jax.plan.chips import GIB
-from dapo_jax.plan.programs import Layout, Program
+from dapo_jax.plan.programs import Layout, Program, cache_elements
 from dapo_jax.plan.traffic import Times, Traffic
 from dapo_jax.sharding import DECODING, TRAINING, shards
 
@@ -190,10 +190,7 @@ def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, 
     if not sampling:
         return found | {"head exchanges": compiled.collectives(made, "head")}
     if name in ("insert", "decode"):
-        heads = decoder.kv_heads // shards(mesh, "kv_heads", column)
-        replicas = shards(mesh, "batch", DECODING)
-        tokens = layout.engine.store.tokens // replicas
-        found["copies of a cache"] = compiled.copies(made, heads * decoder.head_dim * tokens)
+        found["copies of a cache"] = compiled.copies(made, cache_elements(layout))
     if name in ("load", "decode"):
         found["exchanges"] = compiled.collectives(made, looped=name == "decode")
     return found

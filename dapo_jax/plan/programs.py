@@ -180,6 +180,20 @@ def _placed(shapes: Any, places: Any) -> Any:
     )
 
 
+def _empty_state(layout: Layout) -> Any:
+    """Shapes and places of a decode state, its caches as long as they get."""
+    engine = layout.engine
+    window = engine.store.window(engine.cache_tokens)
+    empty = jax.eval_shape(functools.partial(engine._empty_fn, window=window))
+    return _placed(empty, engine._state_places)
+
+
+def cache_elements(layout: Layout) -> int:
+    """Numbers in one array of a layer's cache, on one chip."""
+    leaf = jax.tree.leaves(_empty_state(layout).caches)[0]
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
 def sampling_programs(layout: Layout) -> Iterator[Program]:
     """From the trainer's parameters to tokens; the trainer's state waits beside them."""
     engine, trained = layout.engine, layout.learner.abstract_state.params
@@ -194,9 +208,7 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
         _resident(layout) | ({"decoding weights": params} if together else {}),
     )
     alive = alive | {"decoding weights": params}
-    window = engine.store.window(engine.cache_tokens)
-    empty = jax.eval_shape(functools.partial(engine._empty_fn, window=window))
-    state = _placed(empty, engine._state_places)
+    state = _empty_state(layout)
     limit = layout.config.data.max_prompt_tokens
     prompts = {"prompts": engine.prefill_width, "time": limit}
     tokens = jax.ShapeDtypeStruct(tuple(prompts.values()), jnp.int32)

@@ -11,6 +11,7 @@ import re
 
 from dapo_jax.plan.compiled import BYTES, COLLECTIVES, FREE, group_size
 
+VERSION = 2  # of what is read from a text; kept results of another are not used
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 # With its layout: S(1) and above are on the chip itself, not in its memory.
@@ -124,27 +125,83 @@ def _sent(operation: str, result: int, group: int) -> float:
     }[operation]
 
 
+class _Reader:
+    """A program's computations, each as its instructions by name."""
+
+    def __init__(self, text: str):
+        self.computations, self.entry = _computations(text)
+        self._made = {
+            name: {found[1]: found for line in lines if (found := _LINE.match(line))}
+            for name, lines in self.computations.items()
+        }
+        self._roots = {
+            name: found[1]
+            for name, lines in self.computations.items()
+            for line in lines
+            if line.lstrip().startswith("ROOT") and (found := _LINE.match(line))
+        }
+        self.fused = {
+            called
+            for made in self._made.values()
+            for one in made.values()
+            if one[3] == "fusion"
+            for _, called in _CALLED.findall(one[4])
+        }
+
+    def written(self, computation: str, name: str) -> int:
+        """Bytes that an instruction writes to memory: of an update in place, the update's."""
+        one = self._made[computation].get(name)
+        if one is None:
+            return 0
+        _, shapes, operation, rest = one.groups()
+        if operation == "dynamic-update-slice":
+            update = self._made[computation].get(_operands(rest)[1])
+            return _bytes(update[2], in_memory=True) if update else 0
+        if operation == "fusion":
+            called = next((c for role, c in _CALLED.findall(rest) if role == "calls"), None)
+            changed = self._updates(called) if called else None
+            if changed is not None:
+                return changed
+        return _bytes(shapes, in_memory=True)
+
+    def _updates(self, fusion: str) -> int | None:
+        """Of a fusion that ends in updates in place; None where it writes its result anew."""
+        made, root = self._made[fusion], self._roots.get(fusion)
+        if root is None:
+            return None
+        last = made[root]
+        ends = _operands(last[4]) if last[3] == "tuple" else [root]
+        total, found = 0, False
+        for end in ends:
+            one = made.get(end)
+            while one is not None and one[3] in ("bitcast", "convert", "copy"):
+                one = made.get(_operands(one[4])[0])
+            if one is not None and one[3] == "dynamic-update-slice":
+                update = made.get(_operands(one[4])[1])
+                total, found = total + (_bytes(update[2], in_memory=False) if update else 0), True
+            elif one is not None:
+                total += _bytes(one[2], in_memory=True)
+        return total if found else None
+
+    def instructions(self, computation: str) -> list[re.Match]:
+        return list(self._made[computation].values())
+
+
+def _operands(rest: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", rest.split(")")[0])
+
+
 def read(text: str, devices: int) -> Traffic:
     """The traffic of a program's text, as compiled for `devices` chips."""
-    computations, entry = _computations(text)
-    times = _multiplicity(computations, entry)
-    fused = {
-        called
-        for lines in computations.values()
-        for line in lines
-        if re.search(r" fusion\(", line)
-        for _, called in _CALLED.findall(line)
-    }
+    reader = _Reader(text)
+    times = _multiplicity(reader.computations, reader.entry)
     sent: dict[str, Times] = {}
     written, channels = Times(), set()
-    for name, lines in computations.items():
-        for line in lines:
-            match = _LINE.match(line)
-            if not match:
-                continue
-            _, shapes, operation, rest = match.groups()
-            if operation not in FREE and name not in fused:
-                written += times[name].scaled(_bytes(shapes, in_memory=True))
+    for name in reader.computations:
+        for match in reader.instructions(name):
+            label, shapes, operation, rest = match.groups()
+            if operation not in FREE and name not in reader.fused:
+                written += times[name].scaled(reader.written(name, label))
             kind = operation.removesuffix("-start")
             channel = _CHANNEL.search(rest)
             # Parts of one collective stand in several fusions, with the same channel.
@@ -152,9 +209,8 @@ def read(text: str, devices: int) -> Traffic:
                 continue
             channels |= {channel[1]} if channel else set()
             group = group_size(rest) or devices
-            result = _bytes(shapes, in_memory=False)
-            if operation.endswith("-start"):
-                result = _largest(shapes)
+            started = operation.endswith("-start")
+            result = _largest(shapes) if started else _bytes(shapes, in_memory=False)
             if kind == "all-reduce" and "all-reduce-scatter" in name:
                 result //= group  # TPU's form of one: reduced and sliced in one fusion
                 kind = "reduce-scatter"
