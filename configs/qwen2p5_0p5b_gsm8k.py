@@ -1,0 +1,79 @@
+"""Qwen2.5-0.5B on GSM8K by DAPO with low-rank adapters: one small accelerator.
+
+python -m dapo_jax.main --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1
+
+Hardware: one chip of v5e (the default) or a T4 of a free Colab (colab_t4: 16 GB, and float16 is the
+only fast number it has, so float32); see VARIANTS. What it takes there: python -m dapo_jax.plan
+--config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1 (docs/pods.md has the output).
+
+Expected: not yet run here; its own report gives the base model 41.6 on GSM8K with four examples
+(Qwen2.5, arXiv 2412.15115, table 5), and zero-shot it starts lower.
+
+`models/Qwen2.5-0.5B` is the folder as published, `data` holds gsm8k.jsonl (its training problems)
+and gsm8k_test.jsonl. Adapters of rank 32 on every matrix: their learning rate is ten times and more
+what all parameters would take.
+"""
+
+import dataclasses
+
+from dapo_jax import algorithms
+from dapo_jax.experiment.config import (
+    Checkpoint,
+    Compute,
+    Config,
+    Data,
+    Evaluation,
+    Lora,
+    Model,
+    Optimizer,
+    Packing,
+    Reward,
+    Rollout,
+    Sampler,
+)
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 512, 768
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How the run lies on its one device."""
+
+    dtype: str
+    rows: int  # a microbatch's
+    slots: int
+
+
+VARIANTS = {"v5e_1": Variant("bfloat16", 4, 64), "colab_t4": Variant("float32", 1, 32)}
+
+
+def get_config(variant: str = "v5e_1") -> Config:
+    lies = VARIANTS[variant]
+    return Config(
+        run_dir="runs/qwen2p5_0p5b_gsm8k",
+        total_steps=150,
+        algorithm=algorithms.dapo(),
+        model=Model(folder="models/Qwen2.5-0.5B"),
+        lora=Lora(rank=32),
+        compute=Compute(dtype=lies.dtype, remat="full", logprob_chunk_tokens=512),
+        data=Data(
+            source="gsm8k",
+            heldout_source="gsm8k_test",
+            template="qwen_math",
+            max_prompt_tokens=PROMPT_TOKENS,
+            overlong_prompts="drop",
+        ),
+        rollout=Rollout(prompts_per_step=32, samples_per_prompt=8, updates_per_rollout=2),
+        sampler=Sampler(
+            slots=lies.slots,
+            burst_tokens=16,
+            max_response_tokens=RESPONSE_TOKENS,
+            first_window_tokens=512,
+            prefill_prompts=4,
+        ),
+        reward=Reward(verifier="math", workers=2),
+        optimizer=Optimizer(learning_rate=2e-5, warmup_steps=5, weight_decay=0.0),
+        packing=Packing(row_tokens=2_048, rows_per_microbatch=lies.rows),
+        checkpoint=Checkpoint(every_steps=20, keep=2),
+        evaluation=Evaluation(every_steps=50, samples_per_problem=1, temperature=1.0, top_p=0.7),
+    )
