@@ -42,6 +42,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
+from dapo_jax.experiment.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 2_048, 20_480  # of the latter 4,096 are the soft punishment's
 
@@ -68,6 +69,7 @@ VARIANTS = {
 
 
 def get_config(variant: str = "v5p_64") -> Config:
+    require(variant in VARIANTS, "variant", variant, f"one of {', '.join(VARIANTS)}")
     lies = VARIANTS[variant]
     replicas = lies.mesh.data * lies.mesh.fsdp
     return Config(

@@ -6,8 +6,7 @@ Hardware: one chip of v5e (the default) or a T4 of a free Colab (colab_t4: 16 GB
 only fast number it has, so float32); see VARIANTS. What it takes there: python -m dapo_jax.plan
 --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1 (docs/pods.md has the output).
 
-Expected: not yet run here; its own report gives the base model 41.6 on GSM8K with four examples
-(Qwen2.5, arXiv 2412.15115, table 5), and zero-shot it starts lower.
+Expected: not yet run, and we know of no published number of this recipe at this size.
 
 `models/Qwen2.5-0.5B` is the folder as published, `data` holds gsm8k.jsonl (its training problems)
 and gsm8k_test.jsonl. Adapters of rank 32 on every matrix: their learning rate is ten times and more
@@ -31,6 +30,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
+from dapo_jax.experiment.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 768
 
@@ -48,6 +48,7 @@ VARIANTS = {"v5e_1": Variant("bfloat16", 4, 64), "colab_t4": Variant("float32", 
 
 
 def get_config(variant: str = "v5e_1") -> Config:
+    require(variant in VARIANTS, "variant", variant, f"one of {', '.join(VARIANTS)}")
     lies = VARIANTS[variant]
     return Config(
         run_dir="runs/qwen2p5_0p5b_gsm8k",

@@ -6,8 +6,7 @@ Hardware: 8 chips of v5e (the default) or v6e, or one GPU of 80 GB (gpu_80gb); s
 takes there: python -m dapo_jax.plan --config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8 --topology=v5e:2x4
 (docs/pods.md has the output).
 
-Expected: not yet run here; its own report gives the base model 62.5 on GSM8K with four examples
-(Qwen2.5, arXiv 2412.15115, table 5), and zero-shot it starts lower.
+Expected: not yet run, and we know of no published number of this recipe at this size.
 
 `models/Qwen2.5-1.5B` is the folder as published, `data` holds gsm8k.jsonl (its training problems)
 and gsm8k_test.jsonl. Responses of a few hundred tokens; 1,024 are allowed.
@@ -30,6 +29,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
+from dapo_jax.experiment.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1_024
 
@@ -52,6 +52,7 @@ VARIANTS = {
 
 
 def get_config(variant: str = "v5e_8") -> Config:
+    require(variant in VARIANTS, "variant", variant, f"one of {', '.join(VARIANTS)}")
     lies = VARIANTS[variant]
     replicas = lies.mesh.data * lies.mesh.fsdp
     return Config(

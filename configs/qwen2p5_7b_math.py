@@ -34,6 +34,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
+from dapo_jax.experiment.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 1_024, 3_072
 
@@ -57,6 +58,7 @@ VARIANTS = {
 
 
 def get_config(variant: str = "v6e_8") -> Config:
+    require(variant in VARIANTS, "variant", variant, f"one of {', '.join(VARIANTS)}")
     lies = VARIANTS[variant]
     replicas = lies.mesh.data * lies.mesh.fsdp
     return Config(
