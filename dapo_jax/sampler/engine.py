@@ -98,9 +98,9 @@ class PolicyEngine(Engine):
         prompts = self.prefill_width if self.store.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self._frozen, self.held = frozen or {}, None
-        self._compile(settings.load_layers)
+        self._compile(settings)
 
-    def _compile(self, load_layers: int) -> None:
+    def _compile(self, settings: Sampler) -> None:
         place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
         shapes = jax.eval_shape(lambda: self._empty_fn(window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
@@ -109,7 +109,7 @@ class PolicyEngine(Engine):
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
         trained = {path: leaf for path, leaf in boxed.items() if path not in frozen}
-        load = functools.partial(Loader, self.config, self._mesh, layers_at_once=load_layers)
+        load = functools.partial(Loader, self.config, self._mesh, settings=settings)
         self._load_frozen = load({path: boxed[path] for path in frozen})
         self._load = load(trained)
         prompts = place("batch", None, "kv_heads")
