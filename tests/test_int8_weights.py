@@ -163,7 +163,13 @@ def test_matrices_need_half_the_bytes_of_bfloat16(one_device):
     config = dataclasses.replace(UNTIED, dtype=jnp.bfloat16, **sizes)
     boxed = abstract_params(config)
     loaders = (
-        Loader(config, one_device, flatten_dict(boxed, sep="/"), Sampler(weights_dtype=dtype))
+        Loader(
+            config,
+            one_device,
+            one_device,
+            flatten_dict(boxed, sep="/"),
+            Sampler(weights_dtype=dtype),
+        )
         for dtype in ("auto", "int8")
     )
     exact, rounded = (
