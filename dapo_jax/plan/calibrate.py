@@ -52,10 +52,10 @@ def calibrate(
     """Costs on the machine of a run, from its own settings, `metrics.jsonl` and `rollouts/`.
 
     Learning goes by tokens alone: the steps of one setting hardly differ, so that what a call adds
-    could not be told from noise. Prefilling a token costs what scoring one does, the same arithmetic, and so does a slot's share
-    of a decode step at most: one setting of slots can't tell it from the step's own, which is what
-    is left over. What the host did while it did not wait for decoding goes by bursts, responses
-    and rollouts. The first steps, which compile, are left out.
+    could not be told from noise. Prefilling a token costs what scoring one does, the same
+    arithmetic, and so does a slot's share of a decode step at most: one setting of slots can't tell
+    it from the step's own, which is what is left over. What the host did while it did not wait for
+    decoding goes by bursts, responses and rollouts. The first steps, which compile, are left out.
 
     Raises `ConfigError` where the run has too few steps.
     """
