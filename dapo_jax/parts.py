@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dapo_jax import processes
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.data.sources import Source
-from dapo_jax.experiment.config import Compute, Config, Mesh, Rollout
+from dapo_jax.experiment.config import Compute, Config, Mesh, OneMesh
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.learner.critic import critic_learner, scalar_config
@@ -34,7 +34,7 @@ from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards
+from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
@@ -65,9 +65,6 @@ def check_processes(config: Any) -> None:
         )
 
     processes.check_same(values)
-    lag = getattr(config, "rollout", Rollout()).lag
-    # Two threads would start programs on the same devices, on each process in an order of its own.
-    require(lag == 0 or processes.count() == 1, "rollout.lag", lag, "0 with several processes")
 
 
 def check_data(sources: Sequence[Source]) -> None:
@@ -75,10 +72,12 @@ def check_data(sources: Sequence[Source]) -> None:
     processes.check_same(lambda: {f"the data of {one.name}": one.digest() for one in sources})
 
 
-def open_mesh(settings: Mesh, rows_per_microbatch: int) -> jax.sharding.Mesh:
-    """The mesh, checked against the rows it has to split."""
+def open_mesh(
+    settings: OneMesh, rows_per_microbatch: int, devices: Sequence | None = None
+) -> jax.sharding.Mesh:
+    """The mesh that learns, of all devices or these, checked against the rows it has to split."""
     sizes = settings.data, settings.fsdp, settings.tensor
-    mesh = make_mesh(*sizes, decode_tensor=settings.decode_tensor)
+    mesh = make_mesh(*sizes, devices, decode_tensor=settings.decode_tensor)
     pieces = shards(mesh, "batch")
     require(
         rows_per_microbatch % pieces == 0,
@@ -87,6 +86,22 @@ def open_mesh(settings: Mesh, rows_per_microbatch: int) -> jax.sharding.Mesh:
         f"a multiple of data x fsdp x decode_tensor = {pieces}",
     )
     return mesh
+
+
+def open_meshes(
+    settings: Mesh, rows_per_microbatch: int, training: bool = True
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    """The mesh that learns and the mesh that samples.
+
+    The same one without `sampler_share`, and where nothing is learned.
+    """
+    block = settings.decode_tensor * settings.tensor
+    learning, sampling = split_devices(settings.sampler_share if training else 0, block)
+    mesh = open_mesh(settings, rows_per_microbatch, learning)
+    if sampling is learning:
+        return mesh, mesh
+    cut = {"tensor": settings.tensor, "decode_tensor": settings.decode_tensor}
+    return mesh, make_mesh(1, -1, devices=sampling, **cut)
 
 
 def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:
@@ -260,7 +275,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     """
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
-    mesh = open_mesh(config.mesh, config.packing.rows_per_microbatch)
+    mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
     numbers = numerics(config.compute, mesh, config.packing.row_tokens)
     decoder = huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
@@ -270,7 +285,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     frozen = load_frozen(config.model.folder, decoder, mesh)
     engine = PolicyEngine(
         decoder,
-        mesh,
+        sampling_mesh,
         slots=config.sampler.slots,
         burst_tokens=config.sampler.burst_tokens,
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -283,6 +298,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
         tokenizer=tokenizer,
         frozen=frozen,
         settings=config.sampler,
+        trained_on=mesh,
     )
     algorithm, critic = config.algorithm, None
     if algorithm.critic:

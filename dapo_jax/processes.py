@@ -5,6 +5,7 @@ but what only one of them can know: what a worker, a clock, a file or a signal d
 process nothing here costs anything.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # the one way to the coordination service
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.watch import LEAVING_SECONDS, SILENCE_SECONDS, Watch
@@ -178,8 +179,26 @@ def _gather(message: bytes) -> list[bytes]:
 
 
 def _gather_padded(message: bytes, size: int) -> list[bytes]:
-    array = np.frombuffer(message[:size].ljust(size, b"\0"), np.uint8)
-    return [bytes(row) for row in multihost_utils.process_allgather(array)]
+    row = np.frombuffer(message[:size].ljust(size, b"\0"), np.uint8)[None]
+    mesh, copy = _speakers()
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    shape = (count(), size)
+    rows = jax.make_array_from_single_device_arrays(
+        shape, place, [jax.device_put(row, mesh.local_devices[0])]
+    )
+    return [bytes(row) for row in np.asarray(copy(rows))]
+
+
+@functools.cache
+def _speakers() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+    """A device of each process, and what copies an array from all to all.
+
+    The last of each: where devices are shared out it samples, and an update that is under way on
+    the others does not hold an agreement up.
+    """
+    last = {device.process_index: device for device in jax.devices()}
+    mesh = Mesh([last[process] for process in range(count())], "process")
+    return mesh, jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def from_first(work: Callable[[], Any], name: str) -> Any:

@@ -127,8 +127,6 @@ class Run:
         """Held-out metrics of the policy as it is, and the responses; none without problems."""
         if not self.heldout:
             return {}, []
-        if self.state.ahead is not None:  # the sampler is busy with the next step
-            self.state.ahead.exception()
         clock, config, state, parts = Clock(), self.config, self.state, self.parts
         responses = sample_heldout(
             config, state.train.params, self.heldout, parts.sampler, parts.judge, self.signals

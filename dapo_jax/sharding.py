@@ -64,11 +64,67 @@ def make_mesh(
         dict(zip(AXES, shape, strict=True)),
         f"a factorisation of the {len(devices)} devices",
     )
-    if devices[0].platform == "tpu":
+    if devices[0].platform == "tpu" and _fills_a_box(devices):
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
         grid = np.asarray(devices).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _fills_a_box(devices: Sequence) -> bool:
+    """Whether chips lie without gaps in their torus, so that neighbours are known."""
+    coordinates = np.array([device.coords for device in devices])
+    extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
+    return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
+
+
+def split_devices(share: float, block: int) -> tuple[list, list]:
+    """Those that learn and those that sample: of each process's devices the last ones.
+
+    Args:
+        share: of the devices that sample; 0: all do both.
+        block: devices that hold the decoding weights once. Each process must have whole blocks on
+            both sides, so that new weights go from one to the other inside it.
+
+    Raises `ConfigError` where the devices can't be shared out so.
+    """
+    devices = jax.devices()
+    if share == 0:
+        return devices, devices
+    owned: dict[int, list] = {}
+    for device in devices:
+        owned.setdefault(device.process_index, []).append(device)
+    learning, sampling = [], []
+    for mine in owned.values():
+        count = round(share * len(mine))
+        require(
+            abs(count - share * len(mine)) < 1e-6
+            and 0 < count < len(mine)
+            and count % block == (len(mine) - count) % block == 0,
+            "mesh.sampler_share",
+            share,
+            f"0, or a share that gives learner and sampler multiples of decode_tensor x tensor = "
+            f"{block} of a process's {len(mine)} devices",
+        )
+        learning += mine[:-count]
+        sampling += mine[-count:]
+    return learning, sampling
+
+
+def move(tree: Any, places: Any) -> Any:
+    """Copies arrays to other devices that are cut alike; each process copies what it has.
+
+    Args:
+        places: for each array a sharding whose every piece a device of this process has already.
+    """
+
+    def move_one(leaf: jax.Array, place: NamedSharding) -> jax.Array:
+        here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
+        targets = place.addressable_devices_indices_map(leaf.shape)
+        pieces = [jax.device_put(here[str(at)], device) for device, at in targets.items()]
+        return jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
+
+    return jax.tree.map(move_one, tree, places)
 
 
 def rules(column: int = TRAINING) -> list[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -10,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax import processes
-from dapo_jax.ahead import Gathered, Order, make_rollouts, start_rollouts
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.filtering import Collected
+from dapo_jax.filtering import Collected, Interrupted, Starved
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.losses import KL_ESTIMATORS
@@ -27,10 +25,11 @@ from dapo_jax.learner.packing import (
     trained_tokens,
 )
 from dapo_jax.learner.update import Learner
+from dapo_jax.orders import Gathered, Order, make_rollouts
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.sharding import to_host
-from dapo_jax.structs import Group, ScoredBatch, TrainState
+from dapo_jax.structs import Group, Mean, ScoredBatch, TrainState
 
 
 @dataclasses.dataclass
@@ -46,7 +45,7 @@ class RunState:
     seconds: float = 0.0
     unwritten: dict[str, float] | None = None  # metrics of `step`, still without its evaluation
     behaviour: Any = None  # with a lag: parameters that draw the next rollouts
-    ahead: Future[Gathered] | None = None  # those rollouts, on their way
+    ahead: Gathered | None = None  # those rollouts
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
@@ -163,8 +162,12 @@ def learning_rates(config: Config, step: int) -> tuple[float, float]:
 
 def update_policy(
     parts: Parts, run: RunState, groups: list[Group], clock: Clock
-) -> tuple[RunState, dict[str, float]]:
-    """Score pass, advantages over the rollout batch, then an optimizer step per minibatch."""
+) -> tuple[RunState, dict[str, float], list[dict[str, Mean]]]:
+    """Score pass, advantages over the rollout batch, then an optimizer step per minibatch.
+
+    The steps are under way when this returns: what is still on the devices is the new state and,
+    of each step, the means.
+    """
     config, algorithm = parts.config, parts.config.algorithm
     updates = split_updates(parts, groups)
     scored, used = score(parts, run, updates)
@@ -187,49 +190,67 @@ def update_policy(
             critic, value_mean = parts.critic.update(critic, batch, used[u], value_rate)
             mean |= as_value_metrics(value_mean)
         means.append(mean)
-    values = add_up(jax.device_get(means)) | {"empty_updates": float(len(updates) - len(means))}
-    clock.lap("update")
+    values = {"empty_updates": float(len(updates) - len(means)), "learning_rate": rate}
     values |= feedback_metrics(algorithm, feedback, advantages, returns)
-    values |= {"learning_rate": rate}
     if algorithm.critic:
         values["value_learning_rate"] = value_rate
-    return dataclasses.replace(run, train=policy, critic=critic), values
+    return dataclasses.replace(run, train=policy, critic=critic), values, means
 
 
-def next_rollouts(
+def take_rollouts(
     parts: Parts, run: RunState, interrupted: Callable[[], bool]
 ) -> tuple[Gathered, RunState]:
-    """The groups of this step; with `rollout.lag` those of the next are begun, by today's policy.
-
-    Which policy draws, which prompts and which keys are a function of the step alone, so a run that
-    is resumed repeats itself: `behaviour` is in its checkpoint.
-    """
-    lag, ahead = int(run.behaviour is not None), None
+    """The groups of this step: those made ahead, or made now."""
+    lag = int(run.behaviour is not None)
     params = run.behaviour if lag else run.train.params
     order = Order(params, run.step - lag, run.step, run.position, run.kept_fraction)
-    gathered = make_rollouts(parts, order, interrupted, run.ahead)
-    position, kept = gathered.collected.next_position, gathered.collected.kept_fraction
+    gathered = run.ahead or make_rollouts(parts, order, interrupted)
+    collected = gathered.collected
     behaviour = None
     if parts.config.rollout.lag:
         behaviour = parts.learner.copy(run.train.params)  # the update consumes them
-        if run.step + 1 < parts.config.total_steps:
-            order = Order(behaviour, run.step, run.step + 1, position, kept)
-            ahead = start_rollouts(parts, order, interrupted)
-    following = {"position": position, "kept_fraction": kept}
-    return gathered, dataclasses.replace(run, **following, behaviour=behaviour, ahead=ahead)
+    return gathered, dataclasses.replace(
+        run,
+        position=collected.next_position,
+        kept_fraction=collected.kept_fraction,
+        behaviour=behaviour,
+        ahead=None,
+    )
+
+
+def look_ahead(parts: Parts, run: RunState, interrupted: Callable[[], bool]) -> RunState:
+    """With `rollout.lag`, adds the next step's groups, drawn by the policy before this update.
+
+    The update is computed meanwhile. Which policy draws, which prompts and which keys are a
+    function of the step alone, so a run that is resumed repeats itself: `behaviour` is in its
+    checkpoint. What ends a collection early comes up when the next step makes it again.
+    """
+    if run.step + 1 == parts.config.total_steps:
+        return run
+    order = Order(run.behaviour, run.step, run.step + 1, run.position, run.kept_fraction)
+    try:
+        return dataclasses.replace(run, ahead=make_rollouts(parts, order, interrupted))
+    except (Interrupted, Starved):
+        return run
 
 
 def train_step(
     parts: Parts, run: RunState, interrupted: Callable[[], bool]
 ) -> tuple[RunState, dict[str, float], Collected]:
     """One rollout step (DAPO, arXiv 2503.14476, Algorithm 1): collect groups, update the policy."""
-    clock, before = Clock(), run.step
-    rollouts, run = next_rollouts(parts, run, interrupted)
+    clock = Clock()
+    rollouts, run = take_rollouts(parts, run, interrupted)
     clock.lap("rollout")
-    values: dict[str, float] = {}
+    values, means = {}, []
     if rollouts.collected.groups:
-        run, values = update_policy(parts, run, rollouts.collected.groups, clock)
+        run, values, means = update_policy(parts, run, rollouts.collected.groups, clock)
+    if parts.config.rollout.lag:
+        clock.lap("update")
+        run = look_ahead(parts, run, interrupted)
+        clock.lap("ahead")
+    values |= add_up(jax.device_get(means))
+    clock.lap("update")
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
     values |= rollout_metrics(rollouts.collected, rollouts.counts, clock)
     values["policy_lag"] = float(rollouts.lag)
-    return dataclasses.replace(run, step=before + 1), values | clock.seconds, rollouts.collected
+    return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, rollouts.collected

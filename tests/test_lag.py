@@ -1,6 +1,6 @@
 """rollout.lag: the next step's groups are collected while this one is learned."""
 
-import threading
+import itertools
 
 import jax
 import numpy as np
@@ -13,10 +13,12 @@ from small_runs import (
     read_rows,
 )
 
-from dapo_jax import ahead, algorithms, cli
+from dapo_jax import algorithms, cli, orders
+from dapo_jax import train as train_module
 from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.filtering import Interrupted
+from dapo_jax.filtering import Starved
+from dapo_jax.parts import open_meshes
 from dapo_jax.run import train
 
 
@@ -72,15 +74,15 @@ def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tm
         changed = jax.tree.leaves(
             jax.tree.map(lambda a, b: (a != b).any(), before, run.state.train.params)
         )
-        ahead_groups = run.state.ahead.result().collected.groups
-        order = ahead.Order(
+        order = orders.Order(
             run.parts.learner.copy(run.state.behaviour), 0, 1, run.state.position,
             run.state.kept_fraction,
         )  # fmt: skip
-        now = ahead.make_rollouts(run.parts, order, lambda: False)
+        ahead = run.state.ahead.collected.groups
+        now = orders.make_rollouts(run.parts, order, lambda: False).collected.groups
     tokens = [
         [c.tokens.tolist() for group in groups for c in group.completions]
-        for groups in (ahead_groups, now.collected.groups)
+        for groups in (ahead, now)
     ]
     assert any(changed) and tokens[0] == tokens[1] != []
 
@@ -92,41 +94,87 @@ SLOW = pytest.mark.slow
     "stop_after", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)]
 )
 def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path):
-    """Stopped with rollouts of the next step under way, which are then made again."""
+    """Stopped with rollouts of the next step made, which are then made again."""
     with open_run(make_config(base, tmp_path / "run")) as run:
         run.begin()
         for _ in range(stop_after):
             run.step()
-        run.state.ahead.exception()
         run.checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
 
 
-def test_what_happens_in_the_background_reaches_the_next_step(base, tmp_path, monkeypatch):
+def test_an_update_is_not_waited_for_before_the_next_rollouts_are_made(base, tmp_path, monkeypatch):
+    """Its means are read last; nothing before asks the devices for them."""
+    happened = []
+    for name in ("make_rollouts", "add_up"):
+        done = getattr(train_module, name)
+        record = lambda *args, name=name, done=done: happened.append(name) or done(*args)  # noqa: E731
+        monkeypatch.setattr(train_module, name, record)
     with open_run(make_config(base, tmp_path / "run")) as run:
-        interrupted = threading.Event()
-        run.signals = interrupted.is_set
-        run.step()
-        run.state.ahead.exception()
-        interrupted.set()
-        with pytest.raises(Interrupted):
+        for _ in range(4):
             run.step()
-        assert run.state.step == 1
+    assert happened == ["make_rollouts"] + 3 * ["make_rollouts", "add_up"] + ["add_up"]
 
-    collect = ahead.collect
 
-    def broken_beside_an_update(*arguments, **options):
-        if threading.current_thread() is not threading.main_thread():
-            raise ZeroDivisionError
-        return collect(*arguments, **options)
-
-    monkeypatch.setattr(ahead, "collect", broken_beside_an_update)
-    with open_run(make_config(base, tmp_path / "other")) as run:
+def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        run.begin()
+        bursts = itertools.count()
+        run.signals = lambda: run.state.step == 1 and next(bursts) > 1
         run.step()
-        with pytest.raises(ZeroDivisionError):
+        ahead = run.state.ahead
+        run.step()
+        assert (run.state.step, run.state.ahead) == (2, None) and ahead is not None
+        collect = orders.collect
+        monkeypatch.setattr(orders, "collect", starve)
+        run.signals = lambda: False
+        with pytest.raises(Starved):
             run.step()
+        monkeypatch.setattr(orders, "collect", collect)
+        run.checkpoints.close()
+    train(make_config(base, tmp_path / "run"))
+    assert read_rows(tmp_path / "run") == read_rows(finished)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+
+
+def starve(*arguments, **options):
+    raise Starved
+
+
+def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
+    """Four learn, four sample: the same groups and tokens as eight that do both."""
+    config = make_config(base, tmp_path / "run")
+    config.mesh = Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)
+    with open_run(config) as run:
+        learner, engine = run.parts.learner, run.parts.sampler._engine
+        assert not set(learner.mesh.devices.flat) & set(engine.mesh.devices.flat)
+        assert engine.replicas == 2
+        loaded = engine.load_params(run.state.train.params)
+        assert {d for leaf in jax.tree.leaves(loaded) for d in leaf.devices()} == set(
+            engine.mesh.devices.flat
+        )
+    train(config)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+    for mine, theirs in zip(read_rows(tmp_path / "run"), read_rows(finished), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"sampler_share": 0.3}, "mesh.sampler_share = 0.3: must be 0, or .* of a process's 8"),
+        ({"sampler_share": 0.25, "tensor": 4}, "multiples of decode_tensor x tensor = 4"),
+        ({"sampler_share": 1.0}, "mesh.sampler_share = 1.0: must be at least 0 and below 1"),
+    ],
+)
+def test_a_share_that_can_not_be_is_refused(mesh, message, base, tmp_path):
+    config = make_config(base, tmp_path / "run")
+    config.mesh = Mesh(**mesh)
+    with pytest.raises(ConfigError, match=message):
+        cli.check(config)
+        open_meshes(config.mesh, config.packing.rows_per_microbatch)
 
 
 def test_a_lag_is_0_or_1_and_asks_for_importance_weights(base, tmp_path):

@@ -32,7 +32,7 @@ rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
 reporting  metrics plots tables progress
-           /checkpoints /cli /parts /signals /supervised /ahead /train /run /scoring /serving
+           /checkpoints /cli /parts /signals /supervised /orders /train /run /scoring /serving
 plan       laws costs rooms simulate calibrate
            /main /evaluate /sft /export /serve
 """

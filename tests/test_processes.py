@@ -256,6 +256,16 @@ def test_however_many_processes_do_the_same(count, base, one, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_learn_beside_the_next_rollouts_as_one_does(base, tmp_path):
+    """`rollout.lag`, and half of each process's devices only sample."""
+    lag = "config.rollout.lag, config.algorithm.importance_cap = 1, 2.0\n"
+    share = "config.mesh = config.mesh.__class__(1, 2, 1, sampler_share=0.5)\n"
+    train_with(base, tmp_path / "one", 1, patch=lag)
+    train_with(base, tmp_path / "two", 2, patch=lag + share)
+    assert_same_run(base, tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_four_processes_are_gone_within_the_bound_and_two_go_on(victim, base, one, tmp_path):
     patch = send(IN_STEP_2, "SIGKILL", victim)

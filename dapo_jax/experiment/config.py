@@ -7,7 +7,7 @@ A file in `configs/` returns one of these; the command line overrides leaves of 
 import dataclasses
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.devices import Compute, Mesh, Packing
+from dapo_jax.experiment.devices import Compute, Mesh, OneMesh, Packing
 from dapo_jax.experiment.sections import (
     Architecture,
     Checkpoint,
@@ -79,7 +79,7 @@ class SftConfig:
     max_response_tokens: int = setting(160, "A worked example is cut here, without an end token.")
     optimizer: Optimizer = _section(Optimizer)
     packing: Packing = _section(Packing)
-    mesh: Mesh = _section(Mesh)
+    mesh: OneMesh = _section(OneMesh)
 
 
 @dataclasses.dataclass
@@ -121,4 +121,4 @@ class ServeConfig:
     shutdown_seconds: float = setting(
         20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."
     )
-    mesh: Mesh = _section(Mesh)
+    mesh: OneMesh = _section(OneMesh)

@@ -37,7 +37,7 @@ class Packing:
 
 
 @dataclasses.dataclass
-class Mesh:
+class OneMesh:
     """Device mesh. Batch is split over data x fsdp, weights over fsdp x tensor."""
 
     data: int = setting(1, "Replicas of the weights.")
@@ -45,4 +45,16 @@ class Mesh:
     tensor: int = setting(1, "Shards along heads, mlp and vocabulary.")
     decode_tensor: int = setting(
         1, "More shards of that kind while decoding; in training the same devices join fsdp."
+    )
+
+
+@dataclasses.dataclass
+class Mesh(OneMesh):
+    """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
+    fsdp x tensor."""
+
+    sampler_share: float = setting(
+        0.0,
+        "Of each process's devices the share that only samples, in a mesh of its own: as many "
+        "tensor shards, the rest replicas. 0: the same devices sample and learn.",
     )

@@ -7,7 +7,7 @@ those are opened, before anything is compiled.
 import math
 
 from dapo_jax.experiment.combinations import check_algorithm, check_unread
-from dapo_jax.experiment.config import Config, Data, Examples, Mesh, ServeConfig, SftConfig
+from dapo_jax.experiment.config import Config, Data, Examples, Mesh, OneMesh, ServeConfig, SftConfig
 from dapo_jax.experiment.sections import SHAPING
 from dapo_jax.experiment.settings import leaves, require
 
@@ -95,8 +95,11 @@ def _check_terms(section: str, terms: Data | Examples) -> None:
     )
 
 
-def _check_mesh(mesh: Mesh) -> None:
+def _check_mesh(mesh: OneMesh) -> None:
     require(mesh.fsdp == -1 or mesh.fsdp > 0, "mesh.fsdp", mesh.fsdp, "above 0, or -1")
+    if isinstance(mesh, Mesh):
+        share = mesh.sampler_share
+        require(0 <= share < 1, "mesh.sampler_share", share, "at least 0 and below 1")
 
 
 def _check_serving(config: ServeConfig) -> None:

@@ -95,11 +95,13 @@ MEANINGS = {
     "prefills": "Prompts prefilled; one per prompt, not per response.",
     "slot_occupancy": "Share of decode-slot steps that drew a token while prompts were waiting.",
     "sampled_tokens_per_second": "Finished response tokens over the rollout's seconds.",
-    "trained_tokens_per_second": "Response tokens trained on over the update's seconds.",
+    "trained_tokens_per_second": "Response tokens trained on over the update's seconds, "
+    "hidden ones included.",
     "seconds_rollout": "Seconds of sampling, judging and filtering.",
     "seconds_decode": "Seconds of them in which the host waited for bursts of decoding.",
     "seconds_score": "Seconds of packing and the score pass.",
-    "seconds_update": "Seconds of the optimizer updates, the critic's included.",
+    "seconds_update": "Seconds of the optimizer updates, the critic's included, that nothing hid.",
+    "seconds_ahead": "With a lag: seconds of making the next step's rollouts beside this update.",
     "seconds_step": "Seconds from prompts to updated policy; evaluating and saving come on top.",
     "seconds_evaluation": "Seconds of the evaluation, where there was one.",
     "heldout_accuracy": "Sampled accuracy on held-out problems (avg@k), where evaluated.",
@@ -166,6 +168,7 @@ def rollout_metrics(
     """Means over the groups before next_position; counts of cost over everything judged."""
     judged = max(1, len(collected.judged))
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
+    updating = sum(clock.seconds.get(f"seconds_{part}", 0.0) for part in ("update", "ahead"))
     parts = {
         f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
         for name in (collected.judged[0].reward_parts if collected.judged else ())
@@ -174,6 +177,7 @@ def rollout_metrics(
         response_metrics(collected.judged)
         | verdict_counts(collected.judged + collected.surplus)
         | parts
+        | counts.metrics()
         | {
             "broken_groups": float(len(collected.broken)),
             "kept_fraction": collected.with_signal / judged,
@@ -185,19 +189,11 @@ def rollout_metrics(
                 counts.tokens + counts.abandoned_tokens + counts.put_back_tokens
             )
             / max(1, trained_tokens),
-            "abandoned_tokens": float(counts.abandoned_tokens),
-            "put_back_tokens": float(counts.put_back_tokens),
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
-            "decode_steps": float(counts.decode_steps),
-            "decode_bursts": float(counts.bursts),
-            "prefills": float(counts.prefills),
-            "slot_occupancy": counts.occupancy,
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
-            "trained_tokens_per_second": trained_tokens
-            / clock.seconds.get("seconds_update", math.inf),
-            "seconds_decode": counts.decode_seconds,
+            "trained_tokens_per_second": trained_tokens / updating,
             "seconds_step": clock.total(),
         }
     )
@@ -240,9 +236,10 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Books the time since the last lap under `seconds_<name>`."""
+        """Adds the time since the last lap to `seconds_<name>`."""
         now = time.perf_counter()
-        self.seconds[f"seconds_{name}"] = now - self._last
+        name = f"seconds_{name}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
     def total(self) -> float:

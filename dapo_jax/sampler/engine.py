@@ -44,14 +44,14 @@ class PolicyEngine(Engine):
         slots: how many responses decode together.
         burst_tokens: token columns of one `generate` call.
         max_prompt_tokens, max_response_tokens: limits; a slot's cache holds their sum.
-        first_window_tokens: cache length of an empty state; it doubles when responses outgrow it,
-            so that attention reads what exists and not the maximum. The limit itself: no growth.
+        first_window_tokens: cache length of an empty state; it doubles when responses outgrow it:
+            attention reads what exists. The limit itself: no growth.
         insert_width: how many slots one `insert` can fill from one prompt (the group size).
         tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
         seed: of the draws of prompts that come without a key.
-        frozen: parameters that never change. One copy for decoding is made of them, once;
-            `load_params` then takes the others.
+        frozen: parameters that never change: one copy for decoding is made of them.
         settings: those of the cache, of prefill and of loading are read here.
+        trained_on: the mesh of the trainer's parameters; None: this one.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
@@ -76,6 +76,7 @@ class PolicyEngine(Engine):
         seed: int = 0,
         frozen: Any = None,
         settings: Sampler = Sampler(),  # noqa: B008
+        trained_on: jax.sharding.Mesh | None = None,
     ):
         self.replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         allowed = f"a multiple of data x fsdp = {self.replicas}"
@@ -98,20 +99,20 @@ class PolicyEngine(Engine):
         prompts = self.prefill_width if self.store.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self._frozen, self.held = frozen or {}, None
-        self._compile(settings.load_layers)
+        self._compile(settings.load_layers, trained_on or mesh)
 
-    def _compile(self, load_layers: int) -> None:
+    def _compile(self, load_layers: int, trained_on: jax.sharding.Mesh) -> None:
         place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
-        shapes = jax.eval_shape(lambda: self._empty_fn(window=1))
+        shapes = jax.eval_shape(functools.partial(self._empty_fn, window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
         state, replicated = per_slot.replace(caches=self.store.shardings()), place()
         self._state_places = state
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
-        trained = {path: leaf for path, leaf in boxed.items() if path not in frozen}
-        load = functools.partial(Loader, self.config, self._mesh, layers_at_once=load_layers)
+        meshes = trained_on, self._mesh
+        load = functools.partial(Loader, self.config, *meshes, layers_at_once=load_layers)
         self._load_frozen = load({path: boxed[path] for path in frozen})
-        self._load = load(trained)
+        self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
         prompts = place("batch", None, "kv_heads")
         self._prefill = jax.jit(
             self._prefill_fn,
@@ -313,9 +314,8 @@ class PolicyEngine(Engine):
         return np.asarray(tokens)[: len(slots)], np.asarray(logprobs)[: len(slots)]
 
     def _fit(self, state: DecodeState, needed: int) -> DecodeState:
-        if self.store.fits(state.caches, needed):
-            return state
-        return self._grow(state, window=self.store.window(needed))
+        fits = self.store.fits(state.caches, needed)
+        return state if fits else self._grow(state, window=self.store.window(needed))
 
     def _with_tables(self, state: DecodeState) -> DecodeState:
         tables = self.store.tables

@@ -42,6 +42,8 @@ class Loader:
     """Loads the parameters at the paths of `boxed`.
 
     Args:
+        mesh: where the parameters are.
+        decoding_mesh: where they are needed; other devices must be cut into as many tensor shards.
         boxed: shapes and logical axis names by path.
         layers_at_once: of a stack, per call; 0: everything in one call.
     """
@@ -50,6 +52,7 @@ class Loader:
         self,
         config: decoder.DecoderConfig,
         mesh: jax.sharding.Mesh,
+        decoding_mesh: jax.sharding.Mesh,
         boxed: dict[str, Any],
         layers_at_once: int = 0,
     ):
@@ -66,24 +69,34 @@ class Loader:
             self._places[path] = NamedSharding(mesh, PartitionSpec(*there))
             self._halfway[path] = NamedSharding(mesh, _halfway(here, there))
         self._targets = {to: self._places[path] for path in boxed for to in self._paths[path]}
+        self._elsewhere = decoding_mesh != mesh
+        self._final = {
+            to: NamedSharding(decoding_mesh, place.spec) for to, place in self._targets.items()
+        }
         self._whole = jax.jit(self._unstack, out_shardings=self._targets)
         self._some = functools.cache(self._compile_some)
 
     def __call__(self, params: Any) -> dict[str, Array]:
         """Each layer's arrays by their own path, where and as decoding needs them."""
         if not self._layers_at_once:
-            return self._whole(params)
+            return self._moved(self._whole(params))
         found = {}
         for paths, start, count, leaves in self._calls(params):
             loaded = self._some(paths, count)(leaves, start)
             for path in paths:
-                found |= zip(self._paths[path][start : start + count], loaded[path], strict=True)
+                layers = self._paths[path][start : start + count]
+                found |= self._moved(dict(zip(layers, loaded[path], strict=True)))
         return found
+
+    def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
+        if not self._elsewhere:
+            return loaded
+        return sharding.move(loaded, {path: self._final[path] for path in loaded})
 
     def abstract(self, params: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and places of what loading makes of parameters of these shapes."""
         return {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._targets[path])
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._final[path])
             for path, leaf in jax.eval_shape(self._whole, params).items()
         }
 

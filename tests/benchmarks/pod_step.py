@@ -6,8 +6,8 @@
 Assumed: a log-normal law of lengths, a Beta law of right answers that keeps `--kept` of the groups
 at the start, effective bandwidths, `--mfu` of a chip's peak in training, scoring and prefill. The
 schedule is the run's own. With a lag, rollouts and updates share all devices (each then waits for
-the other, and nothing is hidden), or some sample and the others learn, which the trainer does not
-do today. At least two `--steps`.
+the other, and nothing is hidden), or some sample and the others learn (`mesh.sampler_share`). At
+least two `--steps`.
 Prints a table and a JSON line per simulation; the default sizes are Qwen2.5-32B's on v5p:4x4x4.
 """
 

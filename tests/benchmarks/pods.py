@@ -34,7 +34,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import Compute, Mesh, Optimizer, Sampler
+from dapo_jax.experiment.config import Compute, OneMesh, Optimizer, Sampler
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder
@@ -76,7 +76,7 @@ class Run:
 
     def open_mesh(self) -> jax.sharding.Mesh:
         sizes = {name: int(size) for name, size in (p.split("=") for p in self.mesh.split(","))}
-        sizes = dataclasses.asdict(Mesh(**sizes))
+        sizes = dataclasses.asdict(OneMesh(**sizes))
         return make_mesh(**sizes, devices=describe(self.topology).devices)
 
     def decoder(self, mesh: jax.sharding.Mesh) -> decoder.DecoderConfig:
