@@ -193,7 +193,7 @@ def rollout_metrics(
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
-            "trained_tokens_per_second": trained_tokens / updating,
+            "trained_tokens_per_second": trained_tokens / (updating or math.inf),
             "seconds_step": clock.total(),
         }
     )
