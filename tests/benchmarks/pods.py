@@ -73,6 +73,7 @@ class Run:
     cache: str = "paged"
     chunk_tokens: int = 1_024
     attention: str = "auto"
+    weights: str = "auto"  # those that decode
 
     def open_mesh(self) -> jax.sharding.Mesh:
         sizes = {name: int(size) for name, size in (p.split("=") for p in self.mesh.split(","))}
@@ -141,7 +142,11 @@ def open_engine(run: Run, config: decoder.DecoderConfig, mesh: jax.sharding.Mesh
         insert_width=min(16, run.slots),
         tokenizer=_Tokenizer(),
         settings=Sampler(
-            cache=run.cache, load_layers=run.load_layers, prefill_prompts=1, prefill_chunk_tokens=0
+            cache=run.cache,
+            load_layers=run.load_layers,
+            weights_dtype=run.weights,
+            prefill_prompts=1,
+            prefill_chunk_tokens=0,
         ),
     )
 
