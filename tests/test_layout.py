@@ -33,6 +33,7 @@ rewards    functions worker pool rule model judge
 evaluation scores responses evaluation
 reporting  metrics plots tables progress
            /checkpoints /cli /parts /signals /supervised /orders /train /run /scoring /serving
+plan       laws costs rooms simulate calibrate
            /main /evaluate /sft /export /serve
 """
 

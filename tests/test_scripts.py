@@ -60,9 +60,19 @@ def test_loading_is_measured_on_a_folder():
 def test_responses_side_by_side_are_counted():
     sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
     told = run("tests/benchmarks/pages.py", *sizes, "--responses", 64, "--slots", 8, 16)
-    _, slots, few, many = map(json.loads, told.splitlines())
+    slots, ragged, few, many = map(json.loads, told.splitlines())
     assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
     assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
+    assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
+
+
+def test_a_pods_step_is_simulated():
+    sizes = ("--chips", 8, "--samplers", 4, "--slots", 16, "--pages", 400, "--prompts", 8)
+    lengths = ("--max_response", 2000, "--median", 300, "--samples", 4, "--updates", 2)
+    told = run("tests/benchmarks/pod_step.py", *sizes, *lengths, "--carry_over").splitlines()
+    seconds = [float(line.split("|")[3]) for line in told if line.startswith(("| the", "| 4"))]
+    same, same_lag, apart, apart_lag, _ = seconds
+    assert same == same_lag and apart_lag < apart
 
 
 def test_our_benchmark_and_the_comparison_run():
@@ -73,6 +83,14 @@ def test_our_benchmark_and_the_comparison_run():
 @pytest.fixture(scope="module")
 def small_base(tmp_path_factory) -> pathlib.Path:
     return make_small_base(tmp_path_factory.mktemp("scripts") / "base")
+
+
+def test_seconds_of_other_settings_are_predicted(small_base, tmp_path):
+    sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
+    told = run("tests/benchmarks/simulate.py", "--base", small_base, "--folder", tmp_path, *sizes)
+    off = json.loads(told.splitlines()[-1])
+    assert abs(off["16/4/decode_steps"]) < 0.5 and abs(off["32/3/tokens"]) < 0.5
+    assert off["costs"]["update_token"] > 0 and "| 16 | 4 | seconds_step |" in told
 
 
 TINY = [

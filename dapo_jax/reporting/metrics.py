@@ -90,12 +90,15 @@ MEANINGS = {
     "abandoned_tokens": "Tokens of responses that were stopped because the batch was full.",
     "put_back_tokens": "Tokens drawn in vain: pages ran out, and the youngest responses are drawn "
     "again later.",
+    "decode_steps": "Decode steps of the rollout; every slot takes each, busy or not.",
+    "decode_bursts": "Calls that made them (sampler.burst_tokens).",
     "prefills": "Prompts prefilled; one per prompt, not per response.",
     "slot_occupancy": "Share of decode-slot steps that drew a token while prompts were waiting.",
     "sampled_tokens_per_second": "Finished response tokens over the rollout's seconds.",
     "trained_tokens_per_second": "Response tokens trained on over the update's seconds, "
     "hidden ones included.",
     "seconds_rollout": "Seconds of sampling, judging and filtering.",
+    "seconds_decode": "Seconds of them in which the host waited for bursts of decoding.",
     "seconds_score": "Seconds of packing and the score pass.",
     "seconds_update": "Seconds of the optimizer updates, the critic's included, that nothing hid.",
     "seconds_ahead": "With a lag: seconds of making the next step's rollouts beside this update.",
@@ -174,6 +177,7 @@ def rollout_metrics(
         response_metrics(collected.judged)
         | verdict_counts(collected.judged + collected.surplus)
         | parts
+        | counts.metrics()
         | {
             "broken_groups": float(len(collected.broken)),
             "kept_fraction": collected.with_signal / judged,
@@ -185,15 +189,11 @@ def rollout_metrics(
                 counts.tokens + counts.abandoned_tokens + counts.put_back_tokens
             )
             / max(1, trained_tokens),
-            "abandoned_tokens": float(counts.abandoned_tokens),
-            "put_back_tokens": float(counts.put_back_tokens),
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
-            "prefills": float(counts.prefills),
-            "slot_occupancy": counts.occupancy,
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
-            "trained_tokens_per_second": trained_tokens / updating,
+            "trained_tokens_per_second": trained_tokens / (updating or math.inf),
             "seconds_step": clock.total(),
         }
     )
@@ -331,6 +331,7 @@ def write_rollouts(run_dir: Folder, step: int, collected: Collected) -> None:
                     "sample": i,
                     "surplus": group.prompt.index >= collected.next_position,
                     "prompt": group.prompt.text,
+                    "prompt_tokens": len(group.prompt.tokens),
                     "response": completion.text,
                     "answer": group.prompt.answer,
                     "extracted": verdict.extracted,

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class SamplerCounts:
     """What one rollout cost. Occupancy is measured only while prompts were still waiting."""
 
     prefills: int = 0
+    bursts: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0  # that the host waited for bursts
     responses: int = 0
     tokens: int = 0
     abandoned_responses: int = 0
@@ -50,6 +54,18 @@ class SamplerCounts:
     def occupancy(self) -> float:
         """Share of decode-slot steps that drew a token while the queue was not empty."""
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """What of this a step logs as it is."""
+        return {
+            "abandoned_tokens": float(self.abandoned_tokens),
+            "put_back_tokens": float(self.put_back_tokens),
+            "decode_steps": float(self.decode_steps),
+            "decode_bursts": float(self.bursts),
+            "prefills": float(self.prefills),
+            "slot_occupancy": self.occupancy,
+            "seconds_decode": self.decode_seconds,
+        }
 
 
 def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int) -> np.ndarray:
@@ -141,7 +157,11 @@ class RolloutSampler:
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
         state = self._state
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
+        began = time.perf_counter()
         active, self._generated, busy, total = map(np.array, to_host(read))
+        self.counts.decode_seconds += time.perf_counter() - began
+        self.counts.bursts += 1
+        self.counts.decode_steps += (int(total) - self._slot_counts_before[1]) // len(active)
         if self._waiting:
             self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
             self.counts.slot_steps += int(total) - self._slot_counts_before[1]

@@ -15,6 +15,8 @@ import statistics
 
 from family import RL, base_policy, python
 
+from dapo_jax.plan.costs import overlapped_seconds
+
 LAGS, CAP = (0, 1), 2.0
 PARTS = ("seconds_score", "seconds_update")
 
@@ -43,10 +45,7 @@ def pod_seconds(rows: list[dict], lag: int) -> float:
     """Of the steps of a run without lag, were rollouts and updates on devices of their own."""
     rollouts = [row["seconds_rollout"] for row in rows[1:]]
     updates = [sum(row.get(name, 0.0) for name in PARTS) for row in rows[1:]]
-    if not lag:
-        return sum(rollouts) + sum(updates)
-    beside = zip(rollouts[1:], updates[:-1], strict=True)
-    return rollouts[0] + sum(max(pair) for pair in beside) + updates[-1]
+    return overlapped_seconds(rollouts, updates, lag)
 
 
 def main() -> None:

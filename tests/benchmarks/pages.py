@@ -1,95 +1,93 @@
-"""How many responses decode side by side in a given memory: slots of full length, or pages.
+"""How many responses decode side by side in a given memory, and how long that takes.
 
-    python tests/benchmarks/pages.py --gib=71.6 --page_tokens=128
+    python tests/benchmarks/pages.py --gib=71.6 --slots 128 192 244 320
+    python tests/benchmarks/pages.py --chip v5p --replicas 16 --responses 16384 --slots 244
+    python tests/benchmarks/pages.py --chip v6e --replicas 32 --responses 16384 --slots 135 \\
+        --gib 19.55 --tensor 8
 
-Lengths follow a long-tailed law (log-normal, cut off at the limit). Each cache serves the same
-responses of one replica, in groups, refilled as they end; the book of pages is the sampler's own.
-No model runs. Prints a JSON line per cache; the default sizes are Qwen2.5-32B's, cut in 4.
+Lengths follow a long-tailed law (log-normal, cut off at the limit). Every cache serves the same
+responses, in groups, by the sampler's own schedule and book of pages; no model runs. A cache of
+slots is read whole or, were there a kernel for it, as far as it is filled ('ragged'); pages are
+read as far as they are filled. Prints a JSON line per cache; the default sizes are Qwen2.5-32B's.
 """
 
 import argparse
-import collections
-import dataclasses
 import json
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.sampler.pages import PageBook
+from dapo_jax.experiment.config import Config, Data, Mesh, Rollout, Sampler
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.plan.costs import Chip, roofline
+from dapo_jax.plan.laws import Assumed
+from dapo_jax.plan.rooms import describe_mesh
+from dapo_jax.plan.simulate import Simulation
 
 GIB = 2**30
+# Terabytes a second, as far as programs reach them (assumed).
+BANDWIDTHS = {"v5p": 2.5, "v6e": 1.5}
+SHAPE = DecoderConfig(  # what the cache's shape depends on
+    vocab=2, layers=1, embed=128, heads=8, kv_heads=8, head_dim=128, mlp=1, dtype=jnp.bfloat16
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Responses, in order: the prompt's tokens, the response's, and which prompt."""
-
-    prompt_tokens: np.ndarray
-    response_tokens: np.ndarray
-    group: np.ndarray
-
-
-def make_work(args: argparse.Namespace) -> Work:
-    """`responses` in groups of `group`; the median and spread are of the lengths before the cut."""
-    rng = np.random.default_rng(args.seed)
-    drawn = rng.lognormal(np.log(args.median), args.spread, args.responses)
-    prompts = rng.lognormal(np.log(args.prompt_median), 0.5, args.responses // args.group)
-    return Work(
-        np.repeat(np.clip(prompts, 16, args.max_prompt), args.group).astype(int),
-        np.clip(drawn, 1, args.max_response).astype(int),
-        np.repeat(np.arange(args.responses // args.group), args.group),
+def serve(args: argparse.Namespace, law: Assumed, **cache: Any) -> dict[str, Any]:
+    """All responses, through a cache of `slots` and `pages` a replica."""
+    replicas, slots, limit = args.replicas, cache["slots"], args.max_prompt + args.max_response
+    config = Config(
+        data=Data(max_prompt_tokens=args.max_prompt),
+        rollout=Rollout(samples_per_prompt=args.group),
+        sampler=Sampler(
+            slots=slots * replicas,
+            burst_tokens=args.burst,
+            max_response_tokens=args.max_response,
+            first_window_tokens=limit,
+            cache=cache["kind"],
+            pages=cache.get("pages", 0) * replicas,
+            page_tokens=args.page_tokens,
+        ),
     )
-
-
-def run(work: Work, book: PageBook, slots: int, burst: int) -> dict[str, Any]:
-    """Bursts until all are drawn; side by side means over the bursts in which some still waited."""
-    waiting = collections.deque(range(len(work.group)))
-    running: dict[int, tuple[int, int]] = {}  # slot: response, tokens drawn
-    bursts, beside, redrawn, steps = 0, [], 0, 0
-    while waiting or running:
-        free = [slot for slot in range(slots) if slot not in running] if waiting else []
-        for slot in free:
-            if not waiting:
-                break
-            first = waiting[0]
-            tokens, group = int(work.prompt_tokens[first]) - 1, int(work.group[first])
-            if not book.has_room(slot, tokens, group):
-                break
-            book.start(slot, tokens, group)
-            running[slot] = (waiting.popleft(), 0)
-        order = list(running)
-        lengths = [work.prompt_tokens[i] - 1 + n + burst for i, n in running.values()]
-        for slot in book.make_room(order, lengths):
-            response, drawn = running.pop(slot)
-            redrawn += drawn
-            waiting.appendleft(response)
-        bursts += 1
-        if waiting:
-            beside.append(len(running))
-        for slot, (response, drawn) in list(running.items()):
-            drawn += burst
-            steps += burst
-            running[slot] = (response, drawn)
-            if drawn >= work.response_tokens[response]:
-                book.release(slot)
-                del running[slot]
-    book.check()
+    costs = roofline(
+        Chip(BANDWIDTHS[args.chip] * 1e12, args.teraflops * 1e12, step_seconds=args.overhead / 1e3),
+        parameters=args.parameters * 1e9,
+        token_bytes=args.token_bytes,
+        chips=replicas * args.tensor,
+        replicas=replicas,
+        slots=slots,
+    )
+    mesh = describe_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", replicas * args.tensor)
+    simulation = Simulation(config, SHAPE, mesh, law, costs, reads=cache["reads"])
+    step = simulation.sample(args.responses // args.group)
     return {
-        "side_by_side_mean": round(float(np.mean(beside)), 1) if beside else 0,
-        "side_by_side_most": max(beside, default=0),
-        "decode_steps": bursts * burst,
-        "redrawn_share": round(redrawn / work.response_tokens.sum(), 4),
+        "side_by_side_mean": round(step.sampled.occupancy * slots, 1),
+        "side_by_side_most": max(burst.running for burst in step.bursts) // replicas,
+        "decode_steps": int(step.counts["decode_step"]),
+        "redrawn_share": round(step.sampled.put_back_tokens / step.sampled.tokens, 4),
+        "seconds": round(step.rollout_seconds),
+        "tail_seconds": round(step.tail_seconds),
+        "utilisation": round(step.utilisation, 3),
+        "mean_tokens": round(step.sampled.tokens / step.sampled.responses),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=71.6, help="a device has for the cache")
-    parser.add_argument("--token_bytes", type=int, default=64 * 2 * 2 * 128 * 2, help="a device")
+    parser.add_argument("--chip", choices=BANDWIDTHS, default="v5p")
+    parser.add_argument("--overhead", type=float, default=1.5, help="of a decode step, in ms")
+    parser.add_argument(
+        "--teraflops", type=float, default=np.inf, help="of a chip; inf: memory alone counts"
+    )
+    parser.add_argument("--parameters", type=float, default=32.76, help="billions, in bfloat16")
+    parser.add_argument("--token_bytes", type=int, default=64 * 2 * 8 * 128 * 2, help="all heads")
+    parser.add_argument("--tensor", type=int, default=4, help="devices of a replica")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--page_tokens", type=int, default=128)
     parser.add_argument("--slots", type=int, nargs="+", default=[128, 192, 244, 320])
     parser.add_argument("--burst", type=int, default=64)
-    parser.add_argument("--responses", type=int, default=2048, help="of one replica")
+    parser.add_argument("--responses", type=int, default=2048, help="of all replicas")
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--median", type=float, default=2900.0)
     parser.add_argument("--spread", type=float, default=0.9)
@@ -98,23 +96,28 @@ def main() -> None:
     parser.add_argument("--max_response", type=int, default=20_480)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    work, limit = make_work(args), args.max_prompt + args.max_response
-    told = {
-        "responses": len(work.group),
-        "mean_tokens": round(float(work.response_tokens.mean())),
-        "at_the_limit": round(float((work.response_tokens == args.max_response).mean()), 4),
-    }
-    print(json.dumps(told), flush=True)
-    room = int(args.gib * GIB // args.token_bytes)
-    whole = room // limit  # a page as long as a slot is a slot
-    caches = [("slots", whole, whole, limit)]
-    caches += [("paged", n, room // args.page_tokens, args.page_tokens) for n in args.slots]
-    for name, slots, pages, size in caches:
-        book = PageBook(
-            replicas=1, pages=pages + 1, page_tokens=size, slots=slots, slot_tokens=limit
-        )
-        line = {"cache": name, "slots": slots, "pages": pages}
-        print(json.dumps(line | run(work, book, slots, args.burst)), flush=True)
+    law = Assumed(
+        args.median,
+        args.spread,
+        args.max_response,
+        prompt_median_tokens=args.prompt_median,
+        max_prompt_tokens=args.max_prompt,
+        seed=args.seed,
+    )
+    room = int(args.gib * GIB * args.tensor // args.token_bytes)
+    whole = room // (args.max_prompt + args.max_response)
+    caches = [
+        {"cache": name, "kind": "slots", "slots": whole, "reads": reads}
+        for name, reads in (("slots", "window"), ("ragged", "existing"))
+    ]
+    caches += [
+        {"cache": "paged", "kind": "paged", "slots": n, "reads": "auto"}
+        | {"pages": room // args.page_tokens}
+        for n in args.slots
+    ]
+    for cache in caches:
+        told = {name: cache[name] for name in ("cache", "slots", "pages") if name in cache}
+        print(json.dumps(told | serve(args, law, **cache)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,268 @@
+"""What stands in for the programs, the data and the judge of a run that is only simulated."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dapo_jax.experiment.config import Config, Reward
+from dapo_jax.experiment.devices import Mesh
+from dapo_jax.experiment.settings import require
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.plan.costs import Meter
+from dapo_jax.plan.laws import Law
+from dapo_jax.rewards.judge import Pending
+from dapo_jax.rewards.rule import reward_group
+from dapo_jax.sampler.engine import PolicyEngine
+from dapo_jax.sampler.rollout import RolloutSampler
+from dapo_jax.sampler.sampling import SamplingRule
+from dapo_jax.sharding import AXES
+from dapo_jax.structs import Completion, DecodeState, Group, Prefix, Prompt, PromptCache, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """A device that need not be there."""
+
+    id: int
+    platform: str
+    process_index: int = 0
+
+
+def describe_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
+    """A mesh of the run's shape whose devices are only named; nothing can be computed on it.
+
+    Raises `ConfigError` where the product is not the number of chips.
+    """
+    others = settings.data * settings.tensor * settings.decode_tensor
+    fsdp = max(1, chips // others) if settings.fsdp == -1 else settings.fsdp
+    shape = (settings.data, fsdp, settings.decode_tensor, settings.tensor)
+    allowed = f"a factorisation of the {chips} devices"
+    require(others * fsdp == chips, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
+    devices = np.empty(chips, object)
+    devices[:] = [_Chip(i, platform) for i in range(chips)]
+    return jax.sharding.Mesh(devices.reshape(shape), AXES)
+
+
+class Burst(NamedTuple):
+    """One call of `generate`."""
+
+    steps: int
+    running: int  # slots that drew its first token
+    busy_slot_steps: int
+    seconds: float
+
+
+class Text:
+    """A tokenizer of responses that have a length and an end, and no text."""
+
+    pad_id, end_ids = 0, (1,)
+
+    def decode(self, ids: list[int]) -> str:
+        return ""
+
+
+class SimulatedEngine(PolicyEngine):
+    """The engine with its programs replaced. A simulated prompt's tokens are its place in the data.
+
+    Args:
+        reads: what attention reads of the cache in a decode step: 'window' (all places of all
+            slots), 'existing' (tokens that are there), or 'auto': as the store's attention does.
+
+    Attributes:
+        step: of the rollout, for the law.
+        bursts: since it was last emptied.
+        meter: the clock; replaced at every step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: DecoderConfig,
+        mesh: jax.sharding.Mesh,
+        law: Law,
+        meter: Meter,
+        reads: str,
+    ):
+        self.step, self.bursts = 0, []
+        self._law, self.meter, self._samples = law, meter, config.rollout.samples_per_prompt
+        super().__init__(
+            decoder,
+            mesh,
+            slots=config.sampler.slots,
+            burst_tokens=config.sampler.burst_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.sampler.max_response_tokens,
+            first_window_tokens=config.sampler.first_window_tokens,
+            insert_width=min(
+                config.sampler.slots, max(self._samples, config.evaluation.samples_per_problem)
+            ),
+            tokenizer=Text(),
+            settings=config.sampler,
+        )
+        kernel = getattr(self.store.attend, "kernel", False)
+        self._reads_window = reads == "window" or (reads == "auto" and not kernel)
+        self._page_tokens = config.sampler.page_tokens
+
+    def _compile(self, *_: Any) -> None:
+        """Nothing is compiled; these stand where programs would."""
+        self._lengths = np.zeros(self._slots, np.int64)
+        self._ends = np.zeros(self._slots, bool)
+
+    def load_params(self, params: Any) -> None:
+        self.meter.add(load=1)
+
+    def hold(self) -> None:
+        """There are no parameters."""
+
+    def _over_replicas(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def _empty(self, *, window: int) -> DecodeState:
+        """Every slot free; caches are shapes."""
+        zeros, size = np.zeros(self._slots, np.int64), (self._slots, self.max_response_tokens)
+        return DecodeState(
+            caches=jax.eval_shape(lambda: self.store.empty(window)),
+            tables=None,
+            last_token=zeros,
+            length=zeros,
+            generated=zeros,
+            active=np.zeros(self._slots, bool),
+            key=None,
+            tokens=np.broadcast_to(np.int32(0), size),
+            logprobs=np.broadcast_to(np.float32(0), size),
+            busy_slot_steps=np.int64(0),
+            slot_steps=np.int64(0),
+        )
+
+    def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
+        return state.replace(caches=jax.eval_shape(lambda: self.store.empty(window)))
+
+    def _prefill(self, params: Any, tokens: np.ndarray, lengths: np.ndarray, keys: Any) -> Prefix:
+        self.meter.add(prefill_call=1, prefill_token=tokens.size / self.replicas)
+        shape = (*tokens.shape, self.config.kv_heads, self.config.head_dim)
+        kept = jax.ShapeDtypeStruct(shape, self.config.dtype)
+        return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys)
+
+    def _insert(self, prefix, state, slots, rows, samples, fills) -> DecodeState:
+        real = slots < self._slots
+        slots, rows, samples = slots[real], rows[real], samples[real]
+        self.meter.add(insert_call=1, insert=len(slots))
+        length, generated, active = (
+            array.copy() for array in (state.length, state.generated, state.active)
+        )
+        for slot, row, sample in zip(slots, rows, samples, strict=True):
+            drawn = self._law.draw(self.step, int(prefix.last_token[row]), self._samples)
+            self._lengths[slot] = drawn.tokens[sample]
+            self._ends[slot] = not drawn.truncated[sample]
+        length[slots], generated[slots], active[slots] = prefix.true_length[rows] - 1, 0, True
+        return state.replace(length=length, generated=generated, active=active)
+
+    def _stop(self, state: DecodeState, stopped: np.ndarray) -> DecodeState:
+        active = state.active.copy()
+        active[stopped[stopped < self._slots]] = False
+        return state.replace(active=active)
+
+    def _generate(self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: Any):
+        left = np.where(state.active, self._lengths - state.generated, 0)
+        steps = self._burst_tokens
+        if self.replicas == 1:  # which stops early
+            steps = min(steps, int(left.max()))
+        drawn = np.minimum(left, steps)
+        self._book(state, steps, drawn, columns)
+        state = state.replace(
+            length=state.length + drawn,
+            generated=state.generated + drawn,
+            active=state.active & (left > drawn),
+            busy_slot_steps=state.busy_slot_steps + drawn.sum(),
+            slot_steps=state.slot_steps + steps * self._slots,
+        )
+        return state, None
+
+    def _book(self, state: DecodeState, steps: int, drawn: np.ndarray, columns: Any) -> None:
+        """What a burst costs: every replica waits for the one that reads most."""
+        each, before = self._slots // self.replicas, self.meter.now
+        if self._reads_window:
+            pages = columns is not None
+            window = columns * self._page_tokens if pages else state.caches[0].values.shape[2]
+            read = steps * each * window
+        else:  # with the i-th token, i - 1 drawn ones and what was there before
+            tokens = drawn * state.length + drawn * (drawn + 1) // 2
+            read = tokens.reshape(self.replicas, each).sum(axis=1).max()
+        self.meter.add(burst=1, decode_step=steps, slot_step=steps * each, read_token=read)
+        running, seconds = int(state.active.sum()), self.meter.now - before
+        self.bursts.append(Burst(steps, running, int(drawn.sum()), seconds))
+
+    def _rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """What was drawn: nothing but the token that the response ends with, over and over."""
+        last = self._ends[slots].astype(array.dtype)[:, None]
+        return np.broadcast_to(last, (len(slots), array.shape[1]))
+
+
+class SimulatedPrompts:
+    """The endless data order of a law."""
+
+    def __init__(self, law: Law):
+        self.position, self._law = 0, law
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        index, self.position = self.position, self.position + 1
+        tokens = np.full(self._law.prompt_tokens(index), index, np.int32)
+        return Prompt(index, str(index), "", tokens, "", "simulated")
+
+
+class SimulatedJudge:
+    """Verdicts from the law, by workers that take their time beside decoding."""
+
+    def __init__(self, config: Config, law: Law, meter: Meter):
+        # Right or wrong is all that a law says.
+        self._config = dataclasses.replace(config, reward=Reward())
+        self._workers = config.reward.workers
+        self._law, self._meter, self._free = law, meter, 0.0
+
+    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
+        self._meter.add(response=len(completions))
+        took = len(completions) * self._meter.costs.judged / self._workers
+        self._free = max(self._free, self._meter.now) + took
+        return Pending(prompt, completions, [self._free])
+
+    def groups(self, pending: list[Pending]) -> list[Group]:
+        for one in pending:
+            self._meter.wait("judge", one.verdicts[0])
+        return [self._group(one) for one in pending]
+
+    def _group(self, one: Pending) -> Group:
+        step = one.completions[0].policy_step  # of a group that was carried over, the one before
+        drawn = self._law.draw(step, one.prompt.index, len(one.completions))
+        verdicts = tuple(Verdict(bool(right), None) for right in drawn.correct)
+        return reward_group(self._config, one.prompt, one.completions, verdicts)
+
+
+class CarryOver:
+    """A sampler that is handed last step's surplus groups instead of drawing them again."""
+
+    def __init__(self, sampler: RolloutSampler, surplus: list[Group]):
+        self._sampler, self._ready = sampler, []
+        self._kept = {group.prompt.index: group.completions for group in surplus}
+
+    def submit(self, prompt: Prompt, samples: int) -> None:
+        if prompt.index in self._kept:
+            self._ready.append((prompt, self._kept.pop(prompt.index)))
+        else:
+            self._sampler.submit(prompt, samples)
+
+    def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
+        ready, self._ready = self._ready, []
+        return ready + self._sampler.decode_burst()
+
+    @property
+    def idle(self) -> bool:
+        return not self._ready and self._sampler.idle
+
+    def abandon(self) -> None:
+        self._sampler.abandon()

@@ -1,0 +1,137 @@
+"""Costs fitted to one setting of the embedded task, held against two that they have not seen.
+
+    python tests/benchmarks/simulate.py --base runs/arithmetic_base --folder runs/simulate
+
+Three runs that differ in slots and in G take their steps in turn, in one process, so that whatever
+else the machine does hits all alike. Costs and laws come from the first run alone. Medians over the
+steps after those that compile. A folder that holds finished runs is read, not written. Prints a
+table and a JSON line.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import runpy
+import statistics
+
+from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log, Model
+from dapo_jax.model import huggingface
+from dapo_jax.parts import numerics, open_mesh
+from dapo_jax.plan.calibrate import FIRST_STEPS, calibrate, replay
+from dapo_jax.plan.costs import Costs
+from dapo_jax.plan.laws import Measured
+from dapo_jax.plan.simulate import Simulation, Step
+from dapo_jax.run import Run
+from dapo_jax.signals import Signals
+
+ARITHMETIC = pathlib.Path(__file__).parents[2] / "configs/arithmetic.py"
+SEEDS = 3  # of the law; the prediction is a median over them too
+COMPARED = (
+    "seconds_decode",
+    "seconds_rollout",
+    "seconds_learning",
+    "seconds_step",
+    "tokens",
+    "decode_steps",
+)
+
+
+def make_config(options: argparse.Namespace, name: str, slots: int, samples: int) -> Config:
+    """The main job with those slots and that G, and nothing but its steps."""
+    config = runpy.run_path(str(ARITHMETIC))["get_config"]()
+    config.run_dir, config.total_steps = str(options.folder / name), options.steps
+    config.model = Model(folder=str(options.base))
+    config.data = Data(max_terms=options.terms, max_prompt_tokens=16, heldout_problems=0)
+    config.rollout.prompts_per_step, config.rollout.samples_per_prompt = options.prompts, samples
+    config.sampler.slots = slots
+    config.checkpoint, config.evaluation = Checkpoint(every_steps=0), Evaluation(every_steps=0)
+    config.log = Log(show_group_every_steps=0, tensorboard=False)
+    return config
+
+
+def run_in_turn(configs: list[Config]) -> None:
+    """Every run's first step, then every run's second, and so on; each begins a round in turn."""
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        runs = [Run(config, signals, stack) for config in configs]
+        for run in runs:
+            run.begin()
+        for step in range(configs[0].total_steps):
+            first = step % len(runs)
+            for run in runs[first:] + runs[:first]:
+                run.step()
+        for run in runs:
+            run.finish()
+
+
+def measured(config: Config) -> list[dict[str, float]]:
+    """What the run's steps took and drew."""
+    lines = (pathlib.Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["step"] > FIRST_STEPS]
+    return [
+        row
+        | {
+            "tokens": row["sampled_tokens_per_second"] * row["seconds_rollout"],
+            "seconds_learning": row["seconds_score"] + row["seconds_update"],
+        }
+        for row in rows
+    ]
+
+
+def record(step: Step) -> dict[str, float]:
+    """The same of a simulated one."""
+    found = step.record()
+    decoding = (found[f"seconds_{name}"] for name in ("prefill_token", "decode_step", "slot_step"))
+    whole = found["seconds_rollout"] + found["seconds_learning"]
+    return found | {"seconds_step": whole, "seconds_decode": sum(decoding)}
+
+
+def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> list[dict]:
+    """Steps under the other run's lengths and verdicts, drawn anew."""
+    records = []
+    for seed in range(SEEDS):
+        simulation = Simulation(config, *model, Measured(law, seed=seed), costs)
+        steps = [simulation.step() for _ in range(config.total_steps)]
+        records += map(record, steps[FIRST_STEPS:])
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", type=pathlib.Path, default=pathlib.Path("runs/arithmetic_base"))
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/simulate"))
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=32, help="groups of a step")
+    parser.add_argument("--terms", type=int, default=8, help="of a sum, at most")
+    parser.add_argument("--slots", type=int, nargs=2, default=(128, 64), help="seen, held out")
+    parser.add_argument("--samples", type=int, nargs=2, default=(16, 8), help="seen, held out")
+    options = parser.parse_args()
+    (slots, other_slots), (samples, other_samples) = options.slots, options.samples
+    settings = ((slots, samples), (other_slots, samples), (slots, other_samples))
+    configs = [make_config(options, f"slots_{s}_samples_{g}", s, g) for s, g in settings]
+    if not all((pathlib.Path(config.run_dir) / "summary.json").exists() for config in configs):
+        run_in_turn(configs)
+    seen = configs[0]
+    mesh = open_mesh(seen.mesh, seen.packing.rows_per_microbatch)
+    numbers = numerics(seen.compute, mesh, seen.packing.row_tokens)
+    model = huggingface.read_config(str(options.base), **numbers), mesh
+    folder = pathlib.Path(seen.run_dir)
+    costs = calibrate(seen, *model, folder)
+    told = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
+    again = [step.record()["decode_steps"] for step in replay(seen, *model, folder, options.steps)]
+    told["replayed_decode_steps"] = again[FIRST_STEPS:]
+    told["decode_steps"] = [row["decode_steps"] for row in measured(seen)]
+    print("| slots | G | | measured | predicted | off |\n|---|---|---|---|---|---|")
+    for config, (s, g) in zip(configs, settings, strict=True):
+        real, virtual = measured(config), predict(config, model, folder, costs)
+        for name in COMPARED:
+            is_, said = (statistics.median(row[name] for row in rows) for rows in (real, virtual))
+            print(f"| {s} | {g} | {name} | {is_:.4g} | {said:.4g} | {said / is_ - 1:+.1%} |")
+            told[f"{s}/{g}/{name}"] = said / is_ - 1
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
