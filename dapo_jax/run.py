@@ -58,7 +58,7 @@ class Run:
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
         check_data([*self.parts.prompts.sources, *self.parts.prompts.heldout])
         announce_data(self.parts, self.heldout)
-        warn_about_cache(config, self.parts.progress)
+        warn_about_rounding(config, self.parts.progress)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
@@ -265,15 +265,15 @@ def announce_data(parts: Parts, heldout: list[Prompt]) -> None:
             parts.progress.warn(escape(complaint))
 
 
-def warn_about_cache(config: Config, progress: Progress) -> None:
+def warn_about_rounding(config: Config, progress: Progress) -> None:
     """Says where the sampler's policy differs from the trained one and nothing corrects for it."""
-    algorithm = config.algorithm
-    corrected = algorithm.importance_cap or algorithm.old_logprobs == "sampler"
-    if config.sampler.cache_dtype == "int8" and not corrected:
-        progress.warn(
-            "sampler.cache_dtype = 'int8' samples from a policy that is not quite the trained one, "
-            "and algorithm.importance_cap = 0 does not correct for it; watch kl_sampler_trainer"
-        )
+    corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
+    for field in ("cache_dtype", "weights_dtype"):
+        if getattr(config.sampler, field) == "int8" and not corrected:
+            progress.warn(
+                f"sampler.{field} = 'int8' samples from a policy that is not quite the trained "
+                "one, and algorithm.importance_cap = 0 does not correct it; see kl_sampler_trainer"
+            )
 
 
 def due(step: int, every: int) -> bool:

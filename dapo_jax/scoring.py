@@ -38,8 +38,8 @@ from dapo_jax.structs import Prompt
 # Besides the policy and the problems, what decides the responses and their verdicts.
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
-    "compute.dtype reward.verifier reward.unfinished reward.percent reward.correct "
-    "reward.threshold reward.parts"
+    "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
+    "reward.percent reward.correct reward.threshold reward.parts"
 ).split()
 
 

@@ -81,7 +81,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         insert_width=1,
         tokenizer=tokenizer,
         seed=config.seed,
-        settings=Sampler(cache=config.cache),
+        settings=Sampler(cache=config.cache, weights_dtype=config.weights_dtype),
     )
     engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
     params = huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)

@@ -10,6 +10,7 @@ Alignment rule: entry t of a per-token array speaks of `tokens[..., t]`, and
 """
 
 import dataclasses
+import functools
 import math
 import re
 import unicodedata
@@ -102,7 +103,7 @@ class Group:
     raw_rewards: np.ndarray  # [G] float64, without the parts that only shape
     correct: np.ndarray  # [G] bool, by the verifier or by the raw reward
 
-    @property
+    @functools.cached_property  # asked after every burst
     def broken(self) -> str | None:
         """Which reward part failed on which response; None where every reward is a number."""
         for i, verdict in enumerate(self.verdicts):

@@ -38,7 +38,8 @@ if [ "$processes" -gt 1 ] || [ -n "$devices" ]; then
     export JAX_PLATFORMS=cpu XLA_FLAGS="$flags --xla_force_host_platform_device_count=${devices:-1}"
 fi
 cd "$(dirname "$0")/.."
-source launch/environment.sh "$extras"
+source launch/install.sh "$extras"
+source launch/env.sh "${extras:+gpu}"
 
 # Settings are checked before minutes go into a base policy; the answer is the folder they name.
 folder="$(.venv/bin/python -m dapo_jax.cli "$config" "${arguments[@]+"${arguments[@]}"}")"
@@ -56,13 +57,15 @@ train=(.venv/bin/python -m dapo_jax.main "$config" "${arguments[@]+"${arguments[
 
 # Several: they meet at a port of this machine that is free now.
 free='import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])'
-export DAPO_COORDINATOR="127.0.0.1:$(.venv/bin/python -c "$free")" DAPO_PROCESSES="$processes"
+port="$(.venv/bin/python -c "$free")"
+export DAPO_COORDINATOR="127.0.0.1:$port" DAPO_PROCESSES="$processes"
 set -m # a process group each, so that Ctrl-C comes once, from here
 children=()
 for ((i = 0; i < processes; i++)); do
     DAPO_PROCESS_ID=$i "${train[@]}" &
     children+=($!)
 done
+# shellcheck disable=SC2329 # called by the traps
 tell() { kill "-$1" "${children[@]}" 2>/dev/null || true; }
 trap 'tell TERM' TERM
 trap 'tell INT' INT

@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from clouds import Cloud, make_checkout
 
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model import saving
@@ -147,3 +148,14 @@ def make_completion(tokens: list[int], truncated: bool = False, logprob: float =
     return Completion(
         np.array(tokens, np.int32), np.full(len(tokens), logprob, np.float32), truncated, 0, ""
     )
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory):
+    return make_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture
+def cloud(tmp_path, checkout):
+    """What the tests of launch/ start their scripts against."""
+    return Cloud(tmp_path, checkout)

@@ -4,7 +4,8 @@
 #   bash tests/run.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source launch/environment.sh test
+source launch/install.sh test
+source launch/env.sh cpu
 export JAX_PLATFORMS=cpu
 # Many tests compile the same small programs, some in processes of their own: each is compiled once.
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0

@@ -30,11 +30,12 @@ from dapo_jax.experiment.config import (
     Sampler,
     SftConfig,
 )
-from dapo_jax.reporting.metrics import CLOCKED
+from dapo_jax.reporting.metrics import CLOCKED, Clock, add_up
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import Run, Signals
 from dapo_jax.structs import Group, Verdict
 from dapo_jax.supervised import make_base
+from dapo_jax.train import RunState, update_policy
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 4
@@ -131,3 +132,9 @@ def read_rows(run_dir) -> list[dict]:
 def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
     """The rollouts or evaluations files by name."""
     return {path.name: path.read_text() for path in sorted((run_dir / folder).iterdir())}
+
+
+def learn(parts, run, groups) -> tuple[RunState, dict[str, float]]:
+    """The state after the updates of a rollout batch, and what was measured."""
+    run, values, means = update_policy(parts, run, groups, Clock())
+    return run, values | add_up(jax.device_get(means))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY, make_completion, make_prompt
-from small_runs import equal, make_quick_config, open_run, read_rows
+from small_runs import equal, learn, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms, sharding
 from dapo_jax.checkpoints import check_same_run, with_defaults
@@ -17,11 +17,11 @@ from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.model import huggingface, saving
 from dapo_jax.parts import build
-from dapo_jax.reporting.metrics import Clock, feedback_metrics
+from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
 from dapo_jax.structs import Group, Verdict
-from dapo_jax.train import RunState, learning_rates, update_policy
+from dapo_jax.train import RunState, learning_rates
 
 STEPS, ALONE = 3, 1
 VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "explained_variance")
@@ -209,7 +209,7 @@ def test_the_critic_learns_to_explain_what_it_can_know(tiny_folder, alone, tmp_p
     run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0, critic)
     seen = []
     for _ in range(15):  # always step 0, where the critic learns alone
-        run, values = update_policy(parts, run, make_groups(config), Clock())
+        run, values = learn(parts, run, make_groups(config))
         seen.append((values["explained_variance"], values["value_loss"]))
     parts.close()
     # Two of three tokens come after the telling one, which can't be known itself.

@@ -15,7 +15,6 @@ from dapo_jax.experiment.config import Compute, Model, Optimizer
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface, saving
-from dapo_jax.model.decoder import for_decoding, unstack_layers
 from dapo_jax.model.trained import frozen_layers, join, without
 from dapo_jax.parts import build, load_frozen
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
@@ -122,12 +121,12 @@ def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device,
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
 
 
-def test_decoding_weights_are_the_layers_in_their_order(tiny_params):
+def test_decoding_weights_are_the_layers_in_their_order(tiny_params, one_device):
     apart = split(tiny_params)
     frozen = {"frozen_layers": apart.pop("frozen_layers")}
-    half = unstack_layers(frozen, HALF) | unstack_layers(apart, HALF)
-    whole = unstack_layers(tiny_params, TINY)
-    jax.tree.map(np.testing.assert_array_equal, for_decoding(half, HALF), for_decoding(whole, TINY))
+    half = make_sampler(HALF, one_device, frozen)._engine.load_params(apart)
+    whole = make_sampler(TINY, one_device)._engine.load_params(tiny_params)
+    jax.tree.map(np.testing.assert_array_equal, half, whole)
 
 
 def test_a_folder_does_not_show_what_was_frozen(tiny_folder, tiny_params, eight_devices, tmp_path):

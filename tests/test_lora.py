@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
-from small_runs import equal, make_groups, make_quick_config, open_run
+from small_runs import equal, learn, make_groups, make_quick_config, open_run
 from test_freezing import DRAWN, make_sampler, sample
 from test_update import assert_close, make_batch, make_learner
 
@@ -24,10 +24,8 @@ from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface
 from dapo_jax.model.trained import MATRICES, choose_trained, fresh_adapters, merge
 from dapo_jax.parts import build, load_frozen
-from dapo_jax.reporting.metrics import Clock
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.scoring import evaluate
-from dapo_jax.train import update_policy
 
 LORA = Lora(rank=3, alpha=6.0)
 DECODER = choose_trained(TINY, 0.0, LORA)
@@ -166,7 +164,7 @@ def run(tiny_folder, tmp_path_factory):
         states = []
         for step in (1, 2):
             groups = make_groups(config)
-            run.state, _ = update_policy(run.parts, run.state, groups, Clock())
+            run.state, _ = learn(run.parts, run.state, groups)
             run.state.step = step
             run.save()
             states.append(jax.device_get(run.state.train))

@@ -16,7 +16,7 @@ from dapo_jax import serve
 from dapo_jax.experiment.config import Config, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import decode_attention
-from dapo_jax.run import warn_about_cache
+from dapo_jax.run import warn_about_rounding
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.pages import PageBook
 from dapo_jax.sampler.rollout import RolloutSampler
@@ -216,15 +216,16 @@ def test_gathered_pages_mean_what_the_kernels_reference_says():
     assert told["num_kv_pages_per_block"] == width and told["num_queries_per_block"] == slots
 
 
-def test_a_rounded_cache_that_nothing_corrects_for_is_told_of():
+@pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype"])
+def test_rounding_that_nothing_corrects_for_is_told_of(field):
     told = []
     progress = types.SimpleNamespace(warn=told.append)
-    config = Config(sampler=Sampler(cache_dtype="int8"))
-    warn_about_cache(config, progress)
-    assert len(told) == 1 and "importance_cap = 0" in told[0]
+    config = Config(sampler=Sampler(**{field: "int8"}))
+    warn_about_rounding(config, progress)
+    assert len(told) == 1 and field in told[0] and "importance_cap = 0" in told[0]
     config.algorithm.importance_cap = 2.0
-    warn_about_cache(config, progress)
-    warn_about_cache(Config(), progress)
+    warn_about_rounding(config, progress)
+    warn_about_rounding(Config(), progress)
     assert len(told) == 1
 
 

@@ -5,13 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from small_runs import equal, make_groups, make_quick_config, open_run, read_rows
+from small_runs import equal, learn, make_groups, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax import train as train_module
 from dapo_jax.parts import build
-from dapo_jax.reporting.metrics import Clock
-from dapo_jax.train import RunState, update_policy
+from dapo_jax.train import RunState
 
 QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update
 RL_PRESETS = [
@@ -52,7 +51,7 @@ def test_dpo_comes_to_prefer_the_right_responses_of_its_pairs(tiny_folder, alone
     parts = build(config)
     run, seen = RunState(1, parts.learner.start(parts.first_params()), 0, 1.0), []
     for _ in range(4):
-        run, values = update_policy(parts, run, make_groups(config), Clock())
+        run, values = learn(parts, run, make_groups(config))
         seen.append((values["preference_loss"], values["preference_accuracy"]))
     parts.close()
     losses, accuracies = zip(*seen, strict=True)
@@ -77,7 +76,7 @@ def test_advantages_are_estimated_once_over_the_whole_rollout_batch(
     run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
     groups = make_groups(config)
     with pytest.raises(StopIteration):
-        update_policy(parts, run, groups, Clock())
+        learn(parts, run, groups)
     parts.close()
     assert seen == [sum(len(group.completions) for group in groups)]
 
@@ -94,7 +93,7 @@ def test_a_starved_steps_last_minibatch_weighs_its_groups_as_planned(
 
     monkeypatch.setattr(train_module, "make_batch", record)
     run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
-    update_policy(parts, run, make_groups(config)[:3], Clock())
+    learn(parts, run, make_groups(config)[:3])
     parts.close()
     np.testing.assert_allclose([batch.loss_weights.sum() for batch in seen], [1, 0.5], rtol=1e-6)
 

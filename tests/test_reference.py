@@ -7,15 +7,14 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
-from small_runs import make_groups, make_quick_config
+from small_runs import learn, make_groups, make_quick_config
 
 from dapo_jax.experiment.config import Compute, Mesh, Model
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import saving
 from dapo_jax.parts import build
-from dapo_jax.reporting.metrics import Clock
 from dapo_jax.structs import TrainState
-from dapo_jax.train import RunState, update_policy
+from dapo_jax.train import RunState
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def distances(parts, params, groups) -> tuple[list[float], TrainState]:
     params = jax.device_put(params, parts.learner.shardings.params)
     run, found = RunState(1, parts.learner.start(params), 0, 1.0), []
     for _ in range(3):
-        run, values = update_policy(parts, run, groups, Clock())
+        run, values = learn(parts, run, groups)
         found.append(values["kl_reference"])
     return found, run.train
 

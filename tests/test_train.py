@@ -10,19 +10,18 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from small_runs import ROOT, STEPS, make_config, read_rollouts, read_rows
+from small_runs import ROOT, STEPS, learn, make_config, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import Checkpoints, check_same_run
 from dapo_jax.experiment.config import Checkpoint, Mesh, Sampler
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.parts import build
-from dapo_jax.reporting.metrics import Clock
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
 from dapo_jax.scoring import evaluate
 from dapo_jax.structs import Verdict
-from dapo_jax.train import RunState, update_policy
+from dapo_jax.train import RunState
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +216,14 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
     before = jax.device_get(run.train)
     cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
-    run, values = update_policy(parts, run, cut, Clock())
+    run, values = learn(parts, run, cut)
     assert values["empty_updates"] == 2 and "loss" not in values
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.train), before)
-    run, values = update_policy(parts, run, whole, Clock())
+    run, values = learn(parts, run, whole)
     assert values["empty_updates"] == 0 and int(run.train.update_count) == 2
     empty = [make_group(config, True, length=0)] * 8
     assert not any(group.correct.any() for group in empty)
-    _, values = update_policy(parts, run, empty, Clock())
+    _, values = learn(parts, run, empty)
     assert values["empty_updates"] == 2 and all(np.isfinite(list(values.values())))
     parts.close()
 

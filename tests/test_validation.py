@@ -44,6 +44,7 @@ REFUSED = {
     ),
     "no such cache": ("dapo", "sampler.cache=heap", "sampler.cache 'heap' auto slots paged"),
     "no such cache dtype": ("dapo", "sampler.cache_dtype=int4", "cache_dtype 'int4' auto int8"),
+    "no such weights": ("dapo", "sampler.weights_dtype=int4", "weights_dtype 'int4' auto int8"),
     "empty pages": ("dapo", "sampler.page_tokens=0", "page_tokens 0 above"),
     "fewer than no pages": ("dapo", "sampler.pages=-1", "sampler.pages -1 least"),
     "pages of slots": ("dapo", "sampler.cache=slots sampler.pages=9", "sampler.pages 9 nothing"),

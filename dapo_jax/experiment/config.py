@@ -118,6 +118,10 @@ class ServeConfig:
     seed: int = setting(0, "Key of the draws, with the order in which requests arrive.")
     cache: str = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: str = setting("float32", "'float32' or 'bfloat16'.")
+    weights_dtype: str = setting(
+        "auto",
+        "Of matrices (not the embedding): 'auto' (dtype) or 'int8', a scale per output channel.",
+    )
     shutdown_seconds: float = setting(
         20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."
     )

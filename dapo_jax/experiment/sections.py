@@ -143,6 +143,11 @@ class Sampler:
         "Of keys and values: 'auto' (compute.dtype) or 'int8' with a scale per token and head: the "
         "mismatch shows in kl_sampler_trainer, and algorithm.importance_cap corrects it.",
     )
+    weights_dtype: str = setting(
+        "auto",
+        "Of the matrices that decode (not the embedding): 'auto' (compute.dtype) or 'int8' with a "
+        "scale per output channel; mismatch and correction as with cache_dtype.",
+    )
 
 
 @dataclasses.dataclass

@@ -22,6 +22,8 @@ CHOICES = {
     "sampler.cache": ("auto", "slots", "paged"),
     "cache": ("auto", "slots", "paged"),
     "sampler.cache_dtype": ("auto", "int8"),
+    "sampler.weights_dtype": ("auto", "int8"),
+    "weights_dtype": ("auto", "int8"),
     "algorithm.kl": ("none", "loss", "reward"),
     "reward.unfinished": ("wrong", "right"),
     "reward.percent": ("exact", "as_asked"),

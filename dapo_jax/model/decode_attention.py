@@ -41,12 +41,12 @@ class SlotContext:
     tables: Int[Array, "S W"] | None  # None without pages
 
 
-def quantise(x: Float[Array, "*N E"], dtype: Any) -> tuple[Array, Float[Array, "*N"] | None]:
-    """`x` in the cache's dtype; for int8 with a scale per token and head, symmetric."""
+def quantise(x: Array, dtype: Any, axis: int | tuple[int, ...] = -1) -> tuple[Array, Array | None]:
+    """`x` in that dtype; int8 is symmetric, with a float32 scale for all that lies along `axis`."""
     if dtype != jnp.int8:
         return x.astype(dtype), None
-    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST_INT8
-    whole = jnp.round(x / jnp.where(scale > 0, scale, 1)[..., None])
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis) / LARGEST_INT8
+    whole = jnp.round(x / jnp.expand_dims(jnp.where(scale > 0, scale, 1), axis))
     return whole.astype(jnp.int8), scale
 
 

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -23,6 +23,7 @@ from dapo_jax.model.blocked import ATTENTION_RESIDUALS
 from dapo_jax.sharding import constrain
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
+SCALE = "_scale"  # what an int8 matrix of decoding has beside it, by its own name with this
 
 LAYER_INPUT = "layer_input"
 REMAT_POLICIES = {
@@ -142,6 +143,9 @@ class Projection(nn.Module):
         kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
         flat = x.reshape(-1, inner)
         product = flat @ kernel.reshape(inner, -1)
+        if self.has_variable("params", "kernel" + SCALE):
+            scale = self.get_variable("params", "kernel" + SCALE)
+            product = (product * scale.reshape(1, -1)).astype(self.dtype)
         if self.adapters:
             product += self._low_rank(flat, inputs)
         product = product.reshape(*x.shape[: -self.contracted], *self.features)
@@ -291,8 +295,18 @@ def forward_dtype(path: str, config: DecoderConfig) -> Any:
     return jnp.float32 if path.endswith("scale") else config.dtype
 
 
+def summed_axes(path: str) -> int:
+    """Over how many of its first axes a product sums with the matrix at that path.
+
+    0: no such matrix, one whose rows are looked up (the embedding), or a small one (adapters).
+    """
+    if path.endswith("/kernel"):
+        return 2 if path.endswith("/out/kernel") else 1
+    return int(path == "head")
+
+
 def layer_paths(path: str, config: DecoderConfig) -> list[str]:
-    """Where the layers of a stack go in `unstack_layers`; the path itself of what is no stack."""
+    """Where the layers of a stack go while decoding; the path itself of what is no stack."""
     stack, _, below = path.partition("/")
     first = {"frozen_layers": 0, "layers": config.frozen_layers}
     if stack not in first:
@@ -300,16 +314,7 @@ def layer_paths(path: str, config: DecoderConfig) -> list[str]:
     return [f"layers/{first[stack] + i}/{below}" for i in range(layer_stacks(config)[stack])]
 
 
-def unstack_layers(params: Any, config: DecoderConfig) -> dict[str, Array]:
-    """Parameters (all, or some) by path, each layer's apart, in their forward dtype."""
-    flat = {}
-    for path, leaf in flatten_dict(params, sep="/").items():
-        leaf, paths = leaf.astype(forward_dtype(path, config)), layer_paths(path, config)
-        flat |= {path: leaf} if paths == [path] else dict(zip(paths, leaf, strict=True))
-    return flat
-
-
 def for_decoding(flat: dict[str, Array], config: DecoderConfig) -> Any:
-    """All parameters of `unstack_layers` as a tree; `layers` is a tuple of trees."""
+    """Parameters by path, each layer's apart, as a tree; `layers` is a tuple of trees."""
     tree = unflatten_dict(flat, sep="/")
     return tree | {"layers": tuple(tree["layers"][str(i)] for i in range(config.layers))}

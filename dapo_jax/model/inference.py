@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.decode_attention import PromptContext, SlotContext, attend_prompt
-from dapo_jax.model.decoder import Block, DecoderConfig, head_kernel, rms_norm
+from dapo_jax.model.decoder import SCALE, Block, DecoderConfig, head_kernel, rms_norm
 from dapo_jax.structs import PromptCache
 
 
@@ -78,4 +78,8 @@ def decode_step(
     x = params["embedding"][tokens][:, None].astype(config.dtype)
     x, caches = _run_layers(params, config, attend, x, context, caches)
     x = rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0])
-    return jnp.dot(x, head_kernel(params), preferred_element_type=jnp.float32), caches
+    head = head_kernel(params).astype(x.dtype)
+    logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
+    if "head" + SCALE in params:
+        logits *= params["head" + SCALE][None]
+    return logits, caches

@@ -51,10 +51,11 @@ def calibrate(
 ) -> Costs:
     """Costs on the machine of a run, from its own settings, `metrics.jsonl` and `rollouts/`.
 
-    Prefilling a token costs what scoring one does, the same arithmetic, and so does a slot's share
-    of a decode step at most: one setting of slots can't tell it from the step's own, which is what
-    is left over. What the host did while it did not wait for decoding goes by bursts, responses
-    and rollouts. The first steps, which compile, are left out.
+    Learning goes by tokens alone: the steps of one setting hardly differ, so that what a call adds
+    could not be told from noise. Prefilling a token costs what scoring one does, the same
+    arithmetic, and so does a slot's share of a decode step at most: one setting of slots can't tell
+    it from the step's own, which is what is left over. What the host did while it did not wait for
+    decoding goes by bursts, responses and rollouts. The first steps, which compile, are left out.
 
     Raises `ConfigError` where the run has too few steps.
     """
@@ -71,8 +72,8 @@ def calibrate(
     def used(name: str) -> np.ndarray:
         return np.array([count[name] for count in counts])
 
-    found = fit(counts, seconds("update"), ("update", "update_token"))
-    found |= fit(counts, seconds("score"), ("score_pass", "score_token"))
+    found = fit(counts, seconds("update"), ("update_token",))
+    found |= fit(counts, seconds("score"), ("score_token",))
     found |= fit(counts, seconds("rollout") - seconds("decode"), ("load", "burst", "response"))
     token = found["prefill_token"] = found["score_token"]
     decoding = seconds("decode") - token * used("prefill_token")

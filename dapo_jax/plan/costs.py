@@ -79,7 +79,14 @@ class Chip:
 
 
 def roofline(
-    chip: Chip, *, parameters: float, token_bytes: float, chips: int, replicas: int, slots: int
+    chip: Chip,
+    *,
+    parameters: float,
+    token_bytes: float,
+    chips: int,
+    replicas: int,
+    slots: int,
+    learners: int | None = None,
 ) -> Costs:
     """Costs from a chip's speed: memory while decoding, arithmetic elsewhere.
 
@@ -90,10 +97,12 @@ def roofline(
     Args:
         parameters: of the policy.
         token_bytes: of keys and values of a token, all layers and heads.
-        chips, replicas: all learn; a replica decodes on chips / replicas of them.
+        chips, replicas: those that decode, a replica on chips / replicas of them.
         slots: of a replica.
+        learners: chips that learn; None: the same.
     """
     tensor, flops = chips / replicas, chip.utilisation * chip.flops_per_second
+    learning = parameters / (learners or chips) / flops
     weights = 2 * parameters / tensor  # bytes on a chip, and operations for a token
     read, product = weights / chip.bytes_per_second, slots * weights / chip.flops_per_second
     return Costs(
@@ -101,8 +110,8 @@ def roofline(
         prefill_token=weights / flops,
         decode_step=chip.step_seconds + max(read, product),
         read_token=token_bytes / tensor / chip.bytes_per_second,
-        score_token=2 * parameters / chips / flops,
-        update_token=6 * parameters / chips / flops,
+        score_token=2 * learning,
+        update_token=6 * learning,
     )
 
 

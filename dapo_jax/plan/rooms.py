@@ -106,7 +106,7 @@ class SimulatedEngine(PolicyEngine):
         self._reads_window = reads == "window" or (reads == "auto" and not kernel)
         self._page_tokens = config.sampler.page_tokens
 
-    def _compile(self, load_layers: int, trained_on: jax.sharding.Mesh) -> None:
+    def _compile(self, *_: Any) -> None:
         """Nothing is compiled; these stand where programs would."""
         self._lengths = np.zeros(self._slots, np.int64)
         self._ends = np.zeros(self._slots, bool)

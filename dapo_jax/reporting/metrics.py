@@ -177,6 +177,7 @@ def rollout_metrics(
         response_metrics(collected.judged)
         | verdict_counts(collected.judged + collected.surplus)
         | parts
+        | counts.metrics()
         | {
             "broken_groups": float(len(collected.broken)),
             "kept_fraction": collected.with_signal / judged,
@@ -188,18 +189,11 @@ def rollout_metrics(
                 counts.tokens + counts.abandoned_tokens + counts.put_back_tokens
             )
             / max(1, trained_tokens),
-            "abandoned_tokens": float(counts.abandoned_tokens),
-            "put_back_tokens": float(counts.put_back_tokens),
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
-            "decode_steps": float(counts.decode_steps),
-            "decode_bursts": float(counts.bursts),
-            "prefills": float(counts.prefills),
-            "slot_occupancy": counts.occupancy,
             "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
             "trained_tokens_per_second": trained_tokens / (updating or math.inf),
-            "seconds_decode": counts.decode_seconds,
             "seconds_step": clock.total(),
         }
     )

@@ -99,9 +99,9 @@ class PolicyEngine(Engine):
         prompts = self.prefill_width if self.store.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
         self._frozen, self.held = frozen or {}, None
-        self._compile(settings.load_layers, trained_on or mesh)
+        self._compile(settings, trained_on or mesh)
 
-    def _compile(self, load_layers: int, trained_on: jax.sharding.Mesh) -> None:
+    def _compile(self, settings: Sampler, trained_on: jax.sharding.Mesh) -> None:
         place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
         shapes = jax.eval_shape(functools.partial(self._empty_fn, window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
@@ -110,7 +110,7 @@ class PolicyEngine(Engine):
         boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
         frozen = flatten_dict(self._frozen, sep="/")
         meshes = trained_on, self._mesh
-        load = functools.partial(Loader, self.config, *meshes, layers_at_once=load_layers)
+        load = functools.partial(Loader, self.config, *meshes, settings=settings)
         self._load_frozen = load({path: boxed[path] for path in frozen})
         self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
         self.prefix_place = prompts = place("batch", None, "kv_heads")

@@ -1,5 +1,7 @@
 """From the trainer's stacked, sharded parameters to those that decode: cast, un-stacked, resharded.
 
+Matrices may become int8 with a scale per output channel, before they are moved.
+
 While it runs, a program holds what it reads and what it writes. All layers at once is the fastest;
 a few at a time hold less.
 """
@@ -10,13 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax import sharding
+from dapo_jax.experiment.config import Sampler
 from dapo_jax.model import decoder
+from dapo_jax.model.decode_attention import quantise
 
 # Of [embed, heads, head_dim].
 _PER_HEAD = ("query/kernel", "key/kernel", "value/kernel")
@@ -61,7 +66,8 @@ class Loader:
         mesh: where the parameters are.
         decoding_mesh: where they are needed; other devices must be cut into as many tensor shards.
         boxed: shapes and logical axis names by path.
-        layers_at_once: of a stack, per call; 0: everything in one call.
+        settings: how many layers of a stack per call (0: everything in one), and whether matrices
+            become int8; the embedding, biases and adapters don't.
     """
 
     def __init__(
@@ -70,9 +76,10 @@ class Loader:
         mesh: jax.sharding.Mesh,
         decoding_mesh: jax.sharding.Mesh,
         boxed: dict[str, Any],
-        layers_at_once: int = 0,
+        settings: Sampler,
     ):
-        self._config, self._layers_at_once = config, layers_at_once
+        self._config, self._layers_at_once = config, settings.load_layers
+        self._int8 = settings.weights_dtype == "int8"
         self._paths = {path: decoder.layer_paths(path, config) for path in boxed}
         before, after = (
             sharding.tree_shardings(mesh, boxed, column)
@@ -82,13 +89,18 @@ class Loader:
         for path in boxed:
             first = 1 if self._is_stacked(path) else 0  # a stack's own dimension is not cut
             there, here = after[path].spec[first:], before[path].spec[first:]
-            place = PartitionSpec(*there)
-            self._places[path] = _as_read(NamedSharding(mesh, place), path)
-            final[path] = _as_read(NamedSharding(decoding_mesh, place), path)
-            self._halfway[path] = NamedSharding(mesh, _halfway(here, there))
-        self._targets = {to: self._places[path] for path in boxed for to in self._paths[path]}
+            specs = {path: (PartitionSpec(*there), _halfway(here, there))}
+            if summed := self._summed(path):  # what is left is a scale's
+                name = path + decoder.SCALE
+                specs[name] = tuple(PartitionSpec(*spec[summed:]) for spec in specs[path])
+                self._paths[name] = decoder.layer_paths(name, config)
+            for name, (place, halfway) in specs.items():
+                self._places[name] = _as_read(NamedSharding(mesh, place), name)
+                final[name] = _as_read(NamedSharding(decoding_mesh, place), name)
+                self._halfway[name] = NamedSharding(mesh, halfway)
+        self._targets = {to: self._places[name] for name in self._paths for to in self._paths[name]}
         self._elsewhere = decoding_mesh != mesh
-        self._final = {to: final[path] for path in boxed for to in self._paths[path]}
+        self._final = {to: final[name] for name in self._paths for to in self._paths[name]}
         self._whole = jax.jit(self._unstack, out_shardings=self._targets)
         self._some = functools.cache(self._compile_some)
 
@@ -99,9 +111,9 @@ class Loader:
         found = {}
         for paths, start, count, leaves in self._calls(params):
             loaded = self._some(paths, count)(leaves, start)
-            for path in paths:
-                layers = self._paths[path][start : start + count]
-                found |= self._moved(dict(zip(layers, loaded[path], strict=True)))
+            for name, layers in loaded.items():
+                paths_of_layers = self._paths[name][start : start + count]
+                found |= self._moved(dict(zip(paths_of_layers, layers, strict=True)))
         return found
 
     def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
@@ -125,12 +137,18 @@ class Loader:
         return self._some(paths, count).lower(leaves, start)
 
     def _unstack(self, params: Any) -> dict[str, Array]:
-        between = {to: self._halfway[path] for path in self._paths for to in self._paths[path]}
-        flat = decoder.unstack_layers(params, self._config)
-        return jax.lax.with_sharding_constraint(flat, {path: between[path] for path in flat})
+        found = {}
+        for path, leaf in flatten_dict(params, sep="/").items():
+            stack = leaf if self._is_stacked(path) else leaf[None]
+            for name, layers in self._layers(path, stack).items():
+                found |= zip(self._paths[name], layers, strict=True)
+        return found
 
     def _is_stacked(self, path: str) -> bool:
         return self._paths[path] != [path]
+
+    def _summed(self, path: str) -> int:
+        return decoder.summed_axes(path) if self._int8 else 0
 
     def _calls(self, params: Any):
         """(paths, first layer, layers, arrays) of every call; what is no stack goes alone."""
@@ -146,15 +164,25 @@ class Loader:
 
     def _compile_some(self, paths: tuple[str, ...], count: int):
         def load(leaves, start):
-            return {path: self._layers(path, leaves[path], start, count) for path in paths}
+            found = {}
+            for path, leaf in leaves.items():
+                stacked = self._is_stacked(path)
+                some = jax.lax.dynamic_slice_in_dim(leaf, start, count) if stacked else leaf[None]
+                found |= self._layers(path, some)
+            return found
 
-        places = {path: [self._places[path]] * count for path in paths}
+        names = (name for path in paths for name in (path, path + decoder.SCALE))
+        places = {name: [self._places[name]] * count for name in names if name in self._places}
         return jax.jit(load, out_shardings=places)
 
-    def _layers(self, path: str, leaf: Array, start: Array, count: int) -> list[Array]:
-        dtype, stacked = decoder.forward_dtype(path, self._config), self._is_stacked(path)
-        some = jax.lax.dynamic_slice_in_dim(leaf, start, count) if stacked else leaf[None]
-        return [
-            jax.lax.with_sharding_constraint(layer.astype(dtype), self._halfway[path])
-            for layer in some
-        ]
+    def _layers(self, path: str, stack: Array) -> dict[str, list[Array]]:
+        """Those of a stack halfway, and by the name beside it their scales."""
+        if summed := self._summed(path):
+            whole, scale = quantise(stack, jnp.int8, tuple(range(1, 1 + summed)))
+            found = {path: whole, path + decoder.SCALE: scale}
+        else:
+            found = {path: stack.astype(decoder.forward_dtype(path, self._config))}
+        return {
+            name: [jax.lax.with_sharding_constraint(one, self._halfway[name]) for one in layers]
+            for name, layers in found.items()
+        }

@@ -55,6 +55,18 @@ class SamplerCounts:
         """Share of decode-slot steps that drew a token while the queue was not empty."""
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 1.0
 
+    def metrics(self) -> dict[str, float]:
+        """What of this a step logs as it is."""
+        return {
+            "abandoned_tokens": float(self.abandoned_tokens),
+            "put_back_tokens": float(self.put_back_tokens),
+            "decode_steps": float(self.decode_steps),
+            "decode_bursts": float(self.bursts),
+            "prefills": float(self.prefills),
+            "slot_occupancy": self.occupancy,
+            "seconds_decode": self.decode_seconds,
+        }
+
 
 def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int) -> np.ndarray:
     """Right-padded to the next power of two (at most `limit`), so that few lengths compile."""

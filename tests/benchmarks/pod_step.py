@@ -6,7 +6,8 @@
 Assumed: a log-normal law of lengths, a Beta law of right answers that keeps `--kept` of the groups
 at the start, effective bandwidths, `--mfu` of a chip's peak in training, scoring and prefill. The
 schedule is the run's own. With a lag, rollouts and updates share all devices (each then waits for
-the other, and nothing is hidden), or have half of them each, which the trainer does not do today.
+the other, and nothing is hidden), or some sample and the others learn (`mesh.sampler_share`). At
+least two `--steps`.
 Prints a table and a JSON line per simulation; the default sizes are Qwen2.5-32B's on v5p:4x4x4.
 """
 
@@ -17,7 +18,7 @@ import statistics
 from pages import BANDWIDTHS, SHAPE
 
 from dapo_jax.experiment.config import Config, Data, Mesh, Packing, Rollout, Sampler
-from dapo_jax.plan.costs import Chip, overlapped_seconds, roofline
+from dapo_jax.plan.costs import Chip, roofline
 from dapo_jax.plan.laws import Assumed, right_from_kept
 from dapo_jax.plan.rooms import describe_mesh
 from dapo_jax.plan.simulate import Simulation, Step
@@ -29,8 +30,10 @@ SHOWN = ("utilisation", "seconds_tail", "asked", "judged", "surplus", "rounds", 
 SHOWN += ("abandoned_tokens", "sampled_to_kept_tokens", "rows", "fill")
 
 
-def simulate(args: argparse.Namespace, chips: int, carry_over: bool = False) -> list[Step]:
-    """Steps that have so many devices for the rollout and as many for the update."""
+def simulate(
+    args: argparse.Namespace, chips: int, learners: int, carry_over: bool = False
+) -> list[Step]:
+    """Steps that have so many devices for the rollout and so many for the update."""
     replicas, response = chips // args.tensor, args.max_response
     config = Config(
         data=Data(max_prompt_tokens=ROW - 20_480),
@@ -43,7 +46,7 @@ def simulate(args: argparse.Namespace, chips: int, carry_over: bool = False) -> 
             pages=args.pages * replicas,
             prefill_prompts=replicas,
         ),
-        packing=Packing(row_tokens=ROW, rows_per_microbatch=chips),
+        packing=Packing(row_tokens=ROW, rows_per_microbatch=learners),
     )
     law = Assumed(
         args.median,
@@ -58,6 +61,7 @@ def simulate(args: argparse.Namespace, chips: int, carry_over: bool = False) -> 
         chips=chips,
         replicas=replicas,
         slots=args.slots,
+        learners=learners,
     )
     mesh = describe_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", chips)
     simulation = Simulation(config, SHAPE, mesh, law, costs, carry_over=carry_over)
@@ -72,10 +76,19 @@ def describe(name: str, steps: list[Step]) -> None:
     print(json.dumps({"simulation": name} | means), flush=True)
 
 
+def step_seconds(steps: list[Step], overlapped: bool) -> float:
+    """Of a step amid others: where they overlap, the longer of an update and the next rollout."""
+    if not overlapped:
+        return statistics.mean(s.rollout_seconds + s.update_seconds for s in steps)
+    pairs = zip(steps, steps[1:], strict=False)
+    return statistics.mean(max(s.update_seconds, after.rollout_seconds) for s, after in pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", choices=BANDWIDTHS, default="v5p")
     parser.add_argument("--chips", type=int, default=64)
+    parser.add_argument("--samplers", type=int, default=32, help="chips, where they are apart")
     parser.add_argument("--tensor", type=int, default=4, help="devices of a decoding replica")
     parser.add_argument("--slots", type=int, default=244, help="of a replica")
     parser.add_argument("--pages", type=int, default=9160, help="of a replica")
@@ -83,33 +96,30 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512, help="groups of a step")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--updates", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--mfu", type=float, default=0.4)
     parser.add_argument("--median", type=float, default=2900.0)
     parser.add_argument("--spread", type=float, default=0.9)
     parser.add_argument("--max_response", type=int, default=20_480)
     parser.add_argument("--accuracy", type=float, default=0.5, help="of responses within the limit")
     parser.add_argument("--kept", type=float, default=0.5, help="share of groups with signal")
+    parser.add_argument("--carry_over", action="store_true", help="one more simulation")
     args = parser.parse_args()
-    whole, half = simulate(args, args.chips), simulate(args, args.chips // 2)
-    carried = simulate(args, args.chips, carry_over=True)
+    learners = args.chips - args.samplers
+    whole = simulate(args, args.chips, args.chips)
     describe("all devices", whole)
-    describe("half of the devices", half)
-    describe("all devices, carry-over (hypothetical)", carried)
+    apart = simulate(args, args.samplers, learners)
+    describe(f"{args.samplers} sample, {learners} learn", apart)
+    rows = [("the same", 0, whole), ("the same", 1, whole)]
+    rows += [(f"{args.samplers} and {learners}", lag, apart) for lag in (0, 1)]
+    if args.carry_over:
+        carried = simulate(args, args.chips, args.chips, carry_over=True)
+        describe("all devices, carry-over (hypothetical)", carried)
+        rows.append(("the same, carry-over (hypothetical)", 0, carried))
     print("| devices | lag | seconds a step |\n|---|---|---|")
-
-    def row(devices: str, lag: int, steps: list[Step], hidden: int) -> None:
-        rollouts, updates = zip(
-            *((s.rollout_seconds, s.update_seconds) for s in steps), strict=True
-        )
-        seconds = overlapped_seconds(rollouts, updates, hidden) / len(steps)
+    for devices, lag, steps in rows:
+        seconds = step_seconds(steps, overlapped=lag and steps is apart)
         print(f"| {devices} | {lag} | {seconds:.0f} |")
-
-    row("the same", 0, whole, 0)
-    row("the same", 1, whole, 0)
-    row("half each", 0, half, 0)
-    row("half each", 1, half, 1)
-    row("the same, carry-over (hypothetical)", 0, carried, 0)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Run:
     attention: str = "auto"
     programs: str = PROGRAMS
     layers: int = 0  # only the first; 0: all
+    weights: str = "auto"  # those that decode
 
     def open_mesh(self) -> jax.sharding.Mesh:
         sizes = {name: int(size) for name, size in (p.split("=") for p in self.mesh.split(","))}
@@ -152,7 +153,12 @@ def open_engine(run: Run, config: decoder.DecoderConfig, mesh: jax.sharding.Mesh
         first_window_tokens=run.row_tokens,
         insert_width=min(16, run.slots),
         tokenizer=_Tokenizer(),
-        settings=Sampler(cache=run.cache, pages=run.pages * replicas, load_layers=run.load_layers),
+        settings=Sampler(
+            cache=run.cache,
+            pages=run.pages * replicas,
+            load_layers=run.load_layers,
+            weights_dtype=run.weights,
+        ),
     )
 
 

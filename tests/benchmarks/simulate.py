@@ -27,7 +27,7 @@ from dapo_jax.run import Run
 from dapo_jax.signals import Signals
 
 ARITHMETIC = pathlib.Path(__file__).parents[2] / "configs/arithmetic.py"
-SEEDS = 5  # of the law; the prediction is a median over them too
+SEEDS = 3  # of the law; the prediction is a median over them too
 COMPARED = (
     "seconds_decode",
     "seconds_rollout",

@@ -1,8 +1,10 @@
-# Sourced by launch/local.sh and tests/run.sh: makes .venv once per set of extras, then starts at once.
-# Usage: source launch/environment.sh EXTRAS      (comma-separated, may be empty)
+# shellcheck shell=bash
+# Sourced: makes .venv once per set of extras, then starts at once. Settings are in launch/env.sh.
+# Usage: source launch/install.sh EXTRAS      (comma-separated, may be empty)
 
 extras="$1"
-for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11; do
+for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 \
+    "$(command -v uv >/dev/null && uv python find '>=3.11,<3.14' 2>/dev/null)"; do
     [ -n "$candidate" ] || continue
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
         python="$candidate"
@@ -25,6 +27,3 @@ if [ "$(cat "$mark" 2>/dev/null)" != "$wanted" ]; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
     echo "$wanted" >"$mark"
 fi
-
-# Compiled programs are kept between runs.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.venv/jax_cache}"

@@ -1,0 +1,319 @@
+"""launch/tpu_vm.sh with a `gcloud` that plays scenarios on workers that run what they are sent."""
+
+import os
+import pathlib
+import pty
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from clouds import ROOT, wait_for
+
+AT = ("--name=dapo", "--zone=us-east5-b")
+HOSTILE = [
+    "$(touch {0})",
+    "`touch {0}`",
+    "a  b 'c' \"d\"",
+    "; touch {0} #",
+    "",
+    "*",
+    "\\$HOME\n-- --yes",
+]
+
+
+def test_a_run_on_four_workers_is_created_watched_and_deleted(cloud):
+    cloud.plays(workers=4)
+    said = cloud.runs("--type=v6e-16", "--spot")
+    assert [line for line in said.splitlines() if line.startswith("step")] == [
+        f"step {i} of worker 0" for i in range(1, 7)
+    ]
+    (create,) = cloud.calls("tpu-vm", "create")
+    assert {"--spot", "--accelerator-type=v6e-16", "--version=v2-alpha-tpuv6e"} <= set(create)
+    assert all(len(cloud.starts(worker)) == 1 for worker in range(4))
+    assert "scoped_vmem_limit_kib=98304" in cloud.starts()[0]["env"]["LIBTPU_INIT_ARGS"]
+    assert not cloud.exists() and "dapo is deleted" in said
+
+
+def test_a_machine_that_is_there_is_reused_without_installing_again(cloud):
+    cloud.runs("--keep")
+    said = cloud.runs()
+    assert len(cloud.calls("tpu-vm", "create")) == 1 and len(cloud.starts()) == 2
+    assert (cloud.folder / "workers/0/pip.log").read_text().count("install") == 1
+    assert cloud.exists() and "is still there and costs money" in said  # not made by the second
+
+
+def test_a_queued_request_waits_until_it_is_active(cloud):
+    cloud.plays(request=["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
+    said = cloud.runs("--queued")
+    assert "request WAITING_FOR_RESOURCES" in said
+    (create,) = cloud.calls("queued-resources", "create")
+    assert "--node-id=dapo" in create and not cloud.calls("tpu-vm", "create")
+    assert ["--force"] == [
+        word for word in cloud.calls("queued-resources", "delete")[0] if "force" in word
+    ]
+    assert not cloud.exists()
+
+
+@pytest.mark.parametrize("queued", [[], ["--queued"]])
+def test_preempted_while_running_it_is_made_again_and_goes_on(cloud, queued):
+    cloud.plays(runs=[{"preempt": 3}, {}])
+    said = cloud.runs("--spot", *queued)
+    assert (
+        "try 1 of 10: dapo is PREEMPTED" in said
+        and "trying again; the run goes on from gs://b/r" in said
+    )
+    assert "from step 3" in said and "launch: done" in said and len(cloud.starts()) == 2
+    kind = "queued-resources" if queued else "tpu-vm"
+    assert len(cloud.calls(kind, "create")) == 2 and len(cloud.calls(kind, "delete")) == 2
+
+
+def test_a_preempted_machine_that_says_nothing_is_noticed(cloud):
+    cloud.plays(runs=[{"preempt": 2, "stands_still": 2}, {}])
+    said = cloud.runs("--spot")
+    assert "dapo is PREEMPTED" in said and "from step 2" in said
+
+
+def test_a_machine_that_shuts_down_has_not_finished(cloud):
+    """systemd's SIGTERM makes the trainer save and exit 0, which must not pass for the end."""
+    cloud.plays(runs=[{"seconds": 0.3, "steps": 30}, {"steps": 1}])
+    process = cloud.start("run", *AT, "--yes", "--config=x", "--config.run_dir=gs://b")
+    wait_for(lambda: cloud.starts(1) and cloud.starts(0))
+    for path in cloud.folder.glob("workers/*/dapo_jax_run/*.session"):
+        os.kill(int(path.read_text()), signal.SIGTERM)
+        os.kill(int(path.with_suffix(".pid").read_text()), signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert "told to shut down; the run has saved" in said and len(cloud.starts()) == 2
+    assert process.returncode == 0, said
+
+
+def test_a_refused_quota_is_said_and_tries_end(cloud):
+    cloud.plays(create=[{"error": "Quota limit 'TPUV6EPreemptible' has been exceeded. Limit: 8"}])
+    said = cloud.runs("--tries=3", expect=1)
+    assert said.count("the quota does not allow it") == 3 and "Limit: 8" in said
+    assert "no tries are left" in said and len(cloud.calls("tpu-vm", "create")) == 3
+
+
+def test_what_can_not_be_allowed_is_not_tried_again(cloud):
+    cloud.plays(create=[{"error": "PERMISSION_DENIED: no tpu.nodes.create"}])
+    assert "PERMISSION_DENIED" in cloud.runs(expect=1)
+    assert len(cloud.calls("tpu-vm", "create")) == 1
+
+
+def test_half_created_it_is_deleted_and_made_again(cloud):
+    cloud.plays(create=[{"error": "internal error", "state": "UNKNOWN"}, {}])
+    said = cloud.runs()
+    assert "deleting what is left of dapo" in said and "launch: done" in said
+    verbs = [call[1] for call in cloud.calls("tpu-vm") if call[1] in ("create", "delete")]
+    assert verbs == ["create", "delete", "create", "delete"]
+
+
+def test_a_broken_machine_of_somebody_else_is_left_alone(cloud):
+    (cloud.folder / "node.json").write_text('{"state": "PREEMPTED", "label": ""}')
+    assert "was not made by this script" in cloud.runs(expect=1)
+    assert not cloud.calls("tpu-vm", "delete")
+
+
+def test_a_worker_that_can_not_install_is_named_and_nothing_starts(cloud):
+    cloud.plays(workers=3)
+    (cloud.folder / "install_fails").write_text("1")
+    said = cloud.runs("--tries=2", expect=1)
+    assert "launch: worker 1: installing" in said and "ERROR: no matching distribution" in said
+    assert "worker 0:" not in said and "worker 2:" not in said
+    assert said.count("installing failed on worker 1 of 3") == 2
+    assert not any(cloud.starts(worker) for worker in range(3)) and not cloud.exists()
+
+
+@pytest.mark.parametrize("gcloud_repeats", [False, True])
+def test_a_lost_connection_is_taken_up_and_the_run_not_started_again(cloud, gcloud_repeats):
+    cloud.plays(runs=[{"seconds": 0.2}], follow_lines=[3, 4, 99], repeats=gcloud_repeats)
+    said = cloud.runs()
+    assert said.count("the connection was lost; the run goes on") == (0 if gcloud_repeats else 2)
+    steps = [line for line in said.splitlines() if line.startswith("step")]
+    assert steps == [f"step {i} of worker 0" for i in range(1, 7)]  # each once
+    assert len(cloud.starts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "starts", "text"),
+    [(2, 1, "a setting is wrong"), (3, 1, "no learning signal"), (75, 2, "died or stood still")],
+)
+def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, text):
+    cloud.plays(runs=[{"code": code, "at": 2}, {}])
+    said = cloud.runs(expect=code if code in (2, 3) else 0)
+    assert text in said and "error: what is wrong" in said
+    assert len(cloud.starts()) == starts and len(cloud.calls("tpu-vm", "create")) == 1
+
+
+def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
+    cloud.plays(runs=[{"seconds": 0.1, "steps": 99}])
+    process = cloud.start("run", *AT, "--yes", "--config=x", "--config.run_dir=gs://b")
+    wait_for(lambda: cloud.starts(1))
+    cloud.does("stop")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by somebody" in said, said
+    assert len(cloud.starts()) == 1 and not cloud.exists()
+
+
+def test_workers_that_did_not_end_with_the_others_are_stopped(cloud):
+    cloud.plays(runs=[{"code": 75, "at": 1, "worker": 0, "steps": 999}, {"steps": 1}])
+    said = cloud.runs()
+    assert "exit codes 75 lost" in said and "stopping the run on every worker" in said
+    assert len(cloud.starts(1)) == 2
+
+
+def test_one_launch_at_a_time_per_name(cloud):
+    cloud.plays(runs=[{"seconds": 0.3}])
+    words = (
+        "run",
+        "--name=dapo",
+        "--zone=us-east5-b",
+        "--yes",
+        "--config=x",
+        "--config.run_dir=gs://b",
+    )
+    first = cloud.start(*words)
+    wait_for(cloud.starts)
+    assert "another launch of tpu-dapo is going on" in cloud.runs(expect=1)
+    # From another machine there is no such lock, but the workers say so.
+    (cloud.folder / "state/dapo_jax/tpu-dapo.lock").unlink()
+    assert "a run is going on there already" in cloud.runs(expect=1)
+    assert first.wait(60) == 0 and len(cloud.starts()) == 1
+
+
+@pytest.mark.parametrize("moment", ["creating", "training", "deaf"])
+def test_after_ctrl_c_nothing_is_left(cloud, moment):
+    cloud.plays(
+        create=[{"seconds": 1} if moment == "creating" else {}],
+        runs=[{"seconds": 0.1, "steps": 99, "ignore": moment == "deaf"}],
+    )
+    words = ("run", *AT, "--config=x", "--config.run_dir=gs://b")
+    process = cloud.start(*words)
+    wait_for(cloud.exists if moment == "creating" else cloud.is_training)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert not cloud.exists() and not cloud.is_training()
+    assert ("did not save within 2 s: killed" in said) == (moment == "deaf"), said
+
+
+def test_a_detached_run_goes_on_and_is_attached_stopped_and_deleted(cloud):
+    cloud.plays(runs=[{"seconds": 0.1, "steps": 99}])
+    said = cloud.runs("--detach")
+    assert "bash launch/tpu_vm.sh attach --name=dapo --zone=us-east5-b" in said
+    wait_for(cloud.is_training)
+    assert "worker 1: running" in cloud.does("status")
+    attached = cloud.start("attach", *AT)
+    time.sleep(0.5)
+    cloud.does("stop")
+    told, _ = attached.communicate(timeout=60)
+    assert "stopped by SIGTERM; saved" in told and not cloud.is_training()
+    assert "worker 0: exited" in cloud.does("status")
+    assert "not deleted" in cloud.does("delete", expect=1) and cloud.exists()
+    cloud.does("delete", "--yes")
+    assert not cloud.exists()
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+def test_deleting_asks(cloud, answer):
+    (cloud.folder / "node.json").write_text('{"state": "READY", "label": "dapo"}')
+    ours, theirs = pty.openpty()
+    process = cloud.start("delete", *AT, stdin=theirs)
+    os.write(ours, answer.encode() + b"\n")
+    said, _ = process.communicate(timeout=60)
+    assert cloud.exists() == (answer == "n"), said
+
+
+def test_results_that_are_not_on_gs_come_here(cloud):
+    cloud.plays(workers=1)
+    cloud.runs(folder="runs/a")
+    assert (cloud.tree / "runs/dapo/runs/a/summary.json").exists()
+
+
+def test_a_dry_run_prints_every_command_and_does_none(cloud):
+    said = cloud.runs("--dry-run", "--spot")
+    assert not cloud.calls() and not cloud.exists()
+    printed = [line.split()[4] for line in said.splitlines() if line.startswith("gcloud")]
+    cloud.runs("--spot")
+    done = [call[1] for call in cloud.calls("tpu-vm")]
+    # Silence on a slow machine makes the real one look once more; Ctrl-C's stop is printed too.
+    printed, done = ([v for v in verbs if v != "describe"] for verbs in (printed, done))
+    assert printed == [*done[:-1], "ssh", "delete"]
+
+
+def test_the_documents_show_what_a_dry_run_prints(cloud):
+    document = (ROOT / "docs/launch.md").read_text()
+    command, *shown = re.search(r"```\n\$ (.*?)\n```", document, re.S)[1].splitlines()
+    environment = cloud.environment() | {"TMPDIR": "/tmp", "DAPO_LAUNCH_SAVE_SECONDS": "300"}
+    options = {"capture_output": True, "text": True, "env": environment, "cwd": cloud.tree}
+    told = subprocess.run(["bash", "-c", command + " 2>&1"], **options).stdout.splitlines()
+
+    def without_tree(lines: list[str]) -> list[str]:
+        return [re.sub("[0-9a-f]{40}", "TREE", line) for line in lines]
+
+    assert without_tree(told) == without_tree(shown)
+
+
+def test_hostile_arguments_arrive_unharmed_and_are_evaluated_nowhere(cloud):
+    trap = cloud.folder / "trap"
+    words = [f"--config.data.source={text.format(trap)}" for text in HOSTILE]
+    environment = [f"--env=TEST_{i}={text.format(trap)}" for i, text in enumerate(HOSTILE)]
+    cloud.runs(*environment, "--", "--config.a=b", *words)
+    start = cloud.starts(1)[0]
+    assert start["arguments"][1 : 1 + len(words)] == words
+    assert [start["env"][f"TEST_{i}"] for i in range(len(HOSTILE))] == [
+        t.format(trap) for t in HOSTILE
+    ]
+    assert not trap.exists()
+
+
+def test_a_secret_is_read_on_the_workers_and_stands_nowhere(cloud):
+    name = "projects/p/secrets/hf/versions/latest"
+    cloud.runs("--keep", f"--secret-env=TEST_TOKEN={name}")
+    secret = f"read from {name}"
+    assert cloud.starts(1)[0]["env"]["TEST_TOKEN"] == secret
+    records = [p for p in cloud.folder.rglob("*") if p.is_file() and p.name != "starts.jsonl"]
+    assert not [path for path in records if secret.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--name=a/../b"], "--name = 'a/../b'"), (["--zone=us;id"], "--zone = 'us;id'"),
+    (["--type=v9-8"], "--type = 'v9-8'"), (["--tries=0"], "--tries = '0'"),
+    (["--ref=nowhere"], "--ref = 'nowhere'"), (["--frist"], "--frist: there is no such flag"),
+    (["--env=HF_TOKEN=hf_abc"], "must not stand on a command line"),
+    (["--secret-env=HF_TOKEN=hf_abc"], "the name of a secret, not the secret"),
+    (["--spot", "--config.run_dir=runs/a"], "must be gs://... with --spot"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
+    said = cloud.does("run", *words, "--config=x", expect=2)
+    assert text in said and "hf_abc" not in said and not cloud.calls("tpu-vm", "create")
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "launch").glob("*.sh")))
+def test_scripts_pass_shellcheck(script):
+    beside = pathlib.Path(sys.executable).parent
+    checker = shutil.which("shellcheck", path=f"{beside}:{os.environ['PATH']}")
+    if checker is None:
+        pytest.skip("shellcheck is not installed")
+    command = [checker, "-x", "-S", "style", f"launch/{script}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tpu-v5p", "tpu-v6e"])
+def test_libtpu_knows_every_flag(kind):
+    pytest.importorskip("libtpu")
+    ask = "from jax.experimental import topologies as t; t.get_topology_desc('v5p:2x2x1', 'tpu')"
+    line = f"source launch/env.sh {kind}; {sys.executable} -c {shlex.quote(ask)}"
+    wrong = "LIBTPU_INIT_ARGS=--xla_tpu_no_such_flag=true "  # what the check is worth
+    for before, good in (("", True), (wrong, False)):
+        environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "TPU_SKIP_MDS_QUERY": "1"}
+        command = ["bash", "-c", (f"export {before}; " if before else "") + line]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (done.returncode == 0) is good, done.stderr
+        assert good or "Unknown command line flag" in done.stdout + done.stderr

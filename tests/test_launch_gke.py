@@ -1,0 +1,223 @@
+"""launch/tpu_gke.sh with a `kubectl` that plays a JobSet; launch/gpu.sh with a stub nvidia-smi."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from clouds import STUBS, wait_for
+
+RUN = ("run", "--name=big", "--image=host/p/dapo:1", "--type=v5p", "--topology=4x4x4", "--slices=2")
+TRAINER = ("--", "--config=x", "--config.run_dir=gs://b/r")
+HOSTILE = [
+    "$(touch trap)",
+    "$HOME $$(A)",
+    "a: \"b\" \\ 'c' # d",
+    "- {e: f}",
+    "",
+    "two\nlines\t",
+    "é *",
+]
+
+
+def launch(cloud, *words: str, expect: int = 0) -> str:
+    process = cloud.start(*words, script="tpu_gke.sh")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == expect, said
+    return said
+
+
+def calls(cloud, verb: str) -> list[list[str]]:
+    path = cloud.folder / "kubectl.jsonl"
+    found = (
+        [json.loads(line)[1:] for line in path.read_text().splitlines()] if path.exists() else []
+    )
+    return [call for call in found if call[0] == verb]
+
+
+def manifest(cloud) -> dict:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((cloud.folder / "manifest.yaml").read_text())
+
+
+def container(cloud) -> dict:
+    slices = manifest(cloud)["spec"]["replicatedJobs"][0]
+    return slices["template"]["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_a_jobset_of_two_slices_is_made_and_watched(cloud):
+    said = launch(cloud, *RUN, "--spot", "--tries=4", *TRAINER)
+    assert [line for line in said.splitlines() if line.startswith("attempt")] == [
+        f"attempt 0 line {i}" for i in range(3)
+    ]
+    spec = manifest(cloud)["spec"]
+    assert spec["failurePolicy"]["maxRestarts"] == 3
+    slices = spec["replicatedJobs"][0]
+    job = slices["template"]["spec"]
+    assert (slices["replicas"], job["completions"], job["parallelism"]) == (2, 16, 16)
+    pod = job["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x4",
+        "cloud.google.com/gke-spot": "true",
+    }
+    assert (
+        pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0
+    )  # podFailurePolicy needs both
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3]
+    assert container(cloud)["resources"] == {"limits": {"google.com/tpu": 4}}
+
+
+def test_the_cluster_starts_again_and_the_new_pod_is_followed(cloud):
+    cloud.plays(jobset=[{"code": 75}, {"cut": 2}])
+    said = launch(cloud, *RUN, *TRAINER)
+    assert "started again by the cluster: 1 of 9 times" in said and "launch: done" in said
+    lines = [line for line in said.splitlines() if line.startswith("attempt")]
+    assert lines == [f"attempt {a} line {i}" for a in range(2) for i in range(3)]  # each once
+
+
+@pytest.mark.parametrize(("code", "expect"), [(2, 2), (3, 3), (1, 1)])
+def test_a_failed_jobset_ends_with_the_trainers_code(cloud, code, expect):
+    cloud.plays(jobset=[{"code": code}])
+    said = launch(cloud, *RUN, "--tries=2", *TRAINER, expect=expect)
+    assert said.count("started again") == (1 if code == 1 else 0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_pod_that_is_told_to_go_does_not_pass_for_the_end(cloud, asked):
+    """The container's own command runs here, with the trainer of the stubs."""
+    launch(cloud, *RUN, *TRAINER)
+    cloud.plays(runs=[{"seconds": 0.1, "steps": 50 if asked else 2}])
+    (cloud.folder / "node.json").write_text('{"state": "READY"}')
+    (cloud.folder / "bin").mkdir()
+    (cloud.folder / "bin/python").symlink_to(STUBS / "worker/python3")
+    environment = cloud.environment() | {"STUB_WORKER": "0"}
+    environment["PATH"] = f"{cloud.folder}/bin:{environment['PATH']}"
+    command = container(cloud)["command"]
+    process = subprocess.Popen(command, cwd=cloud.tree, env=environment, start_new_session=True)
+    if asked:
+        wait_for(cloud.starts)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == (75 if asked else 0)
+    assert "async_collective_fusion=true" in cloud.starts()[0]["env"]["LIBTPU_INIT_ARGS"]
+
+
+def test_hostile_arguments_stand_in_the_manifest_as_they_are(cloud):
+    words = [f"--config.data.source={text}" for text in HOSTILE]
+    launch(cloud, *RUN, *[f"--env=A{i}={t}" for i, t in enumerate(HOSTILE)], *TRAINER, *words)
+
+    def read(text: str) -> str:  # as Kubernetes does: $$ is $
+        return text.replace("$$", "$")
+
+    # Nothing is left that Kubernetes would replace.
+    found = container(cloud)
+    assert not any("$(" in text.replace("$$", "") for text in found["command"][4:])
+    assert [read(text) for text in found["command"][-len(words) :]] == words
+    assert [read(one["value"]) for one in found["env"]] == HOSTILE
+    assert not (cloud.tree / "trap").exists()
+
+
+def test_a_secret_is_named_only(cloud):
+    launch(cloud, *RUN, "--secret-env=HF_TOKEN=hf/token", *TRAINER)
+    (one,) = container(cloud)["env"]
+    assert one == {
+        "name": "HF_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}},
+    }
+
+
+def test_a_second_jobset_of_the_name_is_refused(cloud):
+    launch(cloud, *RUN, "--detach", *TRAINER)
+    assert "AlreadyExists" in launch(cloud, *RUN, *TRAINER, expect=1)
+    assert "big: Running, started again 0 times" in launch(cloud, "status", "--name=big")
+    assert "attempt 0 line 2" in launch(cloud, "attach", "--name=big")
+    assert "not deleted" in launch(cloud, "delete", "--name=big", expect=1)
+    launch(cloud, "delete", "--name=big", "--yes")
+    assert not (cloud.folder / "jobset.json").exists()
+
+
+def test_ctrl_c_deletes_the_jobset(cloud):
+    cloud.plays(jobset=[{"lines": 99, "seconds": 0.2}])
+    process = cloud.start(*RUN, *TRAINER, script="tpu_gke.sh")
+    wait_for(lambda: calls(cloud, "logs"))
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and not (cloud.folder / "jobset.json").exists(), said
+
+
+def test_a_dry_run_prints_the_manifest_and_calls_nothing(cloud):
+    said = launch(cloud, *RUN, "--dry-run", *TRAINER)
+    assert not calls(cloud, "create") and "kubectl --namespace=default create -f -" in said
+    launch(cloud, *RUN, *TRAINER)
+    assert (cloud.folder / "manifest.yaml").read_text() in said
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--image=a b"], "--image = 'a b'"), (["--topology=4x"], "--topology = '4x'"),
+    (["--type=v9"], "--type = 'v9'"), (["--topology=1x1"], "its 1 chips must be a multiple"),
+    (["--env=MY_TOKEN=a"], "must not stand on a command line"), (["--namespace=A;b"], "'A;b'"),
+    (["--config.run_dir=runs/a"], "--config.run_dir = 'runs/a'"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_made(cloud, words, text):
+    said = launch(cloud, *RUN, "--config.run_dir=gs://b", *words, expect=2)
+    assert text in said and not calls(cloud, "create")
+
+
+def on_gpus(cloud, *words: str, expect: int = 0) -> str:
+    (cloud.folder / "node.json").write_text('{"state": "READY"}')
+    process = cloud.start(*words, *TRAINER, script="gpu.sh", path=STUBS / "worker")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == expect, said
+    return said
+
+
+def test_a_run_on_gpus_is_started_again_and_ends(cloud):
+    cloud.plays(runs=[{"code": 75, "at": 2}, {}])
+    said = on_gpus(cloud)
+    assert (
+        "launch: 2 GPU(s)" in said
+        and "try 1 of 3: ended with exit code 75" in said
+        and "from step 2" in said
+    )
+    assert "jax_cache" in cloud.starts()[0]["env"]["JAX_COMPILATION_CACHE_DIR"]
+    assert "[cuda]" in (cloud.folder / "pip.log").read_text()
+
+
+def test_wrong_settings_on_gpus_are_not_tried_again(cloud):
+    cloud.plays(runs=[{"code": 2, "at": 1}])
+    assert "a setting is wrong" in on_gpus(cloud, expect=2) and len(cloud.starts()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_on_gpus_saves_when_asked(cloud, number):
+    cloud.plays(runs=[{"seconds": 0.1, "steps": 99}])
+    (cloud.folder / "node.json").write_text('{"state": "READY"}')
+    process = cloud.start(*TRAINER, script="gpu.sh", path=STUBS / "worker")
+    wait_for(lambda: (cloud.folder / "gs/step_0").exists())
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert "saved" in said and process.returncode == 0 and not cloud.is_training(), said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"), [("A100, 40 GiB, 470.82", "CUDA 12 needs 525"), (None, "no NVIDIA GPU")]
+)
+def test_a_machine_without_fit_gpus_is_refused(cloud, gpus, text):
+    if gpus is None:
+        if shutil.which("nvidia-smi"):
+            pytest.skip("this machine has GPUs")
+        process = cloud.start(*TRAINER, script="gpu.sh")
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+    else:
+        (cloud.folder / "gpus").write_text(gpus)
+        said = on_gpus(cloud, expect=1)
+    assert text in said and not cloud.starts()
+
+
+def test_a_dry_run_on_gpus_starts_nothing(cloud):
+    said = on_gpus(cloud, "--dry-run")
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in said and "-m dapo_jax.main" in said
+    assert not cloud.starts() and not (cloud.tree / ".venv").exists()
