@@ -34,8 +34,8 @@ evaluation scores responses evaluation
 reporting  metrics plots tables progress
            /assembly /checkpoints /cli /parts /signals /supervised /orders /train /run
            /scoring /serving
-plan       compiled traffic chips shapes programs measure laws costs rooms simulate calibrate
-           roofline estimate settings advice report planning search __main__
+plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
+           calibrate roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /export /serve
 """
 
@@ -55,8 +55,8 @@ def _rooms() -> list[str]:
 ROOMS = _rooms()
 
 SFT_ROOMS = (
-    "supervised data.arithmetic parts learner.update learner.policy learner.optimizer sharding "
-    "model.attention model.decoder"
+    "supervised data.arithmetic parts assembly learner.update learner.policy learner.optimizer "
+    "sharding model.attention model.decoder"
 ).split()
 
 

@@ -13,7 +13,7 @@ from dapo_jax.experiment.config import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.plan.calibrate import calibrate, fit, replay
-from dapo_jax.plan.costs import Chip, Costs, overlapped_seconds, roofline
+from dapo_jax.plan.costs import Costs, Speed, overlapped_seconds, rule_of_thumb
 from dapo_jax.plan.laws import Assumed, Drawn, Measured, kept_fraction, right_from_kept
 from dapo_jax.plan.rooms import describe_mesh
 from dapo_jax.plan.simulate import Simulation
@@ -136,12 +136,12 @@ def test_a_lag_hides_the_shorter_of_rollout_and_update():
 
 def test_a_chip_reads_weights_and_cache_or_computes_longer():
     size = {"parameters": 1e9, "token_bytes": 1000, "chips": 8, "replicas": 2}
-    chip = Chip(1e12, 1e14, utilisation=0.5, step_seconds=1e-3)
-    costs = roofline(chip, slots=16, **size)
+    chip = Speed(1e12, 1e14, utilisation=0.5, step_seconds=1e-3)
+    costs = rule_of_thumb(chip, slots=16, **size)
     assert math.isclose(costs.decode_step, 1e-3 + 2e9 / 4 / 1e12)
     assert math.isclose(costs.read_token, 1000 / 4 / 1e12)
     assert math.isclose(costs.update_token, 6e9 / 8 / 5e13)
-    many = roofline(chip, slots=1000, **size)
+    many = rule_of_thumb(chip, slots=1000, **size)
     assert math.isclose(many.decode_step, 1e-3 + 1000 * 2e9 / 4 / 1e14)
 
 

@@ -58,13 +58,13 @@ def load() -> tuple[Any, PlanSettings]:
 def main() -> int:
     """The exit code."""
     config, settings = load()
-    from dapo_jax.plan import planning
+    from dapo_jax.plan import planning, search
 
     code = 0
 
     def work() -> None:
         nonlocal code
-        code = planning.plan(config, settings)
+        code = (search.search if settings.search else planning.plan)(config, settings)
 
     return cli.guarded(work) or code
 

@@ -2,13 +2,9 @@
 
 import dataclasses
 import math
-import os
 import re
-from typing import Any
 
-import jax
-
-from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.experiment.settings import require
 
 GIB = 2**30
 
@@ -38,6 +34,7 @@ class Chip:
     platform: str = "tpu"
 
 
+# cpu: this machine's own devices, to try a plan out; of their speed nobody knows.
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
 # H200 SXM (dense; NVLink one way).
 CHIPS = {
@@ -45,6 +42,7 @@ CHIPS = {
     "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2),
     "v5p": Chip(459e12, 95.74, 2765e9, 600e9, 4, 3, "megacore"),
     "v6e": Chip(918e12, 31.25, 1640e9, 400e9, 16, 2),
+    "cpu": Chip(5e11, 4.0, 2e10, 1e10, 0, 1, platform="cpu"),
     "h100": Chip(989e12, 79.1, 3350e9, 450e9, 0, 1, platform="cuda"),
     "h200": Chip(989e12, 139.8, 4800e9, 450e9, 0, 1, platform="cuda"),
 }
@@ -75,48 +73,3 @@ def parse(name: str) -> Topology:
     sizes = tuple(int(size) for size in text.split("x")) if fits else ()
     require(fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}")
     return Topology(name, chip, sizes)
-
-
-def _wraps(topology: Topology) -> tuple[bool, ...]:
-    """Which dimensions are rings: of v4 and v5p multiples of 4, of v5e and v6e 16 alone."""
-    multiple, sizes = topology.chip.ring_multiple, topology.shape
-    if topology.chip.dimensions == 3:
-        return tuple(size % multiple == 0 for size in sizes)
-    return (*(size == multiple for size in sizes), False)
-
-
-def describe(topology: Topology) -> list[Any]:
-    """The devices of a topology, which jax can compile for and nothing else.
-
-    Raises `ConfigError` where the compiler is not installed or knows no such topology.
-    """
-    if topology.chip.platform == "cuda":
-        from dapo_jax.plan import cuda
-
-        return cuda.describe(topology)
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nobody answers where there is no TPU
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_WORKER_ID", "0")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    from jax.experimental import topologies
-
-    hosts = (*(min(2, size) for size in topology.shape[:2]), 1)
-    try:
-        return topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=topology.name,
-            chip_config_name=topology.chip.config_name,
-            chips_per_host_bounds=hosts,
-            wrap=_wraps(topology),  # without it there are no links back to the first chip
-        ).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise ConfigError(
-            f"topology = {topology.name!r}: the TPU's compiler does not describe it: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    except RuntimeError as error:  # jax finds no plugin for the platform
-        raise ConfigError(
-            f"topology = {topology.name!r}: needs the TPU's compiler: "
-            f"pip install 'dapo_jax[tpu]' ({str(error).splitlines()[0]})"
-        ) from None

@@ -61,7 +61,7 @@ class Meter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
+class Speed:
     """What a chip does in a second.
 
     Attributes:
@@ -78,8 +78,8 @@ class Chip:
     step_seconds: float = 1.5e-3
 
 
-def roofline(
-    chip: Chip,
+def rule_of_thumb(
+    chip: Speed,
     *,
     parameters: float,
     token_bytes: float,

@@ -110,10 +110,6 @@ def make(config: Config, settings: PlanSettings) -> Plan:
 
 def plan(config: Config, settings: PlanSettings) -> int:
     """Prints the plan; the exit code."""
-    if settings.search:
-        from dapo_jax.plan.search import search
-
-        return search(config, settings)
     made = make(config, settings)
     if settings.json:
         print(json.dumps(report.record(made, settings)))

@@ -24,7 +24,8 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder as decoders
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trained import choose_trained, is_trained, join, without
-from dapo_jax.plan.chips import Topology, describe
+from dapo_jax.plan.chips import Topology
+from dapo_jax.plan.devices import describe
 from dapo_jax.plan.shapes import read_shape
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch

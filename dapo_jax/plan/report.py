@@ -108,6 +108,8 @@ def collectives(plan: Any) -> str:
         for name, lines in one.contents.items()
         if name in ("head exchanges", "exchanges") and lines
     ]
+    if not rows:
+        return "Nothing is sent to other chips."
     title = "Sent by a chip in GiB, in a call and in each turn of its loop:\n\n"
     header = ["program", "collective", "a call", "a turn"]
     return title + table(header, rows) + "\n\n" + "\n".join(told)

@@ -8,7 +8,8 @@ from typing import Any
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.plan import planning
-from dapo_jax.plan.chips import GIB, describe, parse
+from dapo_jax.plan.chips import GIB, parse
+from dapo_jax.plan.devices import describe
 from dapo_jax.plan.estimate import measure_lengths, step_costs, token_bytes
 from dapo_jax.plan.measure import Measured, limit
 from dapo_jax.plan.programs import Layout, lay_out, sampling_programs, training_programs

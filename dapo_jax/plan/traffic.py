@@ -1,7 +1,7 @@
 """What a compiled program moves: over the links between chips, and through a chip's memory.
 
 The text of a program has the body of a loop once. How often it runs is in the loop's condition;
-where that compares with no constant it is the loop over microbatches.
+where neither that nor a note at the loop says, it is the loop over microbatches.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import re
 
 from dapo_jax.plan.compiled import BYTES, COLLECTIVES, FREE, group_size
 
-VERSION = 2  # of what is read from a text; kept results of another are not used
+VERSION = 3  # of what is read from a text; kept results of another are not used
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 # With its layout: S(1) and above are on the chip itself, not in its memory.
@@ -21,6 +21,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _COMPARED = re.compile(r" compare\(%?([\w.\-]+), %?([\w.\-]+)\)")
+_KNOWN = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -87,8 +88,10 @@ def _multiplicity(computations: dict[str, list[str]], entry: str) -> dict[str, T
             for role, called in _CALLED.findall(line):
                 trips: int | None = 1
                 if role == "body" and condition:
-                    trips = _trips(computations[condition[1]])
-                callers[called].append((name, trips))
+                    known = _KNOWN.search(line)
+                    trips = int(known[1]) if known else _trips(computations[condition[1]])
+                if called in callers:
+                    callers[called].append((name, trips))
             branches = _BRANCHES.search(line)
             for called in re.findall(r"[\w.\-]+", branches[1]) if branches else ():
                 callers[called].append((name, 1))

@@ -20,7 +20,7 @@ import numpy as np
 
 from dapo_jax.experiment.config import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.plan.costs import Chip, roofline
+from dapo_jax.plan.costs import Speed, rule_of_thumb
 from dapo_jax.plan.laws import Assumed
 from dapo_jax.plan.rooms import describe_mesh
 from dapo_jax.plan.simulate import Simulation
@@ -49,8 +49,10 @@ def serve(args: argparse.Namespace, law: Assumed, **cache: Any) -> dict[str, Any
             page_tokens=args.page_tokens,
         ),
     )
-    costs = roofline(
-        Chip(BANDWIDTHS[args.chip] * 1e12, args.teraflops * 1e12, step_seconds=args.overhead / 1e3),
+    costs = rule_of_thumb(
+        Speed(
+            BANDWIDTHS[args.chip] * 1e12, args.teraflops * 1e12, step_seconds=args.overhead / 1e3
+        ),
         parameters=args.parameters * 1e9,
         token_bytes=args.token_bytes,
         chips=replicas * args.tensor,

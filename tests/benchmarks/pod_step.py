@@ -18,7 +18,7 @@ import statistics
 from pages import BANDWIDTHS, SHAPE
 
 from dapo_jax.experiment.config import Config, Data, Mesh, Packing, Rollout, Sampler
-from dapo_jax.plan.costs import Chip, roofline
+from dapo_jax.plan.costs import Speed, rule_of_thumb
 from dapo_jax.plan.laws import Assumed, right_from_kept
 from dapo_jax.plan.rooms import describe_mesh
 from dapo_jax.plan.simulate import Simulation, Step
@@ -54,8 +54,8 @@ def simulate(
         response,
         right=right_from_kept(args.accuracy, args.kept, args.samples),
     )
-    costs = roofline(
-        Chip(BANDWIDTHS[args.chip] * 1e12, PEAKS[args.chip], args.mfu),
+    costs = rule_of_thumb(
+        Speed(BANDWIDTHS[args.chip] * 1e12, PEAKS[args.chip], args.mfu),
         parameters=32.76e9,
         token_bytes=64 * 2 * 8 * 128 * 2,
         chips=chips,
