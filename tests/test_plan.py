@@ -1,6 +1,7 @@
 """The plan of a run: shapes, chips, operations, traffic, memory, and the command."""
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -81,16 +82,6 @@ def test_a_topology_that_is_none_is_refused(name, message):
 
 
 @pytest.fixture(scope="module")
-def config() -> Config:
-    """The embedded task on eight devices with a tenth of a published policy's layers."""
-    flags = ["mesh.fsdp=4", "mesh.tensor=2", "packing.rows_per_microbatch=8", "sampler.slots=16"]
-    flags += ["sampler.max_response_tokens=48", "data.max_prompt_tokens=16"]
-    flags += ["packing.row_tokens=64", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"]
-    flags += ["rollout.updates_per_rollout=2", "sampler.prefill_prompts=4"]
-    return load(Config, f"{RL}:ppo", *(f"--config.{flag}" for flag in flags))
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model folder that has nothing but a config.json."""
     path = tmp_path_factory.mktemp("shape")
@@ -101,13 +92,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def config(folder) -> Config:
+    """The embedded task on eight devices, by a policy that has only a shape."""
+    flags = ["mesh.fsdp=4", "mesh.tensor=2", "packing.rows_per_microbatch=8", "sampler.slots=16"]
+    flags += ["sampler.max_response_tokens=48", "data.max_prompt_tokens=16"]
+    flags += ["packing.row_tokens=64", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"]
+    flags += ["rollout.updates_per_rollout=2", "sampler.prefill_prompts=4"]
+    flags += [f"model.folder={folder}"]
+    return load(Config, f"{RL}:ppo", *(f"--config.{flag}" for flag in flags))
+
+
+@pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> PlanSettings:
     return PlanSettings(topology="cpu:8", cache=str(tmp_path_factory.mktemp("cache")), price=2.0)
 
 
 @pytest.fixture(scope="module")
-def made(config, folder, settings):
-    config.model.folder = str(folder)
+def made(config, settings):
     return planning.make(config, settings)
 
 
@@ -166,7 +167,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change(made):
     assert "what stays alone takes" in advice.changes(tiny)[0]
 
 
-def test_the_search_finds_what_fits_the_fastest_first(config, settings):
+def test_the_search_finds_what_fits_the_fastest_first(config, settings, monkeypatch):
+    small = dataclasses.replace(chips.CHIPS["cpu"], hbm_gib=0.005)
+    monkeypatch.setitem(chips.CHIPS, "cpu", small)
     two = dataclasses.replace(settings, topology="cpu:2")
     found = search.Search(config, two)()
     seconds = [one.seconds for one in found]
@@ -185,6 +188,7 @@ def test_microbatches_follow_the_lengths(config):
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
+    """The command, as a user would."""
     command = [sys.executable, "-m", "dapo_jax.plan", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
@@ -251,3 +255,20 @@ def test_the_large_config_is_the_papers_table():
     evaluation = config.evaluation
     assert (evaluation.samples_per_problem, evaluation.temperature) == (32, 1.0)
     assert evaluation.top_p == 0.7 and (config.sampler.temperature, config.sampler.top_p) == (1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_a_plan_for_a_tpu_says_what_fits_and_its_parts_are_the_compilers(tmp_path):
+    flags = ["--config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1", "--topology=v5e:1x1", "--json"]
+    done = run(*flags, f"--cache={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["fits"] and told["versions"].find("libtpu") > 0
+    for one in told["programs"].values():
+        assert sum(one["parts"].values()) == pytest.approx(one["together_bytes"], rel=0.05)
+        assert one["together_bytes"] < told["limit_bytes"] and not one["contents"]["T x T"]
+    done = run(*flags, f"--cache={tmp_path}", "--config.sampler.slots=4000")
+    told = json.loads(done.stdout)
+    assert done.returncode == 1 and not told["fits"]
+    assert any(line.startswith("- decode: ") for line in told["changes"])

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import re
@@ -118,8 +119,10 @@ class Compiler:
 
     def _size(self, leaves: list[Any]) -> int:
         """Bytes on a chip of arrays of these shapes, places and layouts, as padded there."""
-        if not leaves:
-            return 0
+        if self._layout.topology.chip.platform != "tpu" or not leaves:  # nothing is padded
+            shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
+            sizes = (leaf.dtype.itemsize for leaf in leaves)
+            return sum(math.prod(s) * size for s, size in zip(shapes, sizes, strict=True))
         nothing = jax.jit(lambda arrays: jnp.zeros(()), keep_unused=True)
         return self._facts(nothing.lower(leaves), "")["arguments"]
 

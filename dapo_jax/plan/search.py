@@ -114,6 +114,9 @@ class Search:
         found = self._measure(layout, sampling_programs(layout), "decode")
         free = limit(layout) - found.together
         more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
+        rollout = config.rollout  # slots for more responses than a batch has would stand idle
+        batch = rollout.prompts_per_step * rollout.samples_per_prompt
+        more = min(more, -(-batch // replicas) - FEWEST_SLOTS)
         while found.peak is not None and free > 0:
             slots = (FEWEST_SLOTS + more) * replicas
             tried = changed(config, "sampler", slots=slots, pages=0)
