@@ -275,7 +275,10 @@ def read(run: Run, mesh: jax.sharding.Mesh, program: str, text: str, count: int)
         "kernels": compiled.kernels(text),
     }
     if program in ("update", "score"):
-        return found | {"head exchanges": compiled.collectives(made, "head")}
+        return found | {
+            "head exchanges": compiled.collectives(made, "head"),
+            "vocabulary exchanges": compiled.collectives(made, sizes=vocab),
+        }
     heads = shape["kv_heads"] // shards(mesh, "kv_heads", column)
     tokens_of_replica = 128 * run.pages or run.row_tokens * run.slots
     cache = heads * 128 * tokens_of_replica
