@@ -120,3 +120,6 @@ def test_a_tpu_copies_no_cache_either(cache):
     found, text = pods.fit(*pods.programs(run, mesh), limit_gib=95)
     assert found["temporary_gib"] < found["alive_gib"]["cache"] / 8  # keys or values of a layer
     assert not pods.read(run, mesh, "decode", text, 1)["copies of a cache"]
+    # Nor is a kernel of query, key or value turned into another layout at every burst.
+    kernels = {(5120, 10, 128), (5120, 2, 128)}
+    assert not [x for x in instructions(text) if x.operation == "copy" and x.shape in kernels]

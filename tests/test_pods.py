@@ -13,12 +13,18 @@ TEXT = """
 %fused.1 (p: f32[8]) -> f32[64,64] {
   %inner = f32[64,64]{1,0} broadcast(%p)
 }
+%body.2 (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %s = f32[16]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
+}
 ENTRY %main (a: f32[8]) -> f32[64,64] {
   %a = f32[8]{0} parameter(0)
   %out = bf16[64,32]{1,0} fusion(%a), kind=kLoop, calls=%fused.1
   %g = f32[16,96]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], metadata={op_name="f/jvp(head)/x"}
   %r = f32[16]{0} all-reduce(%a), replica_groups=mesh['x'=2,'y'=8] {'y'}, metadata={op_name="f/mlp"}
+  %w = f32[16]{0} while(%r), condition=%more, body=%body.2
   %c = bf16[4,8,32]{2,1,0} copy(%g)
+  %d = bf16[64,32]{0,1} copy(%out)
 }
 """
 
@@ -34,13 +40,16 @@ def compiled(monkeypatch):
 
 def test_what_a_compiled_text_says_is_read_from_it(compiled):
     made = compiled.instructions(TEXT)
-    assert [one.operation for one in made] == ["fusion", "all-gather", "all-reduce", "copy"]
+    expected = ["all-reduce", "fusion", "all-gather", "all-reduce", "copy", "copy"]
+    assert [one.operation for one in made] == expected
     assert compiled.largest(made, 1) == ["all-gather f32[16,96] 0.00 GiB (f/jvp(head)/x)"]
     assert compiled.square(made, 64) == []  # only inside a fusion, so never in memory
     assert compiled.over(made, {96}, {16}) == ["all-gather f32[16,96]"]
-    assert compiled.copies(made, 1024) == ["1 x copy bf16[4,8,32]"]
+    assert compiled.copies(made, 1024) == ["1 x copy bf16[4,8,32]"]  # and no matrix
     assert compiled.copies(made, 1025) == []
     assert compiled.collectives(made, "head") == ["1 x all-gather f32[16,96] over 4"]
+    assert compiled.collectives(made, sizes={96}) == ["1 x all-gather f32[16,96] over 4"]
+    assert compiled.collectives(made, looped=True) == ["1 x all-reduce f32[16] over 2"]
     assert "1 x all-reduce f32[16] over 8" in compiled.collectives(made)
 
 
@@ -55,7 +64,9 @@ def test_a_small_model_fits_a_pod_without_a_square_of_the_length(mesh):
     lines = {line["program"]: line for line in map(json.loads, told.stdout.splitlines())}
     assert set(lines) == {"update", "score", "load", "prefill", "insert", "decode"}
     for line in lines.values():
-        assert line["fits"] and line["peak_gib"] < 1 and not line["T x T"] and not line["V x T"]
+        assert line["fits"] and line["peak_gib"] <= line["together_gib"] < 1
+        assert not line["T x T"] and not line["V x T"]
+        assert not line.get("copies of a cache")
     update = lines["update"]
     # Attention is kept, so its forward kernel is in the program once.
     assert [name.split("_segmented")[0] for name in update["kernels"]] == [

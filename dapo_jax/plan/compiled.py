@@ -116,18 +116,27 @@ def copies(made: list[Instruction], elements: int) -> list[str]:
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
 
 
-def collectives(made: list[Instruction], within: str = "", *, looped: bool = False) -> list[str]:
+def collectives(
+    made: list[Instruction],
+    within: str = "",
+    *,
+    sizes: set[int] | None = None,
+    looped: bool = False,
+) -> list[str]:
     """What devices exchange, with how many.
 
     Args:
         within: a word in the name of its source.
+        sizes: only arrays with one of these dimensions.
         looped: only what is in the body of a loop.
     """
     counts: collections.Counter = collections.Counter()
     for one in made:
         name = one.operation.removesuffix("-start")
-        sought = one.looped >= looped and (not within or re.search(rf"\b{within}\b", one.source))
-        if name in COLLECTIVES and sought:
+        named = not within or re.search(rf"\b{within}\b", one.source)
+        sized = sizes is None or sizes & set(one.shape)
+        if name in COLLECTIVES and named and sized and one.looped >= looped:
             shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
-            counts[f"{name} {shape} over {one.group or '?'}"] += 1
+            over = f" over {one.group}" if one.group else ""
+            counts[f"{name} {shape}{over}"] += 1
     return [f"{count} x {name}" for name, count in sorted(counts.items())]

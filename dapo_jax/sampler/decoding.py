@@ -53,11 +53,13 @@ def start_responses(
         return array.at[slots].set(value, mode="drop")
 
     keys = jax.vmap(jax.random.fold_in)(prefix.key[rows], samples)
+    caches = []
+    for cache, new in zip(state.caches, prefix.caches, strict=True):
+        if caches:  # layer after layer: XLA may else gather all prompts of all layers at once
+            new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
+        caches.append(take_up(cache, new, slots, rows, fills))
     return state.replace(
-        caches=tuple(
-            take_up(cache, new, slots, rows, fills)
-            for cache, new in zip(state.caches, prefix.caches, strict=True)
-        ),
+        caches=tuple(caches),
         last_token=place(state.last_token, prefix.last_token[rows]),
         length=place(state.length, prefix.true_length[rows] - 1),
         generated=place(state.generated, 0),

@@ -59,7 +59,7 @@ RESERVED_GIB = 0.26  # of them, kept by the compiler for itself
 PROGRAMS = "update,score,load,prefill,insert,decode"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
     """A model on a pod: what is compiled. Sizes of the mesh are those of the settings."""
 
@@ -282,7 +282,10 @@ def read(run: Run, mesh: jax.sharding.Mesh, program: str, text: str, count: int)
         "kernels": compiled.kernels(text),
     }
     if program in ("update", "score"):
-        return found | {"head exchanges": compiled.collectives(made, "head")}
+        return found | {
+            "head exchanges": compiled.collectives(made, "head"),
+            "vocabulary exchanges": compiled.collectives(made, sizes=vocab),
+        }
     heads = shape["kv_heads"] // shards(mesh, "kv_heads", column)
     tokens_of_replica = 128 * run.pages or run.row_tokens * run.slots
     cache = heads * 128 * tokens_of_replica
@@ -324,11 +327,15 @@ def main() -> None:
     args = vars(parser.parse_args())
     largest, as_json = args.pop("largest"), args.pop("json")
     given = {name: value for name, value in args.items() if value is not None}
+    asked = given.pop("programs", PROGRAMS).split(",")
+    if unknown := set(asked) - set(PROGRAMS.split(",")):
+        parser.error(f"--programs: {', '.join(sorted(unknown))}: must be of {PROGRAMS}")
     named = {name: given[name] for name in ("model", "topology") if name in given}
     runs = [r for r in RUNS if all(getattr(r, name) == value for name, value in named.items())]
-    runs = [dataclasses.replace(run, **given) for run in runs] or [Run(**given)]
-    for run in dict.fromkeys(runs):
-        measure(run, as_json, largest)
+    for run in runs or [Run(**given)]:
+        kept = ",".join(name for name in run.programs.split(",") if name in asked)
+        if kept:
+            measure(dataclasses.replace(run, **given, programs=kept), as_json, largest)
 
 
 if __name__ == "__main__":
