@@ -24,6 +24,7 @@ from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import PromptContext, attend_prompt
 from dapo_jax.model.decoder import Adapters, abstract_params, for_decoding, summed_axes
 from dapo_jax.model.trained import MATRICES, is_trained
+from dapo_jax.plan import compiled
 from dapo_jax.run import train
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.loading import Loader
@@ -200,19 +201,18 @@ def test_a_run_says_how_far_its_sampler_is_and_corrects_it(base, alone, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_tpu_reads_int8_inside_its_products():
+def test_a_tpu_reads_int8_inside_its_products(monkeypatch):
     """XLA:CPU casts all matrices once a burst and holds the copies; a TPU holds none."""
-    import compiled
-    from decode_memory import abstract_params as abstract_weights
-    from decode_memory import compile_program, model, open_engine, open_mesh
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent / "benchmarks")
+    import pods
 
-    mesh = open_mesh("v5p:2x2x1", 1, 4)
-    engine = open_engine(model("32b", 2), mesh, slots=16, cache="paged", weights_dtype="int8")
-    made = compiled.instructions(compile_program(engine, "generate").as_text())
-    flat = flatten(abstract_weights(engine))
+    shape = {"layers": 2, "slots": 16, "weights": "int8", "programs": "decode"}
+    run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
+    (program,) = pods.wanted(run, run.lay_out())
+    made = compiled.instructions(program.lower().compile().as_text())
     matrices = {
         math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in flat.values()
+        for leaf in jax.tree.leaves(program.alive["decoding weights"])
         if leaf.dtype == jnp.int8
     }
     assert len(matrices) == 4  # query and out; key and value; those of the MLP; the head

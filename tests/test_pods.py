@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from dapo_jax.plan import compiled
+
 SCRIPT = pathlib.Path(__file__).parent / "benchmarks" / "pods.py"
 TEXT = """
 %fused.1 (p: f32[8]) -> f32[64,64] {
@@ -29,16 +31,7 @@ ENTRY %main (a: f32[8]) -> f32[64,64] {
 """
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """The module that reads compiled text, as the script beside it imports it."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import compiled
-
-    return compiled
-
-
-def test_what_a_compiled_text_says_is_read_from_it(compiled):
+def test_what_a_compiled_text_says_is_read_from_it():
     made = compiled.instructions(TEXT)
     expected = ["all-reduce", "fusion", "all-gather", "all-reduce", "copy", "copy"]
     assert [one.operation for one in made] == expected

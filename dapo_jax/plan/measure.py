@@ -191,7 +191,10 @@ def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, 
         "kernels": compiled.kernels(text),
     }
     if not sampling:
-        return found | {"head exchanges": compiled.collectives(made, "head")}
+        return found | {
+            "head exchanges": compiled.collectives(made, "head"),
+            "vocabulary exchanges": compiled.collectives(made, sizes=vocab),
+        }
     if name in ("insert", "decode"):
         found["copies of a cache"] = compiled.copies(made, cache_elements(layout))
     if name in ("load", "decode"):

@@ -4,58 +4,41 @@
     python tests/benchmarks/pods.py                                   # the table of RUNS
     python tests/benchmarks/pods.py --model 7B --topology v5e:4x4 --mesh fsdp=8,tensor=2
 
-The compiler holds every program to the memory of a chip, so what compiles fits. It says nothing of
-speed. Prints a line per program: peak GiB per chip; that with what else is there meanwhile (the
-trainer's state while responses are drawn); the limit; seconds to compile. Then what the compiled
-text holds: the largest arrays, any that is T x T, V x T or a copy of a cache, and what devices
-exchange. With --json every line is JSON.
+What `dapo_jax.plan` does for a config, here for shapes alone and without a word of speed. Prints a
+line per program: peak GiB per chip; that with what else is there meanwhile (the trainer's state
+while responses are drawn); the limit; seconds to compile. Then what the compiled text holds: the
+largest arrays, any that is T x T, V x T or a copy of a cache, and what devices exchange. With
+--json every line is JSON.
 """
 
 import argparse
 import dataclasses
-import functools
-import itertools
 import json
 import os
-import re
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import pathlib
+import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here is left alone
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_WORKER_ID", "0")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 
+from dapo_jax.experiment.config import (
+    Compute,
+    Config,
+    Data,
+    Evaluation,
+    Mesh,
+    Model,
+    Packing,
+    Rollout,
+    Sampler,
+)
+from dapo_jax.plan.chips import GIB, parse
+from dapo_jax.plan.measure import Compiler, limit
+from dapo_jax.plan.programs import Layout, Program, lay_out, programs
+from dapo_jax.plan.shapes import config_values
 
-import jax
-import jax.numpy as jnp
-from jax.experimental import topologies
-
-from dapo_jax import algorithms
-from dapo_jax.assembly import check_divisible, numerics
-from dapo_jax.experiment.config import Compute, OneMesh, Optimizer, Sampler
-from dapo_jax.learner.policy import policy_learner
-from dapo_jax.learner.update import Learner
-from dapo_jax.model import decoder
-from dapo_jax.plan import compiled
-from dapo_jax.sampler.engine import PolicyEngine
-from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
-
-GIB = 2**30
-# As their config.json says (huggingface.co/Qwen); biases on query, key, value.
-QWEN = {
-    "32B": dict(layers=64, embed=5120, heads=40, kv_heads=8, mlp=27_648, vocab=152_064),
-    "7B": dict(layers=28, embed=3584, heads=28, kv_heads=4, mlp=18_944, vocab=152_064),
-    "1.5B": dict(layers=28, embed=1536, heads=12, kv_heads=2, mlp=8_960, vocab=151_936),
-    "tiny": dict(layers=2, embed=512, heads=4, kv_heads=2, mlp=1024, vocab=8_192),
-}
-TIED = ("1.5B", "tiny")
-HBM_GIB = {"v4": 31.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}  # the compiler's limits
-RESERVED_GIB = 0.26  # of them, kept by the compiler for itself
+TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
+TINY |= {"num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 8192}
 PROGRAMS = "update,score,load,prefill,insert,decode"
 
 
@@ -81,21 +64,43 @@ class Run:
     layers: int = 0  # only the first; 0: all
     weights: str = "auto"  # those that decode
 
-    def open_mesh(self) -> jax.sharding.Mesh:
-        sizes = {name: int(size) for name, size in (p.split("=") for p in self.mesh.split(","))}
-        sizes = dataclasses.asdict(OneMesh(**sizes))
-        return make_mesh(**sizes, devices=describe(self.topology).devices)
+    def config(self, folder: str) -> Config:
+        """The settings that say so, for a model folder."""
+        mesh = Mesh(**{k: int(v) for k, v in (part.split("=") for part in self.mesh.split(","))})
+        replicas = mesh.data * mesh.fsdp
+        return Config(
+            model=Model(folder=folder),
+            compute=Compute(
+                dtype="bfloat16",
+                remat=self.remat,
+                attention=self.attention,
+                logprob_chunk_tokens=self.chunk_tokens,
+            ),
+            data=Data(max_prompt_tokens=self.prompt_tokens),
+            rollout=Rollout(samples_per_prompt=min(16, self.slots)),
+            evaluation=Evaluation(samples_per_problem=1),
+            sampler=Sampler(
+                slots=self.slots * replicas,
+                pages=self.pages * replicas,
+                burst_tokens=16,
+                max_response_tokens=self.row_tokens - self.prompt_tokens,
+                first_window_tokens=self.row_tokens,
+                cache=self.cache,
+                load_layers=self.load_layers,
+                weights_dtype=self.weights,
+            ),
+            mesh=mesh,
+            packing=Packing(self.row_tokens, self.rows * replicas * mesh.decode_tensor),
+        )
 
-    def decoder(self, mesh: jax.sharding.Mesh) -> decoder.DecoderConfig:
-        compute = Compute(dtype="bfloat16", remat=self.remat, attention=self.attention)
-        numbers = numerics(compute, mesh, self.row_tokens)
-        tied = self.model in TIED
-        shape = QWEN[self.model] | {"head_dim": 128, "tie_embeddings": tied, "rope_theta": 1e6}
-        if self.layers:
-            shape["layers"] = self.layers
-        config = decoder.DecoderConfig(**shape, **numbers)
-        check_divisible(config, mesh)
-        return config
+    def lay_out(self) -> Layout:
+        """Learner and sampler for the topology, from a folder that has a shape alone."""
+        values = dict(config_values(f"Qwen2.5-{self.model}") or config_values("Qwen2.5-0.5B"))
+        values |= TINY if self.model == "tiny" else {}
+        values |= {"num_hidden_layers": self.layers} if self.layers else {}
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "config.json").write_text(json.dumps(values))
+            return lay_out(self.config(folder), parse(self.topology))
 
 
 _V5P, _256 = "fsdp=16,decode_tensor=4", "fsdp=32,decode_tensor=2,tensor=4"
@@ -111,209 +116,42 @@ RUNS = (
 )
 
 
-def describe(topology: str) -> Any:
-    """The devices of a topology such as v5e:4x4, with its torus links."""
-    kind, _, shape = topology.partition(":")
-    sizes = [int(size) for size in shape.split("x")]
-    if kind in ("v4", "v5p"):
-        wrap, chip = tuple(size % 4 == 0 for size in sizes), "megacore"
-    else:
-        wrap, chip = (*(size == 16 for size in sizes), False), "default"
-    return topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=topology,
-        chip_config_name=chip,
-        chips_per_host_bounds=(2, 2, 1),
-        wrap=wrap,
-    )
+def wanted(run: Run, layout: Layout) -> Iterator[Program]:
+    """The programs that the run names, in the order of PROGRAMS."""
+    found = {program.name: program for program in programs(layout, run.microbatches)}
+    for name in PROGRAMS.split(","):
+        if name in run.programs.split(","):
+            yield found[name]
 
 
-def batch_of(run: Run, mesh: jax.sharding.Mesh) -> TrainBatch:
-    """Shapes of one update's rows, with old log-probs."""
-    shape = (run.microbatches, run.rows * shards(mesh, "batch"), run.row_tokens)
-    whole, real = (jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32))
-    rollouts = Rollouts(whole, whole, whole, whole, real)
-    return TrainBatch(ScoredBatch(rollouts, real), real, real)
-
-
-class _Tokenizer:
-    end_ids, pad_id = (0,), 0
-
-
-def open_engine(run: Run, config: decoder.DecoderConfig, mesh: jax.sharding.Mesh) -> PolicyEngine:
-    """The sampler of the run, its window as long as it gets."""
-    replicas = shards(mesh, "batch", DECODING)
-    return PolicyEngine(
-        config,
-        mesh,
-        slots=run.slots * replicas,
-        burst_tokens=16,
-        max_prompt_tokens=run.prompt_tokens,
-        max_response_tokens=run.row_tokens - run.prompt_tokens,
-        first_window_tokens=run.row_tokens,
-        insert_width=min(16, run.slots),
-        tokenizer=_Tokenizer(),
-        settings=Sampler(
-            cache=run.cache,
-            pages=run.pages * replicas,
-            load_layers=run.load_layers,
-            weights_dtype=run.weights,
-        ),
-    )
-
-
-def learner_of(run: Run, config: decoder.DecoderConfig, mesh: jax.sharding.Mesh) -> Learner:
-    compute = Compute(logprob_chunk_tokens=run.chunk_tokens)
-    return policy_learner(algorithms.dapo(), compute, Optimizer(), config, mesh)
-
-
-def _placed(shapes: Any, places: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        places,
-    )
-
-
-class Program(NamedTuple):
-    """A program of the run.
-
-    Attributes:
-        alive: bytes per chip of what exists while it runs, its arguments and results among it.
-    """
-
-    name: str
-    lower: Callable[[], jax.stages.Lowered]
-    alive: dict[str, int]
-
-
-def size(tree: Any) -> int:
-    """Bytes per chip of arrays of these shapes, places and layouts, as the compiler pads them."""
-    nothing = jax.jit(lambda tree: jnp.zeros(()), keep_unused=True)
-    return nothing.lower(tree).compile().memory_analysis().argument_size_in_bytes
-
-
-def training_programs(run: Run, learner: Learner, mesh: jax.sharding.Mesh) -> Iterator[Program]:
-    """The update and the score pass."""
-    batch, alive = batch_of(run, mesh), {"trainer": size(learner.abstract_state)}
-    yield Program("update", lambda: learner.lower("update", batch), alive)
-    yield Program("score", lambda: learner.lower("score", batch.scored.rollouts), alive)
-
-
-def sampling_programs(run: Run, learner: Learner, engine: PolicyEngine) -> Iterator[Program]:
-    """From the trainer's parameters to tokens; all while the trainer's state waits."""
-    trained = learner.abstract_state
-    params = decoder.for_decoding(engine._load.abstract(trained.params), engine.config)
-    alive = {"trainer": size(trained), "weights": size(params)}
-    yield Program("load", lambda: engine._load.lower(trained.params), alive)
-    window = engine.store.window(engine.cache_tokens)
-    empty = jax.eval_shape(functools.partial(engine._empty_fn, window=window))
-    state = _placed(empty, engine._state_places)
-    prompts = {"prompts": engine.prefill_width, "time": run.prompt_tokens}
-    tokens = jax.ShapeDtypeStruct(tuple(prompts.values()), jnp.int32)
-    lengths = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), engine.prefill_width))
-    prefill = params, tokens, lengths, keys
-    prefix = jax.eval_shape(engine._prefill, *prefill)
-    prefix = prefix.replace(
-        caches=_placed(prefix.caches, jax.tree.map(lambda _: engine.prefix_place, prefix.caches))
-    )
-    alive = alive | {"cache": size(state), "prompts": size(prefix)}
-    yield Program("prefill", lambda: engine._prefill.lower(*prefill), alive)
-    ints = jax.ShapeDtypeStruct((engine.most_inserted,), jnp.int32)
-    fills = engine.store.fills([], [], width=engine.most_inserted, **prompts)
-    insert = prefix, state, ints, ints, ints, fills
-    yield Program("insert", lambda: engine._insert.lower(*insert), alive)
-    rule, columns = engine.rule, engine.store.columns(engine.cache_tokens)
-    generate = functools.partial(engine._generate.lower, rule=rule, columns=columns)
-    yield Program("decode", lambda: generate(params, state), alive)
-
-
-def programs(run: Run, mesh: jax.sharding.Mesh) -> Iterator[Program]:
-    """Those that the run names, in their order."""
-    config, wanted = run.decoder(mesh), set(run.programs.split(","))
-    learner = learner_of(run, config, mesh)
-    several = [training_programs(run, learner, mesh)]
-    if wanted - {"update", "score"}:
-        several.append(sampling_programs(run, learner, open_engine(run, config, mesh)))
-    for program in itertools.chain(*several):
-        if program.name in wanted:
-            yield program
-
-
-def fit(program: Program, limit_gib: float) -> tuple[dict[str, Any], str]:
-    """Memory of a program and its compiled text, or why it does not fit."""
-    low, started = program.lower(), time.perf_counter()
-    found = {"alive_gib": {name: round(b / GIB, 2) for name, b in program.alive.items()}}
-    try:
-        done = low.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        used = re.search(r"Used ([\d.]+[GMT]) of ([\d.]+[GMT])", str(error))
-        return found | {"fits": False, "needs": used[1] if used else str(error)[:300]}, ""
-    memory = done.memory_analysis()
-    peak, arguments = memory.peak_memory_in_bytes, memory.argument_size_in_bytes
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    beside = max(0, sum(program.alive.values()) - arguments - results)
-    sizes = {
-        "peak": peak,
-        "arguments": arguments,
-        "temporary": peak - arguments - results,
-        "host": memory.host_temp_size_in_bytes,
-        "together": peak + beside,
-    }
-    found |= {f"{name}_gib": round(value / GIB, 2) for name, value in sizes.items()}
-    found["fits"] = found["together_gib"] <= limit_gib - RESERVED_GIB
-    return found | {"compile_s": round(time.perf_counter() - started, 1)}, done.as_text()
-
-
-def read(run: Run, mesh: jax.sharding.Mesh, program: str, text: str, count: int) -> dict[str, Any]:
-    """What stands in a compiled text, as lists of short lines."""
-    made, shape = compiled.instructions(text), QWEN[run.model]
-    column = TRAINING if program in ("update", "score") else DECODING
-    vocab = {shape["vocab"], shape["vocab"] // shards(mesh, "vocab", column)}
-    tokens = {run.row_tokens, run.rows * run.row_tokens}
-    found = {
-        "largest": compiled.largest(made, count),
-        "T x T": compiled.square(made, run.row_tokens),
-        "P x P": compiled.square(made, run.prompt_tokens),
-        "V x T": compiled.over(made, vocab, tokens),
-        "kernels": compiled.kernels(text),
-    }
-    if program in ("update", "score"):
-        return found | {
-            "head exchanges": compiled.collectives(made, "head"),
-            "vocabulary exchanges": compiled.collectives(made, sizes=vocab),
-        }
-    heads = shape["kv_heads"] // shards(mesh, "kv_heads", column)
-    tokens_of_replica = 128 * run.pages or run.row_tokens * run.slots
-    cache = heads * 128 * tokens_of_replica
-    if program in ("insert", "decode"):
-        found |= {"copies of a cache": compiled.copies(made, cache)}
-    if program in ("load", "decode"):
-        found |= {"exchanges": compiled.collectives(made, looped=program == "decode")}
-    return found
-
-
-def measure(run: Run, as_json: bool, count: int) -> None:
+def measure(run: Run, as_json: bool) -> None:
     """A line per program, and what its text holds."""
-    mesh, limit = run.open_mesh(), HBM_GIB[run.topology.partition(":")[0]]
-    for program in programs(run, mesh):
-        found, text = fit(program, limit)
-        contents = read(run, mesh, program.name, text, count) if text else {}
-        line = dataclasses.asdict(run) | {"program": program.name, "limit_gib": limit} | found
+    layout = run.lay_out()
+    compile_it, most = Compiler(layout, None), limit(layout)
+    for program in wanted(run, layout):
+        found = compile_it.measure(program)
+        fits = found.peak is not None and found.together <= most
+        sizes = {name: round(size / GIB, 2) for name, size in found.parts().items()}
+        line = {
+            "program": found.name,
+            "fits": fits,
+            "peak_gib": round(found.needs / GIB, 2),
+            "together_gib": round(found.together / GIB, 2),
+            "host_gib": round(found.host / GIB, 2),
+            "limit_gib": round(most / GIB, 2),
+            "there_gib": sizes,
+            "compile_s": round(found.compile_seconds, 1),
+        }
         if as_json:
-            print(json.dumps(line | contents), flush=True)
+            print(json.dumps(dataclasses.asdict(run) | line | found.contents), flush=True)
             continue
-        memory = f"{found['peak_gib']:6.2f}" if text else found["needs"]
-        memory += f" ({found['together_gib']} with all that is there)" if text else ""
-        memory += f" + {found['host_gib']} on the host" if found.get("host_gib") else ""
-        verdict = f"fits, {found['compile_s']:.0f} s" if found["fits"] else "DOES NOT FIT"
+        memory = f"{line['peak_gib']:6.2f} ({line['together_gib']} with all that is there)"
+        memory += f" + {line['host_gib']} on the host" if found.host else ""
+        verdict = f"fits, {found.compile_seconds:.0f} s" if fits else "DOES NOT FIT"
         place = f"{run.model:>5} {run.topology:<10} {run.mesh:<34} {run.remat:<10}"
-        print(f"{place} {program.name:<8} {memory} of {limit} GiB  {verdict}", flush=True)
-        there = [f"{name} {gib} GiB" for name, gib in found["alive_gib"].items()]
-        for name, lines in ({"there": there} | contents).items():
+        print(f"{place} {found.name:<8} {memory} of {line['limit_gib']} GiB  {verdict}", flush=True)
+        there = [f"{name} {gib} GiB" for name, gib in sizes.items()]
+        for name, lines in ({"there": there} | found.contents).items():
             print(f"        {name}: {'; '.join(lines) or 'none'}", flush=True)
 
 
@@ -322,10 +160,9 @@ def main() -> None:
     for field in dataclasses.fields(Run):
         kind = type(field.default) if field.default is not dataclasses.MISSING else str
         parser.add_argument(f"--{field.name}", type=kind)
-    parser.add_argument("--largest", type=int, default=5, help="how many arrays are shown")
     parser.add_argument("--json", action="store_true")
     args = vars(parser.parse_args())
-    largest, as_json = args.pop("largest"), args.pop("json")
+    as_json = args.pop("json")
     given = {name: value for name, value in args.items() if value is not None}
     asked = given.pop("programs", PROGRAMS).split(",")
     if unknown := set(asked) - set(PROGRAMS.split(",")):
@@ -335,7 +172,7 @@ def main() -> None:
     for run in runs or [Run(**given)]:
         kept = ",".join(name for name in run.programs.split(",") if name in asked)
         if kept:
-            measure(dataclasses.replace(run, **given, programs=kept), as_json, largest)
+            measure(dataclasses.replace(run, **given, programs=kept), as_json)
 
 
 if __name__ == "__main__":
