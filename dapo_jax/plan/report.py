@@ -20,6 +20,7 @@ PHASES = {  # of a step: the simulator's seconds in each
     "score": ("score_pass", "score_token"),
     "update": ("update", "update_token"),
 }
+MOST_SHOWN = 6  # kinds of collectives of a program
 WEAKER = (
     "A GPU's memory was not enforced by its compiler and no kernel was tried out: a weaker proof "
     "than for TPU."
@@ -103,7 +104,8 @@ def collectives(plan: Any) -> str:
         for kind, times in sorted(one.traffic.sent.items()):
             rows.append([one.name, kind, _gib(times.once) or "0", _gib(times.each) or "0"])
     told = [
-        f"{one.name}: {'; '.join(lines)}"
+        f"{one.name}: {'; '.join(lines[:MOST_SHOWN])}"
+        + (f"; {len(lines) - MOST_SHOWN} more kinds (--json)" if len(lines) > MOST_SHOWN else "")
         for one in plan.measured.values()
         for name, lines in one.contents.items()
         if name in ("head exchanges", "exchanges") and lines
@@ -123,7 +125,8 @@ def step_table(plan: Any, settings: PlanSettings) -> str:
     lines = [
         f"{record['tokens_per_second']:,.0f} response tokens/s while sampling, "
         f"{record['trained_tokens_per_second']:,.0f} tokens/s while learning; "
-        f"MFU of the update {record['update_mfu']:.0%}",
+        f"MFU of the update {record['update_mfu']:.0%}, of full rows "
+        f"{record['update_mfu_of_full_rows']:.0%}",
         f"slots {record['slot_utilisation']:.0%} busy; {record['asked_groups']} groups asked for "
         f"{record['kept_groups']} kept; {record['sampled_to_kept_tokens']:.2f} tokens drawn for "
         f"each that is trained on; rows {record['fill']:.0%} full",
@@ -153,6 +156,7 @@ def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
         "tokens_per_second": step.sampled.tokens / rollout,
         "trained_tokens_per_second": step.kept_tokens / update if update else 0.0,
         "update_mfu": plan.mfu,
+        "update_mfu_of_full_rows": plan.mfu / plan.lengths.fill,
         "slot_utilisation": step.utilisation,
         "asked_groups": step.asked,
         "kept_groups": step.kept,
