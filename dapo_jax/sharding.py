@@ -108,6 +108,14 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[list, li
         )
         learning += mine[:-count]
         sampling += mine[-count:]
+    flat = devices[0].platform == "tpu" and "lite" in devices[0].device_kind  # a torus of two axes
+    require(
+        not flat or (_fills_a_box(learning) and _fills_a_box(sampling)),
+        "mesh.sampler_share",
+        share,
+        f"0 on several hosts of {devices[0].device_kind}, whose compiler joins no chips with gaps "
+        "between them",
+    )
     return learning, sampling
 
 

@@ -1,6 +1,7 @@
 """rollout.lag: the next step's groups are collected while this one is learned."""
 
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Starved
 from dapo_jax.run import train
+from dapo_jax.sharding import split_devices
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,21 @@ def test_a_share_that_can_not_be_is_refused(mesh, message, base, tmp_path):
     with pytest.raises(ConfigError, match=message):
         cli.check(config)
         open_meshes(config.mesh, config.packing.rows_per_microbatch)
+
+
+def test_chips_of_a_flat_torus_are_not_shared_out_over_hosts():
+    """Their compiler aborts where a program's chips have gaps between them."""
+    chips = [
+        types.SimpleNamespace(
+            platform="tpu", device_kind="TPU v5 lite", process_index=y // 2, coords=(x, y, 0)
+        )
+        for y in range(4)
+        for x in range(2)
+    ]
+    with pytest.raises(ConfigError, match="mesh.sampler_share = 0.5: must be 0 on several hosts"):
+        split_devices(chips, 0.5, 1)
+    learning, sampling = split_devices(chips[:4], 0.5, 1)  # of one host
+    assert (learning, sampling) == (chips[:2], chips[2:4])
 
 
 def test_a_lag_is_0_or_1_and_asks_for_importance_weights(base, tmp_path):

@@ -17,7 +17,7 @@ from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.plan import advice, chips, planning, report, search
 from dapo_jax.plan.estimate import measure_lengths
-from dapo_jax.plan.programs import microbatches
+from dapo_jax.plan.programs import lay_out, microbatches, training_programs
 from dapo_jax.plan.settings import PlanSettings
 from dapo_jax.plan.shapes import NAMES, config_values, read_shape
 from dapo_jax.sharding import unbox
@@ -135,6 +135,15 @@ def test_memory_by_part_adds_up_to_the_peak(made):
     for one in made.measured.values():
         assert sum(one.parts().values()) == pytest.approx(one.together, rel=0.05)
         assert one.together - one.beside == pytest.approx(one.peak, rel=0.05)
+
+
+def test_a_lag_keeps_the_policy_before_the_update(config):
+    """A copy of the parameters, and as large."""
+    lagging = dataclasses.replace(config.rollout, lag=1)
+    layout = lay_out(dataclasses.replace(config, rollout=lagging), chips.parse("cpu:8"))
+    program = next(iter(training_programs(layout, 1)))
+    found = planning.Compiler(layout, None).measure(program).alive
+    assert found["policy before the update"] == found["parameters"] > 0
 
 
 def test_the_report_says_what_was_found(made, settings):

@@ -1,5 +1,6 @@
 """The compiled programs of a run, as they are, with shapes in place of arrays."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -153,7 +154,7 @@ def _resident(layout: Layout) -> dict[str, Any]:
         held["critic"] = layout.critic.abstract_state.params
         held["critic's optimizer"] = layout.critic.abstract_state.opt_state
     if layout.config.rollout.lag:
-        held["policy before the update"] = state.params
+        held["policy before the update"] = jax.tree.map(copy.copy, state.params)
     return {name: tree for name, tree in held.items() if jax.tree.leaves(tree)}
 
 
