@@ -15,7 +15,7 @@ from dapo_jax import cli
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model.decoder import abstract_params
-from dapo_jax.plan import advice, chips, planning, report, search
+from dapo_jax.plan import advice, chips, measure, planning, report, search
 from dapo_jax.plan.estimate import measure_lengths
 from dapo_jax.plan.programs import lay_out, microbatches, training_programs
 from dapo_jax.plan.settings import PlanSettings
@@ -144,6 +144,20 @@ def test_a_lag_keeps_the_policy_before_the_update(config):
     program = next(iter(training_programs(layout, 1)))
     found = planning.Compiler(layout, None).measure(program).alive
     assert found["policy before the update"] == found["parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "needs", "temporaries"),
+    [
+        ("Ran out of memory in memory space hbm. Used 16.00G of 15.75G hbm.", 16 * 2**30, False),
+        ("the total memory required for HLO temporaries (47.5G) exceeds", 47.5 * 2**30, True),
+    ],
+)
+def test_a_compiler_that_gives_up_says_what_it_would_take(said, needs, temporaries):
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
+    assert measure._missing(error) == {"needs": needs, "temporaries": temporaries}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        measure._missing(jax.errors.JaxRuntimeError("INTERNAL: Used 1G of 2G"))
 
 
 def test_the_report_says_what_was_found(made, settings):

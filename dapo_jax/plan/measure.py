@@ -22,7 +22,9 @@ from dapo_jax.sharding import DECODING, TRAINING, shards
 
 RESERVED_GIB = 0.26  # of a TPU's memory, kept by the compiler for itself
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NEEDS = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?)")
+# What a TPU's compiler says that it would take: all, or what it adds to arguments and results.
+_ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 
@@ -103,7 +105,8 @@ class Compiler:
             alive[name] = self._size(leaves)
         beside = max(0, sum(alive.values()) - found["arguments"] - found["results"])
         if found["peak"] is None:
-            beside = max(0, sum(alive.values()) - found["needs"])
+            beside = sum(alive.values()) - (0 if found["temporaries"] else found["needs"])
+            beside = max(0, beside)
         sent = {name: Times(**times) for name, times in found["sent"].items()}
         return Measured(
             program.name,
@@ -147,10 +150,7 @@ class Compiler:
         try:
             done = lowered.compile(compiler_options=self._options)
         except jax.errors.JaxRuntimeError as error:
-            needs = _NEEDS.search(str(error))
-            if "RESOURCE_EXHAUSTED" not in str(error) or not needs:
-                raise
-            return empty | {"peak": None, "needs": int(float(needs[1]) * _UNITS[needs[2]])}
+            return empty | {"peak": None} | _missing(error)
         memory = done.memory_analysis()
         found = empty | {
             "peak": memory.peak_memory_in_bytes,
@@ -168,6 +168,18 @@ class Compiler:
             "sent": {kind: dataclasses.asdict(times) for kind, times in moved.sent.items()},
             "written": dataclasses.asdict(moved.written),
         }
+
+
+def _missing(error: jax.errors.JaxRuntimeError) -> dict[str, Any]:
+    """What a program that does not fit would take; raises the error where that is not its point."""
+    text = str(error)
+    found = _TEMPORARIES.search(text) or _ALL.search(text)
+    if "RESOURCE_EXHAUSTED" not in text or not found:
+        raise error
+    return {
+        "needs": int(float(found[1]) * _UNITS[found[2]]),
+        "temporaries": found.re is _TEMPORARIES,
+    }
 
 
 def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, list[str]]:

@@ -16,9 +16,9 @@ import pathlib
 import runpy
 import statistics
 
+from dapo_jax.assembly import numerics, open_mesh
 from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log, Model
 from dapo_jax.model import huggingface
-from dapo_jax.parts import numerics, open_mesh
 from dapo_jax.plan.calibrate import FIRST_STEPS, calibrate, replay
 from dapo_jax.plan.costs import Costs
 from dapo_jax.plan.laws import Measured
