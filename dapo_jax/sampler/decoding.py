@@ -42,11 +42,14 @@ def start_responses(
     fills: Fills | None,
     *,
     take_up: Callable,
+    in_turn: bool = False,
 ) -> DecodeState:
     """Sample `samples[i]` of prompt `rows[i]` begins in `slots[i]`; one past the last is dropped.
 
     Args:
         take_up: the store's; `fills` is for it.
+        in_turn: layer after layer: else XLA:TPU gathers all prompts of all layers at once. A CPU
+            would copy the caches.
     """
 
     def place(array, value):
@@ -55,7 +58,7 @@ def start_responses(
     keys = jax.vmap(jax.random.fold_in)(prefix.key[rows], samples)
     caches = []
     for cache, new in zip(state.caches, prefix.caches, strict=True):
-        if caches:  # layer after layer: XLA may else gather all prompts of all layers at once
+        if in_turn and caches:
             new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
         caches.append(take_up(cache, new, slots, rows, fills))
     return state.replace(

@@ -49,7 +49,7 @@ class PolicyEngine(Engine):
         insert_width: how many slots one `insert` can fill from one prompt (the group size).
         tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
         seed: of the draws of prompts that come without a key.
-        frozen: parameters that never change: one copy for decoding is made of them.
+        frozen: parameters that never change: of them one copy is made for decoding.
         settings: those of the cache, of prefill and of loading are read here.
         trained_on: the mesh of the trainer's parameters; None: this one.
 
@@ -119,7 +119,8 @@ class PolicyEngine(Engine):
             in_shardings=(None, place("batch"), None, None),
             out_shardings=Prefix(prompts, replicated, replicated, replicated),
         )
-        start = functools.partial(decoding.start_responses, take_up=self.store.take_up)
+        take_up, on_tpu = self.store.take_up, self._mesh.devices.flat[0].platform == "tpu"
+        start = functools.partial(decoding.start_responses, take_up=take_up, in_turn=on_tpu)
         self._insert = jax.jit(start, donate_argnums=1, out_shardings=state)
         self._stop = jax.jit(decoding.stop_responses, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(
@@ -299,8 +300,7 @@ class PolicyEngine(Engine):
 
         Returns the state, and the slots that were stopped, youngest first.
         """
-        gave = self.store.make_room(slots, self._burst_tokens)
-        if gave:
+        if gave := self.store.make_room(slots, self._burst_tokens):
             stopped = np.full(self._slots, self._slots, np.int32)
             stopped[: len(gave)] = gave
             state = self._stop(state, stopped)
