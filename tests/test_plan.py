@@ -234,12 +234,13 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_fits(folder, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology=v9:1"], "config.topology = 'v9:1': must be KIND:SHAPE"),
-        ([], "config.topology = '': must be KIND:SHAPE"),
+        (["--topology=v9:1"], "--topology = 'v9:1': must be KIND:SHAPE"),
+        ([], "--topology = '': must be KIND:SHAPE"),
         (["--topology=cpu:9"], "at most cpu:"),
         (["--topology=cpu:1", "--model=nowhere"], "must be a folder with a config.json, or one of"),
-        (["--topology=cpu:1", "--price=-1"], "config.price = -1.0: must be at least 0"),
+        (["--topology=cpu:1", "--price=-1"], "--price = -1.0: must be at least 0"),
         (["--topology=cpu:1", "--kept=1.5"], "law.kept"),
+        (["--topology=cpu:1", "--cache=/proc/x"], "--cache = '/proc/x': must be a folder"),
     ],
 )
 def test_wrong_flags_are_a_line(arguments, message):

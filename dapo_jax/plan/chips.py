@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 
-from dapo_jax.experiment.settings import require
+from dapo_jax.experiment.settings import ConfigError
 
 GIB = 2**30
 
@@ -62,14 +62,22 @@ class Topology:
         return math.prod(self.shape)
 
 
+def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
+    """Raises `ConfigError` that names a flag of the plan, not a setting of the config."""
+    if not good:
+        raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
+
+
 def parse(name: str) -> Topology:
     """`v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
     kinds = ", ".join(CHIPS)
-    require(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
+    check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
     chip = CHIPS[kind]
     example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
     fits = bool(_SHAPE.fullmatch(text)) and text.count("x") == chip.dimensions - 1
     sizes = tuple(int(size) for size in text.split("x")) if fits else ()
-    require(fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}")
+    check_flag(
+        fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}"
+    )
     return Topology(name, chip, sizes)

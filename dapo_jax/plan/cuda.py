@@ -68,6 +68,6 @@ def describe(topology: Topology) -> list[Any]:
         ).devices
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"topology = {topology.name!r}: needs the GPU's compiler: "
+            f"--topology = {topology.name!r}: needs the GPU's compiler: "
             f"pip install 'dapo_jax[cuda]' ({str(error).splitlines()[0]})"
         ) from None

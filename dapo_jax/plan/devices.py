@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.plan import cuda
-from dapo_jax.plan.chips import Topology
+from dapo_jax.plan.chips import Topology, check_flag
 
 
 def _wraps(topology: Topology) -> tuple[bool, ...]:
@@ -30,7 +30,7 @@ def describe(topology: Topology) -> list[Any]:
         devices = jax.devices("cpu")
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.chips}"
         allowed = f"at most cpu:{len(devices)} here; {flag} makes more"
-        require(topology.chips <= len(devices), "topology", topology.name, allowed)
+        check_flag(topology.chips <= len(devices), "topology", topology.name, allowed)
         return devices[: topology.chips]
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nobody answers where there is no TPU
@@ -48,11 +48,11 @@ def describe(topology: Topology) -> list[Any]:
         ).devices
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
-            f"topology = {topology.name!r}: the TPU's compiler does not describe it: "
+            f"--topology = {topology.name!r}: the TPU's compiler does not describe it: "
             f"{str(error).splitlines()[0]}"
         ) from None
     except RuntimeError as error:  # jax finds no plugin for the platform
         raise ConfigError(
-            f"topology = {topology.name!r}: needs the TPU's compiler: "
+            f"--topology = {topology.name!r}: needs the TPU's compiler: "
             f"pip install 'dapo_jax[tpu]' ({str(error).splitlines()[0]})"
         ) from None

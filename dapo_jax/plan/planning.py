@@ -9,7 +9,7 @@ import time
 
 from dapo_jax.experiment.config import Config
 from dapo_jax.plan import report
-from dapo_jax.plan.chips import GIB, parse
+from dapo_jax.plan.chips import GIB, check_flag, parse
 from dapo_jax.plan.costs import Costs
 from dapo_jax.plan.estimate import (
     Lengths,
@@ -65,6 +65,11 @@ def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     """With the folder of earlier results that the settings name."""
     folders = {"auto": cache_folder(), "none": None}
     folder = folders[settings.cache] if settings.cache in folders else pathlib.Path(settings.cache)
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        check_flag(False, "cache", str(folder), f"a folder that can be written ({error.strerror})")
     return Compiler(layout, folder)
 
 

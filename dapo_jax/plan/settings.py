@@ -3,7 +3,8 @@
 import dataclasses
 
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import require, setting
+from dapo_jax.experiment.settings import setting
+from dapo_jax.plan.chips import check_flag
 from dapo_jax.plan.laws import Assumed, Law, Measured, right_from_kept
 from dapo_jax.plan.roofline import Efficiency
 
@@ -34,11 +35,13 @@ class PlanSettings:
 
     def check(self) -> None:
         """Raises `ConfigError`."""
-        require(self.topology != "", "topology", self.topology, "KIND:SHAPE, as in v5p:4x4x4")
-        require(self.price >= 0, "price", self.price, "at least 0")
+        check_flag(self.topology != "", "topology", self.topology, "KIND:SHAPE, as in v5p:4x4x4")
+        check_flag(self.price >= 0, "price", self.price, "at least 0")
         for name in ("flops", "hbm", "ici"):
-            require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1")
-        require(not (self.search and self.simulate), "search", True, "alone, without --simulate")
+            check_flag(
+                0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1"
+            )
+        check_flag(not (self.search and self.simulate), "search", True, "alone, without --simulate")
 
     @property
     def efficiency(self) -> Efficiency:
