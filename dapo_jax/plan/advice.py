@@ -50,11 +50,12 @@ def changes(plan: Any) -> list[str]:
             continue
         state = sum(v for k, v in one.alive.items() if k not in ("cache", "prompts"))
         if state > plan.limit:
-            what = [
-                f"what stays alone takes {state / GIB:.1f} GiB of a chip: more chips, a smaller "
+            what = (
+                f"what stays takes {state / GIB:.1f} GiB of a chip alone: more chips, a smaller "
                 "model, or config.lora.rank"
-            ]
+            )
         else:
-            what = _sampling(plan, one, missing) if one.name in SAMPLING else _training(plan)
-        told.append(f"- {one.name}: {missing / GIB:.2f} GiB too much; try {' or '.join(what)}")
+            several = _sampling(plan, one, missing) if one.name in SAMPLING else _training(plan)
+            what = f"try {' or '.join(several)}"
+        told.append(f"- {one.name}: {missing / GIB:.2f} GiB too much; {what}")
     return told

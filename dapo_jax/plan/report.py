@@ -85,6 +85,8 @@ def roofline_table(plan: Any, settings: PlanSettings) -> str:
     layout, rows = plan.layout, []
     chip = layout.topology.chip
     for one in plan.measured.values():
+        if one.peak is None:  # there is no text to count bytes in
+            continue
         found = estimate(layout, one, plan.lengths.tokens / 2)
         seconds = found.each.seconds(chip, settings.efficiency)
         bound, longest = found.each.bound(chip, settings.efficiency)
