@@ -3,8 +3,9 @@
 python -m dapo_jax.main --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1
 
 Hardware: one chip of v5e (the default) or a T4 of a free Colab (colab_t4: 16 GB, and float16 is the
-only fast number it has, so float32); see VARIANTS. What it takes there: python -m dapo_jax.plan
---config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1 (docs/pods.md has the output).
+only fast number it has, so float32); see VARIANTS. The plan's estimate of a step: 12 s on v5e, by
+python -m dapo_jax.plan --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1. Of a T4
+there is none.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 
