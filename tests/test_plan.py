@@ -18,7 +18,7 @@ from dapo_jax.model.decoder import abstract_params
 from dapo_jax.plan import advice, chips, measure, planning, report, search
 from dapo_jax.plan.__main__ import main
 from dapo_jax.plan.estimate import measure_lengths
-from dapo_jax.plan.programs import lay_out, microbatches, training_programs
+from dapo_jax.plan.programs import lay_out, training_programs
 from dapo_jax.plan.settings import PlanSettings
 from dapo_jax.plan.shapes import NAMES, config_values, read_shape
 from dapo_jax.sharding import unbox
@@ -208,11 +208,13 @@ def test_the_search_finds_the_most_rows_and_slots_that_fit(config, settings, mon
     assert found.config.sampler.slots == batch  # more would stand idle
 
 
-def test_microbatches_follow_the_lengths(config):
+def test_an_update_has_the_microbatches_that_its_rows_need(config):
     law = PlanSettings(median_tokens=20.0).make_law(config)
     lengths = measure_lengths(config, law)
-    assert lengths.responses == 16 and 0 < lengths.fill <= 1
-    assert microbatches(config, lengths.tokens, lengths.fill) == lengths.microbatches
+    rows = lengths.microbatches * config.packing.rows_per_microbatch
+    assert rows - config.packing.rows_per_microbatch < lengths.rows <= rows
+    tokens = lengths.responses * lengths.tokens
+    assert lengths.fill == pytest.approx(tokens / (rows * config.packing.row_tokens))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -245,6 +247,7 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_fits(folder, 
         (["--topology=cpu:1", "--model=nowhere"], "must be a folder with a config.json, or one of"),
         (["--topology=cpu:1", "--price=-1"], "--price = -1.0: must be at least 0"),
         (["--topology=cpu:1", "--kept=1.5"], "law.kept"),
+        (["--topology=h100:9"], "--topology = 'h100:9': must be at most 8 GPUs or a multiple"),
         (["--topology=cpu:1", "--cache=/proc/x"], "--cache = '/proc/x': must be a folder"),
     ],
 )

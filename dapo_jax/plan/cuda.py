@@ -6,10 +6,8 @@ compute capability 9.0). Only their memory differs.
 
 from typing import Any
 
-import jax
-
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.plan.chips import Topology
+from dapo_jax.plan.chips import Topology, check_flag
 
 _HOPPER = """
 gpu_device_info {{
@@ -51,10 +49,16 @@ _MEMORY = {"h100": 84_942_979_072, "h200": 151_397_597_184}  # bytes of a device
 
 
 def describe(topology: Topology) -> list[Any]:
-    """The devices of so many GPUs, 8 to a host. Raises `ConfigError` without the compiler."""
+    """The devices of so many GPUs, 8 to a host.
+
+    Raises `ConfigError` for hosts that are not whole, and without the compiler.
+    """
     from jax.experimental import topologies
 
     kind, count = topology.name.partition(":")[0], topology.chips
+    whole = count <= _GPUS_PER_HOST or count % _GPUS_PER_HOST == 0
+    allowed = f"at most {_GPUS_PER_HOST} GPUs or a multiple, as in {kind}:{_GPUS_PER_HOST}"
+    check_flag(whole, "topology", topology.name, allowed)
     hosts = -(-count // _GPUS_PER_HOST)
     shape = f"1x{hosts}x{count // hosts}"
     target = _HOPPER.format(
@@ -66,7 +70,7 @@ def describe(topology: Topology) -> list[Any]:
         return topologies.get_topology_desc(
             platform="cuda", topology_name=shape, topology=shape, target_config=target
         ).devices
-    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # jax's own, and NotImplementedError without the plugin, are such
         raise ConfigError(
             f"--topology = {topology.name!r}: needs the GPU's compiler: "
             f"pip install 'dapo_jax[cuda]' ({str(error).splitlines()[0]})"

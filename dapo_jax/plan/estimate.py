@@ -41,7 +41,7 @@ class Lengths:
 def measure_lengths(config: Config, law: Law) -> Lengths:
     """Draws one update's groups from the law, and packs them."""
     rollout, packing = config.rollout, config.packing
-    groups, samples = rollout.prompts_per_step // rollout.updates_per_rollout, None
+    groups = rollout.prompts_per_step // rollout.updates_per_rollout
     samples = rollout.samples_per_prompt
     drawn = [(law.prompt_tokens(i), law.draw(0, i, samples).tokens) for i in range(groups)]
     lengths = np.concatenate([prompt + tokens for prompt, tokens in drawn])

@@ -236,11 +236,3 @@ def programs(layout: Layout, microbatches: int) -> Iterator[Program]:
     """All of them, in the order of a step."""
     yield from sampling_programs(layout)
     yield from training_programs(layout, microbatches)
-
-
-def microbatches(config: Config, mean_tokens: float, fill: float) -> int:
-    """Of one update, whose responses have `mean_tokens` with their prompts; rows so full."""
-    rollout, packing = config.rollout, config.packing
-    responses = rollout.prompts_per_step // rollout.updates_per_rollout * rollout.samples_per_prompt
-    rows = responses * mean_tokens / (fill * packing.row_tokens)
-    return max(1, math.ceil(rows / packing.rows_per_microbatch))

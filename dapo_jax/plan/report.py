@@ -1,7 +1,6 @@
 """A plan in words and tables (Markdown), and as one record for JSON."""
 
 import dataclasses
-import json
 from typing import Any
 
 from dapo_jax.plan import advice
@@ -289,8 +288,3 @@ def simulations(plan: Any, settings: PlanSettings) -> str:
         f"{max(rollout, update):,.1f} s a step."
     )
     return f"\n{told}\n\n{lag}"
-
-
-def dump(plan: Any, settings: PlanSettings) -> str:
-    """`record` as JSON."""
-    return json.dumps(record(plan, settings))
