@@ -19,7 +19,7 @@ from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.structs import Completion, Group, Mean
 
-# Every name that a step logs, with the sentence that the README shows.
+# Every name that a step logs, with the sentence that docs/metrics.md shows.
 MEANINGS = {
     "reward": "Mean shaped reward over judged responses, before filtering; without the surplus.",
     "accuracy": "Share of right answers over the same responses.",
