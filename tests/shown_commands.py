@@ -220,12 +220,12 @@ def check_python_script(words: list[str]) -> str:
     )
 
 
-def check_pip(words: list[str]) -> str:
-    """pip installs this project, with extras that it has."""
+def check_pip(words: list[str]) -> str | None:
+    """pip installs this project, with extras that it has. Of other packages nothing is known."""
     *_, wanted = words
     found = re.fullmatch(r"(?:dapo_jax|\.)(?:\[([\w,]+)\])?", wanted)
     if words[1] != "install" or not found:
-        return f"{wanted}: not this project"
+        return None
     extras = (found[1] or "").split(",") if found[1] else []
     missing = [extra for extra in extras if f'"{extra}": [' not in SETUP]
     return f"no such extra: {missing}" if missing else ""
@@ -237,7 +237,7 @@ def check_tool(words: list[str]) -> str:
     return f"{words[0]}: unknown here: {unknown}" if unknown else ""
 
 
-CHECKS: dict[str, Callable[..., str]] = {
+CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     r"dapo_jax[\w.]*": check_module,
     r"--config.*": check_flags,
     r"pytest": check_pytest,
