@@ -13,6 +13,7 @@ SHOWN = {
     "tests/benchmarks/README.md": "benchmarks.md",
     "configs/arithmetic_dapo.png": "arithmetic_dapo.png",
 }
+BLOCK_OR_CODE = re.compile(r"<pre.*?</pre>|<code>([^<]*)</code>", re.DOTALL)
 RELATIVE_LINK = re.compile(r"(!?\[([^\]]*)\])\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -39,3 +40,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{link[1]}({uri}{link[4] or ''})"
 
     return RELATIVE_LINK.sub(rewrite, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Puts each word of inline code into a span, since browsers break flags after their hyphens."""
+
+    def in_spans(found: re.Match) -> str:
+        if found[1] is None:
+            return found[0]
+        return "<code>" + " ".join(f"<span>{word}</span>" for word in found[1].split()) + "</code>"
+
+    return BLOCK_OR_CODE.sub(in_spans, html)

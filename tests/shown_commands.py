@@ -1,9 +1,9 @@
 """The commands that documentation shows, and what would be said against each.
 
-A command is a line of a ```bash fence, a line after "$ " in any fence, or inline code that begins
+A command is a line of a ```bash fence, a line after "$ " in any other, or inline code that begins
 like one; flags of runs may stand alone (`--config.seed=1`). `CHECKS` load settings, read arguments
-and look for files; they start nothing. What no check knows needs a word after ```bash that says why
-nobody tries it here: hardware, cloud or network.
+and look for files; they start nothing. A fence with what no check knows needs a word that says why
+nobody tries it here: ```bash hardware, cloud or network.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from dapo_jax.experiment.settings import leaves
 ROOT = pathlib.Path(__file__).parent.parent
 SETUP = (ROOT / "setup.py").read_text()
 NOT_HERE = {"torch"}  # what a script of the repository needs and tests do without
-SHELLS = {"bash", "sh", "shell", "console"}
+SHELLS = {"bash", "sh", "shell"}
 MARKERS = {"hardware", "cloud", "network"}
 KINDS = (Config, SftConfig, ExportConfig, ServeConfig)
 FILE = "configs/arithmetic.py"
@@ -56,7 +56,8 @@ def tokens_of(page: pathlib.Path) -> list[Token]:
 
 
 def split_commands(text: str) -> Iterator[list[str]]:
-    """The commands of shell text as words, without comments and variables set for them."""
+    """The commands of shell text as words, without comments, here-documents and variables."""
+    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.DOTALL | re.MULTILINE)
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
@@ -71,18 +72,17 @@ def split_commands(text: str) -> Iterator[list[str]]:
 
 
 def commands_of(page: pathlib.Path) -> Iterator[tuple[list[str], str]]:
-    """The commands of a page, each with the word that excuses it from being checked, or nothing."""
+    """The commands of a page, each with what excuses it where no check knows it, or nothing."""
     for token in tokens_of(page):
-        language, *markers = token.info.split() or [""]
-        if token.type == "fence" and language in SHELLS:
-            unknown = set(markers) - MARKERS
-            assert not unknown, f"{token.info!r}: must be of {sorted(MARKERS)}"
-            yield from ((words, "".join(markers[:1])) for words in split_commands(token.content))
-        elif token.type == "fence":
-            shown = re.findall(r"^\$ ((?:.*\\\n)*.*)", token.content, re.MULTILINE)
-            yield from ((words, "") for text in shown for words in split_commands(text))
+        if token.type == "fence":
+            language, *markers = token.info.lower().split() or [""]
+            text = token.content
+            if language not in SHELLS:
+                text = "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE))
+            excuse = " ".join(MARKERS.intersection(markers))
+            yield from ((words, excuse) for words in split_commands(text))
         elif token.type == "code_inline" and BEGINS_A_COMMAND.match(token.content):
-            yield from ((words, "") for words in split_commands(token.content))
+            yield from ((words, "inline") for words in split_commands(token.content))
 
 
 class Accepted(Exception):
@@ -237,6 +237,11 @@ def check_tool(words: list[str]) -> str:
     return f"{words[0]}: unknown here: {unknown}" if unknown else ""
 
 
+def check_nothing(words: list[str]) -> str:
+    """What makes small files of the reader's own."""
+    return ""
+
+
 CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     r"dapo_jax[\w.]*": check_module,
     r"--config.*": check_flags,
@@ -245,6 +250,7 @@ CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     r"[\w/]+\.py": check_python_script,
     r"pip": check_pip,
     "|".join(TOOLS): check_tool,
+    r"cat|echo|mkdir|printf": check_nothing,
 }
 BEGINS_A_COMMAND = re.compile(
     r"([A-Z_]+=\S+ )*((\S*/)?python3?|bash|pytest|pip|" + "|".join(TOOLS) + r") \S|--config[.=]\w"
