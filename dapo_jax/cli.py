@@ -66,15 +66,16 @@ def check_run_dir(config: Config) -> None:
 
 
 def _check_override_names(arguments: list[str], kind: type) -> None:
-    """ml_collections answers a mistyped key with a traceback; this names the nearest key."""
-    known = {name: value for name, _, value in leaves(kind())}
+    """absl answers a mistyped key with a traceback; this names the nearest key."""
+    known = [name for name, _, _ in leaves(kind())]
     for argument in arguments:
-        if not argument.lstrip("-").startswith("config."):
-            continue
-        name = argument.lstrip("-").removeprefix("config.").split("=", 1)[0]
-        if name not in known:
-            near = nearest(name, known)
-            raise ConfigError(f"config.{name}: there is no such setting{near} (--help lists all)")
+        name = argument.partition("=")[0].lstrip("-")
+        setting = name.removeprefix("config.")
+        is_flag = argument.startswith("-") and not name[:1].isdigit()  # -1 is a value
+        if is_flag and not (name.startswith("config.") and setting in known):
+            what = f"config.{setting}: there is no such setting" * name.startswith("config.")
+            what = what or f"--{name}: there is no such flag"
+            raise ConfigError(f"{what}{nearest(setting, known)} (--help lists all)")
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:

@@ -52,17 +52,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def check_name(kind: type, name: str, prefix: str = "") -> None:
+def check_name(kind: type, name: str, section: str = "") -> None:
     """Raises `ConfigError` where `kind` has no setting of that name.
 
     Args:
-        prefix: of the dotted name, where the caller knows it.
+        section: what it is called, where that is known.
     """
     known = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if name not in known:
-        owner = f"config.{prefix}{name}" if prefix else f"{kind.__name__}.{name}"
         hint = nearest(name, known) or f"; {kind.__name__} has {', '.join(known)}"
-        raise ConfigError(f"{owner}: there is no such setting{hint}")
+        owner = section or kind.__name__
+        raise ConfigError(f"{owner}.{name}: there is no such setting{hint}")
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     require(isinstance(values, dict), prefix.rstrip(".") or "(all)", values, "a table of settings")
     made = kind()
     for name, value in values.items():
-        check_name(kind, name, prefix or "")
+        check_name(kind, name, f"config.{prefix}".rstrip("."))
         before = getattr(made, name)
         if dataclasses.is_dataclass(before):
             value = from_dict(type(before), value, f"{prefix}{name}.")
