@@ -1,10 +1,12 @@
 """Trains a policy by reinforcement learning from a rule reward.
 
     python -m dapo_jax.main --config=configs/arithmetic.py
-    python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.algorithm.clip_high=0.28
+    python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.seed=1
+    python -m dapo_jax.main --config=runs/old/config.json --config.run_dir=runs/new
 
-A config file returns the experiment; what stands behind the colon picks a preset; every setting
-below can be overridden. A run folder with a checkpoint in it is resumed.
+A config file returns the experiment; what stands behind the colon picks a preset; the config.json
+of a run repeats it; every setting below can be overridden. A run folder with a checkpoint in it is
+resumed.
 """
 
 import sys

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,8 +49,14 @@ SHOWN_CHARACTERS = 200
 class Run:
     """One run folder: its state, its files, and what is said about it."""
 
-    def __init__(self, config: Config, signals: Signals, stack: contextlib.ExitStack):
-        self.config, self.signals = config, signals
+    def __init__(
+        self,
+        config: Config,
+        signals: Signals,
+        stack: contextlib.ExitStack,
+        on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    ):
+        self.config, self.signals, self._on_step = config, signals, on_step
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         stack.callback(self.parts.close)
@@ -198,6 +205,8 @@ class Run:
         self.parts.progress.step(step, config.total_steps, values)
         if last or due(step, config.checkpoint.every_steps):
             self.save()
+        if self._on_step and self._on_step(step, values) is True:
+            self.signals.received = self.signals.received or "on_step"
 
     def save(self) -> None:
         """A checkpoint of the state as it is."""
@@ -315,8 +324,13 @@ def warn_about_answers(responses: list[Response], config: Config, progress: Prog
     )
 
 
-def train(config: Config) -> dict[str, Any] | None:
+def train(
+    config: Config, on_step: Callable[[int, dict[str, float]], Any] | None = None
+) -> dict[str, Any] | None:
     """Runs `config` to its last step, from its newest checkpoint where there is one.
+
+    Args:
+        on_step: is told every finished step and its metrics; True ends the run, as a signal does.
 
     Returns the summary, or None where a signal ended the run early; it has then been saved.
 
@@ -327,7 +341,7 @@ def train(config: Config) -> dict[str, Any] | None:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         check_processes(config)
-        run = Run(config, signals, stack)
+        run = Run(config, signals, stack, on_step)
         try:
             run.begin()
             if run.state.unwritten is not None:

@@ -23,14 +23,14 @@ from dapo_jax.experiment.sections import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import setting
+from dapo_jax.experiment.settings import section, setting
 
 
 def _section(kind: type) -> dataclasses.Field:
     return dataclasses.field(default_factory=kind)
 
 
-@dataclasses.dataclass
+@section
 class Config:
     """A reinforcement-learning run (`dapo_jax.main`, `dapo_jax.evaluate`)."""
 
@@ -62,7 +62,7 @@ class Config:
         return self.algorithm.critic_pretrain_steps if steps < 0 else steps
 
 
-@dataclasses.dataclass
+@section
 class SftConfig:
     """A supervised run on worked examples (`dapo_jax.sft`); writes a model folder."""
 
@@ -82,7 +82,7 @@ class SftConfig:
     mesh: OneMesh = _section(OneMesh)
 
 
-@dataclasses.dataclass
+@section
 class ExportConfig:
     """A checkpoint to a model folder (`dapo_jax.export`)."""
 
@@ -100,7 +100,7 @@ class ExportConfig:
     )
 
 
-@dataclasses.dataclass
+@section
 class ServeConfig:
     """A served policy (`dapo_jax.serve`). A request says its prompt and its max_tokens only."""
 

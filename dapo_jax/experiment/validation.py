@@ -7,7 +7,16 @@ those are opened, before anything is compiled.
 import math
 
 from dapo_jax.experiment.combinations import check_algorithm, check_unread
-from dapo_jax.experiment.config import Config, Data, Examples, Mesh, OneMesh, ServeConfig, SftConfig
+from dapo_jax.experiment.config import (
+    Config,
+    Data,
+    Examples,
+    ExportConfig,
+    Mesh,
+    OneMesh,
+    ServeConfig,
+    SftConfig,
+)
 from dapo_jax.experiment.sections import SHAPING
 from dapo_jax.experiment.settings import leaves, require
 
@@ -35,7 +44,7 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
-    "shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
+    "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
     "sampler.load_layers"
 ).split()
 POSITIVE = (
@@ -49,7 +58,7 @@ POSITIVE = (
     "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
     "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor mesh.decode_tensor "
     "checkpoint.keep "
-    "evaluation.samples_per_problem evaluation.temperature architecture.layers "
+    "evaluation.samples_per_problem architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
     "architecture.mlp slots waiting lora.alpha sampler.page_tokens sampler.prefill_prompts"
 ).split()
@@ -170,8 +179,10 @@ def _check_pretraining(config: Config) -> None:
     )
 
 
-def validate(config: Config | SftConfig | ServeConfig) -> None:
+def validate(config: Config | SftConfig | ServeConfig | ExportConfig) -> None:
     """Raises `ConfigError` for the first setting or combination that makes no sense."""
+    if isinstance(config, ExportConfig):  # whose few checks need the run
+        return
     _check_single_fields({name: value for name, _, value in leaves(config)})
     if isinstance(config, ServeConfig):
         _check_serving(config)
