@@ -133,10 +133,12 @@ def check_module(words: list[str]) -> str:
         return "no such module"
     if spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{name}.__main__")
-    if "cli.load" not in pathlib.Path(spec.origin).read_text() and name != "dapo_jax.cli":
-        return "it takes no flags" if arguments else ""
+    if not arguments:  # a name alone
+        return ""
+    if "cli.load" not in pathlib.Path(spec.origin).read_text():
+        return "it takes no flags"
     module = importlib.import_module(spec.name)
-    return refusal(arguments, cli, "load load_flags", module.main)
+    return refusal(arguments, cli, "load", module.main)
 
 
 def check_flags(words: list[str]) -> str:
