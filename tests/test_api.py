@@ -74,7 +74,7 @@ def test_examples_in_docstrings_are_true(room, base, tmp_path, alone):
     assert tried.attempted > 0 and tried.failed == 0
 
 
-def test_a_run_stops_goes_on_leaves_a_table_and_a_policy_and_is_repeated_by_its_config(base, tmp_path, alone):
+def test_a_run_stops_goes_on_leaves_a_table_and_a_policy_and_is_repeated(base, tmp_path, alone):
     told = []
 
     def stop_after_one(step, values):
