@@ -126,8 +126,8 @@ class _Collection:
         right = sum(bool(group.correct.all()) for group in groups)
         wrong = sum(not group.correct.any() for group in groups)
         return (
-            f"{self.kept()}/{self._wanted} groups kept of {len(groups)} judged, "
-            f"{len(self._order)} asked · {right} all right · {wrong} all wrong"
+            f"{self.kept()}/{self._wanted} groups kept, {len(groups)} judged: "
+            f"{right} all right, {wrong} all wrong"
         )
 
     def all_broken(self) -> bool:
