@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from dapo_jax import processes
 from dapo_jax.evaluation.scores import Report, Response
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # it brings TensorFlow, and the first word comes before that
 
 WIDTH = 80  # columns of a step's lines
 ANSWER_TAIL, PROMPT_TAIL = 38, 300  # characters that a table shows of a response and of its prompt
-SHOWN_SECONDS, SLOW_SECONDS = 0.5, 2.0  # until the live line says it; until a line stays
+SHOWN_SECONDS, SLOW_SECONDS = 0.5, 3.0  # until the live line says it; until a line stays
 ETA_STEPS = 10  # by whose mean the ETA goes
 
 # What jax says of every program, once it is lowered and once it is compiled; ours by name.
@@ -151,12 +152,13 @@ class Progress:
         panel = Panel(escape(printable(text)), title=title, border_style="bold yellow")
         self.console.print(panel, soft_wrap=False)
 
-    def __rich__(self) -> str:
+    def __rich__(self) -> Text:
         """The live line as it is now: the innermost of what goes on."""
         outer, *inner = self._doing
         long = (one for one in reversed(inner) if one.seconds() >= one.shown_after)
         doing = next(long, outer)
-        return printable(f"{escape(doing.text)} · {doing.seconds():.0f} s")
+        text = printable(f"{doing.text} · {doing.seconds():.0f} s")
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
     @contextlib.contextmanager
     def working(
