@@ -101,6 +101,6 @@ def describe_problems(report: Report) -> str:
     if report.repeated_problems:
         text += (
             f"\nthe data repeats {report.repeated_problems} problems up to {report.most_listings} "
-            "times; a repeat counts as more samples of the same problem"
+            "times;\na repeat counts as more samples of the same problem"
         )
     return text
