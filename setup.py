@@ -49,6 +49,7 @@ setup(
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
+        "wandb": ["wandb>=0.31"],
         "gym": ["reasoning-gym>=0.1.25", *JAIL],
         "docs": [*DOCS],
         "test": [

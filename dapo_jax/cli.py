@@ -20,6 +20,7 @@ from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED
 from dapo_jax.learner.optimizer import SCHEDULES
 from dapo_jax.marks import RUN, check_free
 from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF
+from dapo_jax.reporting.tracking import check_project
 from dapo_jax.rewards.functions import own_parts
 from dapo_jax.verifier.verifier import VERIFIERS
 
@@ -48,6 +49,7 @@ def check(config: Any) -> None:
         own_parts(list(config.reward.weights()))
         if config.algorithm.token_weights:
             resolve("algorithm.token_weights", config.algorithm.token_weights)
+        check_project(config.log.wandb)
         parse_sources("data.source", config.data.source)
         if config.data.heldout_source:
             parse_sources("data.heldout_source", config.data.heldout_source)

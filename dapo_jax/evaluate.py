@@ -15,6 +15,7 @@ import sys
 from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.marks import EVALUATION, check_free
+from dapo_jax.reporting.progress import Progress
 
 SHORT_NAMES = {
     "model": "model.folder",
@@ -39,9 +40,10 @@ def main() -> int:
     """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
     config = cli.load(Config, __doc__, SHORT_NAMES, door=check_folder)
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
-    from dapo_jax.scoring import evaluate
 
     def show() -> None:
+        with Progress().working("loading the libraries"):
+            from dapo_jax.scoring import evaluate
         scores = evaluate(config, from_folder=from_folder)
         if scores is not None and processes.is_first():
             print(json.dumps(scores))

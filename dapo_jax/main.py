@@ -13,6 +13,7 @@ import sys
 
 from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
+from dapo_jax.reporting.progress import Progress
 
 
 def main() -> int:
@@ -21,11 +22,12 @@ def main() -> int:
     75: another process of several is dead; start all again.
     """
     config = cli.load(Config, __doc__, door=cli.check_run_dir)
-    # JetStream brings TensorFlow, seconds to import: only once the settings are known to be good.
-    from dapo_jax.filtering import Starved
-    from dapo_jax.run import train
 
     def work() -> int:
+        # JetStream brings TensorFlow, seconds to import: only once the settings are good.
+        with Progress().working("loading the libraries"):
+            from dapo_jax.filtering import Starved
+            from dapo_jax.run import train
         try:
             return cli.guarded(lambda: train(config))
         except Starved as error:

@@ -187,7 +187,9 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         folder = claim_folder(config, checkpoints, stack)
         parts = build(config, training=False)
         stack.callback(parts.close)
-        policy, params = open_policy(config, parts, checkpoints)
+        stack.enter_context(parts.progress.compilation())
+        with parts.progress.working("loading the policy"):
+            policy, params = open_policy(config, parts, checkpoints)
         prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
         require(
             bool(prompts),

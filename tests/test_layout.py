@@ -32,7 +32,7 @@ learner    advantages losses packing optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
-reporting  metrics plots tables progress
+reporting  metrics tracking writers plots tables progress notices
            /assembly /checkpoints /explain /cli /parts /signals /supervised /orders /train /run
            /scoring /serving
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate

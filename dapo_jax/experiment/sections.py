@@ -253,6 +253,10 @@ class Log:
 
     show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    wandb: str = setting(
+        "",
+        "Weights & Biases project, needs its package; empty: none. WANDB_MODE=offline sends later.",
+    )
     rollouts: bool = setting(
         True, "Write every judged response to rollouts/ and evaluations/, step_*.jsonl."
     )
