@@ -16,7 +16,7 @@ import numpy as np
 from dapo_jax import cli
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.files import read_config
-from dapo_jax.experiment.sections import Data, Model, Rollout, Sampler
+from dapo_jax.experiment.sections import Data, Log, Model, Rollout, Sampler
 from dapo_jax.experiment.settings import require
 from dapo_jax.rewards.functions import RewardFunction, name_of
 
@@ -94,6 +94,7 @@ def train(
     ...     rollout=dapo_jax.Rollout(prompts_per_step=4, samples_per_prompt=4),
     ...     sampler=dapo_jax.Sampler(slots=16, max_response_tokens=24),
     ...     packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=8),
+    ...     log=dapo_jax.Log(console=False),
     ... )
     >>> seen = []
     >>> result = dapo_jax.train(config, on_step=lambda step, values: seen.append(step))
@@ -135,6 +136,7 @@ def evaluate(config: Config | str, *, model: str = "") -> dict[str, Any] | None:
     ...     data=dapo_jax.Data(max_terms=3, max_prompt_tokens=8, heldout_problems=4),
     ...     sampler=dapo_jax.Sampler(slots=16, max_response_tokens=24),
     ...     packing=dapo_jax.Packing(row_tokens=64),
+    ...     log=dapo_jax.Log(console=False),
     ... )
     >>> scores = dapo_jax.evaluate(config, model=base)
     >>> 0 <= scores["heldout_accuracy"] <= 1, scores["problems"]
@@ -197,6 +199,7 @@ class Policy:
             seed=seed,
             data=Data(max_prompt_tokens=max_prompt_tokens),
             rollout=Rollout(samples_per_prompt=slots),
+            log=Log(console=False),
             sampler=Sampler(
                 slots=slots,
                 max_response_tokens=max_response_tokens,

@@ -42,7 +42,7 @@ def main() -> int:
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
     def show() -> None:
-        with Progress().working("loading the libraries"):
+        with Progress(config.log.console).working("loading the libraries"):
             from dapo_jax.scoring import evaluate
         scores = evaluate(config, from_folder=from_folder)
         if scores is not None and processes.is_first():

@@ -25,7 +25,7 @@ def main() -> int:
 
     def work() -> int:
         # JetStream brings TensorFlow, seconds to import: only once the settings are good.
-        with Progress().working("loading the libraries"):
+        with Progress(config.log.console).working("loading the libraries"):
             from dapo_jax.filtering import Starved
             from dapo_jax.run import train
         try:

@@ -194,7 +194,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     Args:
         training: without it there are no training prompts and no reference policy.
     """
-    progress = Progress()
+    progress = Progress(config.log.console)
     with progress.working(f"loading {config.model.folder}"):
         return _build(config, progress, training)
 

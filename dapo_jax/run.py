@@ -291,7 +291,7 @@ def finished(config: Config) -> dict[str, Any] | None:
     )
     if record["unwritten"] is not None or summary.get("steps") != step:  # killed before its end
         return None
-    announce_end(config, summary, can_be_longer(settings), Progress())
+    announce_end(config, summary, can_be_longer(settings), Progress(config.log.console))
     return summary
 
 

@@ -24,7 +24,7 @@ def quick(base, run_dir, **changes) -> dapo_jax.Config:
         "rollout": dapo_jax.Rollout(4, 4, 2),
         "sampler": dapo_jax.Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
         "packing": dapo_jax.Packing(row_tokens=64, rows_per_microbatch=8),
-        "log": dapo_jax.Log(show_group_every_steps=0, tensorboard=False),
+        "log": dapo_jax.Log(console=False, tensorboard=False),
     }
     return dapo_jax.Config(run_dir=str(run_dir), **sections | changes)
 

@@ -252,6 +252,7 @@ class Log:
     """What people see."""
 
     show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
+    console: bool = setting(True, "Speak to the console; false: say nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     wandb: str = setting(
         "",
