@@ -96,15 +96,17 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def slow_down(engine, monkeypatch, gate: threading.Event) -> None:
-    """Decoding goes on only while the gate is open."""
-    original = engine.generate
+def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
+    """Decoding goes on only while the gate is open. Returns a list as long as steps were begun."""
+    original, steps = engine.generate, []
 
     def generate(*args):
+        steps.append(1)
         gate.wait(30)
         return original(*args)
 
     monkeypatch.setattr(engine, "generate", generate)
+    return steps
 
 
 class Client:

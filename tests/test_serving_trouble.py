@@ -50,10 +50,7 @@ def test_a_cancelled_request_gives_its_slot_back(
     byte_folder, same_engine, byte_responses, monkeypatch
 ):
     gate = threading.Event()
-    slow_down(same_engine, monkeypatch, gate)
-    steps = []
-    generate = same_engine.generate
-    monkeypatch.setattr(same_engine, "generate", lambda *a: steps.append(1) or generate(*a))
+    steps = slow_down(same_engine, monkeypatch, gate)
     with serving(make_serve_config(byte_folder)) as server:
         calls = [server.client.stream("3+4=", BUDGET) for _ in range(same_engine._slots)]
         while not steps:

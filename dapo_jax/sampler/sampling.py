@@ -31,8 +31,8 @@ def _likeliest(probabilities: Array, top_p: Any, top_k: Any) -> Array:
     """What `truncate` keeps; of numbers, or of arrays [S, 1]. `top_k` None keeps all."""
     ordered = jnp.sort(probabilities, axis=-1, descending=True)
     if top_k is not None:
-        kept = jnp.arange(probabilities.shape[-1])[None] < top_k
-        ordered = jnp.where(kept, ordered, 0)
+        kept = jnp.arange(probabilities.shape[-1]) < top_k
+        ordered = jnp.where(jnp.atleast_2d(kept), ordered, 0)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     inside = (before < top_p * jnp.sum(ordered, axis=-1, keepdims=True)) & (ordered > 0)
     smallest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
