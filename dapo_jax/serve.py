@@ -8,7 +8,7 @@ SIGTERM and Ctrl-C let running requests end and exit 0. Short flags:
 
 import asyncio
 import contextlib
-import pathlib
+import os
 import socket
 import sys
 import time
@@ -118,7 +118,7 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
 
 def served_name(config: ServeConfig) -> str:
     """What clients call the model."""
-    return config.served_name or pathlib.Path(config.model).absolute().name
+    return config.served_name or os.path.basename(os.path.abspath(config.model))
 
 
 async def answer(

@@ -7,14 +7,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import Client
+from served import Client, free_port, make_openai
 from small_runs import ROOT
 
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.experiment.config import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.supervised import make_base
 
-TESTS = "jetstream serving serving_trouble sampler".split()
+TESTS = "jetstream http http_trouble serving serving_trouble sampler".split()
 
 
 def command(*flags: str) -> list[str]:
@@ -65,7 +65,9 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigterm(trained):
+    http_port = free_port()
     flags = [f"--model={trained}", "--port=0", "--slots=8", "--max_response_tokens=24"]
+    flags += [f"--http_port={http_port}", "--served_name=sums"]
     process = subprocess.Popen(
         command(*flags, "--temperature=0"), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -77,6 +79,9 @@ def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigte
             answers = list(pool.map(lambda p: client.ask(p.text, 24)[0], problems))
         found = [answer.rpartition("#### ")[2] for answer in answers]
         assert found == [problem.answer for problem in problems]
+        texts = [problem.text for problem in problems]
+        again = make_openai(http_port).completions.create(model="sums", prompt=texts)
+        assert [choice.text for choice in again.choices] == answers
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
