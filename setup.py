@@ -41,7 +41,7 @@ setup(
         "python-flint>=0.9",
         "rich>=15.0",
         "safetensors>=0.8",
-        "starlette>=1.10",  # with uvicorn, 1 MB: `dapo_jax.serve` works after a plain install
+        "starlette>=1.10",  # light, as uvicorn: `dapo_jax.serve` answers HTTP after a plain install
         "tensorboard>=2.21",
         "tokenizers>=0.23",
         "uvicorn>=0.54",

@@ -151,6 +151,7 @@ class Responses:
             if drawn.ended:
                 del self.requests[drawn.response]
             yield drawn
+            await asyncio.sleep(0)  # where much is ready, others and news of a client get a turn
 
     def cancel(self, response: int) -> None:
         """That one is wanted no more: its slot is freed, and its iteration ends."""
