@@ -237,6 +237,7 @@ class Prefix:
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
+    rules: Any = None  # a SamplingRule of [B] arrays where each response has its own
 
 
 @struct.dataclass
@@ -254,3 +255,4 @@ class DecodeState:
     logprobs: Float[Array, "S C"]
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
+    rules: Any = None  # a SamplingRule of [S] arrays where each response has its own

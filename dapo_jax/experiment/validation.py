@@ -4,6 +4,7 @@ Checks here see only the settings; what depends on the model folder or the devic
 those are opened, before anything is compiled.
 """
 
+import itertools
 import math
 
 from dapo_jax.experiment.combinations import check_algorithm, check_unread
@@ -60,7 +61,8 @@ POSITIVE = (
     "checkpoint.keep "
     "evaluation.samples_per_problem architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
-    "architecture.mlp slots waiting lora.alpha sampler.page_tokens sampler.prefill_prompts"
+    "architecture.mlp slots waiting max_body_mb lora.alpha sampler.page_tokens "
+    "sampler.prefill_prompts"
 ).split()
 SHARES = {  # open below, closed above
     "sampler.top_p": (0.0, 1.0),
@@ -69,7 +71,7 @@ SHARES = {  # open below, closed above
     "algorithm.overlong_buffer_share": (0.0, 1.0),
     "algorithm.gamma": (0.0, 1.0),
 }
-PORTS = ("port", "metrics_port")
+PORTS = ("port", "http_port", "metrics_port")
 JETSTREAM_LONGEST_PROMPT = 32_768
 FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
 
@@ -118,6 +120,10 @@ def _check_serving(config: ServeConfig) -> None:
     limit = JETSTREAM_LONGEST_PROMPT - 1
     asked = config.max_prompt_tokens
     require(0 < asked <= limit, "max_prompt_tokens", asked, f"from 1 to {limit}")
+    for name, other in itertools.combinations(PORTS, 2):
+        port = getattr(config, other)
+        free = port == 0 or port != getattr(config, name)
+        require(free, other, port, f"another one than {name}")
     _check_mesh(config.mesh)
 
 

@@ -64,11 +64,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         return environment.from_string(self._text)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(
+        self, messages: list[dict[str, str]], field: str = "config.data.template = 'chat'"
+    ) -> str:
         """The prompt, up to where the assistant's turn begins.
 
         Args:
-            messages: each with `role` ('system' or 'user') and `content`.
+            messages: each with `role` ('system', 'user' or 'assistant') and `content`.
+            field: what asked for it.
 
         Raises:
             ConfigError: the template is broken, or refuses the messages.
@@ -82,9 +85,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except Exception as error:  # a template is a program
-            raise ConfigError(
-                f"config.data.template = 'chat': the model's chat template fails: {error}"
-            ) from None
+            raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
 
 
 def _token_text(token: Any) -> str:
