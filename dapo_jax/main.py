@@ -18,7 +18,7 @@ def main() -> int:
 
     75: another process of several is dead; start all again.
     """
-    config = cli.load(Config, __doc__, door=cli.check_run_dir)
+    config = cli.load(Config, __doc__, door=cli.check_run)
     # JetStream brings TensorFlow, seconds to import: only once the settings are known to be good.
     from dapo_jax.filtering import Starved
     from dapo_jax.run import train

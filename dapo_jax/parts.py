@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from rich.markup import escape
 
 from dapo_jax import processes
 from dapo_jax.assembly import (
@@ -15,7 +16,7 @@ from dapo_jax.assembly import (
     open_learners,
     open_meshes,
 )
-from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.data.sources import Source
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
@@ -31,6 +32,7 @@ from dapo_jax.model.trained import (
     join,
     without_adapters,
 )
+from dapo_jax.prompts.templates import open_template
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.rewards.judge import Judge
@@ -38,6 +40,8 @@ from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.sampler.rollout import RolloutSampler
 
+MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
+LIMIT_MULTIPLE = 64  # advised limits are rounded up to it
 # Settings that name a model folder.
 MODEL_FOLDERS = (
     "model.folder model.reference_folder reward.model_folder critic.folder start".split()
@@ -47,18 +51,20 @@ MODEL_FOLDERS = (
 def check_processes(config: Any) -> None:
     """Raises `ConfigError` where processes were started with other settings, models or code."""
 
-    def content(folder: str) -> str:
+    def content(digest: Callable[[str], str], name: str) -> str:
         try:
-            return huggingface.fingerprint(folder)
+            return digest(name)
         except (ConfigError, OSError) as error:
             return str(error)
 
     def values() -> dict[str, Any]:
         settings = {name: value for name, _, value in leaves(config)}
-        folders = {name: settings[name] for name in MODEL_FOLDERS if settings.get(name)}
+        read = {name: huggingface.fingerprint for name in MODEL_FOLDERS}
+        read["data.template"] = lambda name: open_template(name).digest
+        found = {name: content(read[name], settings[name]) for name in read if settings.get(name)}
         return (
             {f"config.{name}": value for name, value in settings.items()}
-            | {f"the content of config.{name}": content(path) for name, path in folders.items()}
+            | {f"the content of config.{name}": digest for name, digest in found.items()}
             | {"dapo_jax's code": processes.code_digest(), "jax's version": jax.__version__}
         )
 
@@ -70,13 +76,51 @@ def check_data(sources: Sequence[Source]) -> None:
     processes.check_same(lambda: {f"the data of {one.name}": one.digest() for one in sources})
 
 
+def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
+    """Raises `ConfigError` where most of what a prompt asks would be cut off."""
+    for one in lengths if config.data.overlong_prompts == "truncate_left" else ():
+        require(
+            one.over <= MOST_CUT * one.looked_at,
+            "data.max_prompt_tokens",
+            config.data.max_prompt_tokens,
+            f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
+            f"beginning ({one.describe()}); data.overlong_prompts = 'drop' skips them instead",
+        )
+
+
+def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
+    """A value under which the prompts that were looked at fit, and what else has to be raised."""
+    limit = -(-max(one.longest for one in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
+    row = limit + config.sampler.max_response_tokens
+    beside = f" with packing.row_tokens of at least {row}" * (config.packing.row_tokens < row)
+    return f"{limit}{beside}"
+
+
+def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:
+    """What there is to train on and to evaluate, and what of it is bad or not seen whole."""
+    progress.say(escape(f"data: {prompts.describe()}"))
+    for complaint in prompts.complaints():
+        progress.warn(escape(complaint))
+    lengths = [one for one in prompts.lengths if one.over]
+    cut = config.data.overlong_prompts == "truncate_left"
+    if not lengths or not cut and all(one.over <= MOST_CUT * one.looked_at for one in lengths):
+        return
+    fate = "lose their beginning" if cut else "are dropped"
+    progress.alarm(
+        f"prompts of more than {config.data.max_prompt_tokens} tokens {fate}",
+        "; ".join(one.describe() for one in lengths)
+        + f". config.data.max_prompt_tokens = {config.data.max_prompt_tokens} is the limit; "
+        f"all that were looked at fit under {fitting(config, lengths)}.",
+    )
+
+
 @dataclasses.dataclass
 class Parts:
     """What a rollout step works with; None for what the algorithm has not."""
 
     config: Config
     tokenizer: Tokenizer
-    prompts: PromptStream | None  # only for training
+    prompts: PromptStream
     sampler: RolloutSampler
     judge: Judge
     learner: Learner
@@ -203,6 +247,11 @@ def build(config: Config, *, training: bool = True) -> Parts:
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
+    needs = config.reward.needs_answer()
+    prompts = PromptStream(
+        config.data, config.seed, tokenizer, needs_answer=needs, training=training
+    )
+    check_lengths(config, prompts.lengths)
     frozen = load_frozen(config.model.folder, decoder, mesh)
     engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
     if config.critic.folder:
@@ -212,7 +261,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
     return Parts(
         config=config,
         tokenizer=tokenizer,
-        prompts=PromptStream(config.data, config.seed, tokenizer) if training else None,
+        prompts=prompts,
         sampler=RolloutSampler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
         learner=learner,

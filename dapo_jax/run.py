@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints, check_same_run, frozen_content
-from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -29,13 +28,12 @@ from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.folders import claim
 from dapo_jax.marks import RUN
 from dapo_jax.model import huggingface
-from dapo_jax.parts import Parts, build, check_data, check_processes
+from dapo_jax.parts import announce_data, build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock, MetricWriter, write_rollouts
 from dapo_jax.reporting.plots import plot_run
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
-from dapo_jax.structs import Prompt
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
@@ -55,9 +53,10 @@ class Run:
         stack.callback(self.parts.close)
         self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
         self._fingerprint = functools.cache(huggingface.fingerprint)
-        self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
-        check_data([*self.parts.prompts.sources, *self.parts.prompts.heldout])
-        announce_data(self.parts, self.heldout)
+        prompts = self.parts.prompts
+        check_data([*prompts.sources, *prompts.heldout])
+        announce_data(config, prompts, self.parts.progress)
+        self.heldout = prompts.heldout_prompts()
         warn_about_rounding(config, self.parts.progress)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
@@ -110,18 +109,22 @@ class Run:
         return state.step - 1 if to_come else state.step
 
     def _settings(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the run; frozen models also by content."""
+        """What a checkpoint remembers; frozen models and a template of one's own by content."""
         folders = {"reward.model_folder": self.config.reward.model_folder}
         if self.parts.frozen:
             folders["model.folder"] = self.config.model.folder
         if self.config.algorithm.reference:
             model = self.config.model
             folders["model.reference_folder"] = model.reference_folder or model.folder
-        return {name: value for name, _, value in leaves(self.config)} | {
-            frozen_content(name): self._fingerprint(folder)
-            for name, folder in folders.items()
-            if folder
-        }
+        content = {name: self._fingerprint(folder) for name, folder in folders.items() if folder}
+        if digest := self.parts.prompts.template.digest:
+            content["data.template"] = digest
+        settings = {name: value for name, _, value in leaves(self.config)}
+        # What -1 means is a number by now; of a small file it is a share.
+        taken = sum(len(source.problems) for source in self.parts.prompts.heldout)
+        whole = self.config.data.heldout_source and self.config.data.heldout_count()
+        settings["data.heldout_problems"] = whole or taken
+        return settings | {frozen_content(name): found for name, found in content.items()}
 
     def evaluate(self) -> tuple[dict[str, float], list[Response]]:
         """Held-out metrics of the policy as it is, and the responses; none without problems."""
@@ -251,18 +254,6 @@ class Run:
             )
         say(f"metrics, rollouts and curves.png are in {escape(str(self.folder))}")
         return summary
-
-
-def announce_data(parts: Parts, heldout: list[Prompt]) -> None:
-    """What there is to train on and to evaluate, and which rows of the files are bad."""
-    cut, prompts = sum(prompt.truncated for prompt in heldout), parts.prompts
-    dropped = sum(len(source.problems) for source in prompts.heldout) - len(heldout)
-    fates = ((cut, "cut"), (dropped, "dropped"))
-    overlong = "".join(f", {fate}: {count:,}" for count, fate in fates if count)
-    parts.progress.say(escape(f"data: {prompts.describe()}{overlong}"))
-    for source in [*prompts.sources, *prompts.heldout]:
-        for complaint in source.complaints:
-            parts.progress.warn(escape(complaint))
 
 
 def warn_about_rounding(config: Config, progress: Progress) -> None:
