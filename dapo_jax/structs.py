@@ -39,11 +39,14 @@ class Problem:
     level: str = ""
     solution: str = ""  # worked, as few-shot examples show it
     metadata: str = ""  # JSON, for a source that scores answers itself
+    system: str = ""  # message of the problem's own
+    turns: tuple[tuple[str, str], ...] = ()  # (role, text) of a conversation before it
 
     @property
     def fingerprint(self) -> str:
         """The same for texts that differ only in case, blanks and dollar signs."""
-        return _BLANKS.sub("", unicodedata.normalize("NFKC", self.text)).casefold()
+        text = "".join([*(said for _, said in self.turns), self.text])
+        return _BLANKS.sub("", unicodedata.normalize("NFKC", text)).casefold()
 
 
 @dataclasses.dataclass(frozen=True)

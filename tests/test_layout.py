@@ -24,7 +24,7 @@ experiment settings hooks /algorithms devices sections config combinations
            validation files
            /structs /sharding /watch /processes /marks /folders
 prompts    chat tokenizer templates
-data       arithmetic harmless gym formats files sources pipeline
+data       arithmetic harmless gym formats readers files sources pipeline
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
 sampler    sampling pages slots page_store loading decoding jetstream engine served rollout

@@ -44,7 +44,7 @@ AT_LEAST_ZERO = (
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
-    "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
+    "log.show_group_every_steps data.bad_rows_limit temperature top_k "
     "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
     "sampler.load_layers"
 ).split()
@@ -139,11 +139,13 @@ def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budge
 
 
 def _check_heldout(data: Data) -> None:
+    asked = data.heldout_problems
+    require(asked >= -1, "data.heldout_problems", asked, "at least 0, or -1 (256, or a fifth)")
     require(
-        not data.heldout_source or data.heldout_problems > 0,
+        not data.heldout_source or asked != 0,
         "data.heldout_problems",
-        data.heldout_problems,
-        "above 0 with data.heldout_source, which is kept out of training and evaluated whole",
+        asked,
+        "not 0 with data.heldout_source, which is kept out of training and evaluated whole",
     )
 
 

@@ -46,6 +46,24 @@ def _strftime_now(form: str) -> str:
     return TODAY.strftime(form)
 
 
+def sandbox(undefined: type[jinja2.Undefined] = jinja2.Undefined) -> jinja2.Environment:
+    """Where templates run, with what Hugging Face's library offers them.
+
+    Args:
+        undefined: what a name is that nothing has; it writes nothing, or raises.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        undefined=undefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
 class ChatTemplate:
     """Messages to prompt text."""
 
@@ -54,15 +72,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        return environment.from_string(self._text)
+        return sandbox().from_string(self._text)
 
     def render(
         self, messages: list[dict[str, str]], field: str = "config.data.template = 'chat'"
