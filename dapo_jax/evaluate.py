@@ -1,9 +1,10 @@
 """Scores a policy on held-out problems: avg@k, pass@k, maj@k and what its responses look like.
 
     python -m dapo_jax.evaluate --config=configs/arithmetic.py
-    python -m dapo_jax.evaluate --config=configs/arithmetic.py --model=FOLDER --k=32 --top_p=0.7
+    python -m dapo_jax.evaluate --config=FILE --model=FOLDER --k=32
+    python -m dapo_jax.evaluate --config=FILE --temperature=0 --k=1      (greedy)
 
-evaluates the newest checkpoint in run_dir or, with --model or where there is none, a model folder.
+evaluates the newest checkpoint in run_dir or, with --model, a model folder.
 Every response is written as it is finished; the same command goes on where it was stopped, and a
 larger --k adds to what is there. The last line of the output is JSON. Short flags:
 """
@@ -41,7 +42,7 @@ def main() -> int:
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
     def show() -> None:
-        with Progress().working("loading the libraries"):
+        with Progress(config.log.console).working("loading the libraries"):
             from dapo_jax.scoring import evaluate
         scores = evaluate(config, from_folder=from_folder)
         if scores is not None and processes.is_first():

@@ -1,10 +1,12 @@
 """Trains a policy by reinforcement learning from a rule reward.
 
     python -m dapo_jax.main --config=configs/arithmetic.py
-    python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.algorithm.clip_high=0.28
+    python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.seed=1
+    python -m dapo_jax.main --config=runs/old/config.json --config.run_dir=runs/new
 
-A config file returns the experiment; what stands behind the colon picks a preset; every setting
-below can be overridden. A run folder with a checkpoint in it is resumed.
+A config file returns the experiment; what stands behind the colon picks a preset; the config.json
+of a run repeats it; every setting below can be overridden. A run folder with a checkpoint in it is
+resumed.
 """
 
 import sys
@@ -19,11 +21,11 @@ def main() -> int:
 
     75: another process of several is dead; start all again.
     """
-    config = cli.load(Config, __doc__, door=cli.check_run_dir)
+    config = cli.load(Config, __doc__, door=cli.check_run)
 
     def work() -> int:
         # JetStream brings TensorFlow, seconds to import: only once the settings are good.
-        with Progress().working("loading the libraries"):
+        with Progress(config.log.console).working("loading the libraries"):
             from dapo_jax.filtering import Starved
             from dapo_jax.run import train
         try:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from rich.markup import escape
 
 from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints, can_be_longer, check_same_run, run_settings
-from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -53,18 +53,29 @@ SHOWN_BROKEN_GROUPS = 3
 class Run:
     """One run folder: its state, its files, and what is said about it."""
 
-    def __init__(self, config: Config, signals: Signals, stack: contextlib.ExitStack):
-        self.config, self.signals = config, signals
+    def __init__(
+        self,
+        config: Config,
+        signals: Signals,
+        stack: contextlib.ExitStack,
+        on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    ):
+        self.config, self.signals, self._on_step = config, signals, on_step
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         stack.enter_context(self.parts.progress.compilation())
         stack.callback(self.parts.close)
         self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
-        self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
-        check_data([*self.parts.prompts.sources, *self.parts.prompts.heldout])
-        announce_data(self.parts.prompts, self.heldout, self.parts.progress)
+        prompts = self.parts.prompts
+        check_data([*prompts.sources, *prompts.heldout])
+        announce_data(config, prompts, self.parts.progress)
+        self.heldout = prompts.heldout_prompts()
         warn_about_rounding(config, self.parts.progress)
-        self._settings = run_settings(config)
+        # What -1 means is a number by now; of a small file it is a share.
+        taken = sum(len(source.problems) for source in prompts.heldout)
+        self._settings = run_settings(
+            config, config.data.heldout_source and config.data.heldout_count() or taken
+        )
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
@@ -196,6 +207,8 @@ class Run:
         self.parts.progress.step(step, config.total_steps, values)
         if last or due(step, config.checkpoint.every_steps):
             self.save()
+        if self._on_step and self._on_step(step, values) is True:
+            self.signals.received = self.signals.received or "on_step"
 
     def save(self) -> None:
         """A checkpoint of the state as it is."""
@@ -274,7 +287,8 @@ def finished(config: Config) -> dict[str, Any] | None:
         if step is None or step < config.total_steps:
             return None
         record = checkpoints.record()
-    settings = run_settings(config)
+    saved = record["settings"]["data.heldout_problems"]
+    settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
     check_same_run(settings, record["settings"])
     path = folder_at(config.run_dir, SUMMARY)
     summary = processes.from_first(
@@ -282,12 +296,17 @@ def finished(config: Config) -> dict[str, Any] | None:
     )
     if record["unwritten"] is not None or summary.get("steps") != step:  # killed before its end
         return None
-    announce_end(config, summary, can_be_longer(settings), Progress())
+    announce_end(config, summary, can_be_longer(settings), Progress(config.log.console))
     return summary
 
 
-def train(config: Config) -> dict[str, Any] | None:
+def train(
+    config: Config, on_step: Callable[[int, dict[str, float]], Any] | None = None
+) -> dict[str, Any] | None:
     """Runs `config` to its last step, from its newest checkpoint where there is one.
+
+    Args:
+        on_step: is told every finished step and its metrics; True ends the run, as a signal does.
 
     Returns the summary, or None where a signal ended the run early; it has then been saved.
 
@@ -300,7 +319,7 @@ def train(config: Config) -> dict[str, Any] | None:
         check_processes(config)
         if (summary := finished(config)) is not None:
             return summary
-        run = Run(config, signals, stack)
+        run = Run(config, signals, stack, on_step)
         try:
             run.begin()
             if run.state.unwritten is not None:

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 
-from dapo_jax.experiment.settings import require, setting
+from dapo_jax.experiment.settings import require, section, setting
 
+DEFAULT_HELDOUT = 256
+OF_THE_ANSWER = ("rule", "gym")  # parts that compare with the gold answer
 SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
 
 
-@dataclasses.dataclass
+@section
 class Model:
     """Which policy."""
 
@@ -19,7 +21,7 @@ class Model:
     )
 
 
-@dataclasses.dataclass
+@section
 class Lora:
     """Low-rank adapters instead of all parameters."""
 
@@ -30,7 +32,7 @@ class Lora:
     )
 
 
-@dataclasses.dataclass
+@section
 class Architecture:
     """Shape of a policy made from nothing (Qwen2 family)."""
 
@@ -45,7 +47,7 @@ class Architecture:
     )
 
 
-@dataclasses.dataclass
+@section
 class Examples:
     """Worked examples of the embedded task."""
 
@@ -54,28 +56,42 @@ class Examples:
     max_terms: int = setting(9, "Most operands of a sum.")
 
 
-@dataclasses.dataclass
+@section
 class Data:
     """Problems with known answers."""
 
     source: str = setting(
         "arithmetic",
         "NAME or NAME=WEIGHT, comma-separated: arithmetic, gym:TASK, or a file, folder or glob "
-        "(also gs://) of jsonl, json, parquet or arrow; a bare name is looked up in `folder`.",
+        "(also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name is looked up in "
+        "`folder`.",
     )
     heldout_source: str = setting(
         "", "Names as in `source`, evaluated whole; empty: held-out problems of `source` itself."
     )
+    fields: str = setting(
+        "",
+        "Which field of a row is what, where it is called otherwise: KEY=FIELD, comma-separated, "
+        "as in problem=question,answer=meta.gold; keys: formats.FIELDS.",
+    )
     folder: str = setting("data", "Where bare names are looked up.")
     bad_rows_limit: int = setting(10, "Malformed rows of a source that are skipped, not an error.")
-    template: str = setting("none", "Prompt template: a key of templates.TEMPLATES.")
+    template: str = setting(
+        "none",
+        "Prompt template: a key of templates.TEMPLATES, or a text of your own, or a file of it, "
+        "with {problem} in it or with {{ problem }}, as jinja.",
+    )
     few_shot: int = setting(4, "Worked training examples before the problem (few_shot).")
-    system_prompt: str = setting("", "System message of the template 'chat'; empty: none.")
+    system_prompt: str = setting(
+        "", "System message (chat, or jinja of your own) of rows that bring none; empty: none."
+    )
     train_problems: int = setting(
         20_000, "Generated problems of one pass, which is then shuffled anew."
     )
     heldout_problems: int = setting(
-        256, "Problems generated or taken off for evaluation, never trained on; 0: no evaluation."
+        -1,
+        "Problems generated or taken off for evaluation, never trained on; 0: no evaluation; -1: "
+        "256, of a file at most a fifth.",
     )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
@@ -84,8 +100,12 @@ class Data:
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
     )
 
+    def heldout_count(self) -> int:
+        """Problems to generate or, where there are enough, to take off for evaluation."""
+        return DEFAULT_HELDOUT if self.heldout_problems < 0 else self.heldout_problems
 
-@dataclasses.dataclass
+
+@section
 class Rollout:
     """How many responses a step collects and trains on."""
 
@@ -105,7 +125,7 @@ class Rollout:
     )
 
 
-@dataclasses.dataclass
+@section
 class Sampler:
     """The decoding engine."""
 
@@ -150,7 +170,7 @@ class Sampler:
     )
 
 
-@dataclasses.dataclass
+@section
 class Reward:
     """What a response earns, and the processes that judge it."""
 
@@ -181,6 +201,10 @@ class Reward:
     workers: int = setting(1, "Threads that judge, each with worker processes of its own.")
     timeout_seconds: float = setting(5.0, "A worker that needs longer for one response is killed.")
 
+    def needs_answer(self) -> bool:
+        """Whether anything compares responses with the gold answer."""
+        return self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
+
     def weights(self) -> dict[str, float]:
         """Weight by name of part. Raises `ConfigError` for text that says something else."""
         pairs = [entry.split("=") for entry in self.parts.split(",")]
@@ -199,7 +223,7 @@ class Reward:
         return found
 
 
-@dataclasses.dataclass
+@section
 class Optimizer:
     """AdamW; warm-up and schedule count rollout steps."""
 
@@ -213,7 +237,7 @@ class Optimizer:
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm.")
 
 
-@dataclasses.dataclass
+@section
 class Critic:
     """The value model, where the algorithm has one."""
 
@@ -226,7 +250,7 @@ class Critic:
     optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=2e-6))
 
 
-@dataclasses.dataclass
+@section
 class Checkpoint:
     """Orbax checkpoints in run_dir/checkpoints."""
 
@@ -234,24 +258,25 @@ class Checkpoint:
     keep: int = setting(2, "How many of the newest stay.")
 
 
-@dataclasses.dataclass
+@section
 class Evaluation:
     """Sampled accuracy on held-out problems."""
 
     every_steps: int = setting(10, "Rollout steps between evaluations; 0: only before and after.")
     samples_per_problem: int = setting(4, "Responses per problem (k of avg@k).")
-    temperature: float = setting(1.0, "Softmax temperature while evaluating.")
+    temperature: float = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
     top_p: float = setting(0.7, "Nucleus share while evaluating; the default is DAPO's.")
     out: str = setting(
         "", "Where dapo_jax.evaluate writes; empty: a folder in run_dir/evaluations."
     )
 
 
-@dataclasses.dataclass
+@section
 class Log:
     """What people see."""
 
     show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
+    console: bool = setting(True, "Speak to the console; false: say nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     wandb: str = setting(
         "",

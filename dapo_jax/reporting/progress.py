@@ -130,12 +130,15 @@ class Progress:
 
     Of several processes the first one speaks. No text can make it write what a terminal obeys, or
     end the run because an encoding lacks a character.
+
+    Args:
+        speaks: without it nothing is said.
     """
 
-    def __init__(self):
+    def __init__(self, speaks: bool = True):
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
-        quiet = not processes.is_first()
+        quiet = not (speaks and processes.is_first())
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._doing: list[_Doing] = []
         self._ends: collections.deque[float] = collections.deque(maxlen=ETA_STEPS + 1)
