@@ -197,7 +197,7 @@ class Policy:
             config,
             run_dir=model,
             seed=seed,
-            data=Data(max_prompt_tokens=max_prompt_tokens),
+            data=Data(max_prompt_tokens=max_prompt_tokens, heldout_problems=0),
             rollout=Rollout(samples_per_prompt=slots),
             log=Log(console=False),
             sampler=Sampler(
