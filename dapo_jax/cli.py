@@ -11,7 +11,8 @@ from ml_collections import config_flags
 
 from dapo_jax import processes
 from dapo_jax.data.sources import parse_sources
-from dapo_jax.experiment.config import Config
+from dapo_jax.data.turns import EXAMPLES, PAIRS, read_fields
+from dapo_jax.experiment.config import Config, DpoConfig, SftConfig
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.experiment.validation import validate
@@ -43,6 +44,8 @@ def check(config: Any) -> None:
         if name in TABLES:
             require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
     validate(config)
+    if isinstance(config, SftConfig | DpoConfig):
+        read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
     if isinstance(config, Config):
         worker_parts(list(config.reward.weights()))
         if config.algorithm.token_weights:

@@ -107,7 +107,7 @@ def _opened(path: epath.Path) -> Iterator[BinaryIO]:
         yield stack.enter_context(path.open("rb"))
 
 
-def _rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
+def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
     """(line or row number, row) of a file. Raises `ConfigError` where it can't be read at all."""
     try:
         with _opened(path) as file:
@@ -192,7 +192,7 @@ def read_problems(paths: tuple[str, ...], source: str, bad_rows_limit: int) -> L
     """
     collector = _Collector(source, bad_rows_limit)
     for path in map(epath.Path, paths):
-        for place, row in _rows(path):
+        for place, row in read_rows(path):
             collector.add(f"{path} {place}", row)
     return collector.result()
 

@@ -5,9 +5,10 @@ A format is recognised by the fields of the row, never by the name of the file.
 
 import decimal
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from dapo_jax.experiment.settings import require
 from dapo_jax.prompts.templates import DAPO
 from dapo_jax.structs import Problem
 from dapo_jax.verifier.extraction import extract
@@ -30,6 +31,26 @@ class MalformedRow(ValueError):
 
 class NoAnswer(Exception):
     """A well-formed row whose data set gives no answer to compare with."""
+
+
+def parse_fields(setting: str, text: str, allowed: Sequence[str]) -> dict[str, str]:
+    """Which field of a row is what: {'answer': 'meta.gold'} of 'answer=meta.gold', {} of nothing.
+
+    Args:
+        setting: that says so, for the error.
+        allowed: what a field may be.
+
+    Raises `ConfigError` for text that is something else.
+    """
+    entries = [entry.partition("=") for entry in text.split(",")] if text else []
+    found = {key.strip(): field.strip() for key, _, field in entries}
+    require(
+        len(found) == len(entries) and all(found.values()) and found.keys() <= set(allowed),
+        setting,
+        text,
+        f"KEY=FIELD, comma-separated, each key once: {', '.join(allowed)}",
+    )
+    return found
 
 
 def _text(row: Row, field: str) -> str:

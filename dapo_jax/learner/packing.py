@@ -26,7 +26,7 @@ class Segment(NamedTuple):
     completion: Completion
     index: int
     correct: bool = True
-    token_weights: np.ndarray | None = None  # [n], from the user's hook; None: all 1
+    token_weights: np.ndarray | None = None  # [n], 0 without loss; None: all 1
 
     @property
     def length(self) -> int:
@@ -148,6 +148,14 @@ def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) ->
     return placed.reshape(response_index.shape)
 
 
+def take_tokens(values: np.ndarray, response_index: np.ndarray) -> list[np.ndarray]:
+    """What stands at the places of each response, in the order of their indices."""
+    flat = response_index.ravel()
+    order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
+    lengths = np.bincount(flat[order])
+    return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])
+
+
 def make_batch(
     scored: ScoredBatch,
     segments: Sequence[Segment],
@@ -179,7 +187,7 @@ def make_batch(
     present = len(np.unique(groups))
     share = present / (planned_groups or present)
     weights = share * of_responses(per_response)
-    if algorithm.token_weights:
+    if segments and segments[0].token_weights is not None:  # then all have some
         weights *= place_tokens([s.token_weights for s in segments], index)
     trained, nll_weights, value_weights = weights > 0, None, None
     if algorithm.positive_nll_coefficient:

@@ -64,11 +64,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         return environment.from_string(self._text)
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, str]], open_answer: bool = True) -> str:
         """The prompt, up to where the assistant's turn begins.
 
         Args:
-            messages: each with `role` ('system' or 'user') and `content`.
+            messages: each with `role` ('system', 'user' or 'assistant') and `content`.
+            open_answer: without it the text ends with the last message.
 
         Raises:
             ConfigError: the template is broken, or refuses the messages.
@@ -78,7 +79,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=open_answer,
                 **self._special_tokens,
             )
         except Exception as error:  # a template is a program
