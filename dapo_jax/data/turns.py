@@ -37,6 +37,11 @@ class Turns(NamedTuple):
     response: np.ndarray  # [n] int32
     trained: np.ndarray  # [n] bool: the tokens that a model is to write
 
+    @classmethod
+    def of(cls, prompt: np.ndarray, answer: np.ndarray) -> "Turns":
+        """One answer, all of it trained."""
+        return cls(prompt, answer, np.ones(len(answer), bool))
+
 
 class Example(NamedTuple):
     """A row in tokens.
@@ -148,7 +153,7 @@ class Writer:
         if self._tokenizer.chat is None:
             raise MalformedRow("holds messages, but the model folder has no chat template")
         if self._data.template not in ("none", "chat"):
-            raise MalformedRow(f"holds messages: data.template = {self._data.template!r} has none")
+            raise MalformedRow(f"holds messages, not for data.template = {self._data.template!r}")
         try:
             return self._tokenizer.chat.render(messages, open_answer)
         except ConfigError as error:
@@ -183,7 +188,7 @@ class Writer:
         if not whole.startswith(asked):
             raise MalformedRow("the chat template puts the answer elsewhere than behind its prompt")
         answer = self._ended(whole[len(asked) :], messages[place]["content"])
-        return asked, Turns(self._encode(asked), answer, np.ones(len(answer), bool))
+        return asked, Turns.of(self._encode(asked), answer)
 
     def _conversation(self, messages: Messages, first: int) -> Example:
         """Every answer from that message on.
@@ -193,8 +198,8 @@ class Writer:
         """
         places = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= first]
         if not places or not places[0]:
-            where = "begins with" if places else "has no"
-            raise MalformedRow(f"the conversation {where} a message of the role {ASSISTANT!r}")
+            where = "begins with a" if places else "has no"
+            raise MalformedRow(f"the conversation {where} message of the role {ASSISTANT!r}")
         texts, found = [], []
         for place in places:
             text, turn = self._turn(messages, place)
@@ -214,9 +219,8 @@ class Writer:
         """Texts behind a text, as the template shows a problem."""
         problem = Problem("", prompt.strip(), "", "")
         text = TEMPLATES[self._data.template](problem, Beside(self._tokenizer.chat))
-        found = (self._ended(answer, answer) for answer in answers)
         tokens = self._encode(text)
-        return Example(text, tuple(Turns(tokens, one, np.ones(len(one), bool)) for one in found))
+        return Example(text, tuple(Turns.of(tokens, self._ended(one, one)) for one in answers))
 
     def _example(self, row: Row, form: tuple[str, ...]) -> Example:
         if form == ("messages",):
@@ -267,15 +271,13 @@ class Writer:
         """Whole texts without a prompt: that is what they share, in tokens."""
         if self._data.template != "none":
             raise MalformedRow(f"has no prompt for data.template = {self._data.template!r}")
-        whole = []
-        for text in (chosen, rejected):
-            begun = len(self._encode(text)) - len(self._tokenizer.encode(text))
-            whole.append(np.append(self._encode(text)[:begun], self._ended(text, text)))
+        whole = [self._ended(text, text) for text in (chosen, rejected)]
         size = min(map(len, whole))
         common = int(np.argmin(np.append(whole[0][:size] == whole[1][:size], False)))
-        if not common:
-            raise MalformedRow("chosen and rejected share no beginning, and there is no prompt")
-        answers = [one[common:] for one in whole]
         text = self._tokenizer.decode(whole[0][:common].tolist())
-        made = (Turns(whole[0][:common], one, np.ones(len(one), bool)) for one in answers)
-        return Example(text, tuple(made))
+        if not text:
+            raise MalformedRow("chosen and rejected share no beginning, and there is no prompt")
+        begun = self._encode(chosen)
+        begun = begun[: len(begun) - len(self._tokenizer.encode(chosen))]
+        prompt = np.append(begun, whole[0][:common])
+        return Example(text, tuple(Turns.of(prompt, one[common:]) for one in whole))
