@@ -15,6 +15,7 @@ from dapo_jax.data.turns import EXAMPLES, PAIRS, Writer
 from dapo_jax.experiment.config import Data, OwnData
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.prompts.chat import ChatTemplate
+from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 
 PLAIN_CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
@@ -238,6 +239,8 @@ def test_templates_that_can_not_show_an_answer_make_malformed_rows():
     ):
         with pytest.raises(MalformedRow, match=words):
             write({"messages": TALK}, tokenizer=tokenizer_with(chat))
+    with pytest.raises(MalformedRow, match="letters that the tokenizer has no token for"):
+        write({"prompt": "1+1=", "response": "two"}, tokenizer=arithmetic_tokenizer())
     with pytest.raises(ConfigError, match="data.template = 'chat': the model folder has no chat"):
         Writer(own(template="chat"), tokenizer_with(""), EXAMPLES)
 

@@ -175,6 +175,8 @@ class Writer:
         ids, ends = self._tokenizer.encode(text), self._tokenizer.end_ids
         if any(one in ends for one in self._tokenizer.encode(written)[:-1]):
             raise MalformedRow("an answer holds the end token before its end")
+        if self._tokenizer.pad_id not in ends and self._tokenizer.pad_id in ids:
+            raise MalformedRow("an answer holds letters that the tokenizer has no token for")
         last = next((i for i, one in enumerate(ids) if one in ends), None)
         return np.array([*ids, ends[0]] if last is None else ids[: last + 1], np.int32)
 
