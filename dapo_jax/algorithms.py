@@ -8,10 +8,10 @@ table at the end gives the published choices. Nothing elsewhere asks for a paper
 import dataclasses
 from collections.abc import Callable
 
-from dapo_jax.experiment.settings import require, setting
+from dapo_jax.experiment.settings import require, section, setting
 
 
-@dataclasses.dataclass
+@section
 class Algorithm:
     """How rewards become per-token coefficients. Defaults are DAPO's (arXiv 2503.14476)."""
 
@@ -163,6 +163,10 @@ PRESETS: dict[str, Callable[[], Algorithm]] = {
 
 
 def preset(name: str) -> Algorithm:
-    """The algorithm of that name. Raises `ConfigError` that lists the names."""
+    """The algorithm of that name. Raises `ConfigError` that lists the names.
+
+    >>> dapo_jax.preset("dapo").clip_high, dapo_jax.preset("grpo").clip_high
+    (0.28, 0.2)
+    """
     require(name in PRESETS, "algorithm preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]()

@@ -39,10 +39,7 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         settings, saved: leaves by dotted name, now and when the run began.
     """
     settings, saved = _resolved(settings), _resolved(saved)
-    schedules = {settings["optimizer.schedule"]}
-    if settings["algorithm.critic"]:
-        schedules.add(settings["critic.optimizer.schedule"])
-    strict = {"total_steps"} if schedules != {"constant"} else set()
+    strict = set() if can_be_longer(settings) else {"total_steps"}
     changed = [
         f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
         for name, value in settings.items()
@@ -56,6 +53,14 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
             "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
             + "\n  ".join(changed)
         )
+
+
+def can_be_longer(settings: dict[str, Any]) -> bool:
+    """Whether `total_steps` decides only when a run ends, not what its steps compute."""
+    schedules = {settings["optimizer.schedule"]}
+    if settings["algorithm.critic"]:
+        schedules.add(settings["critic.optimizer.schedule"])
+    return schedules == {"constant"}
 
 
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +78,20 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 def frozen_content(folder: str) -> str:
     """The name under which settings remember what a frozen model's folder held."""
     return f"{folder} (content)"
+
+
+def run_settings(config: Config) -> dict[str, Any]:
+    """What a checkpoint remembers of the run; frozen models also by content."""
+    model, folders = config.model, {"reward.model_folder": config.reward.model_folder}
+    if config.lora.rank or model.freeze_layers:
+        folders["model.folder"] = model.folder
+    if config.algorithm.reference:
+        folders["model.reference_folder"] = model.reference_folder or model.folder
+    return {name: value for name, _, value in leaves(config)} | {
+        frozen_content(name): fingerprint(folder, name)
+        for name, folder in folders.items()
+        if folder
+    }
 
 
 def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:

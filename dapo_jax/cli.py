@@ -1,7 +1,5 @@
 """From a command line to a checked config: typed overrides, and errors that say what is allowed."""
 
-import argparse
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,15 +11,18 @@ from dapo_jax import processes
 from dapo_jax.data.sources import parse_sources
 from dapo_jax.data.turns import EXAMPLES, PAIRS, read_fields
 from dapo_jax.experiment.config import Config, DpoConfig, SftConfig
+from dapo_jax.experiment.files import locate, read_config
 from dapo_jax.experiment.hooks import resolve
-from dapo_jax.experiment.settings import ConfigError, leaves, require
-from dapo_jax.experiment.validation import validate
+from dapo_jax.experiment.settings import ConfigError, check_types, leaves, nearest, require
+from dapo_jax.experiment.validation import CHOICES, validate
+from dapo_jax.explain import help_text, take_help
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.optimizer import SCHEDULES
 from dapo_jax.marks import RUN, check_free
 from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF
-from dapo_jax.rewards.functions import worker_parts
+from dapo_jax.reporting.tracking import check_project
+from dapo_jax.rewards.functions import own_parts
 from dapo_jax.verifier.verifier import VERIFIERS
 
 # Settings whose value is a key of a table that lives beside the code it names.
@@ -40,6 +41,7 @@ TABLES = {
 
 def check(config: Any) -> None:
     """Raises `ConfigError` for anything wrong that the settings alone can tell."""
+    check_types(config)
     for name, _, value in leaves(config):
         if name in TABLES:
             require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
@@ -47,9 +49,10 @@ def check(config: Any) -> None:
     if isinstance(config, SftConfig | DpoConfig):
         read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
     if isinstance(config, Config):
-        worker_parts(list(config.reward.weights()))
+        own_parts(list(config.reward.weights()))
         if config.algorithm.token_weights:
             resolve("algorithm.token_weights", config.algorithm.token_weights)
+        check_project(config.log.wandb)
         parse_sources("data.source", config.data.source)
         if config.data.heldout_source:
             parse_sources("data.heldout_source", config.data.heldout_source)
@@ -67,26 +70,17 @@ def check_run_dir(config: Config) -> None:
     check_free("run_dir", config.run_dir, RUN)
 
 
-def describe_settings(kind: type) -> str:
-    """Every setting with its type, default and explanation, a line each."""
-    return "\n".join(
-        f"  --config.{name}={value!r}  ({getattr(field.type, '__name__', field.type)})\n"
-        f"      {field.metadata['explanation']}"
-        for name, field, value in leaves(kind())
-    )
-
-
 def _check_override_names(arguments: list[str], kind: type) -> None:
-    """ml_collections answers a mistyped key with a traceback; this names the nearest key."""
-    known = {name: value for name, _, value in leaves(kind())}
+    """absl answers a mistyped key with a traceback; this names the nearest key."""
+    known = [name for name, _, _ in leaves(kind())]
     for argument in arguments:
-        if not argument.lstrip("-").startswith("config."):
-            continue
-        name = argument.lstrip("-").removeprefix("config.").split("=", 1)[0]
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"config.{name}: there is no such setting{hint} (--help lists all)")
+        name = argument.partition("=")[0].lstrip("-")
+        setting = name.removeprefix("config.")
+        is_flag = argument.startswith("-") and not name[:1].isdigit()  # -1 is a value
+        if is_flag and not (name.startswith("config.") and setting in known):
+            what = f"config.{setting}: there is no such setting" * name.startswith("config.")
+            what = what or f"--{name}: there is no such flag"
+            raise ConfigError(f"{what}{nearest(setting, known)} (--help lists all)")
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -97,6 +91,34 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
         short = short_names.get(name.lstrip("-")) if name.startswith("-") else None
         full.append(f"--config.{short}{separator}{value}" if short else argument)
     return full
+
+
+def take_file(arguments: list[str]) -> tuple[str, list[str]]:
+    """What `--config=FILE` or `--config FILE` names (the last one), and the other arguments."""
+    file, others, rest = "", [], iter(arguments)
+    for argument in rest:
+        name, separator, value = argument.partition("=")
+        if name in ("--config", "-config"):
+            file = value if separator else next(rest, "")
+        else:
+            others.append(argument)
+    return file, others
+
+
+def override(config: Any, arguments: list[str]) -> Any:
+    """`config`, changed as `--config.name=value` says. Raises `ConfigError`."""
+    _check_override_names(arguments, type(config))
+    values, line = flags.FlagValues(), ["", *arguments]
+    try:
+        holder = config_flags.DEFINE_config_dataclass(
+            "config", config, flag_values=values, sys_argv=line
+        )
+        extra = values(line)[1:]
+    except (flags.Error, TypeError, ValueError) as error:
+        raise ConfigError(str(error).strip().splitlines()[-1]) from None
+    if extra:
+        raise ConfigError(f"unexpected arguments: {' '.join(extra)}")
+    return holder.value
 
 
 def load(
@@ -118,59 +140,26 @@ def load(
             known to be good.
     """
     short_names = short_names or {}
-    arguments = spell_out(sys.argv[1:], short_names)
-    if not arguments or {"-h", "--help", "--helpshort", "--helpfull"} & set(arguments):
-        print(usage.strip())
-        for short, name in short_names.items():
-            print(f"  --{short}=..".ljust(22) + f"is --config.{name}=..")
-        print("\nSettings (defaults; a config file may differ):\n")
-        print(describe_settings(kind))
-        raise SystemExit(0)
-    values = flags.FlagValues()
-    line = [sys.argv[0], *arguments]
+    asked, arguments = take_help(spell_out(sys.argv[1:], short_names))
+    file, arguments = take_file(arguments)
+    config: Any = None
     try:
-        _check_override_names(arguments, kind)
-        if needs_file or any(argument.lstrip("-").startswith("config=") for argument in arguments):
-            holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=line)
-        else:
-            holder = config_flags.DEFINE_config_dataclass(
-                "config", kind(), flag_values=values, sys_argv=line
+        if file or asked or not needs_file:
+            config = override(read_config(kind, file) if file else kind(), arguments)
+        if asked:
+            print(help_text(config, usage, asked, short_names, TABLES | CHOICES))
+            raise SystemExit(0)
+        if config is None:
+            raise ConfigError(
+                "--config=FILE is required, e.g. --config=configs/arithmetic.py "
+                "(--help explains every setting)"
             )
-        extra = values(line)[1:]
-        if extra:
-            raise ConfigError(f"unexpected arguments: {' '.join(extra)}")
-        if holder.value is None:
-            raise ConfigError("--config=FILE is required, e.g. --config=configs/arithmetic.py")
-        require(
-            isinstance(holder.value, kind),
-            "(the file)",
-            type(holder.value).__name__,
-            f"a file whose get_config() returns {kind.__name__}",
-        )
-        check(holder.value)
-        door(holder.value)
-    except Exception as error:  # whatever a user's config file may raise
-        # ml_collections puts the traceback of a config file's error into its message.
-        print(f"error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        check(config)
+        door(config)
+    except ConfigError as error:
+        print(f"error: {locate(error, config, file)}", file=sys.stderr)
         raise SystemExit(2) from None
-    return holder.value
-
-
-def load_flags(kind: type, usage: str) -> Any:
-    """The flat dataclass `kind` that the command line describes by `--name=value` alone.
-
-    Prints help, or one line that says what is wrong, and exits where there is nothing to return.
-    """
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,
-        description=usage,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for name, field, default in leaves(kind()):
-        explanation = f"{field.metadata['explanation']} ({default!r})"
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=explanation)
-    return kind(**vars(parser.parse_args(sys.argv[1:] or ["--help"])))
+    return config
 
 
 def guarded(work: Callable[[], Any]) -> int:

@@ -1,9 +1,10 @@
 """Scores a policy on held-out problems: avg@k, pass@k, maj@k and what its responses look like.
 
     python -m dapo_jax.evaluate --config=configs/arithmetic.py
-    python -m dapo_jax.evaluate --config=configs/arithmetic.py --model=FOLDER --k=32 --top_p=0.7
+    python -m dapo_jax.evaluate --config=FILE --model=FOLDER --k=32
+    python -m dapo_jax.evaluate --config=FILE --temperature=0 --k=1      (greedy)
 
-evaluates the newest checkpoint in run_dir or, with --model or where there is none, a model folder.
+evaluates the newest checkpoint in run_dir or, with --model, a model folder.
 Every response is written as it is finished; the same command goes on where it was stopped, and a
 larger --k adds to what is there. The last line of the output is JSON. Short flags:
 """
@@ -14,6 +15,7 @@ import sys
 from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.marks import EVALUATION, check_free
+from dapo_jax.reporting.progress import Progress
 
 SHORT_NAMES = {
     "model": "model.folder",
@@ -38,9 +40,10 @@ def main() -> int:
     """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
     config = cli.load(Config, __doc__, SHORT_NAMES, door=check_folder)
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
-    from dapo_jax.scoring import evaluate
 
     def show() -> None:
+        with Progress(config.log.console).working("loading the libraries"):
+            from dapo_jax.scoring import evaluate
         scores = evaluate(config, from_folder=from_folder)
         if scores is not None and processes.is_first():
             print(json.dumps(scores))

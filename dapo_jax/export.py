@@ -4,7 +4,7 @@
 
 takes the newest checkpoint, whatever mesh it was written on, and needs no accelerator. The folder
 has config.json, tokenizer and generation settings of the model that the run began with, so that
-`transformers` and servers load it like that one. Flags:
+`transformers` and servers load it like that one.
 """
 
 import dataclasses
@@ -20,13 +20,14 @@ import numpy as np
 from dapo_jax import cli, processes
 from dapo_jax.checkpoints import SavedPolicy, check_frozen
 from dapo_jax.experiment.config import ExportConfig, Lora
-from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.folders import replace
 from dapo_jax.marks import EXPORTED, check_free
 from dapo_jax.model import huggingface, names, saving
 from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
 from dapo_jax.model.trained import choose_trained, is_trained, merge, without_adapters
 
+SHORT_NAMES = {name: name for name, _, _ in leaves(ExportConfig())}
 DTYPES = ("auto", *huggingface.DTYPES.values())
 
 
@@ -118,7 +119,7 @@ def export(config: ExportConfig) -> pathlib.Path:
 
 def main() -> int:
     """The exit code: 0 done, 2 wrong settings."""
-    config = cli.load_flags(ExportConfig, __doc__)
+    config = cli.load(ExportConfig, __doc__, SHORT_NAMES, needs_file=False)
     return processes.run(lambda: cli.guarded(lambda: export(config)), alone="dapo_jax.export")
 
 

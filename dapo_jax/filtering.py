@@ -125,10 +125,7 @@ class _Collection:
         groups = list(self._judged.values())
         right = sum(bool(group.correct.all()) for group in groups)
         wrong = sum(not group.correct.any() for group in groups)
-        return (
-            f"{self.kept()}/{self._wanted} groups kept of {len(groups)} judged, "
-            f"{len(self._order)} asked · {right} all right · {wrong} all wrong"
-        )
+        return f"{self.kept()}/{self._wanted} groups kept (all right {right}, all wrong {wrong})"
 
     def all_broken(self) -> bool:
         """Whether a whole batch was judged and no reward worked: more would not help."""

@@ -1,16 +1,19 @@
 """Trains a policy by reinforcement learning from a rule reward.
 
     python -m dapo_jax.main --config=configs/arithmetic.py
-    python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.algorithm.clip_high=0.28
+    python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.seed=1
+    python -m dapo_jax.main --config=runs/old/config.json --config.run_dir=runs/new
 
-A config file returns the experiment; what stands behind the colon picks a preset; every setting
-below can be overridden. A run folder with a checkpoint in it is resumed.
+A config file returns the experiment; what stands behind the colon picks a preset; the config.json
+of a run repeats it; every setting below can be overridden. A run folder with a checkpoint in it is
+resumed.
 """
 
 import sys
 
 from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
+from dapo_jax.reporting.progress import Progress
 
 
 def main() -> int:
@@ -19,11 +22,12 @@ def main() -> int:
     75: another process of several is dead; start all again.
     """
     config = cli.load(Config, __doc__, door=cli.check_run_dir)
-    # JetStream brings TensorFlow, seconds to import: only once the settings are known to be good.
-    from dapo_jax.filtering import Starved
-    from dapo_jax.run import train
 
     def work() -> int:
+        # JetStream brings TensorFlow, seconds to import: only once the settings are good.
+        with Progress(config.log.console).working("loading the libraries"):
+            from dapo_jax.filtering import Starved
+            from dapo_jax.run import train
         try:
             return cli.guarded(lambda: train(config))
         except Starved as error:

@@ -23,8 +23,9 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import huggingface, saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
-from dapo_jax.reporting.metrics import MetricWriter, add_up
+from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.progress import Progress
+from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.sharding import to_host, unbox
 from dapo_jax.signals import Signals
 from dapo_jax.structs import Completion, Mean, Prompt

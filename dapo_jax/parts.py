@@ -194,6 +194,12 @@ def build(config: Config, *, training: bool = True) -> Parts:
     Args:
         training: without it there are no training prompts and no reference policy.
     """
+    progress = Progress(config.log.console)
+    with progress.working(f"loading {config.model.folder}"):
+        return _build(config, progress, training)
+
+
+def _build(config: Config, progress: Progress, training: bool) -> Parts:
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
@@ -216,7 +222,7 @@ def build(config: Config, *, training: bool = True) -> Parts:
         sampler=RolloutSampler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
         learner=learner,
-        progress=Progress(),
+        progress=progress,
         critic=critic,
         frozen=frozen,
         reference=load_reference(config, decoder, mesh, frozen) if training else None,

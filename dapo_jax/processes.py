@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,21 @@ def is_first() -> bool:
     return index() == 0
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal would obey written out, as \\x1b; line breaks and tabs stay."""
+    obeyed = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, directions, halves of characters, breaks
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if unicodedata.category(char) in obeyed and char not in "\n\t"
+        else char
+        for char in text
+    )
+
+
 def complain(text: str) -> None:
     """A line on standard error that says which process it is from."""
     before = f"process {index()}: " if count() > 1 else ""
-    print(before + text, file=sys.stderr, flush=True)
+    print(before + printable(text), file=sys.stderr, flush=True)
 
 
 def read_environment() -> dict[str, Any]:

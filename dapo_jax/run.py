@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from rich.markup import escape
 
 from dapo_jax import processes
-from dapo_jax.checkpoints import Checkpoints, check_same_run, frozen_content
+from dapo_jax.checkpoints import Checkpoints, can_be_longer, check_same_run, run_settings
 from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
@@ -24,41 +24,54 @@ from dapo_jax.evaluation.evaluation import (
 from dapo_jax.evaluation.responses import write_responses
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import ConfigError, leaves
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.folders import claim
-from dapo_jax.marks import RUN
-from dapo_jax.model import huggingface
-from dapo_jax.parts import Parts, build, check_data, check_processes
-from dapo_jax.reporting.metrics import Clock, MetricWriter, write_rollouts
+from dapo_jax.marks import RUN, folder_at
+from dapo_jax.parts import build, check_data, check_processes
+from dapo_jax.reporting.metrics import Clock
+from dapo_jax.reporting.notices import (
+    announce_data,
+    announce_end,
+    warn_about,
+    warn_about_answers,
+    warn_about_rounding,
+)
 from dapo_jax.reporting.plots import plot_run
-from dapo_jax.reporting.progress import Progress
+from dapo_jax.reporting.progress import Progress, fit
+from dapo_jax.reporting.tracking import Tracker
+from dapo_jax.reporting.writers import MetricWriter, write_rollouts
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
-from dapo_jax.structs import Prompt
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
-MANY_WITHOUT_ANSWER = 0.5
+SUMMARY = "summary.json"
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
 SHOWN_BROKEN_GROUPS = 3
-SHOWN_CHARACTERS = 200
 
 
 class Run:
     """One run folder: its state, its files, and what is said about it."""
 
-    def __init__(self, config: Config, signals: Signals, stack: contextlib.ExitStack):
-        self.config, self.signals = config, signals
+    def __init__(
+        self,
+        config: Config,
+        signals: Signals,
+        stack: contextlib.ExitStack,
+        on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    ):
+        self.config, self.signals, self._on_step = config, signals, on_step
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
+        stack.enter_context(self.parts.progress.compilation())
         stack.callback(self.parts.close)
         self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
-        self._fingerprint = functools.cache(huggingface.fingerprint)
         self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
         check_data([*self.parts.prompts.sources, *self.parts.prompts.heldout])
-        announce_data(self.parts, self.heldout)
+        announce_data(self.parts.prompts, self.heldout, self.parts.progress)
         warn_about_rounding(config, self.parts.progress)
+        self._settings = run_settings(config)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
@@ -66,14 +79,20 @@ class Run:
         if processes.is_first():
             if config.log.tensorboard:  # which makes its folder for one user, whatever the umask
                 (self.folder / "tensorboard").mkdir(exist_ok=True)
-            self.writer = MetricWriter(self.folder, self._last_row(), config.log.tensorboard)
+            tracker = (
+                stack.enter_context(Tracker(self.folder, config)) if config.log.wandb else None
+            )
+            self.writer = MetricWriter(
+                self.folder, self._last_row(), config.log.tensorboard, tracker
+            )
             stack.callback(self.writer.close)
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
         parts = self.parts
-        train = parts.learner.start(parts.first_params())
-        critic = parts.critic.start(parts.critic_params()) if parts.critic else None
+        with parts.progress.working(f"loading {self.config.model.folder}"):
+            train = parts.learner.start(parts.first_params())
+            critic = parts.critic.start(parts.critic_params()) if parts.critic else None
         if processes.is_first():
             settings = json.dumps(dataclasses.asdict(self.config), indent=2)
             (self.folder / "config.json").write_text(settings)
@@ -81,15 +100,15 @@ class Run:
 
     def _resume(self, step: int) -> RunState:
         record = self.checkpoints.record()
-        check_same_run(self._settings(), record.pop("settings"))
-        parts, critic = self.parts, None
-        train = self.checkpoints.state(parts.learner.abstract_state)
-        if parts.critic:
-            critic = self.checkpoints.state(parts.critic.abstract_state, "critic")
-        behaviour = None
-        if self.config.rollout.lag and step:
-            params = parts.learner.abstract_state.params
-            behaviour = self.checkpoints.state(params, "behaviour")
+        check_same_run(self._settings, record.pop("settings"))
+        parts, critic, behaviour = self.parts, None, None
+        with parts.progress.working(f"loading the checkpoint of step {step}"):
+            train = self.checkpoints.state(parts.learner.abstract_state)
+            if parts.critic:
+                critic = self.checkpoints.state(parts.critic.abstract_state, "critic")
+            if self.config.rollout.lag and step:
+                params = parts.learner.abstract_state.params
+                behaviour = self.checkpoints.state(params, "behaviour")
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
         return RunState(train=train, critic=critic, behaviour=behaviour, **record)
 
@@ -97,11 +116,9 @@ class Run:
         self.parts.sampler.hold()
         trees = self.state.train.params, self.parts.frozen
         trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
-        sizes = self.megabytes_per_device()
-        self.parts.progress.say(
-            f"policy: {trained:,} parameters to train, {frozen:,} frozen; MB per device: "
-            + ", ".join(f"{name} {size:g}" for name, size in sizes.items())
-        )
+        sizes = [f"{name} {size:g}" for name, size in self.megabytes_per_device().items()]
+        self.parts.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
+        self.parts.progress.say(fit(["MB per device:", *sizes]))
 
     def _last_row(self) -> int:
         """The newest row that stays; that of the checkpoint's own step may be still to come."""
@@ -109,28 +126,15 @@ class Run:
         to_come = state.heldout_before is None if state.step == 0 else state.unwritten is not None
         return state.step - 1 if to_come else state.step
 
-    def _settings(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the run; frozen models also by content."""
-        folders = {"reward.model_folder": self.config.reward.model_folder}
-        if self.parts.frozen:
-            folders["model.folder"] = self.config.model.folder
-        if self.config.algorithm.reference:
-            model = self.config.model
-            folders["model.reference_folder"] = model.reference_folder or model.folder
-        return {name: value for name, _, value in leaves(self.config)} | {
-            frozen_content(name): self._fingerprint(folder)
-            for name, folder in folders.items()
-            if folder
-        }
-
     def evaluate(self) -> tuple[dict[str, float], list[Response]]:
         """Held-out metrics of the policy as it is, and the responses; none without problems."""
         if not self.heldout:
             return {}, []
         clock, config, state, parts = Clock(), self.config, self.state, self.parts
-        responses = sample_heldout(
-            config, state.train.params, self.heldout, parts.sampler, parts.judge, self.signals
-        )
+        with parts.progress.working(f"evaluating {len(self.heldout)} held-out problems"):
+            responses = sample_heldout(
+                config, state.train.params, self.heldout, parts.sampler, parts.judge, self.signals
+            )
         if config.log.rollouts and self.writer:
             path = self.folder / "evaluations" / f"step_{state.step:06d}.jsonl"
             write_responses(path, responses, stamp(config, f"step {state.step}"))
@@ -171,7 +175,8 @@ class Run:
 
     def step(self) -> None:
         """One rollout step, with its rollouts file and, now and then, a group to look at."""
-        self.state, values, collected = train_step(self.parts, self.state, self.signals)
+        with self.parts.progress.working(f"step {self.state.step + 1}: updating", stays=False):
+            self.state, values, collected = train_step(self.parts, self.state, self.signals)
         self.state.unwritten = values
         step, log = self.state.step, self.config.log
         if log.rollouts and self.writer:
@@ -198,11 +203,13 @@ class Run:
         self.parts.progress.step(step, config.total_steps, values)
         if last or due(step, config.checkpoint.every_steps):
             self.save()
+        if self._on_step and self._on_step(step, values) is True:
+            self.signals.received = self.signals.received or "on_step"
 
     def save(self) -> None:
         """A checkpoint of the state as it is."""
         self.state.seconds = time.perf_counter() - self._started
-        record = self.state.record() | {"settings": self._settings()}
+        record = self.state.record() | {"settings": self._settings}
         states = {"state": self.state.train, "critic": self.state.critic}
         states["behaviour"] = self.state.behaviour
         self.checkpoints.save(self.state.step, states, record)
@@ -227,8 +234,14 @@ class Run:
             counted |= arrays.keys()
         return {name: size for name, size in sizes.items() if size}
 
+    def wait(self) -> None:
+        """Returns when the newest checkpoint is on disk."""
+        with self.parts.progress.working("saving"):
+            self.checkpoints.wait()
+
     def finish(self) -> dict[str, Any]:
         """summary.json, the picture, and the last words."""
+        self.wait()
         return processes.from_first(self._finish, "summary")
 
     def _finish(self) -> dict[str, Any]:
@@ -241,7 +254,7 @@ class Run:
             "seed": self.config.seed,
             "megabytes_per_device": self.megabytes_per_device(),
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / SUMMARY).write_text(json.dumps(summary, indent=2))
         plot_run(rows, self.folder / "curves.png", str(self.folder))
         before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
         if before is not None and after is not None:
@@ -253,70 +266,42 @@ class Run:
         return summary
 
 
-def announce_data(parts: Parts, heldout: list[Prompt]) -> None:
-    """What there is to train on and to evaluate, and which rows of the files are bad."""
-    cut, prompts = sum(prompt.truncated for prompt in heldout), parts.prompts
-    dropped = sum(len(source.problems) for source in prompts.heldout) - len(heldout)
-    fates = ((cut, "cut"), (dropped, "dropped"))
-    overlong = "".join(f", {fate}: {count:,}" for count, fate in fates if count)
-    parts.progress.say(escape(f"data: {prompts.describe()}{overlong}"))
-    for source in [*prompts.sources, *prompts.heldout]:
-        for complaint in source.complaints:
-            parts.progress.warn(escape(complaint))
-
-
-def warn_about_rounding(config: Config, progress: Progress) -> None:
-    """Says where the sampler's policy differs from the trained one and nothing corrects for it."""
-    corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
-    for field in ("cache_dtype", "weights_dtype"):
-        if getattr(config.sampler, field) == "int8" and not corrected:
-            progress.warn(
-                f"sampler.{field} = 'int8' samples from a policy that is not quite the trained "
-                "one, and algorithm.importance_cap = 0 does not correct it; see kl_sampler_trainer"
-            )
-
-
 def due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps (0: never) happens at `step`."""
     return every > 0 and step % every == 0
 
 
-def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
-    """Says what a person would want to know of a step that went badly."""
-    if values["starved"]:
-        broken = f", {values['broken_groups']:.0f} were broken" if values["broken_groups"] else ""
-        progress.warn(
-            f"step {step}: only {values['trained_groups']:.0f} groups carried signal{broken}"
-        )
-    if values.get("empty_updates"):
-        progress.warn(
-            f"step {step}: {values['empty_updates']:.0f} updates had no trained token and were "
-            "not taken (every response filtered, weighed 0, or none right?)"
-        )
-    if values.get("skipped_updates") or values.get("value_skipped_updates"):
-        progress.warn(f"step {step}: an update was skipped: its gradient was not finite")
+def finished(config: Config) -> dict[str, Any] | None:
+    """The summary of a run folder with nothing left to do, which says so; else None.
 
-
-def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
-    """Says loudly, before anything is trained, that what is asked for is not what is read."""
-    reward = config.reward
-    judged_by_answer = reward.correct == "verifier" or "rule" in reward.weights()
-    without = [one for one in responses if one.extracted is None]
-    if not judged_by_answer or len(without) <= MANY_WITHOUT_ANSWER * len(responses):
-        return
-    cut = sum(one.truncated for one in without) / len(without)
-    progress.alarm(
-        f"no answer was found in {len(without) / len(responses):.0%} of {len(responses)} responses",
-        f"config.data.template = {config.data.template!r} asks for one form of answer and "
-        f"config.reward.verifier = {reward.verifier!r} reads another, or responses end too "
-        f"early: {cut:.0%} of these were cut off by config.sampler.max_response_tokens = "
-        f"{config.sampler.max_response_tokens}. Such a run learns nothing. One response ends in:"
-        f"\n\n{without[0].response[-SHOWN_CHARACTERS:]!r}",
+    Nothing is loaded for that. Raises `ConfigError` where the run had other settings.
+    """
+    if not Checkpoints.exist(config.run_dir):
+        return None
+    with Checkpoints(config.run_dir) as checkpoints:
+        step = checkpoints.latest_step()
+        if step is None or step < config.total_steps:
+            return None
+        record = checkpoints.record()
+    settings = run_settings(config)
+    check_same_run(settings, record["settings"])
+    path = folder_at(config.run_dir, SUMMARY)
+    summary = processes.from_first(
+        lambda: json.loads(path.read_text()) if path.exists() else {}, "summary"
     )
+    if record["unwritten"] is not None or summary.get("steps") != step:  # killed before its end
+        return None
+    announce_end(config, summary, can_be_longer(settings), Progress(config.log.console))
+    return summary
 
 
-def train(config: Config) -> dict[str, Any] | None:
+def train(
+    config: Config, on_step: Callable[[int, dict[str, float]], Any] | None = None
+) -> dict[str, Any] | None:
     """Runs `config` to its last step, from its newest checkpoint where there is one.
+
+    Args:
+        on_step: is told every finished step and its metrics; True ends the run, as a signal does.
 
     Returns the summary, or None where a signal ended the run early; it has then been saved.
 
@@ -327,7 +312,9 @@ def train(config: Config) -> dict[str, Any] | None:
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         check_processes(config)
-        run = Run(config, signals, stack)
+        if (summary := finished(config)) is not None:
+            return summary
+        run = Run(config, signals, stack, on_step)
         try:
             run.begin()
             if run.state.unwritten is not None:
@@ -337,6 +324,7 @@ def train(config: Config) -> dict[str, Any] | None:
             return run.finish()
         except Interrupted:
             run.save()
+            run.wait()
             run.parts.progress.say(
                 f"stopped by {signals.received} after step {run.state.step}; saved in "
                 f"{escape(config.run_dir)}. The same command goes on from there"
@@ -344,5 +332,5 @@ def train(config: Config) -> dict[str, Any] | None:
             return None
         except (Starved, ConfigError):  # or a hook of the user's that failed
             run.save()
-            run.checkpoints.wait()
+            run.wait()
             raise

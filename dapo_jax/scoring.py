@@ -26,7 +26,7 @@ from dapo_jax.evaluation.evaluation import (
 from dapo_jax.evaluation.responses import ResponseFile
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import leaves, require
+from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.filtering import Interrupted
 from dapo_jax.folders import claim
 from dapo_jax.marks import EVALUATION, RUN, Folder
@@ -81,11 +81,20 @@ def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dic
 def open_checkpoints(
     config: Config, from_folder: bool, stack: contextlib.ExitStack
 ) -> Checkpoints | None:
-    """Those of run_dir; None where the policy to evaluate is the model folder's."""
-    if from_folder or not Checkpoints.exist(config.run_dir):
+    """Those of run_dir; None where the policy to evaluate is the model folder's.
+
+    Raises `ConfigError` where run_dir has none: it is not the model folder that was asked for.
+    """
+    if from_folder:
         return None
-    checkpoints = stack.enter_context(Checkpoints(config.run_dir))
-    return checkpoints if checkpoints.latest_step() is not None else None
+    if Checkpoints.exist(config.run_dir):
+        checkpoints = stack.enter_context(Checkpoints(config.run_dir))
+        if checkpoints.latest_step() is not None:
+            return checkpoints
+    raise ConfigError(
+        f"config.run_dir = {config.run_dir!r}: holds no checkpoint to evaluate; --model=FOLDER "
+        "evaluates a model folder"
+    )
 
 
 def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -> tuple[str, Any]:
@@ -159,16 +168,17 @@ def sample_missing(
 
 
 def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
-    """Scores of the newest checkpoint in run_dir, or of the model folder where there is none.
+    """Scores of the newest checkpoint in run_dir, or of the model folder.
 
     Shows the report, writes it beside the responses, and returns its main figures; None where a
     signal ended it early. The same call goes on from there.
 
     Args:
-        from_folder: the model folder even where run_dir has a checkpoint.
+        from_folder: the model folder, not run_dir's checkpoint.
 
     Raises:
-        ConfigError: settings, model folder and what was written so far don't fit together.
+        ConfigError: run_dir has no checkpoint, or settings, model folder and what was written so
+            far don't fit together.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
@@ -177,7 +187,9 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         folder = claim_folder(config, checkpoints, stack)
         parts = build(config, training=False)
         stack.callback(parts.close)
-        policy, params = open_policy(config, parts, checkpoints)
+        stack.enter_context(parts.progress.compilation())
+        with parts.progress.working("loading the policy"):
+            policy, params = open_policy(config, parts, checkpoints)
         prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
         require(
             bool(prompts),
@@ -191,6 +203,8 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             parts.progress.say(escape(f"data: {source.describe()}"))
             for complaint in source.complaints:
                 parts.progress.warn(escape(complaint))
+        if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
+            parts.progress.warn("temperature 0 draws k times the same response; --k=1 says as much")
         marks = stamp(config, policy)
         deciding = deciding_settings(config, join(parts.frozen, params), prompts)
         file = ResponseFile(folder if processes.is_first() else None, deciding, marks)

@@ -1,6 +1,7 @@
 """Leaving when asked to: SIGTERM and Ctrl-C are remembered, and acted on at a safe place."""
 
 import signal
+import threading
 from typing import Any
 
 from dapo_jax import processes
@@ -17,6 +18,8 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python delivers signals to the main thread only
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._remember)
         return self

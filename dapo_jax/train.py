@@ -10,6 +10,7 @@ import numpy as np
 
 from dapo_jax import processes
 from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.hooks import describe_error
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Collected, Interrupted, Starved
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
@@ -70,7 +71,7 @@ def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray:
         raise ConfigError(
             f"config.algorithm.token_weights = {parts.config.algorithm.token_weights!r}: must "
             f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
-            f"{group.prompt.id}; {type(error).__name__}: {error}"
+            f"{group.prompt.id}; {describe_error(error)}"
         ) from error
     return weights
 

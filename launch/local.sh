@@ -1,26 +1,31 @@
 #!/usr/bin/env bash
 # The main job on this machine: installs, makes the base policy, and trains it by DAPO.
 #
-#   bash launch/local.sh [--cpu | --gpu] [trainer arguments]
+#   bash launch/local.sh [--cpu | --gpu | --tpu[=GENERATION]] [trainer arguments]
 #   bash launch/local.sh --config.seed=1 --config.run_dir=runs/seed_1
 #   bash launch/local.sh --processes=2 --devices=4 --config.total_steps=2
 #
-# Trainer arguments are those of `python -m dapo_jax.main`; --config defaults to the embedded task.
+# Trainer arguments are those of `python -m dapo_jax.main`; --config defaults to the embedded task. Without
+# one of the three it is --gpu where nvidia-smi finds one, else --cpu. --tpu is for the TPUs of one host;
+# --tpu=v6e also sets the flags of that generation (launch/env.sh). Pods: launch/tpu_vm.sh.
 # --devices=N gives each process N virtual CPU devices; --processes=N starts that many, as a pod would.
 # Where one of them fails the rest goes too; nothing is started again.
 set -euo pipefail
 
-extras=""
-command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && extras=cuda
+kind=cpu
+command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && kind=gpu
 config=--config=configs/arithmetic.py
 arguments=()
 processes=1
 devices=""
 for argument in "$@"; do
     case "$argument" in
-        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        --gpu) extras=cuda ;;
-        --cpu) extras=""; export JAX_PLATFORMS=cpu ;;
+        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --gpu) kind=gpu ;;
+        --cpu) kind=cpu; export JAX_PLATFORMS=cpu ;;
+        --tpu) kind=tpu ;;
+        --tpu=v[2-6]*) kind="tpu-${argument#*=}" ;;
+        --tpu=*) echo "error: $argument: must be a generation, as --tpu=v6e" >&2; exit 2 ;;
         --processes=*) processes="${argument#*=}" ;;
         --devices=*) devices="${argument#*=}" ;;
         --config=*) config="$argument" ;;
@@ -33,13 +38,21 @@ for count in "$processes" "${devices:-1}"; do
     esac
 done
 if [ "$processes" -gt 1 ] || [ -n "$devices" ]; then
-    extras=""
+    case "$kind" in
+        tpu*) echo "error: --processes and --devices are of virtual CPU devices, not of a TPU" >&2; exit 2 ;;
+    esac
+    kind=cpu
     flags="${XLA_FLAGS:-}"
     export JAX_PLATFORMS=cpu XLA_FLAGS="$flags --xla_force_host_platform_device_count=${devices:-1}"
 fi
 cd "$(dirname "$0")/.."
+extras="${kind%%-*}"
+case "$extras" in
+    cpu) extras="" ;;
+    gpu) extras=cuda ;;
+esac
 source launch/install.sh "$extras"
-source launch/env.sh "${extras:+gpu}"
+source launch/env.sh "$kind"
 
 # Settings are checked before minutes go into a base policy; the answer is the folder they name.
 folder="$(.venv/bin/python -m dapo_jax.cli "$config" "${arguments[@]+"${arguments[@]}"}")"

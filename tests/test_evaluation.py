@@ -1,5 +1,6 @@
 """The evaluation as a command: resumed, refused, stopped, and what it leaves."""
 
+import functools
 import json
 import os
 import signal
@@ -13,15 +14,18 @@ import pytest
 from small_runs import ROOT, make_quick_config, open_run
 from test_scores import respond
 
-from dapo_jax import cli, evaluate, scoring
+from dapo_jax import cli, scoring
+from dapo_jax.evaluate import main
 from dapo_jax.evaluation.responses import ResponseFile
 from dapo_jax.experiment.config import Data, Evaluation, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.scoring import evaluate as run_evaluation
 from dapo_jax.scoring import params_digest
 
 PROBLEMS, SAMPLES = 12, 6
+
+
+run_evaluation = functools.partial(scoring.evaluate, from_folder=True)
 
 
 def make_evaluation(base, run_dir, samples=SAMPLES, **changes):
@@ -171,7 +175,7 @@ def test_a_digest_knows_parameters_by_their_values(tiny_params, eight_devices):
 
 def run_command(*arguments) -> int:
     with mock.patch.object(sys, "argv", ["evaluate", *map(str, arguments)]):
-        return evaluate.main()
+        return main()
 
 
 def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path, alone, capsys):
@@ -201,6 +205,21 @@ def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, 
     monkeypatch.setattr(scoring, "evaluate", lambda config, **options: asked.append(options))
     assert run_command(f"--config={ROOT}/configs/arithmetic.py", f"--{flag}=somewhere") == 0
     assert asked == [{"from_folder": from_folder}]
+
+
+def test_a_run_folder_without_a_checkpoint_is_an_error(base, tmp_path, capsys):
+    flags = f"--config.run_dir={tmp_path}", f"--config.model.folder={base}"
+    assert run_command(f"--config={ROOT}/configs/arithmetic.py", *flags) == 2
+    said = f"config.run_dir = '{tmp_path}': holds no checkpoint to evaluate; --model=FOLDER"
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_temperature_0_takes_the_likeliest_tokens(base, tmp_path, alone, capsys):
+    greedy = Evaluation(samples_per_problem=2, temperature=0.0)
+    run_evaluation(make_evaluation(base, tmp_path, evaluation=greedy))
+    drawn = [json.loads(line)["response"] for line in out(tmp_path).splitlines()]
+    assert len(drawn) == 2 * PROBLEMS and drawn[::2] == drawn[1::2]
+    assert "--k=1 says as much" in capsys.readouterr().out
 
 
 def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):

@@ -15,7 +15,8 @@ from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Config, Data, Rollout
 from dapo_jax.filtering import Interrupted, Starved, carries_signal, collect, next_kept_fraction
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.reporting.metrics import Clock, rollout_metrics, write_rollouts
+from dapo_jax.reporting.metrics import Clock, rollout_metrics
+from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.rollout import SamplerCounts

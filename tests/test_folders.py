@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import test_export
 
-from dapo_jax import dpo, evaluate, export, main, sft
+from dapo_jax import dpo, export, main, sft
+from dapo_jax.evaluate import main as evaluate_main
 from dapo_jax.experiment.config import Config, Evaluation
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.folders import claim, replace
@@ -32,8 +33,8 @@ COMMANDS = {
         "--config.out=",
     ),
     "main": (main.main, [RL], "--config.run_dir="),
-    "evaluate": (evaluate.main, [RL], "--out="),
-    "evaluate_below": (evaluate.main, [RL], "--config.run_dir="),
+    "evaluate": (evaluate_main, [RL], "--out="),
+    "evaluate_below": (evaluate_main, [RL], "--config.run_dir="),
     "export": (export.main, ["--run=RUN"], "--out="),
 }
 KINDS = {
@@ -220,6 +221,7 @@ def test_what_was_begun_in_vain_leaves_no_trace(tmp_path):
 
 HOLDER = """
 import os, subprocess, sys, time
+from dapo_jax.evaluate import main as evaluate_main
 from dapo_jax.folders import claim
 with claim("run_dir", sys.argv[1], "run"):
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

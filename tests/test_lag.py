@@ -1,5 +1,6 @@
 """rollout.lag: the next step's groups are collected while this one is learned."""
 
+import importlib
 import itertools
 import types
 
@@ -15,13 +16,14 @@ from small_runs import (
 )
 
 from dapo_jax import algorithms, cli, orders
-from dapo_jax import train as train_module
 from dapo_jax.assembly import open_meshes
 from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Starved
 from dapo_jax.run import train
 from dapo_jax.sharding import split_devices
+
+train_module = importlib.import_module("dapo_jax.train")
 
 
 @pytest.fixture(scope="module")

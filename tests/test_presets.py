@@ -1,6 +1,7 @@
 """Every preset trains: it validates, and two steps of a small run move the policy."""
 
 import dataclasses
+import importlib
 
 import jax
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from small_runs import equal, learn, make_groups, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax import train as train_module
 from dapo_jax.parts import build
 from dapo_jax.train import RunState
+
+train_module = importlib.import_module("dapo_jax.train")
 
 QUICK = ("dpo", "grpo", "gspo", "rloo", "vapo")  # between them every branch of an update
 RL_PRESETS = [

@@ -285,7 +285,7 @@ def test_four_processes_are_gone_within_the_bound_and_two_go_on(victim, base, on
 @pytest.mark.slow
 def test_evaluate_sft_and_export_with_several_processes(base, tmp_path):
     """Two processes score and teach as one does; export is refused."""
-    flags = [f"--config.model.folder={base}", "--config.data.heldout_problems=12", "--k=2"]
+    flags = [f"--model={base}", "--config.data.heldout_problems=12", "--k=2"]
     flags += ["--config.data.max_terms=3", "--config.data.min_terms=2"]
     found = {}
     for count in (1, 2):

@@ -195,7 +195,7 @@ def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_
     run_dir, summary = finished
     after = evaluate(make_config(base, run_dir))
     assert after["heldout_accuracy"] == summary["heldout_accuracy_after"]
-    before = evaluate(make_config(base, tmp_path))
+    before = evaluate(make_config(base, tmp_path), from_folder=True)
     assert before["heldout_accuracy"] == summary["heldout_accuracy_before"]
     assert evaluate(make_config(base, run_dir), from_folder=True) == before
 

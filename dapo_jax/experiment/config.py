@@ -24,14 +24,14 @@ from dapo_jax.experiment.sections import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import setting
+from dapo_jax.experiment.settings import section, setting
 
 
 def _section(kind: type) -> dataclasses.Field:
     return dataclasses.field(default_factory=kind)
 
 
-@dataclasses.dataclass
+@section
 class Config:
     """A reinforcement-learning run (`dapo_jax.main`, `dapo_jax.evaluate`)."""
 
@@ -63,7 +63,7 @@ class Config:
         return self.algorithm.critic_pretrain_steps if steps < 0 else steps
 
 
-@dataclasses.dataclass
+@section
 class SftConfig:
     """A supervised run on examples (`dapo_jax.sft`); writes a model folder."""
 
@@ -86,7 +86,7 @@ class SftConfig:
     mesh: OneMesh = _section(OneMesh)
 
 
-@dataclasses.dataclass
+@section
 class DpoConfig:
     """Preference optimisation on offline pairs (`dapo_jax.dpo`); writes a model folder."""
 
@@ -108,7 +108,7 @@ class DpoConfig:
     mesh: OneMesh = _section(OneMesh)
 
 
-@dataclasses.dataclass
+@section
 class ExportConfig:
     """A checkpoint to a model folder (`dapo_jax.export`)."""
 
@@ -126,7 +126,7 @@ class ExportConfig:
     )
 
 
-@dataclasses.dataclass
+@section
 class ServeConfig:
     """A served policy (`dapo_jax.serve`). A request says its prompt and its max_tokens only."""
 

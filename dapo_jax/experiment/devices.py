@@ -1,11 +1,9 @@
 """The settings that say how and where a policy is computed, and never what."""
 
-import dataclasses
-
-from dapo_jax.experiment.settings import setting
+from dapo_jax.experiment.settings import section, setting
 
 
-@dataclasses.dataclass
+@section
 class Compute:
     """How the policy is computed."""
 
@@ -28,7 +26,7 @@ class Compute:
     )
 
 
-@dataclasses.dataclass
+@section
 class Packing:
     """Rows that responses are packed into, prompt included."""
 
@@ -36,7 +34,7 @@ class Packing:
     rows_per_microbatch: int = setting(16, "Rows whose gradient is taken at once, all devices.")
 
 
-@dataclasses.dataclass
+@section
 class OneMesh:
     """Device mesh. Batch is split over data x fsdp, weights over fsdp x tensor."""
 
@@ -48,7 +46,7 @@ class OneMesh:
     )
 
 
-@dataclasses.dataclass
+@section
 class Mesh(OneMesh):
     """Device mesh, or one to learn and one to sample. Batch is split over data x fsdp, weights over
     fsdp x tensor."""

@@ -1,9 +1,40 @@
-"""Functions of the user's own, named `module:function` in the config."""
+"""Code of the user's own: functions named `module:function` in the config, and their errors."""
 
 import importlib
+import pathlib
+import sysconfig
+import traceback
 from collections.abc import Callable
 
 from dapo_jax.experiment.settings import ConfigError
+
+# What lies here nobody wrote for a run: libraries, and this one.
+LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(pathlib.Path(__file__).parent.parent),
+    "<",
+)
+
+
+def short_path(file: str | pathlib.Path) -> str:
+    """Relative to the working folder where it is below it."""
+    path, here = pathlib.Path(file), pathlib.Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def describe_error(error: BaseException) -> str:
+    """`mine.py:7: return 1 / n: ZeroDivisionError: division by zero`: the user's own line first.
+
+    That is the innermost one which is in no library; without one the error stands alone.
+    """
+    said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        said = f"{type(error).__name__}: {error.msg}"
+        return f"{short_path(error.filename)}:{error.lineno}: {(error.text or '').strip()}: {said}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(LIBRARIES):
+            return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {said}"
+    return said
 
 
 def resolve(field: str, name: str) -> Callable:
@@ -17,8 +48,7 @@ def resolve(field: str, name: str) -> Callable:
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # whatever a user's module may raise while it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"config.{field} = {name!r}: {reason}") from None
+        raise ConfigError(f"config.{field} = {name!r}: {describe_error(error)}") from None
     if not callable(found):
         raise ConfigError(f"config.{field} = {name!r}: is not a function")
     return found

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 
-from dapo_jax.experiment.settings import require, setting
+from dapo_jax.experiment.settings import require, section, setting
 
 SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
 
 
-@dataclasses.dataclass
+@section
 class Model:
     """Which policy."""
 
@@ -19,7 +19,7 @@ class Model:
     )
 
 
-@dataclasses.dataclass
+@section
 class Lora:
     """Low-rank adapters instead of all parameters."""
 
@@ -30,7 +30,7 @@ class Lora:
     )
 
 
-@dataclasses.dataclass
+@section
 class Architecture:
     """Shape of a policy made from nothing (Qwen2 family)."""
 
@@ -45,7 +45,7 @@ class Architecture:
     )
 
 
-@dataclasses.dataclass
+@section
 class Examples:
     """Worked examples of the embedded task."""
 
@@ -54,7 +54,7 @@ class Examples:
     max_terms: int = setting(9, "Most operands of a sum.")
 
 
-@dataclasses.dataclass
+@section
 class Data:
     """Problems with known answers."""
 
@@ -85,7 +85,7 @@ class Data:
     )
 
 
-@dataclasses.dataclass
+@section
 class OwnData:
     """A user's own examples, or pairs of them."""
 
@@ -116,7 +116,7 @@ class OwnData:
     )
 
 
-@dataclasses.dataclass
+@section
 class Rollout:
     """How many responses a step collects and trains on."""
 
@@ -136,7 +136,7 @@ class Rollout:
     )
 
 
-@dataclasses.dataclass
+@section
 class Sampler:
     """The decoding engine."""
 
@@ -181,7 +181,7 @@ class Sampler:
     )
 
 
-@dataclasses.dataclass
+@section
 class Reward:
     """What a response earns, and the processes that judge it."""
 
@@ -230,7 +230,7 @@ class Reward:
         return found
 
 
-@dataclasses.dataclass
+@section
 class Optimizer:
     """AdamW; warm-up and schedule count rollout steps."""
 
@@ -244,7 +244,7 @@ class Optimizer:
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm.")
 
 
-@dataclasses.dataclass
+@section
 class Critic:
     """The value model, where the algorithm has one."""
 
@@ -257,7 +257,7 @@ class Critic:
     optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=2e-6))
 
 
-@dataclasses.dataclass
+@section
 class Checkpoint:
     """Orbax checkpoints in run_dir/checkpoints."""
 
@@ -265,25 +265,30 @@ class Checkpoint:
     keep: int = setting(2, "How many of the newest stay.")
 
 
-@dataclasses.dataclass
+@section
 class Evaluation:
     """Sampled accuracy on held-out problems."""
 
     every_steps: int = setting(10, "Rollout steps between evaluations; 0: only before and after.")
     samples_per_problem: int = setting(4, "Responses per problem (k of avg@k).")
-    temperature: float = setting(1.0, "Softmax temperature while evaluating.")
+    temperature: float = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
     top_p: float = setting(0.7, "Nucleus share while evaluating; the default is DAPO's.")
     out: str = setting(
         "", "Where dapo_jax.evaluate writes; empty: a folder in run_dir/evaluations."
     )
 
 
-@dataclasses.dataclass
+@section
 class Log:
     """What people see."""
 
     show_group_every_steps: int = setting(10, "Show one group as a table; 0: never.")
+    console: bool = setting(True, "Speak to the console; false: say nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    wandb: str = setting(
+        "",
+        "Weights & Biases project, needs its package; empty: none. WANDB_MODE=offline sends later.",
+    )
     rollouts: bool = setting(
         True, "Write every judged response to rollouts/ and evaluations/, step_*.jsonl."
     )

@@ -12,6 +12,7 @@ from dapo_jax.experiment.config import (
     Data,
     DpoConfig,
     Examples,
+    ExportConfig,
     Mesh,
     OneMesh,
     ServeConfig,
@@ -45,7 +46,7 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
-    "shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
+    "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
     "sampler.load_layers total_steps"
 ).split()
 POSITIVE = (
@@ -59,7 +60,7 @@ POSITIVE = (
     "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
     "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor mesh.decode_tensor "
     "checkpoint.keep "
-    "evaluation.samples_per_problem evaluation.temperature architecture.layers "
+    "evaluation.samples_per_problem architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
     "architecture.mlp slots waiting lora.alpha sampler.page_tokens sampler.prefill_prompts"
 ).split()
@@ -216,8 +217,10 @@ def _check_own_data(config: SftConfig | DpoConfig) -> None:
     _check_mesh(config.mesh)
 
 
-def validate(config: Config | SftConfig | DpoConfig | ServeConfig) -> None:
+def validate(config: Config | SftConfig | DpoConfig | ServeConfig | ExportConfig) -> None:
     """Raises `ConfigError` for the first setting or combination that makes no sense."""
+    if isinstance(config, ExportConfig):  # whose few checks need the run
+        return
     _check_single_fields({name: value for name, _, value in leaves(config)})
     if isinstance(config, ServeConfig):
         _check_serving(config)

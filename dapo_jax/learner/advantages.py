@@ -116,6 +116,9 @@ def normalise_in_groups(
     """(R - mean) / (std + 1e-6) in each group, std with ddof = 1.
 
     GRPO, arXiv 2402.03300, section 4.1.2; ddof and epsilon as in DAPO's released code.
+
+    >>> normalise_in_groups(np.array([1.0, -1, -1, -1]), np.array([7, 7, 7, 7]))
+    array([ 1.4999985, -0.4999995, -0.4999995, -0.4999995])
     """
     centred = centre_in_groups(rewards, groups)
     mean_square, size = _group_means(centred**2, groups)
@@ -123,7 +126,11 @@ def normalise_in_groups(
 
 
 def leave_one_out(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
-    """R - mean of the group's other rewards (RLOO, arXiv 2402.14740, section 2.2)."""
+    """R - mean of the group's other rewards (RLOO, arXiv 2402.14740, section 2.2).
+
+    >>> leave_one_out(np.array([1.0, 0, 0]), np.array([7, 7, 7]))
+    array([ 1. , -0.5, -0.5])
+    """
     mean, size = _group_means(rewards, groups)
     return rewards - (mean * size - rewards) / np.maximum(size - 1, 1)
 

@@ -88,6 +88,13 @@ def policy_loss(
     of DAPO, arXiv 2503.14476, equation 8), and for A < 0 min(m, -A c) where a dual clip c is set
     (arXiv 1912.09729, equation 4). Without `clip`, m = -A r.
 
+    >>> old = jnp.log(jnp.array([[0.5, 0.5]]))
+    >>> new = jnp.log(jnp.array([[0.6, 0.7]]))  # grown by 1.2 and 1.4, of which 1.28 is kept
+    >>> dapo, ones = dapo_jax.preset("dapo"), jnp.ones((1, 2))
+    >>> loss, clipped = policy_loss(dapo, new, old, ones, ones, jnp.ones((1, 2), int))
+    >>> np.asarray(loss).round(2).tolist(), clipped["clipped_high"].tolist()
+    ([[-1.2000000476837158, -1.2799999713897705]], [[0.0, 1.0]])
+
     Args:
         mask: above 0 where a token is trained; elsewhere loss and gradient are exactly 0.
         segment_ids: the response of a token within its row, for ratios of whole responses.
@@ -158,7 +165,11 @@ def _responses(tokens: np.ndarray) -> int:
 
 
 def token_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / N_tok: every trained token of the minibatch weighs the same (DAPO's released code)."""
+    """1 / N_tok: every trained token of the minibatch weighs the same (DAPO's released code).
+
+    >>> token_mean(np.array([1, 3]), np.array([0, 0]), 8)  # responses of 1 and 3 tokens
+    array([0.25, 0.25])
+    """
     return np.full(len(tokens), 1.0 / max(1, tokens.sum()))
 
 
@@ -170,7 +181,11 @@ def token_mean_per_group(tokens: np.ndarray, groups: np.ndarray, budget: int) ->
 
 
 def sequence_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / n_i / B: a mean over tokens, then over responses (GRPO)."""
+    """1 / n_i / B: a mean over tokens, then over responses (GRPO).
+
+    >>> sequence_mean(np.array([1, 4]), np.array([0, 0]), 8)  # the long one's tokens weigh less
+    array([0.5  , 0.125])
+    """
     return 1.0 / np.maximum(tokens, 1) / _responses(tokens)
 
 

@@ -7,6 +7,7 @@ host holds one of them (float32, its own devices' part) beside the shards themse
 import functools
 import hashlib
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ BLOCK_BYTES = 32 << 20  # read at once
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as the files call them
 Layers = Callable[[int], Any]  # number -> that layer of a parameter; 0 for what has no layers
 INDEX = "model.safetensors.index.json"
+# OWNER/NAME; not the folders that our configs and commands name.
+HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 
 
 def read_config(
@@ -37,9 +40,16 @@ def read_config(
     """
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
+        published = HUB_NAME.fullmatch(str(folder)) and not pathlib.Path(folder).exists()
         raise ConfigError(
-            f"config.{field} = {str(folder)!r}: has no config.json. A folder for the embedded "
-            "task is made by: python -m dapo_jax.sft --config=configs/arithmetic_base.py"
+            f"config.{field} = {str(folder)!r}: has no config.json, and nothing is downloaded "
+            f"unasked: hf download {folder if published else 'OWNER/NAME'} --local-dir {folder}"
+            + (
+                ""
+                if published
+                else "; the embedded task's policy is made by: python -m dapo_jax.sft "
+                "--config=configs/arithmetic_base.py"
+            )
         )
     return families.decoder_config(read_json(path, field), str(folder), field, **numerics)
 
@@ -247,13 +257,14 @@ def stored_dtype(folder: str | pathlib.Path) -> str:
     return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 
-def fingerprint(folder: str | pathlib.Path) -> str:
+def fingerprint(folder: str | pathlib.Path, field: str = "model.folder") -> str:
     """Tells one model from another without reading all its gigabytes.
 
     From the shape that config.json describes and the *.safetensors files: their names and sizes,
     and all their bytes or, of large ones, the first 64 kB of every 4 MB.
     """
-    digest = hashlib.sha256(repr(families.config_json(read_config(folder))).encode())
+    shape = families.config_json(read_config(folder, field=field))
+    digest = hashlib.sha256(repr(shape).encode())
     for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

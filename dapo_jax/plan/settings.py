@@ -1,9 +1,7 @@
 """What a plan is asked, beside the config that it plans."""
 
-import dataclasses
-
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import setting
+from dapo_jax.experiment.settings import section, setting
 from dapo_jax.plan.chips import check_flag
 from dapo_jax.plan.laws import Assumed, Law, Measured, right_from_kept
 from dapo_jax.plan.roofline import Efficiency
@@ -11,7 +9,7 @@ from dapo_jax.plan.roofline import Efficiency
 MEDIAN_SHARE = 0.145  # of the limit: with a spread of 0.9, 1.6 % of responses reach it
 
 
-@dataclasses.dataclass
+@section
 class PlanSettings:
     """Flags of `dapo_jax.plan`."""
 

@@ -1,26 +1,23 @@
-"""What is measured in a step, under which name, and where it is written."""
+"""What is measured in a step, and under which name. `writers.py` says where it is written."""
 
 import collections
-import json
 import math
 import time
 from typing import Any
 
 import numpy as np
-from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.evaluation.scores import REFLECTION
 from dapo_jax.filtering import Collected
 from dapo_jax.learner.advantages import Feedback, preference_margins
-from dapo_jax.marks import Folder
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.structs import Completion, Group, Mean
 
 # Every name that a step logs, with the sentence that docs/metrics.md shows.
 MEANINGS = {
+    "time": "When the row was written, in unix seconds.",
     "reward": "Mean shaped reward over judged responses, before filtering; without the surplus.",
     "accuracy": "Share of right answers over the same responses.",
     "surplus_groups": "Groups judged beyond the last one that the step used: fast finishers, a "
@@ -121,7 +118,8 @@ MEANINGS = {
     "heldout_entropy": "Mean negative log-prob of the tokens sampled there: an estimate of the "
     "entropy, in nats, at temperature 1 and top_p 1.",
 }
-CLOCKED = ("seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
+# Names that begin so differ between two runs of the same settings.
+CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
 
 VARIANCE_FLOOR = 1e-12
 
@@ -247,104 +245,3 @@ class Clock:
 
     def total(self) -> float:
         return time.perf_counter() - self._start
-
-
-def rewind_jsonl(path: Folder, step: int) -> None:
-    """Drops the lines after `step`, and a line that a kill cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
-
-
-class MetricWriter:
-    """Appends to metrics.jsonl and to TensorBoard's event files.
-
-    Args:
-        last_row: lines of later steps are dropped.
-        tensorboard: whether there are events, too.
-    """
-
-    def __init__(self, run_dir: Folder, last_row: int, tensorboard: bool):
-        self.path = run_dir / "metrics.jsonl"
-        rewind_jsonl(self.path, last_row)
-        self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
-        if self._events:  # TensorBoard drops earlier events of the steps that come again
-            restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._events.add_event(
-                event_pb2.Event(wall_time=time.time(), step=last_row + 1, session_log=restart)
-            )
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """One line and one event. Raises KeyError for a name without a meaning."""
-        for name in values:
-            MEANINGS[name.split("/")[0]]
-        line = {name: _number(value) for name, value in values.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step} | line) + "\n")
-        if self._events:
-            entries = [
-                summary_pb2.Summary.Value(tag=name, simple_value=value)
-                for name, value in values.items()
-            ]
-            summary = summary_pb2.Summary(value=entries)
-            event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary)
-            self._events.add_event(event)
-            self._events.flush()
-
-    def read(self) -> list[dict[str, float]]:
-        """All lines so far."""
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
-
-    def close(self) -> None:
-        if self._events:
-            self._events.close()
-
-
-def _number(value: float) -> float | None:
-    """What JSON can hold of a float."""
-    return float(value) if math.isfinite(value) else None
-
-
-def write_rollouts(run_dir: Folder, step: int, collected: Collected) -> None:
-    """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent."""
-    groups = collected.judged + collected.surplus + collected.broken
-    folder = run_dir / "rollouts"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
-    with path.with_suffix(".tmp").open("w") as file:
-        for group in groups:
-            for i, (completion, verdict) in enumerate(
-                zip(group.completions, group.verdicts, strict=True)
-            ):
-                line = {
-                    "source": group.prompt.source,
-                    "prompt_id": group.prompt.id,
-                    "index": group.prompt.index,
-                    "sample": i,
-                    "surplus": group.prompt.index >= collected.next_position,
-                    "prompt": group.prompt.text,
-                    "prompt_tokens": len(group.prompt.tokens),
-                    "response": completion.text,
-                    "answer": group.prompt.answer,
-                    "extracted": verdict.extracted,
-                    "correct": bool(group.correct[i]),
-                    "truncated": completion.truncated,
-                    "tokens": len(completion),
-                    "policy_step": completion.policy_step,
-                    "reward": _number(group.rewards[i]),
-                    "reward_parts": {k: _number(v[i]) for k, v in group.reward_parts.items()},
-                    "failure": verdict.broken or verdict.failure,
-                }
-                file.write(json.dumps(line) + "\n")
-    path.with_suffix(".tmp").replace(path)

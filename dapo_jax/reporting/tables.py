@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dapo_jax.evaluation.scores import Estimate, Report, Row
+from dapo_jax.processes import printable
 
 BAR = 24  # characters
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -76,7 +77,7 @@ def _breakdown(title: str, rows: list[Row], k: int) -> Table:
     for row in rows:
         value = row.accuracy.value
         cells = str(row.problems), f"{value:.3f}", interval(row.accuracy), f"[cyan]{bar(value)}"
-        table.add_row(escape(row.name), *cells)
+        table.add_row(escape(printable(row.name)), *cells)
     return table
 
 
@@ -100,6 +101,6 @@ def describe_problems(report: Report) -> str:
     if report.repeated_problems:
         text += (
             f"\nthe data repeats {report.repeated_problems} problems up to {report.most_listings} "
-            "times; a repeat counts as more samples of the same problem"
+            "times;\na repeat counts as more samples of the same problem"
         )
     return text

@@ -1,13 +1,17 @@
-"""Reward parts that a worker computes: the user's functions, and ready ones of the same form.
+"""Reward parts beside the rule: the user's functions, and ready ones of the same form.
 
-A part is a function `(prompt, response, answer) -> float` of three texts.
+A part is a function `(prompt, response, answer) -> float` of three texts. A worker computes it,
+but for a function that the user's program asked to have called in its own process.
 """
 
 import inspect
+import math
 import re
+import sys
 from collections.abc import Callable
+from typing import Any
 
-from dapo_jax.experiment.hooks import resolve
+from dapo_jax.experiment.hooks import describe_error, resolve
 from dapo_jax.experiment.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
@@ -18,6 +22,10 @@ OF_THE_TRAINER = (
     "model",
     GYM,
 )  # need tokens, verdicts or the devices
+
+RewardFunction = Callable[[str, str, str], float]
+HERE = "in_process:"  # before the name of a part that this process computes
+_here: dict[str, RewardFunction] = {}
 
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re.DOTALL)
 
@@ -34,20 +42,56 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     return float(all(response.count(tag) == 1 for tag in tags) and bool(_THINK.match(response)))
 
 
-READY: dict[str, Callable[[str, str, str], float]] = {"think_format": think_format}
+READY: dict[str, RewardFunction] = {"think_format": think_format}
 
 
-def worker_parts(names: list[str]) -> dict[str, Callable[[str, str, str], float]]:
-    """The functions behind those names that a worker computes. Raises `ConfigError`."""
+def name_of(function: RewardFunction, in_process: bool) -> str:
+    """The name of a Python function as a part: `module:function`, or `in_process:function`.
+
+    Raises:
+        ConfigError: a worker could not import it by a name, and may not be done without.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if in_process:
+        name = HERE + re.sub(r"\W+", "_", name)
+        taken = _here.setdefault(name, function)
+        require(taken is function, "reward.parts", name, "one function of that name in a program")
+        return name
+    module = getattr(function, "__module__", None)
+    importable = module not in (None, "__main__") and name.isidentifier()
+    if not (importable and getattr(sys.modules.get(module), name, None) is function):
+        raise ConfigError(
+            f"config.reward.parts = {function!r}: must be a function that a worker process can "
+            "import by its name, so one of a module (mine.py) and not of the program or notebook "
+            "itself; or let it run here: in_process=True"
+        )
+    return f"{module}:{name}"
+
+
+def _find(name: str) -> RewardFunction:
+    if name in READY:
+        return READY[name]
+    if name.startswith(HERE):
+        require(
+            name in _here,
+            "reward.parts",
+            name,
+            "given by the program: dapo_jax.train(config, reward=function, in_process=True)",
+        )
+        return _here[name]
+    return resolve("reward.parts", name)
+
+
+def own_parts(names: list[str]) -> dict[str, RewardFunction]:
+    """The functions behind those names that the trainer itself has none for.
+
+    Raises `ConfigError`.
+    """
     ready = (*OF_THE_TRAINER, *READY)
     for name in names:
         allowed = ", ".join(ready) + " or module:function"
         require(name in ready or ":" in name, "reward.parts", name, allowed)
-    functions = {
-        name: READY[name] if name in READY else resolve("reward.parts", name)
-        for name in names
-        if name not in OF_THE_TRAINER
-    }
+    functions = {name: _find(name) for name in names if name not in OF_THE_TRAINER}
     for name, function in functions.items():
         try:
             inspect.signature(function).bind(prompt="", response="", answer="")
@@ -55,3 +99,17 @@ def worker_parts(names: list[str]) -> dict[str, Callable[[str, str, str], float]
             reason = f"{error}; a reward is (prompt, response, answer) -> float"
             raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
     return functions
+
+
+def compute(functions: dict[str, RewardFunction], job: dict[str, str]) -> dict[str, Any]:
+    """`parts`, the reward by name, and `broken`, which function failed first, where one did."""
+    reply: dict[str, Any] = {"parts": {}}
+    for name, function in functions.items():
+        try:
+            value = float(function(**job))
+            if not math.isfinite(value):
+                raise ValueError(f"returned {value}")
+            reply["parts"][name] = value
+        except Exception as error:
+            reply.setdefault("broken", f"{name}: {describe_error(error)}")
+    return reply

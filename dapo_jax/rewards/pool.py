@@ -1,12 +1,14 @@
 """Reward workers: threads that judge, and processes that can be killed for what is dangerous."""
 
 import dataclasses
+import os
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dapo_jax.experiment.config import Reward
-from dapo_jax.rewards.functions import GYM, OF_THE_TRAINER, worker_parts
+from dapo_jax.rewards.functions import GYM, HERE, compute, own_parts
 from dapo_jax.structs import Verdict
 from dapo_jax.verifier import jail
 from dapo_jax.verifier.conventions import as_percentage, is_unfinished
@@ -39,7 +41,10 @@ class _Desk:
                     raise OSError("closed")
                 if kind not in self._processes:
                     # What scores gym tasks evaluates text: it knows none of the user's variables.
-                    variables = jail.environment() if kind == ("gym",) else None
+                    # The user's own functions are found wherever this process finds them.
+                    path = os.pathsep.join(filter(None, sys.path))
+                    variables = os.environ | {"PYTHONPATH": path}
+                    variables = jail.environment() if kind == ("gym",) else variables
                     self._processes[kind] = WorkerProcess(WORKER, *kind, environment=variables)
                     if self._closed:  # while it was starting: `close` could not know of it
                         raise OSError("closed")
@@ -67,10 +72,11 @@ class RewardPool:
     """
 
     def __init__(self, reward: Reward):
-        worker_parts(list(reward.weights()))  # a wrong name stops here, not in a worker
+        parts = own_parts(list(reward.weights()))  # a wrong name stops here, not in a worker
         self._reward, self._own, self._memory = reward, threading.local(), Memory()
         self._verify = VERIFIERS[reward.verifier]
-        self._names = [name for name in reward.weights() if name not in OF_THE_TRAINER]
+        self._here = {name: parts[name] for name in parts if name.startswith(HERE)}
+        self._names = [name for name in parts if name not in self._here]
         self._lock, self._desks, self._closed = threading.Lock(), [], False
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
 
@@ -96,11 +102,13 @@ class RewardPool:
         verdict = self._verify_with(desk, job)
         if metadata:
             verdict = self._score_with(desk, verdict, source, metadata)
-        parts, broken = {GYM: float(verdict.correct)} | verdict.parts, None
+        here = compute(self._here, job)
+        parts = {GYM: float(verdict.correct)} | verdict.parts | here["parts"]
+        broken = here.get("broken")
         if self._names:
             try:
                 reply = desk.ask(("parts", *self._names), job, self._reward.timeout_seconds)
-                parts, broken = parts | reply["parts"], reply.get("broken")
+                parts, broken = parts | reply["parts"], broken or reply.get("broken")
             except (TimeoutError, OSError, ValueError) as error:
                 broken = f"{self._names[0]}: {type(error).__name__}: {error}"
         return dataclasses.replace(verdict, parts=parts, broken=broken)

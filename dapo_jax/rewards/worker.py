@@ -4,8 +4,8 @@ python -m dapo_jax.rewards.worker parts NAMES     reward functions, the user's a
 python -m dapo_jax.rewards.worker gym             scorers of reasoning-gym
 """
 
+import functools
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -15,23 +15,9 @@ from dapo_jax.verifier.worker import limit_process, serve
 
 def make_parts(names: list[str]) -> Callable[[dict], dict]:
     """The function that answers `{"prompt", "response", "answer"}` with the parts' rewards."""
-    from dapo_jax.rewards.functions import worker_parts
+    from dapo_jax.rewards.functions import compute, own_parts
 
-    parts = worker_parts(names)
-
-    def answer(job: dict) -> dict:
-        reply = {"parts": {}}
-        for name, part in parts.items():
-            try:
-                value = float(part(**job))
-                if not math.isfinite(value):
-                    raise ValueError(f"returned {value}")
-                reply["parts"][name] = value
-            except Exception as error:
-                reply.setdefault("broken", f"{name}: {error!r}")
-        return reply
-
-    return answer
+    return functools.partial(compute, own_parts(names))
 
 
 def make_gym(output: int) -> Callable[[dict], dict]:

@@ -150,6 +150,11 @@ atexit.register(lambda: _shared.close())
 def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
     """Whether a response's answer means the same as the gold answer. Never raises for texts.
 
+    >>> is_equivalent(r"... so \\boxed{\\tfrac{3}{4}}.", "0.75")
+    True
+    >>> is_equivalent("Answer: 3.14", r"\\pi", require="label")  # no tolerance
+    False
+
     Args:
         prediction: a model's response, or just its answer. Hostile: it is never evaluated, and
             what needs algebra is decided in a process with a limit on memory and time.
