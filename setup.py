@@ -43,8 +43,10 @@ setup(
         "python-flint>=0.9",
         "rich>=15.0",
         "safetensors>=0.8",
+        "starlette>=1.10",  # light, as uvicorn: `dapo_jax.serve` answers HTTP after a plain install
         "tensorboard>=2.21",
         "tokenizers>=0.23",
+        "uvicorn>=0.54",
     ],
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2"],
@@ -60,6 +62,7 @@ setup(
             "hypothesis>=6.150",
             "markdown-it-py>=4.2",
             *DOCS,
+            "openai>=3.54",
             *JAIL,
         ],
     },

@@ -122,7 +122,7 @@ def train(
     """
     config = _with_rewards(_load(config), reward, in_process)
     cli.check(config)
-    cli.check_run_dir(config)
+    cli.check_run(config)
     from dapo_jax.run import train as run
 
     return Result(config.run_dir, run(config, on_step))

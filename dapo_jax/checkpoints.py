@@ -13,6 +13,7 @@ from dapo_jax.experiment.config import Checkpoint, Config
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.marks import Folder, folder_at, is_remote
 from dapo_jax.model.huggingface import fingerprint
+from dapo_jax.prompts.templates import open_template
 from dapo_jax.structs import TrainState
 
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
@@ -80,18 +81,24 @@ def frozen_content(folder: str) -> str:
     return f"{folder} (content)"
 
 
-def run_settings(config: Config) -> dict[str, Any]:
-    """What a checkpoint remembers of the run; frozen models also by content."""
+def run_settings(config: Config, heldout_problems: int | None = None) -> dict[str, Any]:
+    """What a checkpoint remembers; frozen models and a template of one's own by content.
+
+    Args:
+        heldout_problems: how many there are, where the setting leaves it open.
+    """
     model, folders = config.model, {"reward.model_folder": config.reward.model_folder}
     if config.lora.rank or model.freeze_layers:
         folders["model.folder"] = model.folder
     if config.algorithm.reference:
         folders["model.reference_folder"] = model.reference_folder or model.folder
-    return {name: value for name, _, value in leaves(config)} | {
-        frozen_content(name): fingerprint(folder, name)
-        for name, folder in folders.items()
-        if folder
-    }
+    content = {name: fingerprint(folder, name) for name, folder in folders.items() if folder}
+    if digest := open_template(config.data.template).digest:
+        content["data.template"] = digest
+    settings = {name: value for name, _, value in leaves(config)}
+    if heldout_problems is not None:
+        settings["data.heldout_problems"] = heldout_problems
+    return settings | {frozen_content(name): found for name, found in content.items()}
 
 
 def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:

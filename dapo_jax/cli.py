@@ -8,9 +8,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from dapo_jax import processes
-from dapo_jax.data.sources import parse_sources
+from dapo_jax.data.formats import FIELDS, parse_fields
+from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.data.turns import EXAMPLES, PAIRS, read_fields
-from dapo_jax.experiment.config import Config, DpoConfig, SftConfig
+from dapo_jax.experiment.config import Config, Data, DpoConfig, SftConfig
 from dapo_jax.experiment.files import locate, read_config
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, check_types, leaves, nearest, require
@@ -20,7 +21,7 @@ from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.optimizer import SCHEDULES
 from dapo_jax.marks import RUN, check_free
-from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF
+from dapo_jax.prompts.templates import VERIFIERS_OF, open_template
 from dapo_jax.reporting.tracking import check_project
 from dapo_jax.rewards.functions import own_parts
 from dapo_jax.verifier.verifier import VERIFIERS
@@ -32,7 +33,6 @@ TABLES = {
     "algorithm.aggregate": LOSS_WEIGHTS,
     "algorithm.trained_responses": TRAINED_RESPONSES,
     "algorithm.kl_estimator": KL_ESTIMATORS,
-    "data.template": TEMPLATES,
     "optimizer.schedule": SCHEDULES,
     "critic.optimizer.schedule": SCHEDULES,
     "reward.verifier": VERIFIERS,
@@ -53,9 +53,7 @@ def check(config: Any) -> None:
         if config.algorithm.token_weights:
             resolve("algorithm.token_weights", config.algorithm.token_weights)
         check_project(config.log.wandb)
-        parse_sources("data.source", config.data.source)
-        if config.data.heldout_source:
-            parse_sources("data.heldout_source", config.data.heldout_source)
+        _check_data(config.data)
         readers = VERIFIERS_OF.get(config.data.template, (config.reward.verifier,))
         require(
             config.reward.verifier in readers,
@@ -65,9 +63,33 @@ def check(config: Any) -> None:
         )
 
 
+def _check_data(data: Data) -> None:
+    names = [*parse_sources("data.source", data.source)]
+    if data.heldout_source:
+        names += parse_sources("data.heldout_source", data.heldout_source)
+    fields = parse_fields("data.fields", data.fields, FIELDS)
+    require(
+        not fields or not all(map(is_generated, names)),
+        "data.fields",
+        data.fields,
+        "empty where all problems are generated: nothing reads it",
+    )
+    shows_none = not open_template(data.template).shows_system
+    own = data.fields if "system" in fields else ""
+    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", own):
+        allowed = f"without a system message with data.template = {data.template!r}: it shows none"
+        require(not (value and shows_none), field, value, allowed)
+
+
 def check_run_dir(config: Config) -> None:
     """Raises `ConfigError` where a run must not write."""
     check_free("run_dir", config.run_dir, RUN)
+
+
+def check_run(config: Config) -> None:
+    """Raises `ConfigError` where a run must not write, or finds no file to read."""
+    check_run_dir(config)
+    check_sources(config.data)
 
 
 def _check_override_names(arguments: list[str], kind: type) -> None:

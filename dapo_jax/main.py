@@ -21,7 +21,7 @@ def main() -> int:
 
     75: another process of several is dead; start all again.
     """
-    config = cli.load(Config, __doc__, door=cli.check_run_dir)
+    config = cli.load(Config, __doc__, door=cli.check_run)
 
     def work() -> int:
         # JetStream brings TensorFlow, seconds to import: only once the settings are good.

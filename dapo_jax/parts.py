@@ -15,7 +15,7 @@ from dapo_jax.assembly import (
     open_learners,
     open_meshes,
 )
-from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.data.sources import Source
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
@@ -31,7 +31,9 @@ from dapo_jax.model.trained import (
     join,
     without_adapters,
 )
+from dapo_jax.prompts.templates import open_template
 from dapo_jax.prompts.tokenizer import Tokenizer
+from dapo_jax.reporting.notices import MOST_CUT, fitting
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.model import RewardModel
@@ -47,18 +49,20 @@ MODEL_FOLDERS = (
 def check_processes(config: Any) -> None:
     """Raises `ConfigError` where processes were started with other settings, models or code."""
 
-    def content(folder: str) -> str:
+    def content(digest: Callable[[str], str], name: str) -> str:
         try:
-            return huggingface.fingerprint(folder)
+            return digest(name)
         except (ConfigError, OSError) as error:
             return str(error)
 
     def values() -> dict[str, Any]:
         settings = {name: value for name, _, value in leaves(config)}
-        folders = {name: settings[name] for name in MODEL_FOLDERS if settings.get(name)}
+        read = {name: huggingface.fingerprint for name in MODEL_FOLDERS}
+        read["data.template"] = lambda name: open_template(name).digest
+        found = {name: content(read[name], settings[name]) for name in read if settings.get(name)}
         return (
             {f"config.{name}": value for name, value in settings.items()}
-            | {f"the content of config.{name}": content(path) for name, path in folders.items()}
+            | {f"the content of config.{name}": digest for name, digest in found.items()}
             | {"dapo_jax's code": processes.code_digest(), "jax's version": jax.__version__}
         )
 
@@ -70,13 +74,25 @@ def check_data(sources: Sequence[Source]) -> None:
     processes.check_same(lambda: {f"the data of {one.name}": one.digest() for one in sources})
 
 
+def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
+    """Raises `ConfigError` where most of what a prompt asks would be cut off."""
+    for one in lengths if config.data.overlong_prompts == "truncate_left" else ():
+        require(
+            one.over <= MOST_CUT * one.looked_at,
+            "data.max_prompt_tokens",
+            config.data.max_prompt_tokens,
+            f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
+            f"beginning ({one.describe()}); data.overlong_prompts = 'drop' skips them instead",
+        )
+
+
 @dataclasses.dataclass
 class Parts:
     """What a rollout step works with; None for what the algorithm has not."""
 
     config: Config
     tokenizer: Tokenizer
-    prompts: PromptStream | None  # only for training
+    prompts: PromptStream
     sampler: RolloutSampler
     judge: Judge
     learner: Learner
@@ -209,6 +225,11 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
+    needs = config.reward.needs_answer()
+    prompts = PromptStream(
+        config.data, config.seed, tokenizer, needs_answer=needs, training=training
+    )
+    check_lengths(config, prompts.lengths)
     frozen = load_frozen(config.model.folder, decoder, mesh)
     engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
     if config.critic.folder:
@@ -218,7 +239,7 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
     return Parts(
         config=config,
         tokenizer=tokenizer,
-        prompts=PromptStream(config.data, config.seed, tokenizer) if training else None,
+        prompts=prompts,
         sampler=RolloutSampler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
         learner=learner,

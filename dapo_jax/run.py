@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints, can_be_longer, check_same_run, run_settings
-from dapo_jax.data.pipeline import heldout_prompts
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -67,11 +66,16 @@ class Run:
         stack.enter_context(self.parts.progress.compilation())
         stack.callback(self.parts.close)
         self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
-        self.heldout = heldout_prompts(config.data, config.seed, self.parts.tokenizer)
-        check_data([*self.parts.prompts.sources, *self.parts.prompts.heldout])
-        announce_data(self.parts.prompts, self.heldout, self.parts.progress)
+        prompts = self.parts.prompts
+        check_data([*prompts.sources, *prompts.heldout])
+        announce_data(config, prompts, self.parts.progress)
+        self.heldout = prompts.heldout_prompts()
         warn_about_rounding(config, self.parts.progress)
-        self._settings = run_settings(config)
+        # What -1 means is a number by now; of a small file it is a share.
+        taken = sum(len(source.problems) for source in prompts.heldout)
+        self._settings = run_settings(
+            config, config.data.heldout_source and config.data.heldout_count() or taken
+        )
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
@@ -283,7 +287,8 @@ def finished(config: Config) -> dict[str, Any] | None:
         if step is None or step < config.total_steps:
             return None
         record = checkpoints.record()
-    settings = run_settings(config)
+    saved = record["settings"]["data.heldout_problems"]
+    settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
     check_same_run(settings, record["settings"])
     path = folder_at(config.run_dir, SUMMARY)
     summary = processes.from_first(

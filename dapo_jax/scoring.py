@@ -14,8 +14,6 @@ from rich.markup import escape
 
 from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints, check_frozen
-from dapo_jax.data.pipeline import heldout_prompts
-from dapo_jax.data.sources import heldout_sources
 from dapo_jax.evaluation.evaluation import (
     evaluation_rule,
     heldout_metrics,
@@ -32,6 +30,8 @@ from dapo_jax.folders import claim
 from dapo_jax.marks import EVALUATION, RUN, Folder
 from dapo_jax.model.trained import join
 from dapo_jax.parts import Parts, build, check_data, check_processes
+from dapo_jax.prompts.templates import open_template
+from dapo_jax.reporting.notices import announce_data
 from dapo_jax.signals import Signals
 from dapo_jax.structs import Prompt
 
@@ -125,7 +125,8 @@ def claim_folder(
     model = pathlib.Path(config.model.folder).absolute().name
     name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
     name += [pathlib.Path(data.heldout_source or data.source).stem]
-    name += [data.template] if data.template != "none" else []
+    own = open_template(data.template).digest
+    name += [f"template-{own}" if own else data.template] if data.template != "none" else []
     name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
     below = f"evaluations/{'_'.join(name)}"
     stack.enter_context(claim("run_dir", config.run_dir, RUN, exclusive=False))
@@ -190,19 +191,15 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         stack.enter_context(parts.progress.compilation())
         with parts.progress.working("loading the policy"):
             policy, params = open_policy(config, parts, checkpoints)
-        prompts = heldout_prompts(config.data, config.seed, parts.tokenizer)
+        prompts = parts.prompts.heldout_prompts()
         require(
             bool(prompts),
             "data.heldout_problems",
             config.data.heldout_problems,
             "more, or with shorter prompts: no problem is left to evaluate on",
         )
-        sources = heldout_sources(config.data, config.seed)
-        check_data(sources)
-        for source in sources:
-            parts.progress.say(escape(f"data: {source.describe()}"))
-            for complaint in source.complaints:
-                parts.progress.warn(escape(complaint))
+        check_data(parts.prompts.heldout)
+        announce_data(config, parts.prompts, parts.progress)
         if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
             parts.progress.warn("temperature 0 draws k times the same response; --k=1 says as much")
         marks = stamp(config, policy)

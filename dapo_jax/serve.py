@@ -1,20 +1,18 @@
-"""Serves a model folder over gRPC, by JetStream's protocol: streamed responses, many at a time.
+"""Serves a model folder: OpenAI's protocol over HTTP, JetStream's over gRPC.
 
-    python -m dapo_jax.serve --model=FOLDER --port=9000
+    python -m dapo_jax.serve --model=FOLDER --http_port=8000 --port=9000
 
-JetStream's own Driver and LLMOrchestrator run over the engine that also samples while training.
+JetStream's own Driver runs over the engine that also samples while training.
 SIGTERM and Ctrl-C let running requests end and exit 0. Short flags:
 """
 
 import asyncio
 import contextlib
-import logging
+import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from dapo_jax import cli
@@ -23,6 +21,7 @@ from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
+CHECK_SECONDS = 0.1
 JETSTREAM_PREFILL_LENGTHS = [2**i for i in range(4, 16)]  # it knows no other ones
 
 
@@ -30,26 +29,11 @@ class ServingFailed(RuntimeError):
     """A thread of JetStream ended while it was needed."""
 
 
-def import_jetstream() -> SimpleNamespace:
-    """JetStream's serving modules, made to run on today's JAX and inside a program of others."""
-    import jax
+def rule_of(config: ServeConfig) -> Any:
+    """How responses are drawn where a request does not say."""
+    from dapo_jax.sampler.sampling import SamplingRule
 
-    jax.tree_map = jax.tree.map  # gone from JAX since 0.4.26, and called after every insert
-    from jetstream.core import orchestrator
-    from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
-    from jetstream.core.proto import jetstream_pb2_grpc
-
-    # Its threads would end the process by SIGKILL; ours sees that one ended, and says so.
-    orchestrator.JetThread = threading.Thread
-    # It logs every decode step of every process that imports it to standard output.
-    logging.getLogger().removeHandler(orchestrator.handler)
-    logging.getLogger().setLevel(logging.WARNING)
-    return SimpleNamespace(
-        Driver=orchestrator.Driver,
-        LLMOrchestrator=orchestrator.LLMOrchestrator,
-        MetricsCollector=JetstreamMetricsCollector,
-        register=jetstream_pb2_grpc.add_OrchestratorServicer_to_server,
-    )
+    return SamplingRule(config.temperature, config.top_p, config.top_k)
 
 
 def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
@@ -57,8 +41,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     from dapo_jax.assembly import check_divisible, numerics
     from dapo_jax.model import huggingface
     from dapo_jax.prompts.tokenizer import Tokenizer
-    from dapo_jax.sampler.engine import PolicyEngine
-    from dapo_jax.sampler.sampling import SamplingRule
+    from dapo_jax.sampler.served import ServedEngine
     from dapo_jax.sharding import make_mesh
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
@@ -70,7 +53,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     tokenizer.check_fits(decoder.vocab, "model", config.model)
     # One of JetStream's lengths, with room for the token that it puts before a client's ids.
     longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
-    engine = PolicyEngine(
+    engine = ServedEngine(
         decoder,
         mesh,
         slots=config.slots,
@@ -83,7 +66,7 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         seed=config.seed,
         settings=Sampler(cache=config.cache, weights_dtype=config.weights_dtype),
     )
-    engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+    engine.rule = rule_of(config)
     params = huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
     return engine, engine.load_params(params), tokenizer
 
@@ -123,108 +106,82 @@ def metrics_server(config: ServeConfig):
         thread.join()
 
 
-@contextlib.contextmanager
-def running_driver(config: ServeConfig, engine: Any, params: Any, jetstream: SimpleNamespace):
-    """JetStream's threads over the engine, which prefills and generates."""
-    driver = jetstream.Driver(
-        prefill_engines=[engine],
-        generate_engines=[engine],
-        prefill_params=[params],
-        generate_params=[params],
-        interleaved_mode=True,
-        jax_padding=False,
-        metrics_collector=jetstream.MetricsCollector() if config.metrics_port else None,
-    )
-    # JetStream answers RESOURCE_EXHAUSTED where this queue is full; its own is endless.
-    backlog, place = driver._prefill_backlog, driver.place_request_on_prefill_queue
-    backlog.maxsize = config.waiting
-
-    def forget(request: Any) -> None:
-        # JetStream serves clients that are gone, too: without a budget the slot is freed, and
-        # what still waits must not keep others out.
-        request.max_tokens = 0
-        with backlog.mutex:
-            waiting = [other for other in backlog.queue if other is not request]
-            backlog.queue.clear()
-            backlog.queue.extend(waiting)
-
-    def place_until_the_call_ends(request: Any) -> None:
-        place(request)
-        asyncio.current_task().add_done_callback(lambda _: forget(request))
-
-    driver.place_request_on_prefill_queue = place_until_the_call_ends
+def bind(config: ServeConfig, field: str) -> socket.socket:
+    """Listens on the host's port that the setting `field` says. Raises `ConfigError`."""
+    port, host = getattr(config, field), config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        yield driver
-    finally:
-        driver.stop()
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
+
+
+def served_name(config: ServeConfig) -> str:
+    """What clients call the model."""
+    return config.served_name or os.path.basename(os.path.abspath(config.model))
 
 
 async def answer(
     config: ServeConfig,
-    driver: Any,
+    generator: Any,
     tokenizer: Any,
-    jetstream: SimpleNamespace,
     *,
     leave: Callable[[], bool],
-    ready: Callable[[int], None],
+    ready: Callable[[int, int], None],
 ) -> str:
     """Answers requests until `leave()`; returns what has failed, or an empty string.
 
     Args:
-        ready: is told the port once requests are answered.
+        generator: a `Generator`.
+        ready: is told the ports of gRPC and HTTP (0: none) once requests are answered.
     """
-    from dapo_jax.serving import Servicer, run_server
+    from dapo_jax.generation import Limits
+    from dapo_jax.http_api import HttpApi, HttpServer
+    from dapo_jax.http_requests import Served
+    from dapo_jax.serving import Servicer, start_grpc
 
-    def failure() -> str:
-        ended = [thread.name for thread in driver._all_threads if not thread.is_alive()]
-        return f"JetStream's thread {ended[0]} has failed" if ended else ""
-
-    servicer = Servicer(
-        jetstream.LLMOrchestrator(driver),
-        tokenizer,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_response_tokens=config.max_response_tokens,
+    limits = Limits(
+        prompt_tokens=config.max_prompt_tokens,
+        response_tokens=config.max_response_tokens,
+        vocab=tokenizer.backend.get_vocab_size(),
+        waiting=config.waiting,
     )
-    broken = await run_server(
-        servicer,
-        jetstream.register,
-        f"{config.host}:{config.port}",
-        failure=failure,
-        leave=leave,
-        ready=ready,
-        shutdown_seconds=config.shutdown_seconds,
-    )
-    await asyncio.to_thread(driver.stop)  # while the loop that it answers into still runs
-    return broken
+    rule, seconds = rule_of(config), config.shutdown_seconds
+    servicer = Servicer(generator, tokenizer, limits=limits, rule=rule)
+    grpc, port = await start_grpc(servicer, f"{config.host}:{config.port}")
+    stops = [lambda: grpc.stop(seconds)]
+    if config.http_port:
+        served = Served(served_name(config), tokenizer, limits, rule)
+        api = HttpApi(generator, served, most_bytes=int(config.max_body_mb * 1e6))
+        stops.append(HttpServer(api, bind(config, "http_port"), seconds).stop)
+    ready(port, config.http_port)
+    while not leave() and not generator.broken():
+        await asyncio.sleep(CHECK_SECONDS)
+    await asyncio.gather(*(stop() for stop in stops))
+    await asyncio.to_thread(generator.stop)  # while the loop that it answers into still runs
+    return generator.failure
 
 
-def check_address(config: ServeConfig) -> None:
-    """Raises `ConfigError` where nothing can listen there; found before a model is loaded."""
-    host = config.host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for field in ("port", "metrics_port"):
-        port = getattr(config, field)
-        try:
-            socket.create_server((host, port), family=family).close()
-        except OSError as error:
-            raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
-
-
-def serve(config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int], None]) -> None:
+def serve(
+    config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int, int], None]
+) -> None:
     """Serves until `leave()`. Raises `ServingFailed` where a thread of JetStream ended.
 
     Args:
-        ready: is told the port once requests are answered.
+        ready: is told the ports of gRPC and HTTP (0: none) once requests are answered.
     """
-    check_address(config)
+    for field in ("port", "http_port", "metrics_port"):
+        bind(config, field).close()  # found before a model is loaded
     engine, params, tokenizer = open_engine(config)
     warm_up(engine, params)
-    jetstream = import_jetstream()  # after the engine, which keeps TensorFlow quiet
+    from dapo_jax.generation import generating  # after the engine, which keeps TensorFlow quiet
+
+    metrics = config.metrics_port > 0
     with (
         metrics_server(config),
-        running_driver(config, engine, params, jetstream) as driver,
+        generating(engine, params, waiting=config.waiting, metrics=metrics) as generator,
     ):
-        broken = asyncio.run(answer(config, driver, tokenizer, jetstream, leave=leave, ready=ready))
+        broken = asyncio.run(answer(config, generator, tokenizer, leave=leave, ready=ready))
     if broken:
         raise ServingFailed(broken)
 
@@ -233,9 +190,11 @@ def main() -> int:
     """The exit code: 0 stopped by a signal; 1 a thread failed; 2 wrong settings."""
     config, started = cli.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False), time.time()
 
-    def ready(port: int) -> None:
+    def ready(port: int, http_port: int) -> None:
+        http = f"HTTP on http://{config.host}:{http_port}/v1, " if http_port else ""
         seconds = time.time() - started
-        print(f"serving {config.model} on {config.host}:{port} ({seconds:.0f} s)", flush=True)
+        name = served_name(config)
+        print(f"serving {name}: {http}gRPC on {config.host}:{port} ({seconds:.0f} s)", flush=True)
 
     try:
         with Signals() as signals:

@@ -1,144 +1,104 @@
-"""Between gRPC and JetStream's orchestrator: what is wrong is refused, text is put together.
+"""JetStream's gRPC protocol: what is wrong is refused, text is put together.
 
-JetStream checks nothing, cuts what is too long, decodes tokens one by one though characters span
-several, and leaves clients waiting where one of its threads dies. None of that reaches a client.
+JetStream's own orchestrator checks nothing, cuts what is too long, decodes tokens one by one though
+characters span several, and leaves clients waiting where one of its threads dies.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from jetstream.core.proto import jetstream_pb2 as messages
+from jetstream.core.proto import jetstream_pb2_grpc
 
 from dapo_jax.experiment.settings import require
+from dapo_jax.generation import Asked, Busy, GenerationFailed, Generator, Limits
 from dapo_jax.prompts.tokenizer import TextStream, Tokenizer
+from dapo_jax.sampler.sampling import SamplingRule
+from dapo_jax.sampler.served import Draws
 
-CHECK_SECONDS = 0.1
+
+def _response(text: str = "", ids: list[int] = ()) -> messages.DecodeResponse:
+    response = messages.DecodeResponse()
+    response.stream_content.samples.add(text=text, token_ids=ids)
+    return response
 
 
-class Servicer:
-    """JetStream's two calls, Decode and HealthCheck, for requests that it can answer.
+class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
+    """JetStream's two calls, Decode and HealthCheck.
 
     Args:
-        orchestrator: JetStream's `LLMOrchestrator`.
         tokenizer: of the model folder.
-        max_prompt_tokens, max_response_tokens: what a request may ask for.
+        limits: what a request may ask for.
+        rule: how responses are drawn; requests of this protocol can't say.
     """
 
     def __init__(
-        self,
-        orchestrator: Any,
-        tokenizer: Tokenizer,
-        *,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
+        self, generator: Generator, tokenizer: Tokenizer, *, limits: Limits, rule: SamplingRule
     ):
-        self._orchestrator, self._tokenizer = orchestrator, tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_response_tokens = max_response_tokens
-        self._calls: set[asyncio.Task] = set()
-        self._failure = ""
+        self._generator, self._tokenizer = generator, tokenizer
+        self._limits, self._rule = limits, rule
 
-    def problem(self, request: Any) -> str:
-        """What is wrong with a DecodeRequest: field, value, what is allowed. Empty: nothing."""
-        limit, content = self._max_response_tokens, request.WhichOneof("content")
-        if not 0 < request.max_tokens <= limit:
-            return f"max_tokens = {request.max_tokens}: must be from 1 to {limit}"
+    def _read(self, request: messages.DecodeRequest) -> tuple[list[int], str]:
+        """Ids of the prompt, and what is wrong: field, value, what is allowed. Empty: nothing."""
+        content = request.WhichOneof("content")
+        if problem := self._limits.budget_problem("max_tokens", request.max_tokens):
+            return [], problem
         if request.session_cache:
-            return f"session_cache = {request.session_cache!r}: must be empty; none is kept"
+            return [], f"session_cache = {request.session_cache!r}: must be empty; none is kept"
         if content is None:
-            return "content is missing: must be text_content or token_content"
+            return [], "content is missing: must be text_content or token_content"
         if content == "text_content":
             field = "text_content.text"
             ids = self._tokenizer.encode_prompt(request.text_content.text)
         else:
-            field, ids = "token_content.token_ids", request.token_content.token_ids
-        if not 0 < len(ids) <= self._max_prompt_tokens:
-            allowed = f"must have from 1 to {self._max_prompt_tokens}"
-            return f"{field} has {len(ids)} tokens: {allowed}"
-        last = self._tokenizer.backend.get_vocab_size() - 1
-        for place, token in enumerate(ids):
-            if not 0 <= token <= last:
-                return f"{field}[{place}] = {token}: must be from 0 to {last}"
-        return ""
+            field, ids = "token_content.token_ids", list(request.token_content.token_ids)
+        return ids, self._limits.ids_problem(field, ids)
 
-    async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def Decode(
+        self, request: messages.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[messages.DecodeResponse]:
         """Streams a response: text and token ids where text was sent, ids where ids were."""
-        if self._failure:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure)
-        if problem := self.problem(request):
+        ids, problem = await asyncio.to_thread(self._read, request)
+        if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        call = asyncio.current_task()
-        self._calls.add(call)
         try:
-            async for response in self._stream(request, context):
-                yield response
-        except asyncio.CancelledError:
-            if self._failure:
-                await context.abort(grpc.StatusCode.INTERNAL, self._failure)
-            raise
-        finally:
-            self._calls.discard(call)
+            responses = self._generator.submit([Asked(ids, request.max_tokens, Draws(self._rule))])
+        except Busy:
+            full = "as many requests wait as may wait; this one may be tried again"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
+        except GenerationFailed as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        text, wants_text = TextStream(self._tokenizer), request.HasField("text_content")
+        try:
+            async for drawn in responses:
+                if drawn.ids:
+                    yield _response(text.add(drawn.ids) if wants_text else "", drawn.ids)
+        except GenerationFailed as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        if rest := text.rest():
+            yield _response(rest)
 
-    async def _stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        text, kind = TextStream(self._tokenizer), None
-        async for response in self._orchestrator.Decode(request, context):
-            (sample,) = response.stream_content.samples
-            kind = type(response)
-            if request.HasField("text_content"):
-                sample.text = text.add(list(sample.token_ids))
-            yield response
-        if kind and (rest := text.rest()):
-            last = kind()
-            last.stream_content.samples.add(text=rest)
-            yield last
-
-    async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def HealthCheck(
+        self, request: messages.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> messages.HealthCheckResponse:
         """Whether requests are answered."""
-        response = await self._orchestrator.HealthCheck(request, context)
-        response.is_live = response.is_live and not self._failure
-        return response
-
-    def fail(self, failure: str) -> None:
-        """Ends every running call with INTERNAL and `failure`, and refuses new ones."""
-        self._failure = failure
-        for call in self._calls:
-            call.cancel()
+        return messages.HealthCheckResponse(is_live=not self._generator.failure)
 
 
-async def run_server(
-    servicer: Servicer,
-    register: Callable[[Any, Any], None],
-    address: str,
-    *,
-    failure: Callable[[], str],
-    leave: Callable[[], bool],
-    ready: Callable[[int], None],
-    shutdown_seconds: float,
-) -> str:
-    """Serves until `leave()` or `failure()`, lets running calls end, and returns the failure.
-
-    Args:
-        register: puts the servicer into a gRPC server (a function that protoc generates).
-        failure: what has broken; empty while nothing has.
-        ready: is told the port.
-        shutdown_seconds: what running calls are given to end; then they are cancelled.
+async def start_grpc(servicer: Servicer, address: str) -> tuple[Any, int]:
+    """A gRPC server that answers, and its port.
 
     Raises `ConfigError` where the address can't be listened on.
     """
     # Without the option a second server would quietly take part of the first one's requests.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    register(servicer, server)
+    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     require(port != 0, "host and port", address, "an address of this machine that is free")
     await server.start()
-    ready(port)
-    while not leave() and not failure():
-        await asyncio.sleep(CHECK_SECONDS)
-    if broken := failure():
-        servicer.fail(broken)
-    await server.stop(shutdown_seconds)
-    return broken
+    return server, port

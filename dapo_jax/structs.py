@@ -39,11 +39,14 @@ class Problem:
     level: str = ""
     solution: str = ""  # worked, as few-shot examples show it
     metadata: str = ""  # JSON, for a source that scores answers itself
+    system: str = ""  # message of the problem's own
+    turns: tuple[tuple[str, str], ...] = ()  # (role, text) of a conversation before it
 
     @property
     def fingerprint(self) -> str:
         """The same for texts that differ only in case, blanks and dollar signs."""
-        return _BLANKS.sub("", unicodedata.normalize("NFKC", self.text)).casefold()
+        text = "".join([*(said for _, said in self.turns), self.text])
+        return _BLANKS.sub("", unicodedata.normalize("NFKC", text)).casefold()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +240,7 @@ class Prefix:
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
+    rules: Any = None  # a SamplingRule of [B] arrays where each response has its own
 
 
 @struct.dataclass
@@ -254,3 +258,4 @@ class DecodeState:
     logprobs: Float[Array, "S C"]
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
+    rules: Any = None  # a SamplingRule of [S] arrays where each response has its own

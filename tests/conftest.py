@@ -150,6 +150,13 @@ def make_completion(tokens: list[int], truncated: bool = False, logprob: float =
     )
 
 
+def heldout_prompts(data, seed: int, tokenizer) -> list[Prompt]:
+    """Those of an evaluation."""
+    from dapo_jax.data.pipeline import PromptStream
+
+    return PromptStream(data, seed, tokenizer, training=False).heldout_prompts()
+
+
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory):
     return make_checkout(tmp_path_factory.mktemp("checkout"))

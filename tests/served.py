@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import pathlib
+import socket
 import threading
 from collections.abc import Iterator
 
 import flax.linen as nn
 import grpc
 import jax
+import openai
 import pytest
 from conftest import TINY
 from jetstream.core.proto import jetstream_pb2 as messages
@@ -80,11 +82,31 @@ def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
         "max_prompt_tokens": 20,
         "max_response_tokens": BUDGET,
         "port": 0,
+        "http_port": 0,
         "temperature": 0.0,
     }
     config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings | changes)
     cli.check(config)
     return config
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
+    """Decoding goes on only while the gate is open. Returns a list as long as steps were begun."""
+    original, steps = engine.generate, []
+
+    def generate(*args):
+        steps.append(1)
+        gate.wait(30)
+        return original(*args)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    return steps
 
 
 class Client:
@@ -145,7 +167,7 @@ class Server:
             self.error = error
         self._ready.set()
 
-    def _announce(self, port: int) -> None:
+    def _announce(self, port: int, http_port: int) -> None:
         self.client = Client(port)
         self._ready.set()
 
@@ -167,3 +189,9 @@ def serving(config: ServeConfig) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def make_openai(port: int) -> openai.OpenAI:
+    """OpenAI's published client, which is to try once."""
+    url = f"http://127.0.0.1:{port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from conftest import heldout_prompts
 
 from dapo_jax.data import arithmetic
-from dapo_jax.data.pipeline import PromptStream, heldout_prompts
+from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Data, Examples
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.verifier.verifier import final_number

@@ -3,7 +3,9 @@
 import json
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from served import byte_tokenizer
 from test_files import write_lines
 from tokenizers import processors
@@ -128,12 +130,18 @@ def test_a_system_message_is_the_rows_own_or_that_of_the_config():
         assert text.startswith(f"<system>{system}<|end|>\n<user>") and text.count("<system>") == 1
 
 
-@pytest.mark.parametrize("template", ["none", "dapo", "r1", "qwen_math", "chat"])
+OWN_TEMPLATES = ["Q: {problem}\nA:", "{{ system }}|{{ problem }}"]
+
+
+@pytest.mark.parametrize("template", ["none", "dapo", "r1", "qwen_math", "chat", *OWN_TEMPLATES])
 @pytest.mark.parametrize("begin", [False, True])
 def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
     rows = [{"problem": f" {i}+1=? ", "solution": "so", "answer": "1"} for i in range(5)]
     source = write_lines(tmp_path / "own.jsonl", rows)
-    shown = {"template": template, "system_prompt": "Hi." if template == "chat" else ""}
+    shown = {
+        "template": template,
+        "system_prompt": "Hi." if template in ("chat", OWN_TEMPLATES[1]) else "",
+    }
     tokenizer = tokenizer_with(begin=begin)
     data = Data(source=source, heldout_problems=0, max_prompt_tokens=999, **shown)
     stream = PromptStream(data, 0, tokenizer)
@@ -326,12 +334,12 @@ def test_other_kinds_of_files_are_read_alike(tmp_path):
     rows = [{"messages": [ASKED, ANSWER]}, {"messages": TALK}]
     lines = write_lines(tmp_path / "own.jsonl", rows)
     (tmp_path / "own.json").write_text(json.dumps(rows))
-    import pyarrow
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
     digests = {
         read_examples(own(path), tokenizer_with(), 999, EXAMPLES).digest()
         for path in (lines, tmp_path / "own.json", tmp_path / "own.parquet")
     }
     assert len(digests) == 1
+    (tmp_path / "own.csv").write_text("prompt,response\n1+1?,2\n")
+    found = read_examples(own(tmp_path / "own.csv"), tokenizer_with(), 99, EXAMPLES).training
+    assert [text_of(one.turns[0].response) for one in found] == ["2<|end|>"]

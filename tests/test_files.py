@@ -1,11 +1,12 @@
 """Files of problems in their published formats, and what is wrong with some rows."""
 
+import gzip
 import json
 
 import pyarrow as pa
 import pytest
 from etils.epath import backend, gpath
-from pyarrow import feather, parquet
+from pyarrow import csv, feather, parquet
 
 from dapo_jax.data.files import Loaded, find_files, read_problems
 from dapo_jax.data.formats import MalformedRow, NoAnswer, read_row
@@ -112,8 +113,8 @@ def test_a_row_without_an_answer_is_not_malformed(row):
         ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
         ({"problem": "P", "answer": float("nan")}, "not a finite number"),
         ({"problem": "\ud800", "answer": "1"}, "surrogate"),
-        ({"text": "P", "label": "1"}, "no known format: text, label"),
-        ({}, "no known format: none"),
+        ({"text": "P", "label": "1"}, "says the problem: text, label"),
+        ({}, "says the problem: it has none"),
         ([1], "is list, not an object"),
         (dapo_row("P", "1", 1) | {"prompt": []}, "no message of the role"),
         (dapo_row("P", "1", 1) | {"reward_model": "1"}, "reward_model is not"),
@@ -144,13 +145,16 @@ def test_every_kind_of_file_gives_the_same_problems(tmp_path):
     write_lines(tmp_path / "lines.jsonl", ROWS)
     write_lines(tmp_path / "lines.json", ROWS)
     (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=2))
+    csv.write_csv(table, tmp_path / "table.csv")
+    for name in ("lines.jsonl", "array.json", "table.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     parquet.write_table(table, tmp_path / "table.parquet", row_group_size=2)
     feather.write_feather(table, tmp_path / "table.feather")
     for name, kind in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
         with kind(str(tmp_path / f"{name}.arrow"), table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
     files = sorted(tmp_path.iterdir())
-    assert len(files) == 7
+    assert len(files) == 11
     expected = load(str(tmp_path / "lines.jsonl")).problems
     assert [problem.text for problem in expected] == [row["problem"] for row in ROWS]
     for path in files:
@@ -225,10 +229,29 @@ def test_names_find_their_files(folder, name, split, found):
     assert paths == tuple(str(folder / one) for one in found.split())
 
 
-@pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/no.jsonl", "{}/**/1.parquet"])
+@pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/**/1.parquet"])
 def test_a_name_of_no_single_file_lists_what_is_there(folder, name):
     expected = "without \\*\\*" if "**" in name else "holds DAPO-Math, a-1.json, .*math500.json"
     with pytest.raises(ConfigError, match=f"config.data.source = .*{expected}"):
+        find_files("data.source", name.format(folder), str(folder), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("{}/gsm8k_trian.jsonl", "no such file; did you mean .*/gsm8k_train.jsonl"),
+        ("gsm9k.csv", "no such file"),
+        ("{}/nowhere/x", "no such file$"),
+        ("owner/set", "no such file; .*: hf download owner/set --repo-type dataset --local-dir /"),
+        ("{}/*.npy", "no file of .parquet, .* matches"),
+        ("{}/DAPO-Math/notes.txt", "must end in .parquet"),
+        ("{}/none", "holds no file of .parquet"),
+    ],
+)
+def test_a_path_without_a_file_says_so(folder, name, reason):
+    (folder / "DAPO-Math/notes.txt").write_text("")
+    (folder / "none").mkdir()
+    with pytest.raises(ConfigError, match=f"^config.data.source = '[^']*': {reason}"):
         find_files("data.source", name.format(folder), str(folder), "train")
 
 

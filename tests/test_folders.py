@@ -43,7 +43,8 @@ KINDS = {
     "main": RUN,
     "evaluate": EVALUATION,
     "evaluate_below": RUN,
-} | {"export": EXPORTED}
+    "export": EXPORTED,
+}
 saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
 each_command = pytest.mark.parametrize("command", COMMANDS)
 

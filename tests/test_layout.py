@@ -24,17 +24,17 @@ experiment settings hooks /algorithms devices sections config combinations
            validation files
            /structs /sharding /watch /processes /marks /folders
 prompts    chat tokenizer templates
-data       arithmetic harmless gym formats files sources pipeline turns examples
+data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
-sampler    sampling pages slots page_store loading decoding jetstream engine rollout
+sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
 learner    advantages losses packing optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress notices
-           /assembly /checkpoints /explain /cli /parts /signals /offline
-           /supervised /preferences /orders /train /run /scoring /serving
+           /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
+           /preferences /orders /train /run /scoring /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /dpo /export /serve /api
@@ -107,7 +107,7 @@ def test_only_the_engines_side_and_the_server_import_jetstream():
     users = {
         room(path) for path in SOURCES if re.search(r"(from|import) jetstream", path.read_text())
     }
-    assert users == {"sampler.jetstream", "serve"}
+    assert users == {"sampler.jetstream", "generation", "serving"}
 
 
 @pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests"])

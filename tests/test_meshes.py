@@ -16,13 +16,14 @@ from dapo_jax.model import decoder
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
+from dapo_jax.sampler.served import ServedEngine
 from dapo_jax.sharding import make_mesh
 
 PROMPT = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
 
 
-def make_engine(mesh, config=TINY, load_layers=0) -> PolicyEngine:
-    return PolicyEngine(
+def make_engine(mesh, config=TINY, load_layers=0, kind=PolicyEngine) -> PolicyEngine:
+    return kind(
         config,
         mesh,
         slots=4,
@@ -51,10 +52,11 @@ def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params)
     assert loaded["embedding"].addressable_shards[0].data.shape == (32 // 2, 32)
 
 
-def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device):
+@pytest.mark.parametrize("kind", [PolicyEngine, ServedEngine])
+def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device, kind):
     found = []
     for mesh in (one_device, make_mesh(1, 4, 1, decode_tensor=2), make_mesh(2, 2, 2)):
-        engine = make_engine(mesh, load_layers=0 if mesh is one_device else 1)
+        engine = make_engine(mesh, load_layers=0 if mesh is one_device else 1, kind=kind)
         params = engine.load_params(place(tiny_params, TINY, mesh))
         prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)

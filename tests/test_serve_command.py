@@ -7,14 +7,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import Client
+from served import Client, free_port, make_openai
 from small_runs import ROOT
 
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.experiment.config import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
 from dapo_jax.supervised import make_base
 
-TESTS = "jetstream serving serving_trouble sampler".split()
+TESTS = "jetstream http http_trouble serving serving_trouble sampler".split()
 
 
 def command(*flags: str) -> list[str]:
@@ -27,6 +27,8 @@ def command(*flags: str) -> list[str]:
         ("--port=70000", "config.port = 70000: must be from 0 to 65535"),
         ("--temperature=-1", "config.temperature = -1.0: must be at least 0"),
         ("--max_prompt_tokens=32768", "config.max_prompt_tokens = 32768: must be from 1 to 32767"),
+        ("--http_port=9000", "config.http_port = 9000: must be another one than port"),
+        ("--max_body_mb=0", "config.max_body_mb = 0.0: must be above 0"),
         ("--config.slot=3", "config.slot: there is no such setting; did you mean slots"),
         ("--model=", "config.model = '': must be a model folder: --model=FOLDER"),
         ("--model=nowhere", "config.model = 'nowhere': has no config.json"),
@@ -63,18 +65,23 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigterm(trained):
+    http_port = free_port()
     flags = [f"--model={trained}", "--port=0", "--slots=8", "--max_response_tokens=24"]
+    flags += [f"--http_port={http_port}", "--served_name=sums"]
     process = subprocess.Popen(
         command(*flags, "--temperature=0"), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     try:
         line = process.stdout.readline()
-        client = Client(int(line.split(" on 127.0.0.1:")[1].split()[0]))
+        client = Client(int(line.split("gRPC on 127.0.0.1:")[1].split()[0]))
         problems = [make_problem("heldout", 0, i, 2, 3) for i in range(32)]
         with ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(lambda p: client.ask(p.text, 24)[0], problems))
         found = [answer.rpartition("#### ")[2] for answer in answers]
         assert found == [problem.answer for problem in problems]
+        texts = [problem.text for problem in problems]
+        again = make_openai(http_port).completions.create(model="sums", prompt=texts)
+        assert [choice.text for choice in again.choices] == answers
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:

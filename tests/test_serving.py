@@ -11,6 +11,7 @@ from served import (
     PROMPTS,
     TOKENIZER,
     code_and_details,
+    free_port,
     likeliest,
     make_serve_config,
     messages,
@@ -19,12 +20,6 @@ from served import (
 
 from dapo_jax import serve
 from dapo_jax.experiment.settings import ConfigError
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +114,7 @@ def test_only_this_machine_is_listened_to(server, metrics_port):
             socket.create_connection((address, server.client.port), timeout=2)
 
 
-@pytest.mark.parametrize("field", ["port", "metrics_port"])
+@pytest.mark.parametrize("field", ["port", "http_port", "metrics_port"])
 def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
     port = server.client.port
     config = make_serve_config("no such folder", **{field: port})
@@ -129,11 +124,10 @@ def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
 
 
 def test_sampled_responses_differ_and_a_seed_repeats_them(byte_folder, same_engine, monkeypatch):
-    monkeypatch.setattr(same_engine, "rule", same_engine.rule._replace(temperature=1.0))
     runs = []
     for _ in range(2):
         monkeypatch.setattr(same_engine, "_served", iter(range(99)))
-        with serving(make_serve_config(byte_folder)) as server:
+        with serving(make_serve_config(byte_folder, temperature=1.0)) as server:
             runs.append([server.client.ask("3+4=", 12)[1] for _ in range(6)])
     assert runs[0] == runs[1]
     assert len(set(map(tuple, runs[0]))) >= 5

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from served import BUDGET, code_and_details, make_serve_config, serving
+from served import BUDGET, code_and_details, make_serve_config, serving, slow_down
 
 from dapo_jax import serve
 
@@ -26,17 +26,6 @@ def test_too_many_requests_are_refused_and_the_others_answered(
     refused = answers.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert refused > 0
     assert answers.count(byte_responses["3+4="]) == 64 - refused >= config.slots
-
-
-def slow_down(engine, monkeypatch, gate: threading.Event) -> None:
-    """Decoding goes on only while the gate is open."""
-    original = engine.generate
-
-    def generate(*args):
-        gate.wait(30)
-        return original(*args)
-
-    monkeypatch.setattr(engine, "generate", generate)
 
 
 def test_requests_that_were_given_up_keep_nobody_out(
@@ -61,10 +50,7 @@ def test_a_cancelled_request_gives_its_slot_back(
     byte_folder, same_engine, byte_responses, monkeypatch
 ):
     gate = threading.Event()
-    slow_down(same_engine, monkeypatch, gate)
-    steps = []
-    generate = same_engine.generate
-    monkeypatch.setattr(same_engine, "generate", lambda *a: steps.append(1) or generate(*a))
+    steps = slow_down(same_engine, monkeypatch, gate)
     with serving(make_serve_config(byte_folder)) as server:
         calls = [server.client.stream("3+4=", BUDGET) for _ in range(same_engine._slots)]
         while not steps:

@@ -1,14 +1,17 @@
 """Sources by name, mixed by weight; what is held out; the order that all processes follow."""
 
+import dataclasses
 import itertools
 import json
+import pathlib
 import sys
 import types
 
 import pytest
+from conftest import heldout_prompts
 
 from dapo_jax.data import gym
-from dapo_jax.data.pipeline import PromptStream, heldout_prompts
+from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.data.sources import heldout_sources, parse_sources
 from dapo_jax.experiment.config import Data, Reward
 from dapo_jax.experiment.settings import ConfigError
@@ -137,7 +140,7 @@ def test_shares_of_several_sources_add_up_to_the_held_out_problems(settings):
         ("two", {"heldout_source": "two_train"}, "every problem is held out"),
         ("three", {}, "data.source = 'three': must be arithmetic, .*holds empty.jsonl, one"),
         ("one", {"heldout_source": "three"}, "data.heldout_source = 'three': must be"),
-        ("empty", {}, "not one of its rows is a problem"),
+        ("empty", {}, "data.source = 'empty': holds no rows"),
         ("two", {"template": "few_shot", "few_shot": 9, "heldout_problems": 1}, "below the 9"),
     ],
 )
@@ -145,6 +148,59 @@ def test_impossible_sources_stop_at_the_door(settings, source, more, message):
     settings.write("empty.jsonl", [])
     with pytest.raises(ConfigError, match=message):
         PromptStream(settings(source, **more), 0, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "held"),
+    [
+        ("one", {}, "one: 8 problems, a fifth (data.heldout_problems)"),
+        ("many", {}, "many: 256 problems"),
+        ("one,many", {}, "one: 8 problems, a fifth (data.heldout_problems); many: 128 problems"),
+        ("few", {}, "few: 0 problems, a fifth (data.heldout_problems)"),
+        ("one", {"heldout_problems": 39}, "one: 39 problems"),
+        ("arithmetic", {}, "arithmetic: 256 problems"),
+    ],
+)
+def test_a_small_file_is_not_all_held_out(settings, source, more, held):
+    settings.write("many.jsonl", [f"{i}+{i}" for i in range(100, 1380)])
+    settings.write("few.jsonl", ["1+1", "2+2"])
+    stream = PromptStream(settings(source, **{"heldout_problems": -1} | more), 0, TOKENIZER)
+    assert stream.describe().endswith(f". Held out: {held}")
+    held = {prompt.problem for prompt in stream.heldout_prompts()}
+    assert not held & {next(stream).problem for _ in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("odd", {}, "of its first 11 rows none is .*odd.jsonl line 1: .*the problem: text, label"),
+        ("odd", {"fields": "problem=q"}, r"no row has all that config.data.fields = 'problem=q'"),
+        ("one", {"fields": "answer=gold"}, "data.fields = 'answer=gold': .*; one has others"),
+        ("unsolved", {}, "of its first 2 rows none is a problem: the answer is empty"),
+    ],
+)
+def test_a_file_that_can_not_be_read_says_what_is_in_it(settings, source, more, message):
+    rows = [json.dumps({"text": "1+1", "label": "2"})] * 20
+    (pathlib.Path(settings("one").folder) / "odd.jsonl").write_text("\n".join(rows))
+    rows = [json.dumps({"problem": text, "answer": ""}) for text in ("1+1", "2+2")]
+    (pathlib.Path(settings("one").folder) / "unsolved.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match=message) as stopped:
+        PromptStream(settings(source, **more), 0, TOKENIZER)
+    assert "\n" not in str(stopped.value) and "data.fields" in str(stopped.value)
+
+
+def test_files_of_other_fields_are_mixed_with_named_ones(settings):
+    rows = [json.dumps({"q": f"{i}+{i}", "gold": i}) for i in range(50, 60)]
+    (pathlib.Path(settings("one").folder) / "mine.jsonl").write_text("\n".join(rows))
+    data = settings("mine,one", fields="problem=q,answer=gold", heldout_source="two")
+    stream = PromptStream(data, 0, TOKENIZER)
+    assert {next(stream).source for _ in range(9)} == {"mine", "one"}
+    named = [source.named for source in [*stream.sources, *stream.heldout]]
+    assert named == [True, False, False]
+    assert stream.describe().count("by its own names of fields, not data.fields") == 2
+    data = dataclasses.replace(data, source="one")  # nor is the held-out file read by the names
+    with pytest.raises(ConfigError, match="one, two has others"):
+        PromptStream(data, 0, TOKENIZER)
 
 
 def test_the_console_says_what_was_left_out(settings):

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from conftest import heldout_prompts
 
-from dapo_jax.data.pipeline import PromptStream, heldout_prompts
+from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Data
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.prompts.chat import ChatTemplate, read_chat_template

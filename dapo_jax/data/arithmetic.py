@@ -52,7 +52,7 @@ class Problems:
 
     def __len__(self) -> int:
         heldout = self._split == "heldout"
-        return self._data.heldout_problems if heldout else self._data.train_problems
+        return self._data.heldout_count() if heldout else self._data.train_problems
 
     def __getitem__(self, index: int) -> Problem:
         terms = self._data.min_terms, self._data.max_terms

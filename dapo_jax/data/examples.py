@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from dapo_jax.data.files import find_files, read_rows
+from dapo_jax.data.files import find_files
 from dapo_jax.data.formats import MalformedRow
+from dapo_jax.data.readers import read_rows
 from dapo_jax.data.turns import PAIRS, Example, Forms, Turns, Writer
 from dapo_jax.experiment.config import OwnData
 from dapo_jax.experiment.settings import ConfigError, require

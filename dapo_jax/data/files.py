@@ -1,29 +1,39 @@
-"""Files of problems: JSON lines, JSON, Parquet and Arrow, here or on gs://.
+"""Files of problems, found by name and read whole.
 
 A bad row costs itself, up to a limit; a file may hold every problem a hundred times.
 """
 
 import collections
-import contextlib
+import difflib
 import functools
-import json
-import tempfile
-from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+import itertools
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import pyarrow
 from etils import epath
-from pyarrow import parquet
 
-from dapo_jax.data.formats import MalformedRow, NoAnswer, read_row
+from dapo_jax.data.formats import (
+    FIELDS,
+    KNOWN,
+    MISSING,
+    MalformedRow,
+    NoAnswer,
+    UnknownFields,
+    look_up,
+    parse_fields,
+    read_row,
+)
+from dapo_jax.data.readers import READERS, read_rows, split_suffix
 from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.structs import Problem
 from dapo_jax.verifier.normalisation import normalise
 from dapo_jax.verifier.numerals import read_number
 
-BATCH_ROWS = 4096
 SHOWN_COMPLAINTS = 3
 WILDCARDS = "*?["
+HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
+LOOKED_AT = 100  # first rows of a file, for whether it has the fields that `data.fields` names
 
 
 class Loaded(NamedTuple):
@@ -33,87 +43,13 @@ class Loaded(NamedTuple):
         counts: `rows`, and of these `malformed`, `without answer` (of a proof), `repeats`, and
             `conflicts` (of a problem that occurs with different answers: it is left out).
         complaints: the first malformed and conflicting rows, by file and line.
+        named: whether a file was read by the fields that `data.fields` names.
     """
 
     problems: tuple[Problem, ...]
     counts: collections.Counter[str]
     complaints: tuple[str, ...]
-
-
-def _parse(text: bytes) -> Any:
-    """What the JSON says, or the `MalformedRow` that it is."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return MalformedRow(f"is not JSON: {error}")
-
-
-def _json_lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            yield f"line {number}", _parse(line)
-
-
-def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """An array of rows, one row, or lines under the wrong name."""
-    whole = _parse(file.read())
-    if isinstance(whole, MalformedRow):
-        file.seek(0)
-        yield from _json_lines(file)
-    else:
-        rows = whole if isinstance(whole, list) else [whole]
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
-
-
-def _number_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, Any]]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield f"row {number}", row
-
-
-def _parquet(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    return _number_rows(parquet.ParquetFile(file).iter_batches(BATCH_ROWS))
-
-
-def _arrow(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """The file format (Feather too), or the stream format, which is not seekable."""
-    try:
-        reader = pyarrow.ipc.open_file(file)
-    except pyarrow.ArrowInvalid:
-        file.seek(0)
-        return _number_rows(iter(pyarrow.ipc.open_stream(file)))
-    return _number_rows(reader.get_batch(i) for i in range(reader.num_record_batches))
-
-
-# By suffix; of a folder that holds several kinds, the first kind is read.
-READERS = {
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".feather": _arrow,
-    ".jsonl": _json_lines,
-    ".json": _json,
-}
-
-
-@contextlib.contextmanager
-def _opened(path: epath.Path) -> Iterator[BinaryIO]:
-    """The file; a bucket's is copied first, since tables are read from many places of a file."""
-    with contextlib.ExitStack() as stack:
-        if "://" in str(path):
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            path = path.copy(epath.Path(folder) / path.name)
-        yield stack.enter_context(path.open("rb"))
-
-
-def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
-    """(line or row number, row) of a file. Raises `ConfigError` where it can't be read at all."""
-    try:
-        with _opened(path) as file:
-            yield from READERS[path.suffix](file)
-    except Exception as error:  # of the file, of its format, or of a bucket's client
-        raise ConfigError(f"{path} can't be read: {error}") from None
+    named: bool = False
 
 
 def _same_gold(left: str, right: str) -> bool:
@@ -128,25 +64,32 @@ def _same_gold(left: str, right: str) -> bool:
 class _Collector:
     """Rows to unique problems, with what was wrong on the way."""
 
-    def __init__(self, source: str, bad_rows_limit: int):
-        self._source, self._limit = source, bad_rows_limit
-        self._problems: dict[str, Problem] = {}
-        self._conflicting: set[str] = set()
+    def __init__(self, source: str, bad_rows_limit: int, needs_answer: bool):
+        self._source, self._limit, self._needs_answer = source, bad_rows_limit, needs_answer
+        self._problems: dict[Hashable, Problem] = {}
+        self._conflicting: set[Hashable] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._complaints: list[str] = []
 
-    def add(self, place: str, row: Any) -> None:
+    @property
+    def hopeless(self) -> bool:
+        """Whether so many rows are malformed, and none is not, that the file is something else."""
+        return self._counts["malformed"] > self._limit and not self._problems
+
+    def add(self, place: str, row: Any, fields: Mapping[str, str]) -> None:
         self._counts["rows"] += 1
         try:
             if isinstance(row, MalformedRow):
                 raise row
-            problem = read_row(row, self._source, self._counts["rows"])
+            number = self._counts["rows"]
+            problem = read_row(row, self._source, number, fields, self._needs_answer)
         except NoAnswer:
             self._counts["without answer"] += 1
         except MalformedRow as error:
             self._counts["malformed"] += 1
-            self._complaints.append(f"{place}: {error}")
-            if self._counts["malformed"] > self._limit:
+            known = isinstance(error, UnknownFields) and KNOWN not in "".join(self._complaints)
+            self._complaints.append(f"{place}: {error}" + f" ({KNOWN})" * known)
+            if self._counts["malformed"] > self._limit and self._problems:
                 shown = "; ".join(self._complaints[:SHOWN_COMPLAINTS])
                 raise ConfigError(
                     f"config.data.bad_rows_limit = {self._limit}: more rows are malformed: {shown}"
@@ -155,7 +98,7 @@ class _Collector:
             self._add_problem(place, problem)
 
     def _add_problem(self, place: str, problem: Problem) -> None:
-        key = " ".join(problem.text.split())
+        key = (problem.system, problem.turns, " ".join(problem.text.split()))
         first = self._problems.setdefault(key, problem)
         if first is problem:
             return
@@ -178,23 +121,49 @@ class _Collector:
 
 
 @functools.lru_cache(maxsize=8)  # training, held-out problems and examples ask for the same files
-def read_problems(paths: tuple[str, ...], source: str, bad_rows_limit: int) -> Loaded:
+def read_problems(
+    paths: tuple[str, ...],
+    source: str,
+    bad_rows_limit: int,
+    fields: str = "",
+    needs_answer: bool = True,
+) -> Loaded:
     """The problems of these files, as far as they can be read.
 
     Memory holds the unique problems and one batch of rows.
 
     Args:
         source: what problems are said to come from where a row does not say.
-        bad_rows_limit: malformed rows that are skipped before it is an error.
+        bad_rows_limit: malformed rows that are skipped before it is an error; where there is no
+            other row, what comes after them is not read.
+        fields: the setting `data.fields`. A file is read by it where one of its first rows has all
+            that it names, and then every row must; else by its own format.
+        needs_answer: whether a row without an answer is no problem.
 
     Raises:
         ConfigError: more malformed rows, named by file and line; or an unreadable file.
     """
-    collector = _Collector(source, bad_rows_limit)
+    collector, named = _Collector(source, bad_rows_limit, needs_answer), False
+    for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
+        named = named or bool(names)
+        collector.add(place, row, names)
+        if collector.hopeless:
+            break
+    return collector.result()._replace(named=named)
+
+
+def _named_rows(
+    paths: Sequence[str], fields: dict[str, str]
+) -> Iterator[tuple[str, Any, dict[str, str]]]:
+    """(file and line, row, the fields by which it is read: `fields` or none)."""
     for path in map(epath.Path, paths):
-        for place, row in read_rows(path):
-            collector.add(f"{path} {place}", row)
-    return collector.result()
+        rows = read_rows(path)
+        first = list(itertools.islice(rows, LOOKED_AT))
+        named = any(
+            all(look_up(row, field) is not MISSING for field in fields.values()) for _, row in first
+        )
+        for place, row in itertools.chain(first, rows):
+            yield f"{path} {place}", row, fields if named else {}
 
 
 def _shards(folder: epath.Path) -> list[epath.Path]:
@@ -202,7 +171,7 @@ def _shards(folder: epath.Path) -> list[epath.Path]:
     for pattern in ("*", "*/*"):
         files = sorted(folder.glob(pattern))
         for suffix in READERS:
-            found = [path for path in files if path.suffix == suffix]
+            found = [path for path in files if split_suffix(path.name)[1] == suffix]
             if found:
                 return found
     return []
@@ -210,8 +179,9 @@ def _shards(folder: epath.Path) -> list[epath.Path]:
 
 def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     """The file or folder called `name`, or `name` and more after a separator; all if several."""
-    near = [path for path in sorted(folder.iterdir()) if path.suffix in READERS or path.is_dir()]
-    stems = {path: (path.stem if path.suffix in READERS else path.name).lower() for path in near}
+    names = {path: split_suffix(path.name) for path in sorted(folder.iterdir())}
+    near = [path for path, (_, suffix) in names.items() if suffix or path.is_dir()]
+    stems = {path: names[path][0].lower() for path in near}
     found = [path for path in near if stems[path] == name.lower()]
     if not found:
         starts = tuple(f"{name.lower()}{separator}" for separator in "_-.")
@@ -224,7 +194,7 @@ def _glob(field: str, pattern: str) -> list[epath.Path]:
     parts = epath.Path(pattern).parts
     first = next(i for i, part in enumerate(parts) if set(part) & set(WILDCARDS))
     found = epath.Path(*parts[:first]).glob("/".join(parts[first:]))
-    return [path for path in sorted(found) if path.suffix in READERS]
+    return [path for path in sorted(found) if split_suffix(path.name)[1]]
 
 
 def _matches(field: str, name: str, home: epath.Path, split: str) -> list[epath.Path]:
@@ -233,6 +203,8 @@ def _matches(field: str, name: str, home: epath.Path, split: str) -> list[epath.
         found = _glob(field, name)
     elif path.exists():
         found = [path]
+    elif "/" not in name and split_suffix(name)[1] and (home / name).exists():
+        found = [home / name]
     elif "/" not in name and home.is_dir():
         found = _by_name(name, home, split)
         found = found if len(found) == 1 else []
@@ -256,11 +228,29 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
         raise
     except Exception as error:  # of a bucket's client
         raise ConfigError(f"config.{field} = {name!r}: {error}") from None
-    if not found or any(file.suffix not in READERS for file in found):
-        there = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
-        raise ConfigError(
-            f"config.{field} = {name!r}: must be arithmetic, gym:TASK, a path or glob of "
-            f"{', '.join(READERS)}, or the first part of one name in config.data.folder = "
-            f"{folder!r}, which holds {', '.join(there) or 'nothing'}"
-        )
+    if not found or not all(split_suffix(file.name)[1] for file in found):
+        raise ConfigError(f"config.{field} = {name!r}: {_why_none(name, home)}")
     return tuple(map(str, found))
+
+
+def _why_none(name: str, home: epath.Path) -> str:
+    """What is wrong with a name that means no file, or none that can be read."""
+    path, readable = epath.Path(name), ", ".join(READERS)
+    if path.exists():
+        return f"must end in {readable}" if not path.is_dir() else f"holds no file of {readable}"
+    if set(name) & set(WILDCARDS):
+        return f"no file of {readable} matches"
+    if "/" in name or split_suffix(name)[1]:
+        beside = path.parent if path.parent.is_dir() else home
+        there = [file.name for file in beside.iterdir()] if beside.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, n=1)
+        hint = "".join(f"; did you mean {beside / one}?" for one in near)
+        if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+            hint = f"; a hub's data set is downloaded first: hf download {name} --repo-type dataset"
+            hint += f" --local-dir {home / path.name}"
+        return "no such file" + hint
+    there = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
+    return (
+        f"must be arithmetic, gym:TASK, a path or glob of {readable}, or the first part of one "
+        f"name in config.data.folder = {str(home)!r}, which holds {', '.join(there) or 'nothing'}"
+    )

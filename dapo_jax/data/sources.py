@@ -13,12 +13,15 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from dapo_jax.data import arithmetic, gym
-from dapo_jax.data.files import READERS, Loaded, find_files, read_problems
+from dapo_jax.data.files import Loaded, find_files, read_problems
+from dapo_jax.data.formats import KNOWN
+from dapo_jax.data.readers import split_suffix
 from dapo_jax.experiment.config import Data
 from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
 LOOKED_AT = 8  # generated problems, for a digest
+HELDOUT_SHARE = 5  # of a file's problems one in so many is held out, where no number is asked for
 
 
 class GymProblems:
@@ -26,8 +29,8 @@ class GymProblems:
 
     def __init__(self, field: str, task: str, data: Data, split: str, seed: int):
         self._task, self._first = task, data.train_problems if split == "heldout" else 0
-        self._length = data.heldout_problems if split == "heldout" else data.train_problems
-        size = data.train_problems + data.heldout_problems
+        self._length = data.heldout_count() if split == "heldout" else data.train_problems
+        size = data.train_problems + data.heldout_count()
         self._items = gym.open_task(field, task, seed, size)
 
     def __len__(self) -> int:
@@ -60,6 +63,8 @@ class Source:
     Attributes:
         counts: what became of the rows of its files; empty where problems are generated.
         complaints: its first malformed rows, by file and line.
+        named: whether its files were read by the fields that `data.fields` names.
+        note: what else there is to say of it.
     """
 
     name: str
@@ -67,21 +72,30 @@ class Source:
     weight: float = 1.0
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     complaints: tuple[str, ...] = ()
+    named: bool = False
+    note: str = ""
+
+    @property
+    def generated(self) -> bool:
+        """Whether its problems are made when they are asked for."""
+        return not isinstance(self.problems, tuple)
 
     def describe(self) -> str:
         """How many problems, and what else its rows were."""
         text = f"{self.name}: {len(self.problems):,} problems"
         if not self.counts:
-            return text
+            return text + self.note
         others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
-        return f"{text} of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
+        text += f" of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
+        return text + self.note
 
     def digest(self) -> str:
         """Tells its problems from others: all of a file's, the first of generated ones."""
         found = hashlib.sha256()
         for i in range(len(self.problems) if self.counts else min(LOOKED_AT, len(self.problems))):
             problem = self.problems[i]
-            found.update(repr((problem.id, problem.text, problem.answer)).encode())
+            said = problem.id, problem.text, problem.answer, problem.system, problem.turns
+            found.update(repr(said).encode())
         return f"{len(self.problems)} problems, {found.hexdigest()[:16]}"
 
 
@@ -113,17 +127,36 @@ def _generator(field: str, name: str) -> Generator | None:
     return GENERATORS.get(name)
 
 
-def _load(field: str, name: str, data: Data, split: str) -> Loaded:
+def check_sources(data: Data) -> None:
+    """Raises `ConfigError` where a name of `data` means no file; reads none."""
+    for field, split in (("data.source", "train"), ("data.heldout_source", "test")):
+        text = getattr(data, field.removeprefix("data."))
+        for name in parse_sources(field, text) if text else ():
+            if not is_generated(name):
+                find_files(field, name, data.folder, split)
+
+
+def is_generated(name: str) -> bool:
+    """Whether a source of that name is no file."""
+    return name.startswith(gym.PREFIX) or name in GENERATORS
+
+
+def _load(field: str, name: str, data: Data, split: str, needs_answer: bool) -> Loaded:
     paths = find_files(field, name, data.folder, split)
-    path = pathlib.PurePath(name)
-    short = path.stem if path.suffix in READERS else path.name
-    loaded = read_problems(paths, short, data.bad_rows_limit)
-    if not loaded.problems:
-        raise ConfigError(f"config.{field} = {name!r}: not one of its rows is a problem")
-    return loaded
+    short, _ = split_suffix(pathlib.PurePath(name).name)
+    loaded = read_problems(paths, short, data.bad_rows_limit, data.fields, needs_answer)
+    if loaded.problems:
+        return loaded
+    rows, why = loaded.counts["rows"], "; ".join(loaded.complaints[:1])
+    if rows and not why:
+        why = f"the answer is empty ({KNOWN})"
+    if data.fields and not loaded.named:
+        why += f"; no row has all that config.data.fields = {data.fields!r} names"
+    found = f"of its first {rows:,} rows none is a problem: {why}" if rows else "holds no rows"
+    raise ConfigError(f"config.{field} = {name!r}: {found}")
 
 
-def _take_off(name: str, problems: Sequence[Problem], count: int) -> list[Problem]:
+def _take_off(name: str, problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
     """The `count` problems with the smallest hash: the same whatever the seed and the order."""
     require(
         count < len(problems),
@@ -136,7 +169,7 @@ def _take_off(name: str, problems: Sequence[Problem], count: int) -> list[Proble
         return hashlib.blake2b(problems[place].fingerprint.encode()).digest()
 
     places = sorted(range(len(problems)), key=order)[:count]
-    return [problems[i] for i in sorted(places)]
+    return tuple(problems[i] for i in sorted(places))
 
 
 def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
@@ -149,7 +182,16 @@ def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
     return shares
 
 
-def heldout_sources(data: Data, seed: int) -> list[Source]:
+def _held_out(name: str, loaded: Loaded, count: int, data: Data) -> Source:
+    """What is taken off a file's problems."""
+    most = len(loaded.problems) // HELDOUT_SHARE
+    bounded = data.heldout_problems < 0 and count > most
+    note = ", a fifth (data.heldout_problems)" if bounded else ""
+    problems = _take_off(name, loaded.problems, most if bounded else count)
+    return Source(name, problems, named=loaded.named, note=note)
+
+
+def heldout_sources(data: Data, seed: int, needs_answer: bool = True) -> list[Source]:
     """What is evaluated and never trained on.
 
     Without `data.heldout_source` a generated source gives problems of its held-out split, and
@@ -161,18 +203,25 @@ def heldout_sources(data: Data, seed: int) -> list[Source]:
     field = "data.source" if own else "data.heldout_source"
     weights = parse_sources(field, data.source if own else data.heldout_source)
     sources = []
-    for name, count in _shares(data.heldout_problems, weights).items():
+    for name, count in _shares(data.heldout_count(), weights).items():
         generator = _generator(field, name)
         if generator:
             share = dataclasses.replace(data, heldout_problems=count)
             sources.append(Source(name, generator(share, "heldout", seed)))
-        elif own:
-            loaded = _load(field, name, data, "train")
-            sources.append(Source(name, _take_off(name, loaded.problems, count)))
+            continue
+        loaded = _load(field, name, data, "train" if own else "test", needs_answer)
+        if own:
+            sources.append(_held_out(name, loaded, count, data))
         else:
-            loaded = _load(field, name, data, "test")
-            sources.append(Source(name, loaded.problems, 1.0, loaded.counts, loaded.complaints))
+            sources.append(_of_file(name, loaded, data))
     return sources
+
+
+def _of_file(name: str, loaded: Loaded, data: Data, weight: float = 1.0) -> Source:
+    other = data.fields and not loaded.named
+    note = ", by its own names of fields, not data.fields" if other else ""
+    said = loaded.counts, loaded.complaints, loaded.named, note
+    return Source(name, loaded.problems, weight, *said)
 
 
 def every_problem(sources: Sequence[Source]) -> list[Problem]:
@@ -180,7 +229,9 @@ def every_problem(sources: Sequence[Source]) -> list[Problem]:
     return [s.problems[i] for s in sources for i in range(len(s.problems))]
 
 
-def training_sources(data: Data, seed: int, heldout: set[str]) -> list[Source]:
+def training_sources(
+    data: Data, seed: int, heldout: set[str], needs_answer: bool = True
+) -> list[Source]:
     """What is trained on: of files, what has none of the `heldout` fingerprints.
 
     Of a problem in the files of several sources the first keeps it. Raises `ConfigError`.
@@ -191,7 +242,7 @@ def training_sources(data: Data, seed: int, heldout: set[str]) -> list[Source]:
         if generator:
             sources.append(Source(name, generator(data, "train", seed), weight))
             continue
-        loaded = _load(field, name, data, "train")
+        loaded = _load(field, name, data, "train", needs_answer)
         prints = [problem.fingerprint for problem in loaded.problems]
         pairs = zip(loaded.problems, prints, strict=True)
         problems = tuple(problem for problem, own in pairs if own not in taken)
@@ -203,5 +254,6 @@ def training_sources(data: Data, seed: int, heldout: set[str]) -> list[Source]:
             raise ConfigError(
                 f"config.data.source = {name!r}: every problem is held out or in another source"
             )
-        sources.append(Source(name, problems, weight, counts, loaded.complaints))
+        left = loaded._replace(problems=problems, counts=counts)
+        sources.append(_of_file(name, left, data, weight))
     return sources

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.data.formats import MalformedRow, Row, parse_fields
+from dapo_jax.data.formats import MISSING, MalformedRow, Row, look_up, parse_fields
 from dapo_jax.experiment.config import OwnData
 from dapo_jax.experiment.settings import ConfigError, require
-from dapo_jax.prompts.templates import TEMPLATES, Beside
+from dapo_jax.prompts.templates import Beside, open_template
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.structs import Problem
 
@@ -61,15 +61,21 @@ class Example(NamedTuple):
 
 
 def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
-    """What data.fields says. Raises `ConfigError` where that is not one of these forms, whole."""
+    """What data.fields says.
+
+    Raises `ConfigError` where that is not one of these forms, whole, where data.template can't be
+    opened, and where it shows no system message but is to.
+    """
     allowed = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
     found = parse_fields("data.fields", data.fields, allowed)
     complete = any(found.keys() - {SYSTEM} == set(form) for form in forms)
     allowed = f"a form as a whole: {_listed(forms)}"
     require(not found or complete, "data.fields", data.fields, allowed)
-    allowed = f"without {SYSTEM!r} where data.template = {data.template!r} shows none"
-    shown = SYSTEM not in found or data.template == "chat"
-    require(shown, "data.fields", data.fields, allowed)
+    shown = open_template(data.template).shows_system
+    own = data.fields if SYSTEM in found else ""
+    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", own):
+        allowed = f"without a system message with data.template = {data.template!r}: it shows none"
+        require(shown or not value, field, value, allowed)
     return found
 
 
@@ -100,18 +106,6 @@ def _messages(value: Any, field: str, role: str) -> Messages:
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
-def _follow(row: Row, path: str) -> Any:
-    """The field of that name, or the one at `outer.inner`."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            raise MalformedRow(f"has no {path}; its fields are: {', '.join(row)}")
-        value = value[name]
-    return value
-
-
 class Writer:
     """Rows to tokens.
 
@@ -124,6 +118,7 @@ class Writer:
     def __init__(self, data: OwnData, tokenizer: Tokenizer, forms: Forms):
         self._data, self._tokenizer, self._forms = data, tokenizer, forms
         self._fields = read_fields(data, forms)
+        self._template = open_template(data.template)
         if data.template == "chat" and tokenizer.chat is None:
             raise ConfigError(
                 "config.data.template = 'chat': the model folder has no chat template, neither in "
@@ -140,7 +135,10 @@ class Writer:
         if not isinstance(row, dict):
             raise MalformedRow(f"is {type(row).__name__}, not an object with named fields")
         if self._fields:
-            row = {key: _follow(row, path) for key, path in self._fields.items()}
+            found = {key: look_up(row, path) for key, path in self._fields.items()}
+            if missing := [path for key, path in self._fields.items() if found[key] is MISSING]:
+                raise MalformedRow(f"has no {missing[0]}; its fields are: {', '.join(row)}")
+            row = found
         else:
             row = {name.lower(): value for name, value in row.items()}
         for form in self._forms:
@@ -155,16 +153,21 @@ class Writer:
         if self._data.template not in ("none", "chat"):
             raise MalformedRow(f"holds messages, not for data.template = {self._data.template!r}")
         try:
-            return self._tokenizer.chat.render(messages, open_answer)
+            return self._tokenizer.chat.render(messages, open_answer=open_answer)
         except ConfigError as error:
             raise MalformedRow(str(error)) from None
 
+    def _system(self, row: Row) -> str:
+        """The row's system message, else that of the config; empty where none is shown."""
+        if not self._template.shows_system or not row.get(SYSTEM):
+            return self._data.system_prompt
+        return _text(row[SYSTEM], SYSTEM)
+
     def _with_system(self, row: Row, messages: Messages) -> Messages:
-        own = row.get(SYSTEM) if self._data.template == "chat" else None
-        system = own or self._data.system_prompt
+        system = self._system(row)
         if not system or messages[0]["role"] == SYSTEM:
             return messages
-        return [*_messages(system, SYSTEM, SYSTEM), *messages]
+        return [{"role": SYSTEM, "content": system}, *messages]
 
     def _ended(self, text: str, written: str) -> np.ndarray:
         """Ids of an answer up to its end token, which is added where the text has none.
@@ -217,10 +220,10 @@ class Writer:
             found.append(turn)
         return Example(texts[0], tuple(found))
 
-    def _plain(self, prompt: str, answers: Sequence[str]) -> Example:
+    def _plain(self, row: Row, prompt: str, answers: Sequence[str]) -> Example:
         """Texts behind a text, as the template shows a problem."""
-        problem = Problem("", prompt.strip(), "", "")
-        text = TEMPLATES[self._data.template](problem, Beside(self._tokenizer.chat))
+        problem = Problem("", prompt.strip(), "", "", system=self._system(row))
+        text = self._template.write(problem, Beside(self._tokenizer.chat))
         tokens = self._encode(text)
         return Example(text, tuple(Turns.of(tokens, self._ended(one, one)) for one in answers))
 
@@ -230,7 +233,7 @@ class Writer:
             return self._conversation(messages, 0)
         asked, answer = (row[name] for name in form)
         if isinstance(asked, str) and isinstance(answer, str) and self._data.template != "chat":
-            return self._plain(_text(asked, form[0]), [_text(answer, form[1])])
+            return self._plain(row, _text(asked, form[0]), [_text(answer, form[1])])
         asked = asked.strip() if isinstance(asked, str) else asked
         before = self._with_system(row, _messages(asked, form[0], "user"))
         return self._conversation([*before, *_messages(answer, form[1], ASSISTANT)], len(before))
@@ -241,7 +244,7 @@ class Writer:
             pair = self._common(*(_text(row[name], name) for name in names))
         elif plain and self._data.template != "chat":
             asked, *answers = (_text(row[name], name) for name in form)
-            pair = self._plain(asked, answers)
+            pair = self._plain(row, asked, answers)
         else:
             whole = [self._whole(row, name) for name in names]
             if whole[0][:-1] != whole[1][:-1]:

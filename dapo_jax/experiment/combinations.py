@@ -30,6 +30,10 @@ def _one_of(*values: str) -> Callable[[str], bool]:
     return lambda value: value in values
 
 
+def _none_of(*values: str) -> Callable[[str], bool]:
+    return lambda value: value not in values
+
+
 # Who reads a setting: the settings that decide it, and for which values of theirs it is read. What
 # nothing reads has to keep its default, or someone waits for its effect. What is not listed is
 # always read, or has a check of its own below.
@@ -64,14 +68,15 @@ READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
     "lora.alpha": ("lora.rank", bool),
     "lora.targets": ("lora.rank", bool),
     "data.few_shot": ("data.template", _one_of("few_shot")),
-    "data.system_prompt": ("data.template", _one_of("chat")),
+    # Of a template of one's own the command line asks whether it does.
+    "data.system_prompt": (
+        "data.template",
+        _none_of("none", "dapo", "r1", "qwen_math", "few_shot"),
+    ),
 }
 
 GENERATED = "arithmetic"  # the data.source of a supervised run that is no file
-_READ_WHERE_DPO = {
-    "data.passes": ("total_steps", lambda steps: steps == 0),
-    "data.system_prompt": ("data.template", _one_of("chat")),
-}
+_READ_WHERE_DPO = {"data.passes": ("total_steps", lambda steps: steps == 0)}
 _READ_WHERE_SFT = {
     **{
         f"data.{field.name}": ("data.source", lambda source: source != GENERATED)

@@ -128,19 +128,30 @@ class ExportConfig:
 
 @section
 class ServeConfig:
-    """A served policy (`dapo_jax.serve`). A request says its prompt and its max_tokens only."""
+    """A served policy (`dapo_jax.serve`)."""
 
     model: str = setting("", "Model folder, Hugging Face layout.")
     host: str = setting("127.0.0.1", "Address to listen on; the default is this machine alone.")
     port: int = setting(9000, "gRPC port; 0: any that is free.")
+    http_port: int = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
+    served_name: str = setting(
+        "", "What clients of HTTP call the model; empty: the name of its folder."
+    )
     metrics_port: int = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
     slots: int = setting(32, "Responses decoded side by side.")
-    waiting: int = setting(128, "Requests that wait for a slot; more are refused.")
+    waiting: int = setting(128, "Responses that wait for a slot; more are refused.")
+    max_body_mb: float = setting(
+        4.0, "Largest body of an HTTP request, in 10^6 bytes; larger ones are refused unread."
+    )
     max_prompt_tokens: int = setting(255, "Longest prompt that is accepted.")
     max_response_tokens: int = setting(256, "Largest max_tokens of a request.")
-    temperature: float = setting(1.0, "Softmax temperature; 0 takes the likeliest token.")
-    top_p: float = setting(1.0, "Nucleus share.")
-    top_k: int = setting(0, "Keep the k likeliest tokens; 0 keeps all.")
+    temperature: float = setting(
+        1.0, "Softmax temperature; 0 takes the likeliest token. Requests of HTTP may say another."
+    )
+    top_p: float = setting(1.0, "Nucleus share. Requests of HTTP may say another.")
+    top_k: int = setting(
+        0, "Keep the k likeliest tokens; 0 keeps all. Requests of HTTP may say another."
+    )
     seed: int = setting(0, "Key of the draws, with the order in which requests arrive.")
     cache: str = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
     dtype: str = setting("float32", "'float32' or 'bfloat16'.")

@@ -5,6 +5,8 @@ import math
 
 from dapo_jax.experiment.settings import require, section, setting
 
+DEFAULT_HELDOUT = 256
+OF_THE_ANSWER = ("rule", "gym")  # parts that compare with the gold answer
 SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
 
 
@@ -61,21 +63,35 @@ class Data:
     source: str = setting(
         "arithmetic",
         "NAME or NAME=WEIGHT, comma-separated: arithmetic, gym:TASK, or a file, folder or glob "
-        "(also gs://) of jsonl, json, parquet or arrow; a bare name is looked up in `folder`.",
+        "(also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name is looked up in "
+        "`folder`.",
     )
     heldout_source: str = setting(
         "", "Names as in `source`, evaluated whole; empty: held-out problems of `source` itself."
     )
+    fields: str = setting(
+        "",
+        "Which field of a row is what, where it is called otherwise: KEY=FIELD, comma-separated, "
+        "as in problem=question,answer=meta.gold; keys: formats.FIELDS.",
+    )
     folder: str = setting("data", "Where bare names are looked up.")
     bad_rows_limit: int = setting(10, "Malformed rows of a source that are skipped, not an error.")
-    template: str = setting("none", "Prompt template: a key of templates.TEMPLATES.")
+    template: str = setting(
+        "none",
+        "Prompt template: a key of templates.TEMPLATES, or a text of your own, or a file of it, "
+        "with {problem} in it or with {{ problem }}, as jinja.",
+    )
     few_shot: int = setting(4, "Worked training examples before the problem (few_shot).")
-    system_prompt: str = setting("", "System message of the template 'chat'; empty: none.")
+    system_prompt: str = setting(
+        "", "System message (chat, or jinja of your own) of rows that bring none; empty: none."
+    )
     train_problems: int = setting(
         20_000, "Generated problems of one pass, which is then shuffled anew."
     )
     heldout_problems: int = setting(
-        256, "Problems generated or taken off for evaluation, never trained on; 0: no evaluation."
+        -1,
+        "Problems generated or taken off for evaluation, never trained on; 0: no evaluation; -1: "
+        "256, of a file at most a fifth.",
     )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
@@ -84,6 +100,10 @@ class Data:
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
     )
 
+    def heldout_count(self) -> int:
+        """Problems to generate or, where there are enough, to take off for evaluation."""
+        return DEFAULT_HELDOUT if self.heldout_problems < 0 else self.heldout_problems
+
 
 @section
 class OwnData:
@@ -91,8 +111,8 @@ class OwnData:
 
     source: str = setting(
         "arithmetic",
-        "A file, folder or glob (also gs://) of jsonl, json, parquet or arrow; a bare name is "
-        "looked up in `folder`. For sft also arithmetic: generated, as `examples` says.",
+        "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name "
+        "is looked up in `folder`. For sft also arithmetic: generated, as `examples` says.",
     )
     folder: str = setting("data", "Where a bare name is looked up.")
     fields: str = setting(
@@ -103,10 +123,12 @@ class OwnData:
     bad_rows_limit: int = setting(10, "Malformed rows that are skipped, not an error.")
     template: str = setting(
         "none",
-        "Of prompts that are plain text: a key of templates.TEMPLATES; messages always get the "
-        "model's own.",
+        "Of prompts that are plain text: as in reinforcement learning, but few_shot; messages "
+        "always get the model's own.",
     )
-    system_prompt: str = setting("", "System message where a row has none; empty: none.")
+    system_prompt: str = setting(
+        "", "System message (chat, or jinja of your own) of rows that bring none; empty: none."
+    )
     heldout_examples: int = setting(
         -1, "Taken off for evaluation, never trained on; -1: one in 20, at most 256; 0: none."
     )
@@ -211,6 +233,10 @@ class Reward:
     min_spread: float = setting(1e-6, "correct = 'spread': largest - smallest must exceed it.")
     workers: int = setting(1, "Threads that judge, each with worker processes of its own.")
     timeout_seconds: float = setting(5.0, "A worker that needs longer for one response is killed.")
+
+    def needs_answer(self) -> bool:
+        """Whether anything compares responses with the gold answer."""
+        return self.correct == "verifier" or not set(OF_THE_ANSWER).isdisjoint(self.weights())
 
     def weights(self) -> dict[str, float]:
         """Weight by name of part. Raises `ConfigError` for text that says something else."""

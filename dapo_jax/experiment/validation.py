@@ -4,6 +4,7 @@ Checks here see only the settings; what depends on the model folder or the devic
 those are opened, before anything is compiled.
 """
 
+import itertools
 import math
 
 from dapo_jax.experiment.combinations import GENERATED, check_algorithm, check_unread
@@ -45,7 +46,7 @@ AT_LEAST_ZERO = (
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
-    "log.show_group_every_steps data.heldout_problems data.bad_rows_limit temperature top_k "
+    "log.show_group_every_steps data.bad_rows_limit temperature top_k "
     "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
     "sampler.load_layers total_steps"
 ).split()
@@ -62,7 +63,8 @@ POSITIVE = (
     "checkpoint.keep "
     "evaluation.samples_per_problem architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
-    "architecture.mlp slots waiting lora.alpha sampler.page_tokens sampler.prefill_prompts"
+    "architecture.mlp slots waiting max_body_mb lora.alpha sampler.page_tokens "
+    "sampler.prefill_prompts"
 ).split()
 SHARES = {  # open below, closed above
     "sampler.top_p": (0.0, 1.0),
@@ -71,7 +73,7 @@ SHARES = {  # open below, closed above
     "algorithm.overlong_buffer_share": (0.0, 1.0),
     "algorithm.gamma": (0.0, 1.0),
 }
-PORTS = ("port", "metrics_port")
+PORTS = ("port", "http_port", "metrics_port")
 JETSTREAM_LONGEST_PROMPT = 32_768
 FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
 
@@ -120,6 +122,10 @@ def _check_serving(config: ServeConfig) -> None:
     limit = JETSTREAM_LONGEST_PROMPT - 1
     asked = config.max_prompt_tokens
     require(0 < asked <= limit, "max_prompt_tokens", asked, f"from 1 to {limit}")
+    for name, other in itertools.combinations(PORTS, 2):
+        port = getattr(config, other)
+        free = port == 0 or port != getattr(config, name)
+        require(free, other, port, f"another one than {name}")
     _check_mesh(config.mesh)
 
 
@@ -135,11 +141,13 @@ def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budge
 
 
 def _check_heldout(data: Data) -> None:
+    asked = data.heldout_problems
+    require(asked >= -1, "data.heldout_problems", asked, "at least 0, or -1 (256, or a fifth)")
     require(
-        not data.heldout_source or data.heldout_problems > 0,
+        not data.heldout_source or asked != 0,
         "data.heldout_problems",
-        data.heldout_problems,
-        "above 0 with data.heldout_source, which is kept out of training and evaluated whole",
+        asked,
+        "not 0 with data.heldout_source, which is kept out of training and evaluated whole",
     )
 
 

@@ -46,6 +46,24 @@ def _strftime_now(form: str) -> str:
     return TODAY.strftime(form)
 
 
+def sandbox(undefined: type[jinja2.Undefined] = jinja2.Undefined) -> jinja2.Environment:
+    """Where templates run, with what Hugging Face's library offers them.
+
+    Args:
+        undefined: what a name is that nothing has; it writes nothing, or raises.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        undefined=undefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
 class ChatTemplate:
     """Messages to prompt text."""
 
@@ -54,21 +72,19 @@ class ChatTemplate:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        return environment.from_string(self._text)
+        return sandbox().from_string(self._text)
 
-    def render(self, messages: list[dict[str, str]], open_answer: bool = True) -> str:
+    def render(
+        self,
+        messages: list[dict[str, str]],
+        field: str = "config.data.template = 'chat'",
+        open_answer: bool = True,
+    ) -> str:
         """The prompt, up to where the assistant's turn begins.
 
         Args:
             messages: each with `role` ('system', 'user' or 'assistant') and `content`.
+            field: what asked for it.
             open_answer: without it the text ends with the last message.
 
         Raises:
@@ -83,9 +99,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except Exception as error:  # a template is a program
-            raise ConfigError(
-                f"config.data.template = 'chat': the model's chat template fails: {error}"
-            ) from None
+            raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
 
 
 def _token_text(token: Any) -> str:

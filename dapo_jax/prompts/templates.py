@@ -1,9 +1,14 @@
-"""Prompt templates by name: how a bare problem becomes the text that the policy sees."""
+"""Prompt templates, by name or of one's own: how a bare problem becomes what the policy sees."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 
-from dapo_jax.prompts.chat import ChatTemplate
+from etils import epath
+from jinja2 import StrictUndefined, meta
+
+from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.prompts.chat import ChatTemplate, sandbox
 from dapo_jax.structs import Problem
 
 # The wording of DAPO's released data (arXiv 2503.14476).
@@ -48,7 +53,7 @@ def _wording(text: str) -> Callable[[Problem, Beside], str]:
 
 def _worked(problem: Problem) -> str:
     """Its solution, ending in the answer in a box."""
-    if "\\boxed" in problem.solution:
+    if "\\boxed" in problem.solution or not problem.answer:
         return problem.solution
     return f"{problem.solution}\nThe answer is $\\boxed{{{problem.answer}}}$.".strip()
 
@@ -60,10 +65,16 @@ def few_shot(problem: Problem, beside: Beside) -> str:
     return "\n\n\n".join([*shown, f"Problem:\n{problem.text}\n\nSolution:"])
 
 
+def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
+    """The conversation; its system message is the problem's own, else the config's, if any."""
+    system = problem.system or beside.system_prompt
+    said = [*([("system", system)] if system else []), *problem.turns, ("user", problem.text)]
+    return [{"role": role, "content": content} for role, content in said]
+
+
 def chat(problem: Problem, beside: Beside) -> str:
-    """The model's own template; a system message where the config has one."""
-    system = [{"role": "system", "content": beside.system_prompt}] if beside.system_prompt else []
-    return beside.chat.render([*system, {"role": "user", "content": problem.text}])
+    """The model's own template."""
+    return beside.chat.render(_messages(problem, beside))
 
 
 TEMPLATES: dict[str, Callable[[Problem, Beside], str]] = {
@@ -83,3 +94,99 @@ VERIFIERS_OF = {
     "qwen_math": ("math", "math_box"),
     "few_shot": ("math", "math_label", "final_number"),
 }
+
+
+# What jinja of one's own may read.
+READABLE = {"problem", "system", "subject", "level", "messages"}
+SHOWN_OF_TEXT = 60  # characters
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """How a problem is written, and what of it.
+
+    Attributes:
+        reads: what it shows, of `READABLE`.
+        digest: of its text, where that is one's own; else empty.
+    """
+
+    write: Callable[[Problem, Beside], str]
+    reads: frozenset[str]
+    digest: str = ""
+
+    @property
+    def shows_system(self) -> bool:
+        """Whether a system message is part of what it writes."""
+        return not self.reads.isdisjoint({"system", "messages"})
+
+
+def open_template(setting: str) -> Template:
+    """What `data.template` says: a name, a text of one's own, or a file that holds one.
+
+    Raises:
+        ConfigError: it is none of these, or the text is broken or shows no problem.
+    """
+    if setting in TEMPLATES:
+        reads = {"problem", "system", "messages"} if setting == "chat" else {"problem"}
+        return Template(TEMPLATES[setting], frozenset(reads))
+    text = setting if "{{" in setting or "{problem}" in setting else _read(setting)
+    shown = setting if len(setting) <= SHOWN_OF_TEXT else setting[:SHOWN_OF_TEXT] + "..."
+    if "{{" in text:
+        write, reads = _jinja(text, shown)
+    else:
+        write, reads = _wording(text), frozenset({"problem"} if "{problem}" in text else ())
+    require(
+        not reads.isdisjoint({"problem", "messages"}),
+        "data.template",
+        shown,
+        "a text with {problem}, or jinja with {{ problem }}, where the problem goes",
+    )
+    return Template(write, reads, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _read(setting: str) -> str:
+    """The text of a file, without the line's end that editors put at its end."""
+    path = epath.Path(setting)
+    try:
+        if path.is_file():
+            return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    except Exception as error:  # of the file, of its encoding, or of a bucket's client
+        raise ConfigError(f"config.data.template = {setting!r}: can't be read: {error}") from None
+    names = ", ".join(TEMPLATES)
+    allowed = f"{names}, or a text with {{problem}} in it, or a file of it (there is no such file)"
+    raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
+
+
+def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], frozenset[str]]:
+    """Its writer, and what it reads. One problem is written to see whether that works."""
+    environment = sandbox(StrictUndefined)
+
+    def fail(error: Exception) -> ConfigError:
+        line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+        reason = " ".join(str(getattr(error, "message", None) or error).split())
+        return ConfigError(f"config.data.template = {shown!r}: the jinja fails{line}: {reason}")
+
+    try:
+        tree = environment.parse(text)
+        reads = meta.find_undeclared_variables(tree) - environment.globals.keys()
+        template = environment.from_string(text)
+    except Exception as error:  # a template is a program
+        raise fail(error) from None
+    unknown = ", ".join(sorted(reads - READABLE))
+    allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
+    require(not unknown, "data.template", shown, allowed)
+
+    def write(problem: Problem, beside: Beside) -> str:
+        try:
+            return template.render(
+                problem=problem.text,
+                system=problem.system or beside.system_prompt,
+                subject=problem.subject,
+                level=problem.level,
+                messages=_messages(problem, beside),
+            )
+        except Exception as error:
+            raise fail(error) from None
+
+    write(Problem("", "1+1", "", ""), Beside())
+    return write, frozenset(reads)

@@ -4,6 +4,7 @@ Text and ids go through the `tokenizers` library; this file only knows which ids
 """
 
 import pathlib
+from collections.abc import Sequence
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -128,6 +129,39 @@ class TextStream:
     def rest(self) -> str:
         """What is left at the end of the response: a character that was never completed."""
         return self._decode(self._ids)[self._shown_characters :]
+
+
+class UntilStop:
+    """Text up to the first of some strings, which is left out; what may begin one is held back.
+
+    Attributes:
+        stopped: whether one has come.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held, self.stopped = stops, "", False
+
+    def add(self, text: str, *, last: bool = False) -> str:
+        """What may be shown now. `last`: nothing more comes, so that nothing is held back."""
+        if self.stopped:
+            return ""
+        self._held += text
+        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.stopped = True
+            return self._held[: min(places)]
+        begins = 0 if last else self._begins()
+        shown = self._held[: len(self._held) - begins]
+        self._held = self._held[len(shown) :]
+        return shown
+
+    def _begins(self) -> int:
+        """How many of the last characters are the most with which one of the strings begins."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+                return size
+        return 0
 
 
 PAD, END = "<|pad|>", "<|end|>"

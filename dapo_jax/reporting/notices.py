@@ -1,29 +1,45 @@
 """What a person is told of a run besides its numbers: what it works on, and what goes badly."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
 
-from dapo_jax.data.pipeline import PromptStream
+from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.reporting.progress import Progress
-from dapo_jax.structs import Prompt
 
 MANY_WITHOUT_ANSWER = 0.5
+MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
+LIMIT_MULTIPLE = 64  # advised limits are rounded up to it
 SHOWN_CHARACTERS = 200
 
 
-def announce_data(prompts: PromptStream, heldout: list[Prompt], progress: Progress) -> None:
-    """What there is to train on and to evaluate, and which rows of the files are bad."""
-    cut = sum(prompt.truncated for prompt in heldout)
-    dropped = sum(len(source.problems) for source in prompts.heldout) - len(heldout)
-    fates = ((cut, "cut"), (dropped, "dropped"))
-    overlong = "".join(f", {fate}: {count:,}" for count, fate in fates if count)
-    progress.say(escape(f"data: {prompts.describe()}{overlong}"))
-    for source in [*prompts.sources, *prompts.heldout]:
-        for complaint in source.complaints:
-            progress.warn(escape(complaint))
+def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
+    """A value under which the prompts that were looked at fit, and what else has to be raised."""
+    limit = -(-max(one.longest for one in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
+    row = limit + config.sampler.max_response_tokens
+    beside = f" with packing.row_tokens of at least {row}" * (config.packing.row_tokens < row)
+    return f"{limit}{beside}"
+
+
+def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:
+    """What there is to train on and to evaluate, and what of it is bad or not seen whole."""
+    progress.say(escape(f"data: {prompts.describe()}"))
+    for complaint in prompts.complaints():
+        progress.warn(escape(complaint))
+    lengths = [one for one in prompts.lengths if one.over]
+    cut = config.data.overlong_prompts == "truncate_left"
+    if not lengths or not cut and all(one.over <= MOST_CUT * one.looked_at for one in lengths):
+        return
+    fate = "lose their beginning" if cut else "are dropped"
+    progress.alarm(
+        f"prompts of more than {config.data.max_prompt_tokens} tokens {fate}",
+        "; ".join(one.describe() for one in lengths)
+        + f". config.data.max_prompt_tokens = {config.data.max_prompt_tokens} is the limit; "
+        f"all that were looked at fit under {fitting(config, lengths)}.",
+    )
 
 
 def warn_about_rounding(config: Config, progress: Progress) -> None:

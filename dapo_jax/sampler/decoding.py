@@ -11,7 +11,7 @@ from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import SlotContext, at_each
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.sampler.page_store import Fills
-from dapo_jax.sampler.sampling import SamplingRule, draw
+from dapo_jax.sampler.sampling import SamplingRule, draw, draw_each
 from dapo_jax.structs import DecodeState, Prefix
 
 
@@ -68,6 +68,7 @@ def start_responses(
         generated=place(state.generated, 0),
         active=place(state.active, True),
         key=place(state.key, keys),
+        rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),
     )
 
 
@@ -90,6 +91,7 @@ def decode_one(
     Nothing here is a sum over slots: on a mesh that would be a reduction over it for every token.
 
     Args:
+        rule: of every slot, where the state has none for each.
         columns: how many of a slot's pages attention has to read.
     """
     tables = None if state.tables is None else state.tables[:, :columns]
@@ -97,7 +99,10 @@ def decode_one(
     logits, caches = inference.decode_step(
         params, config, attend, state.last_token, context, state.caches
     )
-    tokens, logprobs = draw(logits, state.key, state.generated, rule)
+    if state.rules is None:
+        tokens, logprobs = draw(logits, state.key, state.generated, rule)
+    else:
+        tokens, logprobs = draw_each(logits, state.key, state.generated, state.rules)
     limit = state.tokens.shape[1]
     at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
     step = state.active.astype(jnp.int32)

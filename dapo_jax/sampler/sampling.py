@@ -1,13 +1,14 @@
 """Drawing the next token of every slot, and the log-probability that is recorded for it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 BLOCK = 128
-SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING = range(3)  # purposes of a key
+# Purposes of a key. What is served is keyed by the order of arrival, or by a seed of its own.
+SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING, SAMPLE_BY_SEED = range(4)
 
 
 class SamplingRule(NamedTuple):
@@ -23,10 +24,15 @@ def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Fl
     vocab = probabilities.shape[-1]
     if not 0 < top_k < vocab and top_p >= 1:
         return probabilities
+    return _likeliest(probabilities, top_p, top_k if 0 < top_k < vocab else None)
+
+
+def _likeliest(probabilities: Array, top_p: Any, top_k: Any) -> Array:
+    """What `truncate` keeps; of numbers, or of arrays [S, 1]. `top_k` None keeps all."""
     ordered = jnp.sort(probabilities, axis=-1, descending=True)
-    if 0 < top_k < vocab:
-        kept = jnp.arange(vocab) < top_k
-        ordered = jnp.where(kept[None], ordered, 0)
+    if top_k is not None:
+        kept = jnp.arange(probabilities.shape[-1]) < top_k
+        ordered = jnp.where(jnp.atleast_2d(kept), ordered, 0)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     inside = (before < top_p * jnp.sum(ordered, axis=-1, keepdims=True)) & (ordered > 0)
     smallest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
@@ -75,9 +81,37 @@ def draw(
     if rule.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
-        draw_keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        uniform = jax.vmap(jax.random.uniform)(draw_keys)
+        uniform = _uniform(keys, positions)
         tokens = invert_cdf(truncate(jnp.exp(logprobs), rule.top_p, rule.top_k), uniform)
+    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+
+def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
+    draw_keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    return jax.vmap(jax.random.uniform)(draw_keys)
+
+
+def draw_each(
+    logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRule
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """`draw` by a rule for each slot, `rules` being of arrays [S]: one program serves all rules.
+
+    A slot's token depends on its own logits, key, position and rule alone. Sorting the vocabulary
+    is the dear part, and left out while no slot asks for it.
+    """
+    greedy, vocab = rules.temperature == 0, logits.shape[-1]
+    scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]
+    logprobs = jax.nn.log_softmax(scaled, axis=-1)
+    top_k = jnp.where((rules.top_k > 0) & (rules.top_k < vocab), rules.top_k, vocab)
+    cut = (~greedy & ((top_k < vocab) | (rules.top_p < 1)))[:, None]
+    mass = jnp.exp(logprobs)
+    mass = jax.lax.cond(
+        cut.any(),
+        lambda: jnp.where(cut, _likeliest(mass, rules.top_p[:, None], top_k[:, None]), mass),
+        lambda: mass,
+    )
+    drawn = invert_cdf(mass, _uniform(keys, positions))
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
