@@ -219,6 +219,7 @@ class Policy:
         chat = self.tokenizer.chat
         if not isinstance(said, str):
             require(chat is not None, "model", self.name, "a folder with a chat template")
+            assert chat is not None
             said = chat.render([dict(message) for message in said])
         tokens = self.tokenizer.encode_prompt(said)
         limit = self._parts.config.data.max_prompt_tokens

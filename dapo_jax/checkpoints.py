@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from flax import traverse_util
 
 from dapo_jax import processes
@@ -14,6 +15,7 @@ from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.marks import Folder, folder_at, is_remote
 from dapo_jax.model.huggingface import fingerprint
 from dapo_jax.prompts.templates import open_template
+from dapo_jax.sharding import flatten
 from dapo_jax.structs import TrainState
 
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
@@ -198,7 +200,7 @@ class SavedPolicy:
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or steps[-1]
         require(self.step in steps, "step", step, f"0 or one of {', '.join(map(str, steps))}")
-        self._folder = folder / str(self.step)
+        self._folder = epath.Path(folder / str(self.step))
         self._handler = ocp.PyTreeCheckpointHandler()
 
     def settings(self) -> dict[str, Any]:
@@ -209,9 +211,7 @@ class SavedPolicy:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by path (`layers/query/kernel`) of every parameter."""
         tree = self._handler.metadata(self._folder / "state").tree["params"]
-        return {
-            path: leaf.shape for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()
-        }
+        return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
     def read(self, path: str) -> np.ndarray:
         """One parameter, whole, on the host, from whatever mesh it was written."""
@@ -225,4 +225,4 @@ class SavedPolicy:
             partial_restore=True,
         )
         found = self._handler.restore(self._folder / "state", args=args)["params"]
-        return traverse_util.flatten_dict(found, sep="/")[path]
+        return flatten(found)[path]

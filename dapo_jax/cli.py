@@ -145,7 +145,7 @@ def override(config: Any, arguments: list[str]) -> Any:
 
 def load(
     kind: type,
-    usage: str,
+    usage: str | None,
     short_names: Mapping[str, str] | None = None,
     *,
     needs_file: bool = True,
@@ -156,6 +156,7 @@ def load(
     Prints help, or one line that says what is wrong, and exits where there is no config to return.
 
     Args:
+        usage: what the help begins with; a module's docstring, which Python may have left out.
         short_names: settings by the flag that may stand for them.
         needs_file: without it, overrides of the defaults are enough.
         door: raises `ConfigError` where the command must not write; asked once the settings are
@@ -169,7 +170,7 @@ def load(
         if file or asked or not needs_file:
             config = override(read_config(kind, file) if file else kind(), arguments)
         if asked:
-            print(help_text(config, usage, asked, short_names, TABLES | CHOICES))
+            print(help_text(config, usage or "", asked, short_names, TABLES | CHOICES))
             raise SystemExit(0)
         if config is None:
             raise ConfigError(

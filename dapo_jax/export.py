@@ -79,7 +79,7 @@ def policy_layers(
     paths = [path for path in names.param_shapes(base) if path not in trained]
     for path, layer in huggingface.read_layers(source, paths, base):
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
-        if path.endswith("kernel") and adapter[0] in trained:
+        if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
             down, up = map(policy.read, adapter)
             layer = functools.partial(
                 merged_layer, kernel=layer, down=down, up=up, adapters=decoder.adapters
@@ -107,6 +107,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     needed = out.exists() and os.path.samefile(out, source)
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
     with replace("out", config.out, EXPORTED, saving.WRITTEN) as folder:
+        assert folder is not None  # this process, being alone, writes
         leaves = policy_layers(policy, decoder, source)
         saving.save_weights(folder, leaves, decoder, dtype, config.max_shard_gb)
         saving.save_settings_of(source, folder, dtype)

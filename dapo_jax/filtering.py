@@ -8,15 +8,14 @@ of arrival would favour short responses and depend on timing.
 import dataclasses
 import math
 from collections.abc import Callable, Collection
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Config, Reward
-from dapo_jax.rewards.judge import Judge, Pending
-from dapo_jax.sampler.rollout import RolloutSampler
-from dapo_jax.structs import Group, Prompt
+from dapo_jax.structs import Completion, Group, Prompt
 
+Pending = TypeVar("Pending")  # what a judge keeps of a group until it is asked for it
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
 
 
@@ -39,6 +38,35 @@ def next_kept_fraction(before: float, kept: int, judged: int, wanted: int) -> fl
     """Running estimate of the share of kept groups; the past weighs as half a batch."""
     weight = wanted / 2
     return (kept + weight * before) / (judged + weight)
+
+
+class Prompts(Protocol):
+    """The endless data order; `position` is the place of its next prompt."""
+
+    position: int
+
+    def __next__(self) -> Prompt: ...
+
+
+class Sampler(Protocol):
+    """Draws groups, as `sampler.rollout.RolloutSampler` does."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def submit(self, prompt: Prompt, samples: int) -> None: ...
+
+    def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]: ...
+
+    def abandon(self) -> None: ...
+
+
+class Judge(Protocol[Pending]):
+    """Rewards groups, as `rewards.judge.Judge` does."""
+
+    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending: ...
+
+    def groups(self, pending: list[Pending]) -> list[Group]: ...
 
 
 @dataclasses.dataclass
@@ -66,7 +94,7 @@ class Collected:
         return sum(not group.correct.any() for group in self.judged)
 
 
-class _Collection:
+class _Collection(Generic[Pending]):
     """One step's prompts in the order they were asked for, and what became of each."""
 
     def __init__(self, config: Config, kept_fraction: float):
@@ -105,7 +133,7 @@ class _Collection:
     def finish(self, pending: Pending) -> None:
         self._unread.append(pending)
 
-    def read_verdicts(self, judge: Judge) -> None:
+    def read_verdicts(self, judge: Judge[Pending]) -> None:
         """Waits for the verdicts on all groups finished so far."""
         self._judged |= {group.prompt.index: group for group in judge.groups(self._unread)}
         self._unread.clear()
@@ -161,9 +189,9 @@ class _Collection:
 
 def collect(
     config: Config,
-    prompts: PromptStream,
-    sampler: RolloutSampler,
-    judge: Judge,
+    prompts: Prompts,
+    sampler: Sampler,
+    judge: Judge[Pending],
     kept_fraction: float,
     *,
     on_burst: Callable[["_Collection"], None] = lambda _: None,
@@ -179,7 +207,7 @@ def collect(
             group has a reward.
         Interrupted: `interrupted()` said so between two bursts.
     """
-    collection = _Collection(config, kept_fraction)
+    collection: _Collection[Pending] = _Collection(config, kept_fraction)
     while len(collection.first_kept()) < config.rollout.prompts_per_step:
         if interrupted():
             raise Interrupted

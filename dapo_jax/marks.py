@@ -158,7 +158,9 @@ class Place:
             return f"{shown} holds {found[0].name!r} and no mark of ours" if found else ""
         if mark and mark["kind"] != self.kind:
             return f"{shown} is marked as that of: {mark['kind']}"
-        strange = [entry.name for entry in found if replaced and not is_written(entry, mark)]
+        strange = [
+            entry.name for entry in found if replaced and not (mark and is_written(entry, mark))
+        ]
         return f"{shown} also holds {strange[0]!r}, which is new or was changed" if strange else ""
 
     def beside(self, ending: str) -> "Place":

@@ -91,6 +91,7 @@ def starting_point(
             tokenizer,
             lambda: huggingface.load_params(start, decoder, mesh, field="start"),
         )
+    assert isinstance(config, SftConfig)  # the other has to have a start
     shape, tokenizer = config.architecture, arithmetic_tokenizer()
     decoder = DecoderConfig(
         vocab=tokenizer.padded_vocab,
@@ -183,6 +184,7 @@ class Journal:
             heldout: added to the step's numbers.
             shown: text before a number, by its name.
         """
+        assert self._pending is not None
         step, values, means = self._pending
         self._pending = step, values | heldout, means
         found = self._flush()

@@ -45,6 +45,7 @@ def make_rollouts(parts: Parts, order: Order, interrupted: Callable[[], bool]) -
     rule = SamplingRule(settings.temperature, settings.top_p, settings.top_k)
     keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": order.step}
     parts.sampler.begin(order.params, rule=rule, policy_step=order.policy_step, **keyed)
+    assert parts.prompts is not None  # in a run that trains
     parts.prompts.position = order.position
     with parts.progress.collecting(order.step + 1, parts.sampler) as show:
         data = parts.prompts, parts.sampler, parts.judge

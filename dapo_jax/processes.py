@@ -117,6 +117,7 @@ def join() -> None:
     signal.signal(signal.SIGTERM, handler)  # jax's own would swallow it
     if count() > 1:
         service = distributed.global_state
+        assert service.coordinator_address is not None  # once joined
         _watch = Watch(service.client, service.coordinator_address, index(), count())
 
 

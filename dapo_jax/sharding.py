@@ -14,9 +14,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from flax import traverse_util
+from flax.linen import spmd
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Format
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from dapo_jax.experiment.settings import require
@@ -79,7 +81,7 @@ def _fills_a_box(devices: Sequence) -> bool:
     return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
 
 
-def split_devices(devices: Sequence, share: float, block: int) -> tuple[list, list]:
+def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
     """Those that learn and those that sample: of each process's devices the last ones.
 
     Args:
@@ -129,12 +131,13 @@ def move(tree: Any, places: Any) -> Any:
 
     def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
         here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
-        place = place.sharding if isinstance(place, Format) else place
+        where = place.sharding if isinstance(place, Format) else place
+        assert isinstance(where, Sharding)  # a format's may also be left to the compiler
         pieces = [
             jax.device_put(here[str(at)], device)  # which keeps the layout
-            for device, at in place.addressable_devices_indices_map(leaf.shape).items()
+            for device, at in where.addressable_devices_indices_map(leaf.shape).items()
         ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
+        return jax.make_array_from_single_device_arrays(leaf.shape, where, pieces)
 
     return jax.tree.map(move_one, tree, places)
 
@@ -162,7 +165,7 @@ def sharding(mesh: Mesh, *names: str | None, column: int = TRAINING) -> NamedSha
 
 def tree_shardings(mesh: Mesh, boxed: Any, column: int = TRAINING) -> Any:
     """Shardings of a tree whose leaves carry logical names (flax `LogicallyPartitioned`)."""
-    return nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules(column))
+    return spmd.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules(column))
 
 
 def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
@@ -186,14 +189,14 @@ def constrain(array: Array, *names: str | None) -> Array:
         return array
 
     def divides(size: int, name: str | None) -> bool:
-        axes = table.get(name) or ()
+        axes = (table.get(name) if name else None) or ()
         axes = (axes,) if isinstance(axes, str) else axes
         return size % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
 
     kept = (
         name if divides(size, name) else None for size, name in zip(array.shape, names, strict=True)
     )
-    return nn.with_logical_constraint(array, tuple(kept))
+    return spmd.with_logical_constraint(array, tuple(kept))
 
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
@@ -234,6 +237,11 @@ def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
 def unbox(tree: Any) -> Any:
     """The tree without its logical axis names."""
     return nn.unbox(tree)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of nested dictionaries by path, as in `layers/query/kernel`."""
+    return traverse_util.flatten_dict(tree, sep="/")
 
 
 @contextlib.contextmanager

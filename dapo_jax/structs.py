@@ -120,8 +120,7 @@ class Group:
 # --- device, packed -------------------------------------------------------------------------
 
 
-@struct.dataclass
-class Rollouts:
+class Rollouts(struct.PyTreeNode):
     """Responses packed into rows of one length, before anything was computed on them.
 
     `segment_ids` is 0 on padding and counts from 1 inside a row; a segment is one prompt with
@@ -136,8 +135,7 @@ class Rollouts:
     sampler_logprobs: Float[Array, "*M R T"]
 
 
-@struct.dataclass
-class ScoredBatch:
+class ScoredBatch(struct.PyTreeNode):
     """Rollouts with what policy, reference and critic said of them before the update.
 
     `old_logprobs` is None where the policy is still the one that will be differentiated (a single
@@ -151,8 +149,7 @@ class ScoredBatch:
     values: Float[Array, "*M R T"] | None = None
 
 
-@struct.dataclass
-class TrainBatch:
+class TrainBatch(struct.PyTreeNode):
     """All that one optimizer update needs. Its loss is `sum(loss_weights * token_loss)`.
 
     The value loss and the negative log-prob of right responses have weights of their own; what an
@@ -167,8 +164,7 @@ class TrainBatch:
     value_weights: Float[Array, "*M R T"] | None = None
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """What an update changes. `update_count` counts optimizer steps, not rollout steps."""
 
     params: Any
@@ -176,8 +172,7 @@ class TrainState:
     update_count: Int[Array, ""]
 
 
-@struct.dataclass
-class Mean:
+class Mean(struct.PyTreeNode):
     """A sum with its weight, so that means of parts add up to the mean of the whole."""
 
     total: Float[Array, ""]
@@ -195,8 +190,7 @@ class Mean:
 # --- decoding -------------------------------------------------------------------------------
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """One layer's keys and values of every slot, all of one length.
 
     Time is last in keys on CPU, where scores are then 3 times faster; elsewhere it is next to
@@ -210,8 +204,7 @@ class KVCache:
     time_last: bool = struct.field(pytree_node=False, default=True)
 
 
-@struct.dataclass
-class PageCache:
+class PageCache(struct.PyTreeNode):
     """One layer's pages, those of every replica one after the other; key and value heads in turn.
 
     Page 0 of a replica belongs to nobody: slots that are done write there.
@@ -221,16 +214,14 @@ class PageCache:
     scales: Float[Array, "N P K2"] | None = None  # of int8 pages
 
 
-@struct.dataclass
-class PromptCache:
+class PromptCache(struct.PyTreeNode):
     """One layer's keys and values of prefilled prompts."""
 
     keys: Float[Array, "B P K E"]
     values: Float[Array, "B P K E"]
 
 
-@struct.dataclass
-class Prefix:
+class Prefix(struct.PyTreeNode):
     """Prefilled prompts. A prompt's last token is fed by the first decode step.
 
     `key` belongs to the prompt; the sample index is folded in at insertion.
@@ -243,8 +234,7 @@ class Prefix:
     rules: Any = None  # a SamplingRule of [B] arrays where each response has its own
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """Everything that a burst of decoding changes, per slot."""
 
     caches: tuple[KVCache, ...] | tuple[PageCache, ...]

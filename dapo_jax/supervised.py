@@ -125,9 +125,8 @@ def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Sig
         scored = score_responses(
             learner, state.params, course.heldout, config.examples_per_step, packing, signals
         )
-        parts = [
-            (one.token_weights @ logprobs, one.token_weights.sum()) for one, logprobs in scored
-        ]
+        weighed = ((np.asarray(one.token_weights), logprobs) for one, logprobs in scored)
+        parts = [(weights @ logprobs, weights.sum()) for weights, logprobs in weighed]
         total, tokens = np.sum(parts, axis=0) if parts else (0.0, 0.0)
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 

@@ -63,6 +63,7 @@ def prompts_per_update(config: Config) -> int:
 def weigh_tokens(parts: Parts, group: Group, sample: int) -> np.ndarray:
     """What the user's hook says of a response. Raises `ConfigError`."""
     tokens = len(group.completions[sample])
+    assert parts.token_weights is not None  # or nobody asks
     try:
         weights = np.asarray(parts.token_weights(group, sample), np.float64)
         if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
@@ -126,6 +127,7 @@ def score(
     if algorithm.reference:
         reference = over_updates(parts.learner, parts.reference)
     if algorithm.critic:
+        assert parts.critic is not None and run.critic is not None
         values = over_updates(parts.critic, run.critic.params)
     return ScoredBatch(rollouts, old, reference, values), used
 
@@ -134,13 +136,16 @@ def gather(
     config: Config, scored: ScoredBatch, groups: list[Group], segments: list[Segment]
 ) -> Feedback:
     """The feedback on a rollout batch, with the KL penalty where it belongs into the reward."""
-    algorithm, index = config.algorithm, scored.rollouts.response_index
+    algorithm, index = config.algorithm, np.asarray(scored.rollouts.response_index)
+    old, reference = scored.old_logprobs, scored.reference_logprobs
     penalties = log_ratios = None
     if algorithm.kl == "reward":
-        kl = KL_ESTIMATORS[algorithm.kl_estimator](scored.old_logprobs, scored.reference_logprobs)
+        assert old is not None and reference is not None  # `score` made them
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](old, reference)
         penalties = algorithm.kl_coefficient * to_host(kl)
     if algorithm.trained_responses == "pairs":
-        log_ratios = to_host(scored.old_logprobs - scored.reference_logprobs)
+        assert old is not None and reference is not None
+        log_ratios = to_host(old - reference)
     rewards = np.concatenate([group.rewards for group in groups])
     return gather_feedback(
         index,
@@ -188,6 +193,7 @@ def update_policy(
         if rate:
             policy, mean = parts.learner.update(policy, batch, used[u], rate)
         if algorithm.critic:
+            assert parts.critic is not None and critic is not None
             critic, value_mean = parts.critic.update(critic, batch, used[u], value_rate)
             mean |= as_value_metrics(value_mean)
         means.append(mean)

@@ -7,6 +7,7 @@ dead process never returns, so threads decide here, and leave by `os._exit`.
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -52,7 +53,7 @@ class Watch:
         self._seen = dict.fromkeys(range(count), time.monotonic())
         self._answered, self._failures = time.monotonic(), 0
         self._stopped: dict[int, tuple[int, str]] = {}
-        self._stopped_since: float | None = None
+        self._stopped_since = math.inf
         self._over, self._served = False, True
         _hold_aborts()
         self._told_others = threading.Event()
@@ -92,8 +93,8 @@ class Watch:
         for key, value in self._client.key_value_dir_get(STOPPED):
             code, _, text = value.partition(" ")
             self._stopped[int(key.rpartition("/")[2])] = int(code), text
-        if self._stopped and self._stopped_since is None:
-            self._stopped_since = now
+        if self._stopped:
+            self._stopped_since = min(self._stopped_since, now)
 
     def _look(self) -> None:
         while not self._over:

@@ -251,7 +251,8 @@ class Writer:
                 raise MalformedRow("chosen and rejected differ before their last message")
             examples = [self._conversation(one, len(one) - 1) for one in whole]
             pair = Example(examples[0].text, tuple(one.turns[0] for one in examples))
-        if np.array_equal(*(one.response for one in pair.turns)):
+        good, bad = pair.turns
+        if np.array_equal(good.response, bad.response):
             raise MalformedRow("chosen and rejected are the same")
         return pair
 

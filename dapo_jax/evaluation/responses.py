@@ -81,9 +81,9 @@ class ResponseFile:
     """
 
     def __init__(self, folder: Folder | None, settings: dict[str, Any], stamp: dict[str, Any]):
-        self.path, self._stamp, self.responses = None, stamp, {}
+        self._stamp, self.responses = stamp, {}
+        self.path = None if folder is None else folder / "responses.jsonl"
         if folder is not None:
-            self.path = folder / "responses.jsonl"
             self._open(folder, settings)
 
     def _open(self, folder: Folder, settings: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class ResponseFile:
             begun.with_suffix(".tmp").write_text(json.dumps(settings, indent=2))
             begun.with_suffix(".tmp").replace(begun)
         # A verdict that a worker could not finish is asked for again.
-        finished = (one for one in _read(self.path) if one.failure is None)
+        finished = (one for one in _read(folder / "responses.jsonl") if one.failure is None)
         self.responses = {(one.index, one.sample): one for one in finished}
         self.tidy()
 

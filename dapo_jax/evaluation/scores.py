@@ -215,8 +215,12 @@ def _accuracy(problems: list[list[Response]], seed: int) -> Estimate:
     return estimates(means, np.array([len(samples) for samples in problems]), seed)[0]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if len(values) else None
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def _mean_of_some(values: Sequence[float]) -> float | None:
+    return _mean(values) if values else None
 
 
 def make_report(
@@ -252,8 +256,8 @@ def make_report(
         pass_at_k=dict(zip(powers, passes, strict=True)),
         majority=majority,
         response_tokens=tokens / len(responses),
-        response_tokens_right=_mean([one.tokens for one in responses if one.correct]),
-        response_tokens_wrong=_mean([one.tokens for one in responses if not one.correct]),
+        response_tokens_right=_mean_of_some([one.tokens for one in responses if one.correct]),
+        response_tokens_wrong=_mean_of_some([one.tokens for one in responses if not one.correct]),
         truncated_fraction=_mean([one.truncated for one in responses]),
         answer_not_found_rate=_mean([one.extracted is None for one in responses]),
         verifier_failures=sum(one.failure is not None for one in responses),

@@ -21,7 +21,7 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 _file = ""  # the config file that is being read; sections remember its lines
 
 
-def setting(default: Any, explanation: str) -> Any:
+def setting(default: T, explanation: str) -> T:
     """A dataclass field whose explanation `--help` and error messages can show."""
     return dataclasses.field(default=default, metadata={"explanation": explanation})
 
@@ -98,7 +98,8 @@ def _remember(section: Any, name: str) -> None:
         vars(section).get(ORIGINS, {}).pop(name, None)
 
 
-@typing.dataclass_transform(field_specifiers=(setting, dataclasses.field))
+# To a type checker what `setting` gives is the default itself, since it is said by place.
+@typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: type[T]) -> type[T]:
     """A dataclass of settings, which refuses names that it does not have: a mistyped one would
     otherwise leave a default in place, in silence."""

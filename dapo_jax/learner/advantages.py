@@ -6,6 +6,7 @@ tokens, 0 off the responses. Host arithmetic in float64, rounded once by `estima
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -81,8 +82,8 @@ def gather_feedback(
     if log_ratios is not None:
         sums = _sum_over_responses(log_ratios, response_index, len(earned))
         known["reference_log_ratios"] = sums
-    known |= {"rewards": rewards, "trained": on if trained is None else trained}
-    feedback = Feedback(response_index, token_rewards=token_rewards, **known)
+    fields: dict[str, Any] = {"trained": on if trained is None else trained, **known}
+    feedback = Feedback(response_index, rewards=rewards, token_rewards=token_rewards, **fields)
     last = on & ~feedback.continues
     token_rewards[last] += earned[response_index[last]]
     return feedback
@@ -169,6 +170,7 @@ def generalised_advantages(
     algorithm: Algorithm, feedback: Feedback, lambdas: np.ndarray | float
 ) -> np.ndarray:
     """GAE (arXiv 1506.02438, equation 16); the value after the last token of a response is 0."""
+    assert feedback.values is not None  # with a critic
     values, gamma = np.where(feedback.on_response, feedback.values, 0.0), algorithm.gamma
     following = np.where(feedback.continues, np.roll(values, -1, axis=-1), 0.0)
     errors = feedback.token_rewards + gamma * following - values
@@ -212,6 +214,7 @@ def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.n
 def preference_margins(feedback: Feedback) -> tuple[np.ndarray, np.ndarray]:
     """The pairs and (logp - ref) of the right minus that of the wrong response, in nats."""
     pairs = pair_up(feedback.correct, feedback.groups, feedback.tokens)
+    assert feedback.reference_log_ratios is not None  # of whoever trains on pairs
     right, wrong = feedback.reference_log_ratios[pairs].T
     return pairs, right - wrong
 
@@ -260,7 +263,7 @@ def estimate(algorithm: Algorithm, feedback: Feedback) -> tuple[np.ndarray, np.n
     if algorithm.whiten:
         advantages = whiten(advantages, feedback.trained)
     if feedback.values is None:
-        return np.float32(advantages), None
+        return advantages.astype(np.float32), None
     gains = generalised_advantages(algorithm, feedback, algorithm.lambda_value)
     returns = np.where(feedback.on_response, gains + feedback.values, 0.0)
-    return np.float32(advantages), np.float32(returns)
+    return advantages.astype(np.float32), returns.astype(np.float32)

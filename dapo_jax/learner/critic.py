@@ -23,9 +23,10 @@ def critic_objective(
     algorithm: Algorithm, batch: TrainBatch, values: Float[Array, "R T"]
 ) -> tuple[Array, dict[str, Mean]]:
     """The clipped squared error of one microbatch, summed with the value weights."""
-    losses, cut = value_loss(values, batch.scored.values, batch.returns, algorithm.value_clip)
-    loss = (batch.value_weights * losses).sum()
-    return loss, {"value_clip_fraction": weighted(cut, batch.value_weights)}
+    old, returns, weights = batch.scored.values, batch.returns, batch.value_weights
+    assert old is not None and returns is not None and weights is not None  # with a critic
+    losses, cut = value_loss(values, old, returns, algorithm.value_clip)
+    return (weights * losses).sum(), {"value_clip_fraction": weighted(cut, weights)}
 
 
 def critic_learner(

@@ -102,7 +102,8 @@ def pack(
             response_index[row, response:end] = index
             logprobs[row, response:end] = completion.sampler_logprobs
             start = end
-    arrays = (tokens, segment_ids, positions, response_index, logprobs)
+    # Of the host, until a program takes them.
+    arrays: tuple[Any, ...] = (tokens, segment_ids, positions, response_index, logprobs)
     split = (microbatches, rows_per_microbatch, row_tokens)
     return Rollouts(*(array.reshape(split) for array in arrays)), used
 
@@ -173,7 +174,7 @@ def make_batch(
     Args:
         planned_groups: of a whole minibatch; None: as many as there are.
     """
-    index = scored.rollouts.response_index
+    index = np.asarray(scored.rollouts.response_index)
     correct = np.array([segment.correct for segment in segments], bool)
     groups = np.array([segment.prompt.index for segment in segments])
     tokens = np.array([mask.sum() for mask in trained_tokens(segments, algorithm)], int)
@@ -187,13 +188,17 @@ def make_batch(
     present = len(np.unique(groups))
     share = present / (planned_groups or present)
     weights = share * of_responses(per_response)
-    if segments and segments[0].token_weights is not None:  # then all have some
-        weights *= place_tokens([s.token_weights for s in segments], index)
-    trained, nll_weights, value_weights = weights > 0, None, None
+    given = [s.token_weights for s in segments if s.token_weights is not None]
+    if given:  # then all have some
+        weights *= place_tokens(given, index)
+    trained = weights > 0
+    # Host arrays as well: what makes the batch one of the devices' is the program that takes it.
+    host: dict[str, Any] = {"advantages": advantages, "loss_weights": weights.astype(np.float32)}
     if algorithm.positive_nll_coefficient:
         right = trained & (of_responses(correct) > 0)
         coefficient = share * algorithm.positive_nll_coefficient
-        nll_weights = np.float32(coefficient * right / max(1, right.sum()))
+        host["nll_weights"] = (coefficient * right / max(1, right.sum())).astype(np.float32)
     if returns is not None:
-        value_weights = np.float32(share * trained / max(1, trained.sum()))
-    return TrainBatch(scored, advantages, np.float32(weights), nll_weights, returns, value_weights)
+        host["returns"] = returns
+        host["value_weights"] = (share * trained / max(1, trained.sum())).astype(np.float32)
+    return TrainBatch(scored, **host)

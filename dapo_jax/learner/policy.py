@@ -73,6 +73,7 @@ def policy_objective(
         losses = importance * losses
         metrics["importance_weight"] = weighted(importance, trained.astype(jnp.float32))
     if algorithm.kl == "loss":
+        assert scored.reference_logprobs is not None  # with a KL
         reference = jnp.where(trained, scored.reference_logprobs, 0.0)
         kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, reference)
         losses += algorithm.kl_coefficient * kl

@@ -68,6 +68,7 @@ def grouped_attention(
 
 def attend_plain(queries, keys, values, context: Context, cache):
     """Training attention for short rows."""
+    assert context.segment_ids is not None  # of packed rows
     mask = packed_mask(context.segment_ids)
     mixed = grouped_attention(
         queries, keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3), mask

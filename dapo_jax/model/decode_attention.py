@@ -217,6 +217,7 @@ def _attend_pages_of_replica(
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)
     cache = cache.replace(pages=flat.reshape(cache.pages.shape))
     if scales is not None:
+        assert cache.scales is not None  # of int8 pages
         flat = cache.scales.reshape(-1, heads[0]).at[at].set(scales)
         cache = cache.replace(scales=flat.reshape(cache.scales.shape))
     lengths = jnp.where(active, positions + 1, 1)
@@ -256,4 +257,4 @@ class PagedAttention:
 def page_specs(cache: PageCache) -> PageCache:
     """How one layer's pages lie on the mesh: split over replicas, heads over tensor."""
     spec = sharding.spec("batch", None, "kv_heads", column=sharding.DECODING)
-    return PageCache(spec, None if cache.scales is None else spec)
+    return jax.tree.map(lambda _: spec, cache)

@@ -7,7 +7,7 @@ Training scans over stacked layers; `inference.py` applies the same `Block` laye
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -115,9 +115,14 @@ def rotate(
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
 
+def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """An initialiser whose parameter carries these logical axis names; `self.param` unboxes it."""
+    return nn.with_logical_partitioning(init, axes)
+
+
 def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm:
     """The family's norm; its statistics are float32 whatever the compute dtype."""
-    scale = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
+    scale = named(nn.initializers.ones, ("norm",))
     return nn.RMSNorm(config.norm_eps, dtype=config.dtype, scale_init=scale, name=name)
 
 
@@ -139,7 +144,7 @@ class Projection(nn.Module):
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         inputs = x.shape[-self.contracted :]
         inner = math.prod(inputs)
-        init = nn.with_logical_partitioning(nn.initializers.normal(inner**-0.5), self.axes)
+        init = named(nn.initializers.normal(inner**-0.5), self.axes)
         kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
         flat = x.reshape(-1, inner)
         product = flat @ kernel.reshape(inner, -1)
@@ -147,23 +152,25 @@ class Projection(nn.Module):
             scale = self.get_variable("params", "kernel" + SCALE)
             product = (product * scale.reshape(1, -1)).astype(self.dtype)
         if self.adapters:
-            product += self._low_rank(flat, inputs)
+            product += self._low_rank(self.adapters, flat, inputs)
         product = product.reshape(*x.shape[: -self.contracted], *self.features)
         if self.use_bias:
             axes = self.axes[self.contracted :]
-            init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+            init = named(nn.initializers.zeros, axes)
             product += self.param("bias", init, self.features).astype(self.dtype)
         return product
 
-    def _low_rank(self, flat: Float[Array, "N I"], inputs: tuple[int, ...]) -> Array:
+    def _low_rank(
+        self, adapters: Adapters, flat: Float[Array, "N I"], inputs: tuple[int, ...]
+    ) -> Array:
         """scale (x A) B; B begins at zero, so that training begins at the base model."""
-        rank, inner, into = self.adapters.rank, flat.shape[1], self.axes[: self.contracted]
-        init = nn.with_logical_partitioning(nn.initializers.normal(inner**-0.5), (*into, "rank"))
+        rank, inner, into = adapters.rank, flat.shape[1], self.axes[: self.contracted]
+        init = named(nn.initializers.normal(inner**-0.5), (*into, "rank"))
         down = self.param(ADAPTER_NAMES[0], init, (*inputs, rank)).astype(self.dtype)
         axes = ("rank", *self.axes[self.contracted :])
-        init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+        init = named(nn.initializers.zeros, axes)
         up = self.param(ADAPTER_NAMES[1], init, (rank, *self.features)).astype(self.dtype)
-        return self.adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
+        return adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
 
 
 class Block(nn.Module):
@@ -243,13 +250,13 @@ class Decoder(nn.Module):
         positions: Int[Array, "R T"],
     ) -> Float[Array, "R T D"]:
         c = self.config
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+        init = named(nn.initializers.normal(0.02), ("vocab", "embed"))
         embedding = self.param("embedding", init, (c.vocab, c.embed))
         if c.scalar_head:
-            init = nn.with_logical_partitioning(nn.initializers.zeros, ("embed",))
+            init = named(nn.initializers.zeros, ("embed",))
             self.param("score", init, (c.embed,))
         elif not c.tie_embeddings:
-            init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed", "vocab"))
+            init = named(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
         # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch,
         # and in one cut by vocabulary, for tokens cut by length, gathers the table.
@@ -265,7 +272,7 @@ class Decoder(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=nn.broadcast,
+                in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]: declared as an int
                 length=length,
                 unroll=min(c.scan_unroll, length),
                 metadata_params={nn.PARTITION_NAME: "layers"},
@@ -314,7 +321,7 @@ def layer_paths(path: str, config: DecoderConfig) -> list[str]:
     return [f"layers/{first[stack] + i}/{below}" for i in range(layer_stacks(config)[stack])]
 
 
-def for_decoding(flat: dict[str, Array], config: DecoderConfig) -> Any:
+def for_decoding(flat: Mapping[str, Array | jax.ShapeDtypeStruct], config: DecoderConfig) -> Any:
     """Parameters by path, each layer's apart, as a tree; `layers` is a tuple of trees."""
     tree = unflatten_dict(flat, sep="/")
     return tree | {"layers": tuple(tree["layers"][str(i)] for i in range(config.layers))}

@@ -80,8 +80,9 @@ def _rope(values: dict[str, Any], field: str, folder: str) -> dict[str, Any]:
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     if kind == "default":
         return {"rope_theta": float(theta)}
-    factors = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    scaling = RopeScaling(*factors, rope["original_max_position_embeddings"])
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    factor, low, high = (float(rope[name]) for name in names)
+    scaling = RopeScaling(factor, low, high, rope["original_max_position_embeddings"])
     return {"rope_theta": float(theta), "rope_scaling": scaling}
 
 

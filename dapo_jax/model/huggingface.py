@@ -157,7 +157,8 @@ def _to_devices(
     """A sharded array; what several devices hold is read once."""
     parts: dict[tuple, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # jax says None of no array that has a shape
         key = tuple((one.start, one.stop) for one in index)
         if key not in parts:
             parts[key] = read(index).astype(dtype, copy=False)
@@ -214,7 +215,7 @@ def load_params(
     """
     tensors = _Tensors(pathlib.Path(folder), field)
     boxed, shapes = abstract_params(config), names.param_shapes(config)
-    places = traverse_util.flatten_dict(sharding.tree_shardings(mesh, boxed), sep="/")
+    places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
     if fresh_score and names.TOP_NAMES["score"] not in tensors.shapes:
         arrays["score"] = jax.device_put(np.zeros(shapes.pop("score"), np.float32), places["score"])

@@ -5,7 +5,7 @@ XLA then updates in place (a scan over layers would copy the stacked cache).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def decode_step(
     """Feeds one token per slot at its position; float32 logits of the next token, new caches."""
     x = params["embedding"][tokens][:, None].astype(config.dtype)
     x, caches = _run_layers(params, config, attend, x, context, caches)
-    x = rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0])
+    x = cast(Array, rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0]))
     head = head_kernel(params).astype(x.dtype)
     logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
     if "head" + SCALE in params:

@@ -1,6 +1,6 @@
 """What a decoder says of given tokens: log-probability and entropy, or a scalar."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -25,8 +25,12 @@ def token_logprobs(
     """
     hidden = Decoder(config).apply({"params": params}, tokens, segment_ids, positions)
     following = jnp.roll(tokens, -1, axis=1)
-    results = head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens)
-    return tuple(jnp.roll(result, 1, axis=1) for result in results)
+    # A function with a gradient of its own has no type of its own.
+    logprobs, entropy = cast(
+        tuple[Array, Array],
+        head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens),
+    )
+    return jnp.roll(logprobs, 1, axis=1), jnp.roll(entropy, 1, axis=1)
 
 
 def token_values(
@@ -51,5 +55,5 @@ def scalars_after(
     positions: Int[Array, "R T"],
 ) -> Float[Array, "R T"]:
     """The scalar head applied to the hidden state that has read tokens[<=t]; float32."""
-    hidden = Decoder(config).apply({"params": params}, tokens, segment_ids, positions)
+    hidden = cast(Array, Decoder(config).apply({"params": params}, tokens, segment_ids, positions))
     return jnp.dot(hidden, params["score"], preferred_element_type=jnp.float32)

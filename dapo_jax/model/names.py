@@ -7,10 +7,9 @@ Published matrices are [out, in] with heads merged; ours are [in, out] with head
 import math
 
 import numpy as np
-from flax import traverse_util
 
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.sharding import unbox
+from dapo_jax.sharding import flatten, unbox
 
 # our path below a stack of layers: published name below `model.layers.N`
 LAYER_NAMES = {
@@ -43,7 +42,7 @@ TOP_NAMES = {
 
 def param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shape by path of every parameter."""
-    abstract = traverse_util.flatten_dict(unbox(abstract_params(config)), sep="/")
+    abstract = flatten(unbox(abstract_params(config)))
     return {path: leaf.shape for path, leaf in abstract.items()}
 
 

@@ -1,5 +1,7 @@
 """Attention over packed rows by JAX's splash kernel for TPU, on the heads of one device."""
 
+from typing import cast
+
 import jax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
@@ -58,4 +60,5 @@ def splash_attention(
     )
     heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
     segments = splash.SegmentIds(q=segment_ids, kv=segment_ids)
-    return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
+    # Its residuals, the other thing that a kernel may return, are not asked for.
+    return cast(Array, jax.vmap(kernel)(*heads_first, segments)).swapaxes(1, 2)

@@ -38,7 +38,7 @@ def usage() -> str:
         f"  --{name}={default!r}\n      {field.metadata['explanation']}"
         for name, field, default in leaves(PlanSettings())
     )
-    return f"{__doc__.strip()}\n\n{flags}"
+    return f"{(__doc__ or '').strip()}\n\n{flags}"
 
 
 def load() -> tuple[Any, PlanSettings]:

@@ -33,7 +33,9 @@ def replay(
     return [simulation.step() for _ in range(steps)]
 
 
-def fit(rows: Sequence[Counts], seconds: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+def fit(
+    rows: Sequence[Counts], seconds: Sequence[float] | np.ndarray, names: Sequence[str]
+) -> dict[str, float]:
     """Costs of those names, none below 0, under which the counts come nearest to the seconds.
 
     Least absolute deviations: a step in which the machine did something else counts for little.

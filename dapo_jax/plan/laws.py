@@ -27,9 +27,11 @@ class Law(Protocol):
 
     def prompt_tokens(self, index: int) -> int:
         """Of the prompt at that place."""
+        ...
 
     def draw(self, step: int, index: int, samples: int) -> Drawn:
         """The group that a step would draw for it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Compiler:
         self._key = f"{topology.name} {versions()} {traffic.VERSION}"
         # Without a device nothing can be tried out; other levels would.
         cuda = topology.chip.platform == "cuda"
-        self._options = {"xla_gpu_autotune_level": 0} if cuda else None
+        self._options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if cuda else None
 
     def measure(self, program: Program) -> Measured:
         """Compiles it if that was not done before."""
@@ -152,6 +152,7 @@ class Compiler:
         except jax.errors.JaxRuntimeError as error:
             return empty | {"peak": None} | _missing(error)
         memory = done.memory_analysis()
+        assert memory is not None  # every compiler that a plan asks says
         found = empty | {
             "peak": memory.peak_memory_in_bytes,
             "needs": memory.peak_memory_in_bytes,
@@ -162,6 +163,7 @@ class Compiler:
         if not name:
             return found
         text = done.as_text()
+        assert text is not None
         moved = traffic.read(text, self._layout.topology.chips)
         return found | {
             "contents": contents(self._layout, name, text),
@@ -170,7 +172,7 @@ class Compiler:
         }
 
 
-def _missing(error: jax.errors.JaxRuntimeError) -> dict[str, Any]:
+def _missing(error: RuntimeError) -> dict[str, Any]:
     """What a program that does not fit would take; raises the error where that is not its point."""
     text = str(error)
     found = _TEMPORARIES.search(text) or _ALL.search(text)

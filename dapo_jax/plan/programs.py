@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from dapo_jax import sharding
 from dapo_jax.algorithms import Algorithm
@@ -80,8 +80,8 @@ def _abstract(
 ) -> Any:
     """Shapes and places of parameters in their forward dtype."""
     boxed = decoders.abstract_params(decoder)
-    places = flatten_dict(sharding.tree_shardings(mesh, boxed), sep="/")
-    flat = flatten_dict(sharding.unbox(boxed), sep="/")
+    places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    flat = sharding.flatten(sharding.unbox(boxed))
     return unflatten_dict(
         {
             path: jax.ShapeDtypeStruct(
@@ -133,7 +133,9 @@ def _batch(layout: Layout, microbatches: int) -> TrainBatch:
     algorithm: Algorithm = layout.config.algorithm
     packing = layout.config.packing
     shape = (microbatches, packing.rows_per_microbatch, packing.row_tokens)
-    whole, real = (jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32))
+    # Shapes, where a run has arrays.
+    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    real: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     rollouts = Rollouts(whole, whole, whole, whole, real)
     old = algorithm.old_logprobs == "sampler" or scores_first(layout.config)
     critic = real if algorithm.critic else None

@@ -42,7 +42,7 @@ class Work:
     def bound(self, chip: Chip, efficiency: Efficiency) -> tuple[str, float]:
         """The part that takes longest, and its seconds."""
         seconds = self.seconds(chip, efficiency)
-        name = max(seconds, key=seconds.get)
+        name = max(seconds, key=seconds.__getitem__)
         return name, seconds[name]
 
 

@@ -13,13 +13,21 @@ from dapo_jax.experiment.settings import require
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.plan.costs import Meter
 from dapo_jax.plan.laws import Law
-from dapo_jax.rewards.judge import Pending
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sharding import AXES
-from dapo_jax.structs import Completion, DecodeState, Group, Prefix, Prompt, PromptCache, Verdict
+from dapo_jax.structs import (
+    Completion,
+    DecodeState,
+    Group,
+    PageCache,
+    Prefix,
+    Prompt,
+    PromptCache,
+    Verdict,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +131,7 @@ class SimulatedEngine(PolicyEngine):
     def _empty(self, *, window: int) -> DecodeState:
         """Every slot free; caches are shapes."""
         zeros, size = np.zeros(self._slots, np.int64), (self._slots, self.max_response_tokens)
-        return DecodeState(
+        arrays: dict[str, Any] = dict(  # of the host, where the engine's are the devices'
             caches=jax.eval_shape(lambda: self.store.empty(window)),
             tables=None,
             last_token=zeros,
@@ -136,14 +144,15 @@ class SimulatedEngine(PolicyEngine):
             busy_slot_steps=np.int64(0),
             slot_steps=np.int64(0),
         )
+        return DecodeState(**arrays)
 
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=jax.eval_shape(lambda: self.store.empty(window)))
 
-    def _prefill(self, params: Any, tokens: np.ndarray, lengths: np.ndarray, keys: Any) -> Prefix:
+    def _prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any) -> Prefix:
         self.meter.add(prefill_call=1, prefill_token=tokens.size / self.replicas)
         shape = (*tokens.shape, self.config.kv_heads, self.config.head_dim)
-        kept = jax.ShapeDtypeStruct(shape, self.config.dtype)
+        kept: Any = jax.ShapeDtypeStruct(shape, self.config.dtype)
         return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys)
 
     def _insert(self, prefix, state, slots, rows, samples, fills) -> DecodeState:
@@ -185,8 +194,9 @@ class SimulatedEngine(PolicyEngine):
         """What a burst costs: every replica waits for the one that reads most."""
         each, before = self._slots // self.replicas, self.meter.now
         if self._reads_window:
-            pages = columns is not None
-            window = columns * self._page_tokens if pages else state.caches[0].values.shape[2]
+            cache = state.caches[0]
+            paged = isinstance(cache, PageCache)
+            window = columns * self._page_tokens if paged else cache.values.shape[2]
             read = steps * each * window
         else:  # with the i-th token, i - 1 drawn ones and what was there before
             tokens = drawn * state.length + drawn * (drawn + 1) // 2
@@ -216,6 +226,14 @@ class SimulatedPrompts:
         return Prompt(index, str(index), "", tokens, "", "simulated")
 
 
+class Judged(NamedTuple):
+    """A group on its way through the simulated workers, and the second when they have read it."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    ready: float
+
+
 class SimulatedJudge:
     """Verdicts from the law, by workers that take their time beside decoding."""
 
@@ -225,18 +243,18 @@ class SimulatedJudge:
         self._workers = config.reward.workers
         self._law, self._meter, self._free = law, meter, 0.0
 
-    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
+    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Judged:
         self._meter.add(response=len(completions))
         took = len(completions) * self._meter.costs.judged / self._workers
         self._free = max(self._free, self._meter.now) + took
-        return Pending(prompt, completions, [self._free])
+        return Judged(prompt, completions, self._free)
 
-    def groups(self, pending: list[Pending]) -> list[Group]:
+    def groups(self, pending: list[Judged]) -> list[Group]:
         for one in pending:
-            self._meter.wait("judge", one.verdicts[0])
+            self._meter.wait("judge", one.ready)
         return [self._group(one) for one in pending]
 
-    def _group(self, one: Pending) -> Group:
+    def _group(self, one: Judged) -> Group:
         step = one.completions[0].policy_step  # of a group that was carried over, the one before
         drawn = self._law.draw(step, one.prompt.index, len(one.completions))
         verdicts = tuple(Verdict(bool(right), None) for right in drawn.correct)

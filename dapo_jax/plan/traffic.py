@@ -73,7 +73,8 @@ def _trips(condition: list[str]) -> int | None:
     """How often a loop runs; None where no constant says."""
     constants = dict(_CONSTANT.findall("\n".join(condition)))
     for line in condition:
-        for name in (_COMPARED.search(line) or re.match("", "")).groups():
+        compared = _COMPARED.search(line)
+        for name in compared.groups() if compared else ():
             if name in constants:
                 return int(constants[name])
     return None

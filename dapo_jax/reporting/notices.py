@@ -65,7 +65,7 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
     choices = {
         "go on": f"--config.total_steps={2 * steps}",
         "train anew": "--config.run_dir=FOLDER",
-        "evaluate": f"python -m dapo_jax.evaluate --config=... --config.run_dir={folder}",
+        "evaluate": "python -m dapo_jax.evaluate, with the same arguments",
         "export": f"python -m dapo_jax.export --run={folder} --out=FOLDER",
     }
     if not longer:  # its learning rate has come to its end

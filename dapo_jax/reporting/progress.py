@@ -192,23 +192,18 @@ class Progress:
         """Says while the block lasts which programs are compiled, and how long slow ones took."""
         going_on: dict[str, tuple[contextlib.ExitStack, _Doing]] = {}
 
-        def end(program: str) -> None:
-            stack, doing = going_on.pop(program)
-            stack.close()
-            if (seconds := doing.seconds()) >= SLOW_SECONDS:
-                self.say(
-                    f"compiled {escape(PROGRAMS.get(program, program))} in {duration(seconds)}"
-                )
-
         def hear(event: str, _: float, fun_name: str = "", **__: Any) -> None:
-            if event in (LOWERED, COMPILED) and fun_name in going_on:
-                end(fun_name)
+            if event not in (LOWERED, COMPILED):
+                return
+            program = PROGRAMS.get(fun_name, fun_name)
+            if fun_name in going_on:
+                stack, doing = going_on.pop(fun_name)
+                stack.close()
+                if (seconds := doing.seconds()) >= SLOW_SECONDS:
+                    self.say(f"compiled {escape(program)} in {duration(seconds)}")
             if event == LOWERED:
-                stack, text = (
-                    contextlib.ExitStack(),
-                    f"compiling {PROGRAMS.get(fun_name, fun_name)}",
-                )
-                working = self.working(text, shown_after=SHOWN_SECONDS)
+                stack = contextlib.ExitStack()
+                working = self.working(f"compiling {program}", shown_after=SHOWN_SECONDS)
                 going_on[fun_name] = stack, stack.enter_context(working)
 
         jax.monitoring.register_event_duration_secs_listener(hear)

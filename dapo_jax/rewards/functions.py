@@ -8,8 +8,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from dapo_jax.experiment.hooks import describe_error, resolve
 from dapo_jax.experiment.settings import ConfigError, require
@@ -23,7 +22,13 @@ OF_THE_TRAINER = (
     GYM,
 )  # need tokens, verdicts or the devices
 
-RewardFunction = Callable[[str, str, str], float]
+
+class RewardFunction(Protocol):
+    """What a part is; it is always called by these names."""
+
+    def __call__(self, *, prompt: str, response: str, answer: str) -> float: ...
+
+
 HERE = "in_process:"  # before the name of a part that this process computes
 _here: dict[str, RewardFunction] = {}
 
@@ -57,8 +62,8 @@ def name_of(function: RewardFunction, in_process: bool) -> str:
         taken = _here.setdefault(name, function)
         require(taken is function, "reward.parts", name, "one function of that name in a program")
         return name
-    module = getattr(function, "__module__", None)
-    importable = module not in (None, "__main__") and name.isidentifier()
+    module = getattr(function, "__module__", None) or "__main__"
+    importable = module != "__main__" and name.isidentifier()
     if not (importable and getattr(sys.modules.get(module), name, None) is function):
         raise ConfigError(
             f"config.reward.parts = {function!r}: must be a function that a worker process can "

@@ -62,7 +62,7 @@ class Judge:
             return [None] * len(pending)
         scores = self._model.score([(p.prompt, done) for p in pending for done in p.completions])
         ends = np.cumsum([len(p.completions) for p in pending])
-        return np.split(scores, ends[:-1])
+        return list(np.split(scores, ends[:-1]))
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -119,12 +119,12 @@ class RewardPool:
         algebra.begin(self._reward.timeout_seconds)
         try:
             correct, extracted, how = self._verify(job["response"], gold, algebra)
-            by_value = extracted is not None and self._reward.verifier in BY_VALUE
-            if by_value and not correct and self._reward.percent == "as_asked":
-                number = as_percentage(extracted, job["prompt"])
+            value = extracted if self._reward.verifier in BY_VALUE else None
+            if value is not None and not correct and self._reward.percent == "as_asked":
+                number = as_percentage(value, job["prompt"])
                 correct = number is not None and decide(number, gold_answer(gold), algebra)
-            if by_value and correct and self._reward.unfinished == "wrong":
-                if is_unfinished(extracted, gold_answer(gold), job["prompt"]):
+            if value is not None and correct and self._reward.unfinished == "wrong":
+                if is_unfinished(value, gold_answer(gold), job["prompt"]):
                     return Verdict(False, extracted, decided="unfinished")
         except Exception as error:  # a verifier's bug costs a response, never the run
             return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")

@@ -84,9 +84,11 @@ def reward_group(
         for completion, verdict in zip(completions, verdicts, strict=True)
     )
     parts = reward_parts(config, completions, verdicts, model_scores)
-    raw = sum((v for name, v in parts.items() if name not in SHAPING), np.zeros(len(verdicts)))
+    nothing = np.zeros(len(verdicts))
+    raw = sum((v for name, v in parts.items() if name not in SHAPING), nothing)
     correct = np.array([verdict.correct for verdict in verdicts], bool)
     if config.reward.correct == "threshold":
         tokens = np.array([len(completion) for completion in completions])
         correct = (raw >= config.reward.threshold) & (tokens > 0)
-    return Group(prompt, completions, verdicts, parts, sum(parts.values()), raw, correct)
+    rewards = sum(parts.values(), nothing)
+    return Group(prompt, completions, verdicts, parts, rewards, raw, correct)

@@ -82,7 +82,7 @@ def _over(above: Ball, below: Ball) -> Ball:
 
 def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
     if exponent.kind == "number":
-        q = exponent.value
+        q = exponent.rational
         power = acb(base) ** int(abs(q.p))
         if q.q != 1:  # principal: (a^(1/n))^m
             power = principal_root(base, int(q.q)) ** int(abs(q.p))
@@ -100,9 +100,9 @@ def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
     budget.spend(2 + flint.ctx.prec / 256)
     match tree.kind:
         case "number":
-            return acb(arb(tree.value))
+            return acb(arb(tree.rational))
         case "symbol":
-            return point[tree.value]
+            return point[tree.name]
         case "pi":
             return acb.pi()
         case "e":
@@ -123,7 +123,9 @@ def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
             value = _power(parts[0], tree.parts[1], parts[1])
         case "odd_root":
             negative = parts[0].imag.is_zero() and bool(parts[0].real < 0)
-            value = principal_root(-parts[0] if negative else parts[0], tree.parts[1].whole)
+            value = principal_root(
+                -parts[0] if negative else parts[0], int(tree.parts[1].rational.p)
+            )
             value = -value if negative else value
         case "floor":
             value = acb(whole_part(parts[0]))

@@ -193,9 +193,11 @@ class _Comparison:
             return False
         units = {mine_unit, gold_unit}
         if units == {"dollar", "cent"}:
-            numbers = read_number(mine_value), read_number(gold_value)
+            ours, theirs = read_number(mine_value), read_number(gold_value)
             scales = (1 if mine_unit == "cent" else CENTS), (1 if gold_unit == "cent" else CENTS)
-            return None not in numbers and numbers[0] * scales[0] == numbers[1] * scales[1]
+            if ours is None or theirs is None:
+                return False
+            return ours * scales[0] == theirs * scales[1]
         if mine_unit and gold_unit and mine_unit != gold_unit:
             return False
         if units == {"degree", ""} and r"\pi" in mine + gold:
@@ -211,14 +213,12 @@ def _as_read(text: str, number: Fraction | None) -> str:
 
 def _same_ratio(mine: str, gold: str) -> bool | None:
     """Whether a ratio 5:8 and a fraction are the same; None where it is not these two."""
-    both = [_RATIO.fullmatch(text) for text in (mine, gold)]
-    if all(both) and all(int(ratio[2]) for ratio in both):
-        mine_ratio, gold_ratio = (Fraction(int(r[1]), int(r[2])) for r in both)
-        return mine_ratio == gold_ratio
-    for ratio, other in ((mine, gold), (gold, mine)):
-        match = _RATIO.fullmatch(ratio)
+    ours, theirs = _RATIO.fullmatch(mine), _RATIO.fullmatch(gold)
+    if ours and theirs and int(ours[2]) and int(theirs[2]):
+        return Fraction(int(ours[1]), int(ours[2])) == Fraction(int(theirs[1]), int(theirs[2]))
+    for match, other in ((ours, gold), (theirs, mine)):
         number = read_number(other) if match and ("/" in other or r"\frac" in other) else None
-        if number is not None and int(match[2]):
+        if match and number is not None and int(match[2]):
             return Fraction(int(match[1]), int(match[2])) == number
     return None
 

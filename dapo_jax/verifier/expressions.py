@@ -258,7 +258,7 @@ class _Parser:
                 raise Refused("a root")
             if order % 2 and inside.kind != "number" and not symbols(inside):
                 return odd_root(inside, order)
-            if inside.kind == "number" and inside.value < 0 and order % 2:
+            if inside.kind == "number" and inside.rational < 0 and order % 2:
                 return negate(power(negate(inside), number(fmpq(1, order))))
             return power(inside, number(fmpq(1, order)))
         if name == "mathbf":

@@ -48,7 +48,7 @@ def _last_box(text: str) -> Extraction | None:
     """The last box that holds something; None without any."""
     places = {name: text.rfind(name) for name in _BOXES}
     for _ in range(MOST_MARKERS):
-        last = max(places, key=places.get)
+        last = max(places, key=places.__getitem__)
         end = places[last]
         if end < 0:
             return None

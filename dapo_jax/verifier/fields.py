@@ -6,7 +6,7 @@ and that a number is zero by the distance from 0 that it would have to keep.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flint import acb, arb, fmpq
 
@@ -50,7 +50,7 @@ class Field:
         self,
         budget: Budget,
         signs: dict[str, int] | None = None,
-        residues: dict[str, tuple[int, int | fmpq]] | None = None,
+        residues: Mapping[str, tuple[int, int | fmpq]] | None = None,
     ):
         self.budget, self.atoms = budget, []
         self.signs, self.residues = signs or {}, residues or {}
@@ -155,6 +155,7 @@ class Field:
             atoms = dict(self.atoms_in(poly))
             for atom in atoms.values():
                 if bits not in atom.balls:
+                    assert atom.value is not None  # of a constant
                     self.budget.spend(2 + bits / 8 + (bits / 256) ** 2 / 8)
                     atom.balls[bits] = atom.value(bits)
             total = acb(0)
@@ -237,6 +238,7 @@ class Field:
                 if number not in seen:
                     seen.add(number)
                     degree *= atom.degree
+                    assert atom.radicand is not None  # algebraic atoms are roots
                     waiting.append(atom.radicand)
         whole = poly * math.lcm(*(int(c.q) for c in poly.coeffs()))
         largest = self.log2_conjugates(whole)

@@ -5,7 +5,7 @@ Integer variables may be looked at by their remainders: `Field.moduli` says whic
 
 import math
 
-from flint import acb, arb, fmpq, fmpz
+from flint import acb, arb, fmpq
 
 from dapo_jax.verifier.budgets import Undecided
 from dapo_jax.verifier.enclosures import LARGEST_FLOORED, Undefined, whole_part, with_bits
@@ -100,7 +100,9 @@ def _floor_of_constant(field: Field, a: Element) -> Element:
         try:
             with with_bits(bits):
                 real = field.value(a, bits).real
-                return rational(whole_part(acb(real)).unique_fmpz())
+                whole = whole_part(acb(real)).unique_fmpz()
+                assert whole is not None  # whole_part looked
+                return rational(whole)
         except Undefined:
             if not abs(real) < LARGEST_FLOORED:
                 raise Undecided("a huge number's floor") from None
@@ -150,8 +152,9 @@ def _power_of_exp(field: Field, powers: dict[int, int], c: fmpq, below: Poly) ->
     key = f"{sorted(powers.items())} {below}"
     number, step = field.exponentials.get(key, (None, 1))
     if number is None or step % int(c.q):
-        older = {} if number is None else {"degree": math.lcm(step, int(c.q)) // step}
-        if older:
+        older = {}
+        if number is not None:
+            older["degree"] = math.lcm(step, int(c.q)) // step
             older["radicand"] = field.atoms[number].generator
         step = math.lcm(step, int(c.q))
         argument = Element(monomial(powers) / step, below)
@@ -306,7 +309,7 @@ def factorial(field: Field, a: Element) -> Element:
     if number is not None:
         if number.q != 1 or not 0 <= number <= LARGEST_POWER:
             raise Undecided("a factorial of no small whole number")
-        return rational(fmpz.fac_ui(int(number.p)))
+        return rational(math.factorial(int(number.p)))
     fixed = {powers_of(e) == {}: c for e, c in a.above.terms()}.get(True, fmpq(0))
     shift = int(fixed.floor()) if a.below == ONE else 0
     if abs(shift) > LARGEST_SHIFT:
@@ -327,6 +330,6 @@ def binomial(field: Field, above: Element, below: Element) -> Element:
         result = rational(1)
         for j in range(int(k.p)):
             result = field.multiply(result, field.subtract(above, rational(j)))
-        return field.scale(result, 1 / fmpq(fmpz.fac_ui(int(k.p))))
+        return field.scale(result, fmpq(1, math.factorial(int(k.p))))
     rest = factorial(field, field.subtract(above, below))
     return field.divide(factorial(field, above), field.multiply(factorial(field, below), rest))

@@ -18,6 +18,10 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyseccomp import Arg, SyscallFilter
 
 CPU_SECONDS = 3600  # of one worker's life: what was left running in it ends, and it is replaced
 PROBE_SECONDS = 60.0
@@ -135,7 +139,7 @@ def _lock_calls() -> None:
     rules.load()
 
 
-def _add(rules: object, action: int, name: str, arguments: list[object]) -> None:
+def _add(rules: "SyscallFilter", action: int, name: str, arguments: "list[Arg]") -> None:
     import pyseccomp
 
     number = pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)

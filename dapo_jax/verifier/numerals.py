@@ -66,10 +66,10 @@ def _fraction(text: str) -> Fraction | None:
 
 def _mixed(text: str) -> Fraction | None:
     match = _MIXED.fullmatch(text)
-    part = _fraction(match[2]) if match else None
-    if part is None or part < 0 or not re.fullmatch(r"[^-+.]*", match[2]):
+    if match is None or not re.fullmatch(r"[^-+.]*", match[2]):
         return None
-    return _decimal(match[1]) + part
+    whole, part = _decimal(match[1]), _fraction(match[2])
+    return None if whole is None or part is None or part < 0 else whole + part
 
 
 def _scientific(text: str) -> Fraction | None:
@@ -80,7 +80,7 @@ def _scientific(text: str) -> Fraction | None:
     if len(exponent) > 5 or abs(int(exponent)) > LARGEST_EXPONENT:
         return None
     factor = _decimal(match[1] or match[4] or "1")
-    return factor * Fraction(10) ** int(exponent)
+    return None if factor is None else factor * Fraction(10) ** int(exponent)
 
 
 def read_number(text: str) -> Fraction | None:

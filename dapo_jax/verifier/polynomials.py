@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx
+from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx, fmpz
 
 from dapo_jax.verifier.enclosures import Ball
 
@@ -59,6 +59,7 @@ class Atom:
 
     @functools.cached_property
     def relation(self) -> Poly:
+        assert self.radicand is not None  # with a degree
         return self.generator**self.degree - self.radicand
 
 
@@ -85,7 +86,7 @@ def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], P
     return {key: _RING.from_dict(inner) for key, inner in terms.items()}
 
 
-def constant(value: fmpq | int) -> Poly:
+def constant(value: fmpq | fmpz | int) -> Poly:
     """The polynomial of a rational number."""
     return _RING.constant(fmpq(value))
 
@@ -93,7 +94,7 @@ def constant(value: fmpq | int) -> Poly:
 ZERO, ONE = constant(0), constant(1)
 
 
-def rational(value: fmpq | int) -> Element:
+def rational(value: fmpq | fmpz | int) -> Element:
     """The element of a rational number."""
     return Element(constant(value), ONE)
 

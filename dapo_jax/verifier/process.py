@@ -28,7 +28,9 @@ class WorkerProcess:
             env=environment,
             start_new_session=True,
         )
-        os.set_blocking(self._process.stdin.fileno(), False)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+        os.set_blocking(self._to.fileno(), False)
         try:
             self._read_line(time.monotonic() + START_SECONDS)
         except BaseException:
@@ -40,14 +42,14 @@ class WorkerProcess:
 
         Raises TimeoutError, OSError or ValueError; the process is then of no more use.
         """
-        message, pipe = json.dumps(job).encode() + b"\n", self._process.stdin.fileno()
+        message, pipe = json.dumps(job).encode() + b"\n", self._to.fileno()
         while message:
             self._wait([], [pipe], deadline)
             message = message[os.write(pipe, message[:65_536]) :]
         return json.loads(self._read_line(deadline))
 
     def _read_line(self, deadline: float) -> bytes:
-        reply, pipe = b"", self._process.stdout.fileno()
+        reply, pipe = b"", self._from.fileno()
         while not reply.endswith(b"\n"):
             self._wait([pipe], [], deadline)
             piece = os.read(pipe, 65_536)
@@ -73,5 +75,5 @@ class WorkerProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._to.close()
+        self._from.close()

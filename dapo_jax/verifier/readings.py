@@ -92,9 +92,9 @@ def read(field: Field, tree: Tree) -> Element:
     field.budget.spend(5)
     match tree.kind:
         case "number":
-            return rational(tree.value)
+            return rational(tree.rational)
         case "symbol":
-            return functions.symbol(field, tree.value)
+            return functions.symbol(field, tree.name)
         case "pi":
             return functions.pi(field)
         case "e":
@@ -120,7 +120,8 @@ def read(field: Field, tree: Tree) -> Element:
             return functions.power(field, *parts)
         case "odd_root":
             negative = is_real(field, parts[0]) and sign(field, parts[0]) < 0
-            found = root(field, field.scale(parts[0], -1 if negative else 1), tree.parts[1].whole)
+            order = int(tree.parts[1].rational.p)
+            found = root(field, field.scale(parts[0], -1 if negative else 1), order)
             return field.scale(found, -1 if negative else 1)
         case "binomial":
             return functions.binomial(field, *parts)

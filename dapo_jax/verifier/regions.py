@@ -48,7 +48,7 @@ def _divides_by_variable(node: Tree) -> bool:
     if node.kind == "quotient":
         return bool(symbols(node.parts[1]))
     exponent = node.parts[1] if node.kind == "power" else None
-    below = exponent is not None and (exponent.kind != "number" or exponent.value < 0)
+    below = exponent is not None and (exponent.kind != "number" or exponent.rational < 0)
     return below and bool(symbols(node))
 
 
@@ -64,6 +64,7 @@ class Regions:
         """-1, 0 or 1 as the value of `a` is below, at or above that of `b`."""
         if a.infinite or b.infinite:
             return (a.infinite > b.infinite) - (a.infinite < b.infinite)
+        assert a.value is not None and b.value is not None  # being finite
         if a.value == b.value:
             return 0
         return sign(self.field, self.field.subtract(a.value, b.value))
@@ -95,7 +96,7 @@ class Regions:
         for piece in sorted(pieces, key=functools.cmp_to_key(self._order_of_lows)):
             last = joined[-1] if joined else None
             gap = 1 if last is None else self.compare(piece.low, last.high)
-            if gap > 0 or gap == 0 and piece.low.open and last.high.open:
+            if last is None or gap > 0 or gap == 0 and piece.low.open and last.high.open:
                 joined.append(piece)
                 continue
             order = self.compare(piece.high, last.high)

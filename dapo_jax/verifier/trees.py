@@ -3,6 +3,7 @@
 Constructors fold rational numbers exactly and refuse what would be large; nothing else is computed.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,10 +26,22 @@ class Tree(NamedTuple):
     value: fmpq | str | None = None
 
     @property
+    def rational(self) -> fmpq:
+        """A number's value."""
+        assert isinstance(self.value, fmpq), self.kind
+        return self.value
+
+    @property
+    def name(self) -> str:
+        """A symbol's name."""
+        assert isinstance(self.value, str), self.kind
+        return self.value
+
+    @property
     def whole(self) -> int | None:
         """The integer that it is; None for anything else."""
-        is_whole = self.kind == "number" and self.value.q == 1
-        return int(self.value.p) if is_whole else None
+        is_whole = self.kind == "number" and self.rational.q == 1
+        return int(self.rational.p) if is_whole else None
 
 
 PI, EULER, IMAGINARY, INFINITY = map(Tree, ("pi", "e", "i", "infinity"))
@@ -57,7 +70,7 @@ def add(terms: list[Tree]) -> Tree:
     if len(terms) == 1:
         return terms[0]
     _finite(*terms)
-    constant = sum((t.value for t in terms if t.kind == "number"), fmpq(0))
+    constant = sum((t.rational for t in terms if t.kind == "number"), fmpq(0))
     rest = tuple(t for t in terms if t.kind != "number")
     if not rest:
         return number(constant)
@@ -67,7 +80,7 @@ def add(terms: list[Tree]) -> Tree:
 def multiply(a: Tree, b: Tree) -> Tree:
     """a * b."""
     if a.kind == b.kind == "number":
-        return number(a.value * b.value)
+        return number(a.rational * b.rational)
     if b.kind == "infinity" and a.whole == -1:
         return Tree("product", (a, b))
     _finite(a, b)
@@ -83,9 +96,9 @@ def divide(above: Tree, below: Tree) -> Tree:
     """above / below. Raises `Refused` where that is plainly undefined."""
     _finite(above, below)
     if below.kind == "number":
-        if below.value == 0:
+        if below.rational == 0:
             raise Refused("division by zero")
-        return multiply(above, number(1 / below.value))
+        return multiply(above, number(1 / below.rational))
     return Tree("quotient", (above, below))
 
 
@@ -93,26 +106,27 @@ def power(base: Tree, exponent: Tree) -> Tree:
     """base ** exponent. Raises `Refused` where that would be large."""
     _finite(base, exponent)
     if exponent.kind != "number":
-        if base.kind == "number" and base.value == 0:
+        if base.kind == "number" and base.rational == 0:
             raise Refused("a power of zero")
         return Tree("power", (base, exponent))
-    n = exponent.value
+    n = exponent.rational
     if base.kind != "number":
         if abs(n) > LARGEST_EXPONENT or n.q > LARGEST_EXPONENT:
             raise Refused("a large exponent")
         return base if n == 1 else Tree("power", (base, exponent))
-    if base.value == 0:
+    value = base.rational
+    if value == 0:
         if n <= 0:
             raise Refused("a power of zero")
         return base
-    bits = max(base.value.p.bit_length(), base.value.q.bit_length())
+    bits = max(value.p.bit_length(), value.q.bit_length())
     if bits > 1 and (abs(n.p) * bits > LARGEST_BITS or n.q > LARGEST_EXPONENT):
         raise Refused("a large power")
     if n.q != 1:
         return Tree("power", (base, exponent))
     if bits == 1:  # 1 and -1
-        return number(base.value if n.p % 2 else 1)
-    return number(base.value ** int(n.p))
+        return number(value if n.p % 2 else 1)
+    return number(value ** int(n.p))
 
 
 def call(name: str, argument: Tree) -> Tree:
@@ -132,7 +146,7 @@ def factorial(argument: Tree) -> Tree:
     if argument.kind == "number":
         if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
             raise Refused("a large factorial")
-        return number(fmpz.fac_ui(argument.whole))
+        return number(math.factorial(argument.whole))
     return call("factorial", argument)
 
 
@@ -143,8 +157,8 @@ def binomial(above: Tree, below: Tree) -> Tree:
             part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
         ):
             raise Refused("a large binomial")
-    if above.kind == below.kind == "number":
-        return number(fmpz.bin_uiui(above.whole, below.whole))
+    if above.whole is not None and below.whole is not None:
+        return number(math.comb(above.whole, below.whole))
     _finite(above, below)
     return Tree("binomial", (above, below))
 
@@ -158,4 +172,4 @@ def nodes(tree: Tree) -> Iterator[Tree]:
 
 def symbols(tree: Tree) -> set[str]:
     """The names of its variables."""
-    return {node.value for node in nodes(tree) if node.kind == "symbol"}
+    return {node.name for node in nodes(tree) if node.kind == "symbol"}

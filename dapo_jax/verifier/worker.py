@@ -71,7 +71,7 @@ def make_algebra(output: int) -> Callable[[dict], dict]:
     limit_process()
 
     def answer(job: dict) -> dict:
-        budget, reply = Budget(job["work"]), {"same": False}
+        budget, reply = Budget(job["work"]), dict[str, object](same=False)
         try:
             algebra = ProvenAlgebra(budget)
             reply["same"] = getattr(algebra, job["question"])(job["prediction"], job["answer"])
