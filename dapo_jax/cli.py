@@ -10,7 +10,8 @@ from ml_collections import config_flags
 from dapo_jax import processes
 from dapo_jax.data.formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
-from dapo_jax.experiment.config import Config, Data
+from dapo_jax.data.turns import EXAMPLES, PAIRS, read_fields
+from dapo_jax.experiment.config import Config, Data, DpoConfig, SftConfig
 from dapo_jax.experiment.files import locate, read_config
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, check_types, leaves, nearest, require
@@ -45,6 +46,8 @@ def check(config: Any) -> None:
         if name in TABLES:
             require(value in TABLES[name], name, value, "one of " + ", ".join(TABLES[name]))
     validate(config)
+    if isinstance(config, SftConfig | DpoConfig):
+        read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
     if isinstance(config, Config):
         own_parts(list(config.reward.weights()))
         if config.algorithm.token_weights:

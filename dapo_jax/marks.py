@@ -17,13 +17,19 @@ from dapo_jax.experiment.settings import require
 MARK, LOCK = ".dapo_jax.json", ".dapo_jax.lock"
 OURS = ".dapo_jax."  # what these two begin with, and a mark that is being written
 RUN, EVALUATION, TRAINED, EXPORTED = "run", "evaluation", "trained model", "exported model"
+PREFERRING = "model trained on pairs"
 ALLOWED = {
     RUN: "a new or empty folder, or that of a run",
     EVALUATION: "a new or empty folder, or that of an evaluation",
     TRAINED: "a new or empty folder, or one that holds only what dapo_jax.sft wrote",
+    PREFERRING: "a new or empty folder, or one that holds only what dapo_jax.dpo wrote",
     EXPORTED: "a new or empty folder, or one that holds only what dapo_jax.export wrote",
 }
-REPLACED = (TRAINED, EXPORTED)  # whole: the new folder is complete before the old one goes
+REPLACED = (
+    TRAINED,
+    PREFERRING,
+    EXPORTED,
+)  # whole: the new folder is complete before the old one goes
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}
 
 

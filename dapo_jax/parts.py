@@ -42,7 +42,7 @@ from dapo_jax.sampler.rollout import RolloutSampler
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (
-    "model.folder model.reference_folder reward.model_folder critic.folder start".split()
+    "model.folder model.reference_folder reward.model_folder critic.folder start reference".split()
 )
 
 

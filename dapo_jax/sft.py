@@ -1,26 +1,36 @@
-"""Makes a base policy: supervised training from nothing on worked examples of the embedded task.
+"""Trains a policy on examples: a user's own, or generated ones of the embedded task.
 
+    python -m dapo_jax.sft --config.data.source=FILE --config.start=FOLDER --config.out=FOLDER
     python -m dapo_jax.sft --config=configs/arithmetic_base.py
 
-writes a model folder in the Hugging Face layout. The update is the one of reinforcement learning,
-with every coefficient 1.
+writes a model folder in the Hugging Face layout. A row of the file has messages, or prompt and
+response, prompt and completion, problem and solution, or question and answer. The update is the one
+of reinforcement learning, with every coefficient 1.
 """
 
 import sys
 
 from dapo_jax import cli, processes
+from dapo_jax.data.examples import find_source
+from dapo_jax.experiment.combinations import GENERATED
 from dapo_jax.experiment.config import SftConfig
 from dapo_jax.marks import TRAINED, check_free
 
 
+def check(config: SftConfig) -> None:
+    """Raises `ConfigError` where the folder must not be written, or there is no such file."""
+    check_free("out", config.out, TRAINED)
+    if config.data.source != GENERATED:
+        find_source(config.data)
+
+
 def main() -> int:
-    """The exit code."""
-    config = cli.load(
-        SftConfig, __doc__, door=lambda config: check_free("out", config.out, TRAINED)
-    )
+    """The exit code: 0 done, 2 wrong settings, 128 + its number after a signal."""
+    config = cli.load(SftConfig, __doc__, needs_file=False, door=check)
+    from dapo_jax.offline import exit_code
     from dapo_jax.supervised import make_base
 
-    return processes.run(lambda: cli.guarded(lambda: make_base(config)))
+    return processes.run(lambda: exit_code(lambda: make_base(config), config.out))
 
 
 if __name__ == "__main__":

@@ -1,40 +1,40 @@
-"""Supervised training on worked examples, by the update of reinforcement learning."""
+"""Supervised training on examples, by the update of reinforcement learning."""
 
-import json
+import dataclasses
+import functools
 import pathlib
-import time
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from rich.markup import escape
 
 from dapo_jax.algorithms import sft
-from dapo_jax.assembly import check_divisible, numerics, open_mesh
+from dapo_jax.assembly import open_mesh
 from dapo_jax.data.arithmetic import make_worked_example
-from dapo_jax.experiment.config import SftConfig
+from dapo_jax.data.turns import EXAMPLES, Example
+from dapo_jax.experiment.combinations import GENERATED
+from dapo_jax.experiment.config import Packing, SftConfig
 from dapo_jax.folders import replace
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.marks import TRAINED
-from dapo_jax.model import huggingface, saving
-from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.offline import (
+    WRITTEN,
+    Journal,
+    open_examples,
+    own_segments,
+    score_responses,
+    starting_point,
+    stop_if,
+    write_policy,
+)
 from dapo_jax.parts import check_processes
-from dapo_jax.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
-from dapo_jax.reporting.metrics import add_up
+from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.progress import Progress
-from dapo_jax.sharding import unbox
-from dapo_jax.structs import Completion, Prompt, ScoredBatch
-
-LINES_PER_RUN = 10
-# Without them, other libraries take the end and pad tokens of the family.
-TOKENIZER_SETTINGS = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": END,
-    "pad_token": PAD,
-}
+from dapo_jax.signals import Signals
+from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
 
 
 def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
@@ -55,77 +55,94 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
     return segments
 
 
-def starting_point(
-    config: SftConfig, mesh: jax.sharding.Mesh
-) -> tuple[DecoderConfig, Tokenizer, Any]:
-    """The policy to train, its tokenizer and its parameters: a folder's, or random ones."""
-    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
-    shape = config.architecture
-    if config.start:
-        decoder = huggingface.read_config(config.start, field="start", **numbers)
-        check_divisible(decoder, mesh)
-        tokenizer = Tokenizer.from_folder(config.start, "start")
-        tokenizer.check_fits(decoder.vocab, "start", config.start)
-        params = huggingface.load_params(config.start, decoder, mesh, field="start")
-        return decoder, tokenizer, params
-    tokenizer = arithmetic_tokenizer()
-    decoder = DecoderConfig(
-        vocab=tokenizer.padded_vocab,
-        layers=shape.layers,
-        embed=shape.embed,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        mlp=shape.mlp,
-        rope_theta=shape.rope_theta,
-        **numbers,
-    )
-    check_divisible(decoder, mesh)
-    return decoder, tokenizer, unbox(init_params(decoder, jax.random.key(config.seed)))
-
-
 def make_base(config: SftConfig) -> pathlib.Path:
     """Trains a policy and writes its folder; returns the path. Raises `ConfigError` at the door."""
     check_processes(config)
-    with replace("out", config.out, TRAINED, saving.WRITTEN) as folder:
-        train_and_write(config, folder)
-    Progress().say(f"base policy written to {escape(config.out)}")
+    with Signals() as signals, replace("out", config.out, TRAINED, WRITTEN) as folder:
+        train_and_write(config, folder, signals)
+    Progress().say(f"policy written to {escape(config.out)}")
     return pathlib.Path(config.out)
 
 
-def train_and_write(config: SftConfig, folder: pathlib.Path | None) -> None:
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """What a run learns from.
+
+    Attributes:
+        segments: of a step.
+        budget: longest response.
+    """
+
+    steps: int
+    segments: Callable[[int], list[Segment]]
+    budget: int
+    heldout: Sequence[Example] = ()
+
+
+def open_course(config: SftConfig, tokenizer: Tokenizer) -> Course:
+    """Generated examples, or those of files. Raises `ConfigError`."""
+    if config.data.source == GENERATED:
+        budget = config.max_response_tokens
+        segments = functools.partial(example_segments, config, tokenizer)
+        return Course(config.total_steps, segments, budget)
+    found, steps, of_step = open_examples(config, tokenizer, EXAMPLES, "examples_per_step")
+
+    def segments(step: int) -> list[Segment]:
+        return own_segments([found.training[i] for i in of_step(step)])
+
+    return Course(steps, segments, config.packing.row_tokens, found.heldout)
+
+
+def imitation_batch(
+    segments: Sequence[Segment], packing: Packing, budget: int
+) -> tuple[TrainBatch, int]:
+    """The minibatch whose gradient is that of the mean cross-entropy over trained tokens, and the
+    microbatches that it uses."""
+    algorithm = sft()
+    rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
+    feedback = gather_feedback(
+        rollouts.response_index,
+        np.ones(len(segments)),
+        groups=np.arange(len(segments)),
+        correct=np.ones(len(segments), bool),
+    )
+    advantages, _ = estimate(algorithm, feedback)
+    scored = ScoredBatch(rollouts, None)
+    return make_batch(scored, segments, advantages, None, algorithm, budget), used
+
+
+def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Signals) -> None:
     """The policy's files in `folder`, which is there and empty; None: another process writes."""
-    packing, algorithm = config.packing, sft()
+    packing = config.packing
     mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
-    decoder, tokenizer, params = starting_point(config, mesh)
-    learner = policy_learner(algorithm, config.compute, config.optimizer, decoder, mesh)
-    state = learner.start(params)
-    progress, started = Progress(), time.perf_counter()
-    for step in range(config.total_steps):
-        segments = example_segments(config, tokenizer, step)
-        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        feedback = gather_feedback(
-            rollouts.response_index,
-            np.ones(len(segments)),
-            groups=np.arange(len(segments)),
-            correct=np.ones(len(segments), bool),
+    decoder, tokenizer, load = starting_point(config, mesh)
+    course = open_course(config, tokenizer)
+    learner = policy_learner(sft(), config.compute, config.optimizer, decoder, mesh)
+    state = learner.start(load())
+
+    def heldout_nll() -> dict[str, float]:
+        """A mean over tokens; nothing where nothing is held out."""
+        scored = score_responses(
+            learner, state.params, course.heldout, config.examples_per_step, packing, signals
         )
-        advantages, _ = estimate(algorithm, feedback)
-        scored, budget = ScoredBatch(rollouts, None), config.max_response_tokens
-        batch = make_batch(scored, segments, advantages, None, algorithm, budget)
-        rate = learning_rate(config.optimizer, step, config.total_steps)
+        weighed = ((np.asarray(one.token_weights), logprobs) for one, logprobs in scored)
+        parts = [(weights @ logprobs, weights.sum()) for weights, logprobs in weighed]
+        total, tokens = np.sum(parts, axis=0) if parts else (0.0, 0.0)
+        return {"heldout_nll": -float(total / tokens)} if tokens else {}
+
+    journal = Journal(folder, course.steps)
+    if before := heldout_nll():
+        journal.add(0, before, {})
+    for step in range(course.steps):
+        stop_if(signals)
+        batch, used = imitation_batch(course.segments(step), packing, course.budget)
+        rate = learning_rate(config.optimizer, step, course.steps)
         state, means = learner.update(state, batch, used, rate)
-        if (step + 1) % max(1, config.total_steps // LINES_PER_RUN) == 0:
-            nll = add_up([jax.device_get(means)])["policy_nll"]
-            seconds = time.perf_counter() - started
-            progress.say(
-                f"sft step {step + 1:>5}/{config.total_steps}  nll {nll:.4f}  {seconds:.0f} s"
-            )
-    saving.save_folder(folder, state.params, decoder, tokenizer.end_ids)
-    if folder is None:
-        return
-    if config.start:  # its own settings instead, and all of its tokenizer's files
-        saving.save_settings_of(config.start, folder, "float32")
-    else:
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
+        journal.add(step + 1, {"learning_rate": rate}, means)
+        if journal.is_due(step + 1):
+            after = heldout_nll()
+            journal.tell("sft", after, {"policy_nll": "nll", "heldout_nll": "held-out nll"})
+    if before:
+        change = f"{before['heldout_nll']:.4f} -> {after['heldout_nll']:.4f}"
+        Progress().say(f"held-out nll {change} after {course.steps} steps")
+    write_policy(folder, state.params, decoder, tokenizer, config.start)

@@ -24,7 +24,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from dapo_jax import cli
-from dapo_jax.experiment.config import Config, ExportConfig, ServeConfig, SftConfig
+from dapo_jax.experiment.config import Config, DpoConfig, ExportConfig, ServeConfig, SftConfig
 from dapo_jax.experiment.settings import leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -32,7 +32,7 @@ SETUP = (ROOT / "setup.py").read_text()
 NOT_HERE = {"torch"}  # what a script of the repository needs and tests do without
 SHELLS = {"bash", "sh", "shell"}
 MARKERS = {"hardware", "cloud", "network"}
-KINDS = (Config, SftConfig, ExportConfig, ServeConfig)
+KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig)
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
 # Where flags stand alone, one of these commands has to take them.
@@ -41,6 +41,7 @@ BASES = (
     f"dapo_jax.main --config={FILE}:ppo",
     "dapo_jax.main --config=configs/qwen2p5_0p5b_gsm8k.py",
     "dapo_jax.sft --config=configs/arithmetic_base.py",
+    "dapo_jax.dpo --config.data.source=FILE --config.start=FOLDER",
 )
 TOOLS = {
     "ruff": {"check", "format", "."},

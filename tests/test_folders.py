@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import test_export
 
-from dapo_jax import export, main, sft
+from dapo_jax import dpo, export, main, sft
 from dapo_jax.evaluate import main as evaluate_main
 from dapo_jax.experiment.config import Config, Evaluation
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.folders import claim, replace
-from dapo_jax.marks import EVALUATION, EXPORTED, LOCK, MARK, RUN, TRAINED, check_free
+from dapo_jax.marks import EVALUATION, EXPORTED, LOCK, MARK, PREFERRING, RUN, TRAINED, check_free
 from dapo_jax.scoring import claim_folder
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,13 +27,23 @@ RL = f"--config={ROOT}/configs/arithmetic.py"
 # What each command is called with, the folder to write last.
 COMMANDS = {
     "sft": (sft.main, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
+    "dpo": (
+        dpo.main,
+        ["--config.start=nowhere", f"--config.data.source={ROOT}/tests/verifier_cases.jsonl"],
+        "--config.out=",
+    ),
     "main": (main.main, [RL], "--config.run_dir="),
     "evaluate": (evaluate_main, [RL], "--out="),
     "evaluate_below": (evaluate_main, [RL], "--config.run_dir="),
     "export": (export.main, ["--run=RUN"], "--out="),
 }
-KINDS = {"sft": TRAINED, "main": RUN, "evaluate": EVALUATION, "evaluate_below": RUN} | {
-    "export": EXPORTED
+KINDS = {
+    "sft": TRAINED,
+    "dpo": PREFERRING,
+    "main": RUN,
+    "evaluate": EVALUATION,
+    "evaluate_below": RUN,
+    "export": EXPORTED,
 }
 saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
 each_command = pytest.mark.parametrize("command", COMMANDS)
@@ -254,7 +264,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_a_kill(
 def test_each_command_is_refused_where_another_process_writes(command, saved_run, tmp_path, capsys):
     folder, kind = tmp_path / "out", KINDS[command]
     with contextlib.ExitStack() as stack:
-        if command in ("sft", "export"):
+        if command in ("sft", "dpo", "export"):
             stack.enter_context(replace("out", str(folder), kind, ["*"]))
         elif command == "evaluate_below":
             below = "evaluations/arithmetic_base_arithmetic_T1_p1"

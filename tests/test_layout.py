@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import Config, ExportConfig, ServeConfig, SftConfig
+from dapo_jax.experiment.config import Config, DpoConfig, ExportConfig, ServeConfig, SftConfig
 from dapo_jax.experiment.settings import leaves
 from dapo_jax.reporting import metrics
 
@@ -24,7 +24,7 @@ experiment settings hooks /algorithms devices sections config combinations
            validation files
            /structs /sharding /watch /processes /marks /folders
 prompts    chat tokenizer templates
-data       arithmetic harmless gym formats readers files sources pipeline
+data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
 sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
@@ -33,11 +33,11 @@ rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress notices
-           /assembly /checkpoints /explain /cli /parts /signals /supervised /orders /train /run
-           /scoring /generation /serving /http_requests /http_api
+           /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
+           /preferences /orders /train /run /scoring /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
-           /main /evaluate /sft /export /serve /api
+           /main /evaluate /sft /dpo /export /serve /api
 """
 
 
@@ -55,10 +55,17 @@ def _rooms() -> list[str]:
 
 ROOMS = _rooms()
 
-SFT_ROOMS = (
-    "supervised data.arithmetic parts assembly learner.update learner.policy learner.optimizer "
+# What only reinforcement learning reads does not count.
+OFFLINE_ROOMS = (
+    "offline data.turns data.examples assembly learner.update learner.policy learner.optimizer "
     "sharding model.attention model.decoder"
 ).split()
+ROOMS_OF = {
+    SftConfig: ["supervised", "data.arithmetic", *OFFLINE_ROOMS],
+    DpoConfig: ["preferences", *OFFLINE_ROOMS],
+    ExportConfig: ["export"],
+    ServeConfig: ["serve"],
+}
 
 
 def room(path: pathlib.Path) -> str:
@@ -128,16 +135,13 @@ def test_prompts_to_update_reads_in_sixty_lines():
 CALLED = {"architecture": ("shape",)}
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig, ExportConfig, ServeConfig])
+@pytest.mark.parametrize("kind", [Config, SftConfig, DpoConfig, ExportConfig, ServeConfig])
 def test_every_setting_has_a_reader(kind):
     # A setting that its own config resolves is read; one that is only checked is not.
     checkers = ("experiment.combinations", "experiment.validation", "algorithms")
     readers = [path for path in SOURCES if not room(path).startswith(checkers)]
-    if kind is SftConfig:  # what only reinforcement learning reads does not count
-        readers = [path for path in readers if room(path) in SFT_ROOMS]
-    if kind in (ExportConfig, ServeConfig):
-        command = "export" if kind is ExportConfig else "serve"
-        readers = [path for path in readers if room(path) == command]
+    if kind in ROOMS_OF:
+        readers = [path for path in readers if room(path) in ROOMS_OF[kind]]
     code = "\n".join(path.read_text() for path in readers)
     for name, field, _ in leaves(kind()):
         section = name.split(".")[-2] if "." in name else "config"

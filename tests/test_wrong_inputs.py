@@ -13,6 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 MAIN = f"--config={ROOT}/configs/arithmetic.py"
 MODEL = "--config.model.folder=tiny"
+STEPS = "--config.total_steps=1"
 CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
 
 # (command, arguments, what the line must say); `=FILE` arguments are relative to the test's folder.
@@ -71,9 +72,9 @@ FLAGS = [
     ("evaluate", [MAIN, "--model=nowhere"], ["model.folder", "'nowhere'"]),
     ("evaluate", [MAIN, "--config.run_dir=untrained"], ["run_dir", "no checkpoint", "--model"]),
     ("evaluate", [MAIN, "--out=full"], ["evaluation.out", "'full'"]),
-    ("sft", ["--config.total_steps=-1"], ["total_steps", "-1", "above 0"]),
-    ("sft", ["--config.architecture.kv_heads=3"], ["kv_heads", "3", "divisor", "heads = 4"]),
-    ("sft", ["--config.out=full"], ["out", "'full'"]),
+    ("sft", ["--config.total_steps=-1"], ["total_steps", "-1", "at least 0"]),
+    ("sft", [STEPS, "--config.architecture.kv_heads=3"], ["kv_heads", "3", "divisor", "heads = 4"]),
+    ("sft", [STEPS, "--config.out=full"], ["out", "'full'"]),
     ("export", ["--run=nowhere", "--out=x"], ["run", "'nowhere'"]),
     ("export", ["--run=", "--out=x"], ["config.run = ''"]),
     ("export", ["--run=a", "--out=x", "--dtype=int8"], ["dtype", "'int8'", "bfloat16"]),

@@ -5,7 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.config import Config, Optimizer, Rollout, Sampler
+from dapo_jax.experiment.config import (
+    Architecture,
+    Config,
+    DpoConfig,
+    Examples,
+    Optimizer,
+    OwnData,
+    Rollout,
+    Sampler,
+    SftConfig,
+)
 from dapo_jax.experiment.settings import leaves, require
 from dapo_jax.verifier.verifier import BY_VALUE
 
@@ -65,26 +75,48 @@ READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
     ),
 }
 
+GENERATED = "arithmetic"  # the data.source of a supervised run that is no file
+_READ_WHERE_DPO = {"data.passes": ("total_steps", lambda steps: steps == 0)}
+_READ_WHERE_SFT = {
+    **{
+        f"data.{field.name}": ("data.source", lambda source: source != GENERATED)
+        for field in dataclasses.fields(OwnData)
+        if field.name != "source"
+    },
+    **_READ_WHERE_DPO,
+    **{
+        f"examples.{field.name}": ("data.source", _one_of(GENERATED))
+        for field in dataclasses.fields(Examples)
+    },
+    "max_response_tokens": ("data.source", _one_of(GENERATED)),
+    **{
+        f"architecture.{field.name}": ("start", lambda start: not start)
+        for field in dataclasses.fields(Architecture)
+    },
+}
+_TABLES = {Config: READ_WHERE, SftConfig: _READ_WHERE_SFT, DpoConfig: _READ_WHERE_DPO}
 
-def is_read(name: str, values: dict[str, Any]) -> bool:
+
+def is_read(name: str, values: dict[str, Any], table: dict = READ_WHERE) -> bool:
     """Whether anything reads that setting of a run.
 
     Args:
         values: of all settings, by dotted name.
     """
-    deciding, reads = READ_WHERE[name]
+    deciding, reads = table[name]
     return reads(*(values[decider] for decider in deciding.split()))
 
 
-def check_unread(config: Config) -> None:
+def check_unread(config: Config | SftConfig | DpoConfig) -> None:
     """Raises `ConfigError` for the first setting that was changed and that nothing reads."""
     values = {name: value for name, _, value in leaves(config)}
-    defaults = {name: value for name, _, value in leaves(Config())}
-    for name, (deciding, _) in READ_WHERE.items():
+    defaults = {name: value for name, _, value in leaves(type(config)())}
+    table = _TABLES[type(config)]
+    for name, (deciding, _) in table.items():
         reason = " and ".join(f"{decider} = {values[decider]!r}" for decider in deciding.split())
         default = "empty" if defaults[name] == "" else repr(defaults[name])
         require(
-            values[name] == defaults[name] or is_read(name, values),
+            values[name] == defaults[name] or is_read(name, values, table),
             name,
             values[name],
             f"{default} with {reason}: nothing reads it",

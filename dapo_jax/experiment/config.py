@@ -19,6 +19,7 @@ from dapo_jax.experiment.sections import (
     Lora,
     Model,
     Optimizer,
+    OwnData,
     Reward,
     Rollout,
     Sampler,
@@ -64,20 +65,45 @@ class Config:
 
 @section
 class SftConfig:
-    """A supervised run on worked examples (`dapo_jax.sft`); writes a model folder."""
+    """A supervised run on examples (`dapo_jax.sft`); writes a model folder."""
 
     out: str = setting(
         "runs/base", "The model folder to write; an earlier one of this command is replaced."
     )
     seed: int = setting(0, "Key of every random choice.")
     start: str = setting("", "Model folder to go on from; empty: random, of `architecture`.")
-    total_steps: int = setting(1000, "Optimizer steps.")
-    examples_per_step: int = setting(128, "Worked examples per optimizer step.")
+    total_steps: int = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
+    examples_per_step: int = setting(32, "Examples per optimizer step.")
     architecture: Architecture = _section(Architecture)
     compute: Compute = _section(Compute)
+    data: OwnData = _section(OwnData)
     examples: Examples = _section(Examples)
     max_response_tokens: int = setting(160, "A worked example is cut here, without an end token.")
-    optimizer: Optimizer = _section(Optimizer)
+    optimizer: Optimizer = dataclasses.field(
+        default_factory=lambda: Optimizer(learning_rate=1e-5, schedule="cosine", warmup_steps=10)
+    )
+    packing: Packing = _section(Packing)
+    mesh: OneMesh = _section(OneMesh)
+
+
+@section
+class DpoConfig:
+    """Preference optimisation on offline pairs (`dapo_jax.dpo`); writes a model folder."""
+
+    out: str = setting(
+        "runs/dpo", "The model folder to write; an earlier one of this command is replaced."
+    )
+    seed: int = setting(0, "Key of every random choice.")
+    start: str = setting("", "Model folder to go on from.")
+    reference: str = setting("", "The frozen reference policy; empty: `start` as it is.")
+    beta: float = setting(0.1, "How hard a margin pulls, in 1 / nats.")
+    total_steps: int = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
+    pairs_per_step: int = setting(32, "Pairs per optimizer step.")
+    compute: Compute = _section(Compute)
+    data: OwnData = dataclasses.field(default_factory=lambda: OwnData(source="", passes=1.0))
+    optimizer: Optimizer = dataclasses.field(
+        default_factory=lambda: Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=10)
+    )
     packing: Packing = _section(Packing)
     mesh: OneMesh = _section(OneMesh)
 

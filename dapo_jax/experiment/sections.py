@@ -106,6 +106,39 @@ class Data:
 
 
 @section
+class OwnData:
+    """A user's own examples, or pairs of them."""
+
+    source: str = setting(
+        "arithmetic",
+        "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name "
+        "is looked up in `folder`. For sft also arithmetic: generated, as `examples` says.",
+    )
+    folder: str = setting("data", "Where a bare name is looked up.")
+    fields: str = setting(
+        "",
+        "Which fields of a row are read, as prompt=question,response=meta.target; empty: those "
+        "of the known forms.",
+    )
+    bad_rows_limit: int = setting(10, "Malformed rows that are skipped, not an error.")
+    template: str = setting(
+        "none",
+        "Of prompts that are plain text: as in reinforcement learning, but few_shot; messages "
+        "always get the model's own.",
+    )
+    system_prompt: str = setting(
+        "", "System message (chat, or jinja of your own) of rows that bring none; empty: none."
+    )
+    heldout_examples: int = setting(
+        -1, "Taken off for evaluation, never trained on; -1: one in 20, at most 256; 0: none."
+    )
+    passes: float = setting(3.0, "Over the examples, each in an order of its own.")
+    overlong: str = setting(
+        "drop", "What exceeds packing.row_tokens: 'drop' it, or 'cut' the end of its answer."
+    )
+
+
+@section
 class Rollout:
     """How many responses a step collects and trains on."""
 

@@ -7,10 +7,11 @@ those are opened, before anything is compiled.
 import itertools
 import math
 
-from dapo_jax.experiment.combinations import check_algorithm, check_unread
+from dapo_jax.experiment.combinations import GENERATED, check_algorithm, check_unread
 from dapo_jax.experiment.config import (
     Config,
     Data,
+    DpoConfig,
     Examples,
     ExportConfig,
     Mesh,
@@ -26,6 +27,7 @@ CHOICES = {
     "compute.dtype": ("float32", "bfloat16"),
     "compute.remat": ("none", "full", "dots", "attention", "offload"),
     "compute.attention": ("auto", "plain", "blocked", "splash"),
+    "data.overlong": ("drop", "cut"),
     "data.overlong_prompts": ("truncate_left", "drop"),
     "rollout.when_starved": ("partial", "stop"),
     "algorithm.old_logprobs": ("recompute", "sampler"),
@@ -46,10 +48,10 @@ AT_LEAST_ZERO = (
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps data.bad_rows_limit temperature top_k "
     "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
-    "sampler.load_layers"
+    "sampler.load_layers total_steps"
 ).split()
 POSITIVE = (
-    "total_steps examples_per_step max_response_tokens algorithm.lambda_alpha "
+    "examples_per_step pairs_per_step beta data.passes max_response_tokens algorithm.lambda_alpha "
     "algorithm.preference_beta compute.logprob_chunk_tokens "
     "compute.scan_unroll data.train_problems data.few_shot data.max_prompt_tokens "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.updates_per_rollout "
@@ -187,27 +189,57 @@ def _check_pretraining(config: Config) -> None:
     )
 
 
-def validate(config: Config | SftConfig | ServeConfig | ExportConfig) -> None:
+def _check_steps(total_steps: int) -> None:
+    require(total_steps > 0, "total_steps", total_steps, "above 0")
+
+
+def _check_examples(config: SftConfig) -> None:
+    """Of generated examples, and of the policy that they may make from nothing."""
+    _check_steps(config.total_steps)
+    _check_terms("examples", config.examples)
+    longest = 2 * config.examples.max_terms  # a digit and a sign each
+    _check_shared_sections(config, longest, config.max_response_tokens)
+    shape = config.architecture
+    require(shape.rope_theta > 1, "architecture.rope_theta", shape.rope_theta, "above 1")
+    require(shape.head_dim % 2 == 0, "architecture.head_dim", shape.head_dim, "even")
+    require(
+        shape.heads % shape.kv_heads == 0,
+        "architecture.kv_heads",
+        shape.kv_heads,
+        f"a divisor of architecture.heads = {shape.heads}",
+    )
+
+
+def _check_own_data(config: SftConfig | DpoConfig) -> None:
+    data, start = config.data, config.start
+    require(data.source != "", "data.source", "", "a file, folder or glob of rows")
+    require(start != "", "start", start, f"a model folder with data.source = {data.source!r}")
+    require(
+        data.template != "few_shot",
+        "data.template",
+        data.template,
+        "another one: examples are no problems to be shown before others",
+    )
+    held = data.heldout_examples
+    require(held >= -1, "data.heldout_examples", held, "at least 0, or -1 (one in 20)")
+    _check_mesh(config.mesh)
+
+
+def validate(config: Config | SftConfig | DpoConfig | ServeConfig | ExportConfig) -> None:
     """Raises `ConfigError` for the first setting or combination that makes no sense."""
     if isinstance(config, ExportConfig):  # whose few checks need the run
         return
     _check_single_fields({name: value for name, _, value in leaves(config)})
     if isinstance(config, ServeConfig):
         _check_serving(config)
-    elif isinstance(config, SftConfig):
-        _check_terms("examples", config.examples)
-        longest = 2 * config.examples.max_terms  # a digit and a sign each
-        _check_shared_sections(config, longest, config.max_response_tokens)
-        shape = config.architecture
-        require(shape.rope_theta > 1, "architecture.rope_theta", shape.rope_theta, "above 1")
-        require(shape.head_dim % 2 == 0, "architecture.head_dim", shape.head_dim, "even")
-        require(
-            shape.heads % shape.kv_heads == 0,
-            "architecture.kv_heads",
-            shape.kv_heads,
-            f"a divisor of architecture.heads = {shape.heads}",
-        )
+    elif isinstance(config, SftConfig | DpoConfig):
+        check_unread(config)
+        if isinstance(config, SftConfig) and config.data.source == GENERATED:
+            _check_examples(config)
+        else:
+            _check_own_data(config)
     else:
+        _check_steps(config.total_steps)
         _check_terms("data", config.data)
         longest, budget = config.data.max_prompt_tokens, config.sampler.max_response_tokens
         _check_shared_sections(config, longest, budget)

@@ -26,7 +26,7 @@ class Segment(NamedTuple):
     completion: Completion
     index: int
     correct: bool = True
-    token_weights: np.ndarray | None = None  # [n], from the user's hook; None: all 1
+    token_weights: np.ndarray | None = None  # [n], 0 without loss; None: all 1
 
     @property
     def length(self) -> int:
@@ -149,6 +149,14 @@ def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) ->
     return placed.reshape(response_index.shape)
 
 
+def take_tokens(values: np.ndarray, response_index: np.ndarray) -> list[np.ndarray]:
+    """What stands at the places of each response, in the order of their indices."""
+    flat = response_index.ravel()
+    order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
+    lengths = np.bincount(flat[order])
+    return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])
+
+
 def make_batch(
     scored: ScoredBatch,
     segments: Sequence[Segment],
@@ -180,8 +188,8 @@ def make_batch(
     present = len(np.unique(groups))
     share = present / (planned_groups or present)
     weights = share * of_responses(per_response)
-    if algorithm.token_weights:
-        given = [s.token_weights for s in segments if s.token_weights is not None]
+    given = [s.token_weights for s in segments if s.token_weights is not None]
+    if given:  # then all have some
         weights *= place_tokens(given, index)
     trained = weights > 0
     # Host arrays as well: what makes the batch one of the devices' is the program that takes it.

@@ -75,13 +75,17 @@ class ChatTemplate:
         return sandbox().from_string(self._text)
 
     def render(
-        self, messages: list[dict[str, str]], field: str = "config.data.template = 'chat'"
+        self,
+        messages: list[dict[str, str]],
+        field: str = "config.data.template = 'chat'",
+        open_answer: bool = True,
     ) -> str:
         """The prompt, up to where the assistant's turn begins.
 
         Args:
             messages: each with `role` ('system', 'user' or 'assistant') and `content`.
             field: what asked for it.
+            open_answer: without it the text ends with the last message.
 
         Raises:
             ConfigError: the template is broken, or refuses the messages.
@@ -91,7 +95,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=open_answer,
                 **self._special_tokens,
             )
         except Exception as error:  # a template is a program

@@ -69,6 +69,9 @@ MEANINGS = {
     "preference_accuracy": "Share of pairs in which the right response gained more on the "
     "reference than the wrong one.",
     "preference_loss": "DPO's loss, mean over pairs, before the update.",
+    "heldout_nll": "sft: `policy_nll` of held-out examples after the step.",
+    "heldout_preference_accuracy": "dpo: that of held-out pairs after the step; a tie is a half.",
+    "heldout_preference_loss": "dpo: that of held-out pairs after the step.",
     "mean_probability": "Mean probability of trained tokens under the policy before the update.",
     "clip_fraction_low": "Share of trained tokens whose gradient the lower clip cut.",
     "clip_fraction_high": "Share of trained tokens whose gradient the upper clip cut.",
