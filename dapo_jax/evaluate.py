@@ -2,7 +2,7 @@
 
     python -m dapo_jax.evaluate --config=configs/arithmetic.py
     python -m dapo_jax.evaluate --config=FILE --model=FOLDER --k=32
-    python -m dapo_jax.evaluate --config=FILE --temperature=0 --k=1      (greedy)
+    python -m dapo_jax.evaluate --config=FILE --temperature=0 --k=1   (greedy)
 
 evaluates the newest checkpoint in run_dir or, with --model, a model folder.
 Every response is written as it is finished; the same command goes on where it was stopped, and a
