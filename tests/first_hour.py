@@ -52,8 +52,8 @@ def first_hour(folder: pathlib.Path) -> list[str]:
     for block in [*blocks("bash"), *blocks("python")]:
         started = time.perf_counter()
         is_shell = block in blocks("bash")
-        command = ["bash", "-euo", "pipefail", "-c", block] if is_shell else ["python", "-c", block]
-        said.append(run(command, folder))
+        command = ["bash", "-euo", "pipefail", "-c"] if is_shell else [sys.executable, "-c"]
+        said.append(run([*command, block], folder))
         print(f"{block}\n{said[-1]}({time.perf_counter() - started:.0f} s)\n", flush=True)
     return said
 

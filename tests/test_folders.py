@@ -33,8 +33,8 @@ COMMANDS = {
         "--config.out=",
     ),
     "main": (main.main, [RL], "--config.run_dir="),
-    "evaluate": (evaluate_main, [RL], "--out="),
-    "evaluate_below": (evaluate_main, [RL], "--config.run_dir="),
+    "evaluate": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--out="),
+    "evaluate_below": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--config.run_dir="),
     "export": (export.main, ["--run=RUN"], "--out="),
 }
 KINDS = {
