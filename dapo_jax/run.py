@@ -186,7 +186,9 @@ class Run:
         if log.rollouts and self.writer:
             write_rollouts(self.folder, step, collected)
         for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
-            self.parts.progress.warn(f"step {step}: a group was dropped: {escape(group.broken)}")
+            self.parts.progress.warn(
+                f"step {step}: a group was dropped: {escape(str(group.broken))}"
+            )
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
         warn_about(step, values, self.parts.progress)
@@ -199,6 +201,7 @@ class Run:
         short is made up for when the run goes on.
         """
         config, step, values = self.config, self.state.step, self.state.unwritten
+        assert values is not None  # a step has left them
         last = step == config.total_steps
         if last or due(step, config.evaluation.every_steps):
             values = values | self.evaluate()[0]
@@ -249,6 +252,7 @@ class Run:
         return processes.from_first(self._finish, "summary")
 
     def _finish(self) -> dict[str, Any]:
+        assert self.writer is not None  # in the first process, which alone is here
         rows, state, say = self.writer.read(), self.state, self.parts.progress.say
         summary = {
             "steps": state.step,

@@ -99,6 +99,7 @@ def metrics_server(config: ServeConfig):
     except OSError:
         server = None
     require(server is not None, "metrics_port", config.metrics_port, "a port that is free")
+    assert server is not None  # or that was refused
     try:
         yield
     finally:

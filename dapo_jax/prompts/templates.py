@@ -74,6 +74,7 @@ def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
 
 def chat(problem: Problem, beside: Beside) -> str:
     """The model's own template."""
+    assert beside.chat is not None  # or the settings were refused
     return beside.chat.render(_messages(problem, beside))
 
 
@@ -162,7 +163,8 @@ def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], fro
     environment = sandbox(StrictUndefined)
 
     def fail(error: Exception) -> ConfigError:
-        line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+        number = getattr(error, "lineno", None)
+        line = "" if number is None else f", line {number}"
         reason = " ".join(str(getattr(error, "message", None) or error).split())
         return ConfigError(f"config.data.template = {shown!r}: the jinja fails{line}: {reason}")
 
