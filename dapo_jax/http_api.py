@@ -197,6 +197,7 @@ class HttpApi:
             ],
             exception_handlers=handlers,
         )
+        self.app.router.redirect_slashes = False  # its answer is none of OpenAI's
 
     async def _models(self, _: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._model]})

@@ -109,11 +109,13 @@ def _answer(row: Row, field: str) -> str | None:
     None where there is none.
     """
     value = row.get(field)
+    if isinstance(value, bool):  # as JSON writes it
+        return str(value).lower()
     if isinstance(value, list | tuple) and value:
         parts = [_answer({field: part}, field) for part in value]
         found = [part for part in parts if part is not None]
         return ", ".join(found) if len(found) == len(parts) else None
-    if isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool):
+    if isinstance(value, int | float | decimal.Decimal):
         return _number(value)
     if not value or isinstance(value, str) and not _DOLLARS.sub("", value).strip():
         return None
