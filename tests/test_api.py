@@ -143,5 +143,5 @@ def test_wrong_prompts_are_refused(base, alone):
             policy.sample(prompts)
     with pytest.raises(ConfigError, match="a folder with a chat template"):
         policy.sample([[{"role": "user", "content": "1+2="}]])
-    with pytest.raises(ConfigError, match="samples = 0: must be above 0"):
+    with pytest.raises(ConfigError, match="samples = 0: must be a whole number above 0"):
         policy.sample(["1+2="], samples=0)
