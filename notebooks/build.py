@@ -22,7 +22,6 @@ SOURCES = sorted(HERE.glob("[0-9]_*.py"))
 REPOSITORY = "https://github.com/dapo-jax/dapo_jax"  # the one place; a fork says its own
 COLAB = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
 SECONDS = 1800  # for one cell, on a slow machine
-WIDGET = "application/vnd.jupyter.widget-view+json"
 
 BADGE = """\
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}/blob/main/notebooks/{name}.ipynb)
@@ -57,9 +56,11 @@ def run(notebook: nbformat.NotebookNode) -> None:
     """Runs it in a folder that goes away, with a picture in the place of sliders."""
     os.environ["DAPO_NOTEBOOK_STATIC"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        metadata = {"metadata": {"path": folder}}
         NotebookClient(
-            notebook, timeout=SECONDS, kernel_name="python3", resources=metadata
+            notebook,
+            timeout=SECONDS,
+            coalesce_streams=True,
+            resources={"metadata": {"path": folder}},
         ).execute()
     for cell in notebook.cells:
         cell.metadata = {}  # when each began and ended
