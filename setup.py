@@ -15,6 +15,13 @@ JAIL = [
 ]
 
 DOCS = ["mkdocs-material>=9.8"]  # mkdocs.yml
+NOTEBOOKS = [  # notebooks/build.py, and to run them
+    "ipykernel>=7.4",
+    "ipywidgets>=8.1",
+    "jupytext>=1.19",
+    "nbclient>=0.11",
+    "nbconvert>=7.17",
+]
 
 setup(
     name="dapo_jax",
@@ -54,6 +61,7 @@ setup(
         "wandb": ["wandb>=0.31"],
         "gym": ["reasoning-gym>=0.1.25", *JAIL],
         "docs": [*DOCS],
+        "notebooks": [*NOTEBOOKS],
         "test": [
             "pytest>=9.2",
             "ruff>=0.17",
@@ -63,6 +71,7 @@ setup(
             "hypothesis>=6.150",
             "markdown-it-py>=4.2",
             *DOCS,
+            *NOTEBOOKS,
             "openai>=3.54",
             *JAIL,
         ],

@@ -110,7 +110,7 @@ def test_only_the_engines_side_and_the_server_import_jetstream():
     assert users == {"sampler.jetstream", "generation", "serving"}
 
 
-@pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests"])
+@pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests", "notebooks"])
 def test_files_and_functions_stay_short(folder):
     for path in sorted((ROOT / folder).rglob("*.py")):
         text = path.read_text()

@@ -16,12 +16,11 @@ PANELS = (
 
 def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
     """Writes one PNG with six panels over rollout steps."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6), sharex=True, layout="constrained")
+    # Without pyplot, whose backend may be that of the notebook that called.
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True)
     for axis, (name, metrics) in zip(axes.flat, PANELS, strict=True):
         for metric in metrics:
             points = [(row["step"], row[metric]) for row in rows if metric in row]
@@ -38,4 +37,3 @@ def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110)
     path.write_bytes(picture.getvalue())
-    plt.close(figure)

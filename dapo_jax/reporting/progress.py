@@ -179,9 +179,10 @@ class Progress:
         if stays and not self.console.is_interactive:
             late.start()
         self._doing.append(doing)
-        first = len(self._doing) == 1
+        # A notebook is no terminal: each live line would leave an empty widget in the cell.
+        live = len(self._doing) == 1 and self.console.is_interactive
         try:
-            with self.console.status(self) if first else contextlib.nullcontext():
+            with self.console.status(self) if live else contextlib.nullcontext():
                 yield doing
         finally:
             late.cancel()

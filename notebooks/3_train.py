@@ -1,0 +1,232 @@
+# %% [markdown]
+# # Train a policy, look inside, change one thing
+#
+# A small policy (0.2 M parameters) learns chains of sums modulo 10: `3+7+5=` is answered
+# `3+7=0,0+5=5#### 5`. It begins with worked examples that are often wrong; DAPO then finds out
+# which of its answers are right. The whole notebook takes a few minutes on two cores of a CPU,
+# which is where the outputs below come from. GPU and TPU runtimes need no other line; nobody has
+# run it there yet.
+
+# %%
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+import dapo_jax
+from dapo_jax import advantages
+from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.experiment.config import ExportConfig, SftConfig
+from dapo_jax.experiment.sections import Architecture, Examples
+from dapo_jax.export import export
+from dapo_jax.rewards.rule import reward_group
+from dapo_jax.structs import Prompt, Verdict
+from dapo_jax.supervised import make_base
+
+plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10})
+QUICK = bool(os.environ.get("DAPO_NOTEBOOK_QUICK"))  # as the tests run it: no time to learn
+BASE_STEPS, STEPS, EVERY = (40, 2, 1) if QUICK else (300, 40, 5)
+FOLDER = pathlib.Path("runs/notebook_quick" if QUICK else "runs/notebook")
+TERMS = {"min_terms": 2, "max_terms": 4}
+print(jax.devices())
+
+# %% [markdown]
+# ## A policy to begin with
+#
+# Supervised training writes a folder in the Hugging Face layout; any Qwen2, Qwen3 or Llama 3
+# folder would do in its place.
+
+# %%
+recipe = SftConfig(
+    out=str(FOLDER / "base"),
+    total_steps=BASE_STEPS,
+    architecture=Architecture(layers=2, embed=64),
+    examples=Examples(**TERMS),
+    max_response_tokens=48,
+    optimizer=dapo_jax.Optimizer(learning_rate=5e-3, schedule="linear", warmup_steps=5),
+    packing=dapo_jax.Packing(row_tokens=128, rows_per_microbatch=16),
+)
+BASE = str(make_base(recipe))
+
+# %% [markdown]
+# ## The experiment
+#
+# A config is a value, and an algorithm is one inside it. What is not said has its default, which
+# is DAPO's. A setting that does not exist is refused with the nearest one that does.
+
+
+# %%
+def experiment(name, **changes):
+    algorithm = dapo_jax.preset("dapo")
+    for field, value in changes.items():
+        setattr(algorithm, field, value)
+    return dapo_jax.Config(
+        run_dir=str(FOLDER / name),
+        total_steps=STEPS,
+        algorithm=algorithm,
+        model=dapo_jax.Model(folder=BASE),
+        data=dapo_jax.Data(**TERMS, max_prompt_tokens=8, heldout_problems=64),
+        rollout=dapo_jax.Rollout(prompts_per_step=16, samples_per_prompt=16, updates_per_rollout=2),
+        sampler=dapo_jax.Sampler(slots=128, burst_tokens=8, max_response_tokens=48),
+        optimizer=dapo_jax.Optimizer(learning_rate=3e-4, warmup_steps=2),
+        packing=dapo_jax.Packing(row_tokens=128, rows_per_microbatch=32),
+        evaluation=dapo_jax.Evaluation(every_steps=STEPS, samples_per_problem=4, top_p=1.0),
+        log=dapo_jax.Log(console=False, tensorboard=False),
+    )
+
+
+try:
+    dapo_jax.preset("dapo").clip_hgih = 0.3
+except dapo_jax.ConfigError as error:
+    print(error)
+
+# %% [markdown]
+# ## Inside a group
+#
+# Eight responses of the untrained policy to one problem, a token in each cell (`∎` ends a
+# response). The colour is the surprise of the draw, -log p in nats: a dark cell is where the
+# response could have gone elsewhere. On the left the verdict, and the advantage that every token
+# of that response is multiplied by: the reward beside the rest of the group. Responses of more
+# than 38 tokens earn less, since the overlong punishment begins there. Where all are right, or
+# all wrong, the advantage is 0, and the group teaches nothing.
+
+
+# %%
+def show_group(policy, title, problem, samples=8):
+    algorithm = experiment("of_a_picture")
+    (responses,) = policy.sample([problem.text], samples=samples)
+    right = [dapo_jax.is_equivalent(one.text, problem.answer) for one in responses]
+    verdicts = tuple(Verdict(verdict, None) for verdict in right)
+    prompt = Prompt(0, problem.id, problem.text, np.zeros(0, np.int32), problem.answer, "")
+    group = reward_group(algorithm, prompt, tuple(responses), verdicts)
+    factors = advantages.normalise_in_groups(group.rewards, np.zeros(samples, int))
+
+    surprise = np.full((samples, max(map(len, responses))), np.nan)
+    _, axis = plt.subplots(figsize=(11, 0.3 * samples + 1.2), layout="constrained")
+    for row, response in enumerate(responses):
+        surprise[row, : len(response)] = -response.sampler_logprobs
+        for place, token in enumerate(response.tokens):
+            text = policy.tokenizer.decode([int(token)]).replace(" ", "␣") or "∎"
+            colour = "white" if surprise[row, place] > 1.8 else "black"
+            size = 10 if len(text) == 1 else 6
+            axis.text(place, row, text, ha="center", va="center", color=colour, fontsize=size)
+    shown = axis.imshow(surprise, cmap="YlOrRd", vmin=0, vmax=3, aspect="auto")
+    labels = [
+        f"{'right' if v else 'wrong'}   {f:+.2f}" for v, f in zip(right, factors, strict=True)
+    ]
+    axis.set_yticks(range(samples), labels)
+    axis.set(
+        title=f"{title}: {problem.text} (right: {problem.answer})", xlabel="token of the response"
+    )
+    axis.grid(False)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    plt.colorbar(shown, ax=axis, label="-log p")
+    plt.show()
+
+
+LIMITS = {"max_prompt_tokens": 8, "max_response_tokens": 48, "slots": 8}
+PROBLEM = make_problem("heldout", 0, 14, **TERMS)
+show_group(dapo_jax.Policy(BASE, **LIMITS), "before", PROBLEM)
+
+# %% [markdown]
+# ## Train
+#
+# `on_step` is told what every step measured (the names are explained in `docs/metrics.md`); where
+# it returns True the run ends there, saved. Called again with the same config, a stopped run goes
+# on, and a finished one gives its result at once.
+
+
+# %%
+def say(step, row):
+    if step % EVERY == 0:
+        names = ("accuracy", "entropy", "kept_fraction", "response_tokens_mean")
+        print(f"step {step:3}", *(f"{name} {row[name]:.3f}" for name in names), sep="   ")
+
+
+dapo = dapo_jax.train(experiment("dapo"), on_step=say)
+print(dapo.summary)
+
+# %% [markdown]
+# The same problem, asked of the trained policy with the same keys of chance:
+
+# %%
+show_group(dapo_jax.Policy(dapo.run_dir, **LIMITS), "after", PROBLEM)
+
+# %% [markdown]
+# ## Change one thing
+#
+# The same run without dynamic sampling: groups that teach nothing stay in the batch. Put any
+# field of `dapo_jax.Algorithm` here, with another name for the run.
+
+# %%
+CHANGE = {"dynamic_sampling": False}
+other = dapo_jax.train(experiment("no_dynamic_sampling", **CHANGE), on_step=say)
+
+# %%
+PANELS = {
+    "accuracy": "Share of right answers, as sampled",
+    "entropy": "Entropy, nats per token",
+    "kept_fraction": "Share of groups with signal",
+    "sampled_to_kept_tokens": "Tokens sampled per token trained",
+}
+_, axes = plt.subplots(1, 4, figsize=(16, 3.4), layout="constrained")
+for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
+    for result, label in ((dapo, "dapo"), (other, str(CHANGE))):
+        rows = [row for row in result.metrics.to_pylist() if row[name] is not None]
+        axis.plot([row["step"] for row in rows], [row[name] for row in rows], label=label)
+    axis.set(title=title, xlabel="step")
+axes[0].legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# Dynamic sampling buys full batches with more sampling. Its price is the last picture: here a
+# fifth to four fifths more, and far more once most groups are all right, which these steps do not
+# reach. Whether accuracy is worth it, one seed cannot say: train both with other seeds
+# (`config.seed`) and read a difference only where it is wider than theirs.
+#
+# ## Score
+#
+# On problems that no run has seen, with 95 % bootstrap intervals over problems.
+
+# %%
+for result in (dapo, other):
+    scores = dapo_jax.evaluate(str(pathlib.Path(result.run_dir) / "config.json"))
+    names = ("heldout_accuracy", "heldout_accuracy_low", "heldout_accuracy_high")
+    print(pathlib.Path(result.run_dir).name, *(f"{scores[name]:.3f}" for name in names))
+
+# %% [markdown]
+# ## Export, load elsewhere, ask
+#
+# The export is a folder that `transformers`, vLLM and others load.
+
+# %%
+EXPORTED = str(export(ExportConfig(run=dapo.run_dir, out=str(FOLDER / "exported"))))
+print(sorted(path.name for path in pathlib.Path(EXPORTED).iterdir() if path.name[0] != "."))
+
+# %%
+# In a process of its own: beside the TensorFlow that the sampler brings, importing torch can crash.
+ELSEWHERE = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, prompt = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+asked = tokenizer(prompt, return_tensors="pt").input_ids
+model = AutoModelForCausalLM.from_pretrained(folder)
+said = model.generate(asked, max_new_tokens=48, do_sample=False)
+print("transformers:", tokenizer.decode(said[0, asked.shape[1] :], skip_special_tokens=True))
+"""
+if all(map(importlib.util.find_spec, ("torch", "transformers"))):
+    command = [sys.executable, "-c", ELSEWHERE, EXPORTED, PROBLEM.text]
+    print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+else:
+    print("torch and transformers are not installed here: the next cell alone asks the folder")
+
+# %%
+((answer,),) = dapo_jax.sample(EXPORTED, [PROBLEM.text], temperature=0, max_response_tokens=48)
+print("dapo_jax:", answer.text)

@@ -1,0 +1,86 @@
+"""Makes the notebooks out of the scripts beside this file, runs them, and keeps what they showed.
+
+    python notebooks/build.py                            all of them: minutes
+    python notebooks/build.py 1_loss_playground          one
+
+A script is the source (jupytext's percent format); its .ipynb is never edited. Each begins with a
+badge and an installing cell, which stand here once.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+HERE = pathlib.Path(__file__).resolve().parent
+SOURCES = sorted(HERE.glob("[0-9]_*.py"))
+REPOSITORY = "https://github.com/dapo-jax/dapo_jax"  # the one place; a fork says its own
+COLAB = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
+SECONDS = 1800  # for one cell, on a slow machine
+
+BADGE = """\
+[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}/blob/main/notebooks/{name}.ipynb)
+"""
+INSTALL = """\
+# Installs dapo_jax where it is missing (Colab may then ask to restart its runtime).
+import glob
+import importlib.util
+import shutil
+
+if importlib.util.find_spec("dapo_jax") is None:
+    chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    extra = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if chips else ""
+    %pip install --quiet "dapo_jax{extra} @ git+{repository}"
+"""
+
+
+def make(source: pathlib.Path) -> nbformat.NotebookNode:
+    """The notebook of a script, not run yet."""
+    cells = [
+        nbformat.v4.new_markdown_cell(BADGE.format(colab=COLAB, name=source.stem).strip()),
+        nbformat.v4.new_code_cell(INSTALL.replace("{repository}", REPOSITORY).strip()),
+        *jupytext.read(source).cells,
+    ]
+    for number, cell in enumerate(cells):
+        cell.id, cell.metadata = f"cell-{number}", {}  # the same whenever it is made
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def run(notebook: nbformat.NotebookNode) -> None:
+    """Runs it in a folder that goes away, with a picture in the place of sliders."""
+    os.environ["DAPO_NOTEBOOK_STATIC"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        NotebookClient(
+            notebook,
+            timeout=SECONDS,
+            coalesce_streams=True,
+            resources={"metadata": {"path": folder}},
+        ).execute()
+    for cell in notebook.cells:
+        cell.metadata = {}  # when each began and ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", choices=[[], *(one.stem for one in SOURCES)])
+    chosen = parser.parse_args().names
+    # Of this checkout, by this Python, wherever the kernel starts.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
+    for source in SOURCES:
+        if not chosen or source.stem in chosen:
+            notebook = make(source)
+            run(notebook)
+            nbformat.write(notebook, source.with_suffix(".ipynb"))
+            print(f"{source.stem}: {source.with_suffix('.ipynb').stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
