@@ -70,8 +70,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[[], *(one.stem for one in SOURCES)])
+    known = [source.stem for source in SOURCES]
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(known)}; none: all")
     chosen = parser.parse_args().names
+    if unknown := sorted(set(chosen) - set(known)):
+        parser.error(f"{', '.join(unknown)}: must be of {', '.join(known)}")
     # Of this checkout, by this Python, wherever the kernel starts.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
     for source in SOURCES:

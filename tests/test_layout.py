@@ -114,7 +114,10 @@ def test_only_the_engines_side_and_the_server_import_jetstream():
 def test_files_and_functions_stay_short(folder):
     for path in sorted((ROOT / folder).rglob("*.py")):
         text = path.read_text()
-        assert len(text.splitlines()) <= 350, path
+        # What stands between the cells of a notebook is text to read.
+        said = "#" if folder == "notebooks" else "\0"
+        code = [line for line in text.splitlines() if not line.startswith(said)]
+        assert len(code) <= 350, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1

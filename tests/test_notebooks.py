@@ -70,16 +70,17 @@ def test_a_notebook_is_committed_as_it_ran_and_small(path):
 
 
 def test_one_address_stands_in_every_place(build):
-    pages = [*NOTEBOOKS, ROOT / "docs/notebooks.md"]
+    pages = [*NOTEBOOKS, *ROOT.glob("docs/*.md"), ROOT / "README.md"]
     own = re.compile(r"https://(?:github\.com|colab\.research\.google\.com/github)/[\w-]+/dapo_jax")
     for page in pages:
         found = set(own.findall(page.read_text(encoding="utf-8")))
-        assert found and found <= {build.REPOSITORY, build.COLAB}, page
+        assert found <= {build.REPOSITORY, build.COLAB}, page
+        assert page.suffix == ".md" or len(found) == 2, f"{page} is not installed or opened"
 
 
 @EACH
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
-    """By the command of docs/notebooks.md, with sliders, in sizes that teach nothing."""
+    """By a user's command, with sliders, in sizes that teach nothing."""
     kept = nbformat.read(path, as_version=4)
     (tmp_path / path.name).write_bytes(path.read_bytes())
     command = "jupyter nbconvert --to notebook --execute --inplace --log-level=ERROR".split()
