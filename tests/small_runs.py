@@ -136,5 +136,5 @@ def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
 
 def learn(parts, run, groups) -> tuple[RunState, dict[str, float]]:
     """The state after the updates of a rollout batch, and what was measured."""
-    run, values, means = update_policy(parts, run, groups, Clock())
+    run, values, means, _ = update_policy(parts, run, groups, Clock())
     return run, values | add_up(jax.device_get(means))
