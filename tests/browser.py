@@ -14,13 +14,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run".split()
 TROUBLE = {"Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"}
 
-# Resolves at the page's first picture, or after ten seconds without one.
-FIRST_PICTURE = """new Promise(done => {
+# Resolves once something is true, with false where it isn't after 20 seconds.
+UNTIL = """new Promise(done => {{
     const begun = performance.now();
-    const look = () => document.documentElement?.dataset.firstPicture
-        || performance.now() > begun + 10000 ? done() : setTimeout(look, 20);
+    const look = () => {} ? done(true)
+        : performance.now() > begun + 20000 ? done(false) : setTimeout(look, 20);
     look();
-})"""
+}})"""
 
 
 class Browser:
@@ -68,12 +68,16 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
+    def wait(self, condition: str) -> None:
+        """Returns once an expression of JavaScript is true."""
+        assert self.run(UNTIL.format(f"({condition})")), (condition, self.trouble)
+
     def open(self, page: pathlib.Path, width: int, height: int = 900) -> None:
         """Loads a page at a width in CSS pixels, and waits for its first picture."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=page.as_uri())
-        self.run(FIRST_PICTURE)
+        self.wait("document.documentElement?.dataset.firstPicture")
 
     def screenshot(self, path: pathlib.Path) -> None:
         """The whole page, as a PNG."""

@@ -91,7 +91,7 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
         "mesh": Mesh(1, 1, 1),
         "checkpoint": Checkpoint(every_steps=0),
         "critic": Critic(pretrain_steps=0),
-        "log": Log(show_group_every_steps=0, tensorboard=False, rollouts=False),
+        "log": Log(0, tensorboard=False, rollouts=False, report=False),
     }
     return make_config(folder, run_dir, **quick | changes)
 

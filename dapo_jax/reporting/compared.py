@@ -80,7 +80,7 @@ HEADLINES = (
     (f"Reward, last {LAST} steps", "reward", "end", "number"),
     (f"Entropy, last {LAST} steps", "entropy", "end", "number"),
     (f"Response tokens, last {LAST} steps", "response_tokens_mean", "end", "number"),
-    (f"Seconds per step, last {LAST}", "seconds_step", "end", "number"),
+    (f"Seconds per step, last {LAST} steps", "seconds_step", "end", "number"),
 )
 
 
@@ -105,6 +105,8 @@ def headlines(experiment: Experiment) -> list[dict[str, Any]]:
     found = []
     for name, metric, taken, form in HEADLINES:
         numbers, over = _reached(experiment, metric, taken)
+        if form == "share":  # which a t interval knows nothing of
+            numbers = [x and min(1.0, max(0.0, x)) for x in numbers]
         if numbers[0] is not None:
             found.append({"name": name, "form": form, "value": numbers, "over": over})
     return found
@@ -143,6 +145,13 @@ def apart(found: Sequence[Experiment]) -> list[list[Any]]:
     return [line for line in lines if any(value != line[1] for value in line[2:])]
 
 
+# What tells how many tokens of a step were trained on.
+OF_TOKENS = (
+    "sampled_tokens_per_second seconds_rollout abandoned_tokens put_back_tokens "
+    "sampled_to_kept_tokens trained_groups"
+).split()
+
+
 def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
     """Seconds and tokens of all runs together, by what they went into."""
     rows = [row for run in experiment.runs for row in run.rows]
@@ -154,20 +163,18 @@ def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
     decode = min(total("seconds_decode"), rollout)
     seconds = {
         "decoding": decode,
-        "judging and filling": rollout - decode,
+        "rest of the rollout (prefill, judging)": rollout - decode,
         "score pass": total("seconds_score"),
         "update": update,
         "evaluation": total("seconds_evaluation"),
     }
     kept = dropped = 0.0
     for row in rows:
-        numbers = {name: float(values([row], name).sum()) for name in row}
-        drawn = numbers.get("sampled_tokens_per_second", 0) * numbers.get("seconds_rollout", 0)
-        lost = numbers.get("abandoned_tokens", 0) + numbers.get("put_back_tokens", 0)
-        ratio = numbers.get("sampled_to_kept_tokens", 0)
-        trained = (drawn + lost) / ratio if ratio and numbers.get("trained_groups") else 0.0
-        kept += min(trained, drawn)
-        dropped += drawn - min(trained, drawn)
+        # Missing or not finite is as good as none.
+        speed, took, lost, back, ratio, groups = (row.get(name) or 0.0 for name in OF_TOKENS)
+        drawn = speed * took
+        trained = min(drawn, (drawn + lost + back) / ratio) if ratio and groups else 0.0
+        kept, dropped = kept + trained, dropped + drawn - trained
     tokens = {
         "kept: trained on": kept,
         "dropped: no signal, or surplus": dropped,

@@ -2,8 +2,9 @@
 // Draws the report from the JSON beside it. Text becomes text nodes, never markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
-const DASHES = ["solid", "dash", "dot", "dashdot"];
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
+const runs = data.experiments.flatMap((one) => one.runs);
+const several = data.experiments.length > 1; // then a plot shows one metric, of each
 const byId = (id) => document.getElementById(id);
 
 function make(tag, properties = {}, ...children) {
@@ -22,7 +23,7 @@ const colourOf = (number) => COLOURS[number % COLOURS.length];
 
 function show(value, form = "number") {
   if (value === null || value === undefined) return "–";
-  if (form === "share") return (100 * value).toFixed(1) + " %";
+  if (form === "share") return (100 * value).toFixed(1) + "\u00a0%";
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
@@ -45,14 +46,13 @@ function drawHeadlines() {
         : `${show(low, form)} to ${show(high, form)}, 95 % ${over}`;
       return make("div", {}, make("dt", {}, name), make("dd", {}, show(mean, form), make("small", {}, interval)));
     });
-    const title = data.experiments.length > 1 ? make("h3", {}, swatch(number), one.name) : null;
+    const title = several ? make("h3", {}, swatch(number), one.name) : null;
     byId("headlines").append(make("div", {}, title, make("dl", { className: "numbers" }, ...cards)));
   }
   const found = data.experiments.flatMap((one) => one.runs.flatMap((run) => run.warnings.map((text) => [run.name, text])));
   byId("warnings").hidden = !found.length;
-  const several = data.experiments.flatMap((one) => one.runs).length > 1;
   for (const [name, text] of found) {
-    byId("warnings").querySelector("ul").append(make("li", {}, several ? `${name}: ${text}` : text));
+    byId("warnings").querySelector("ul").append(make("li", {}, runs.length > 1 ? `${name}: ${text}` : text));
   }
 }
 
@@ -98,18 +98,16 @@ function traces(curve) {
       const line = one.curves.lines[metric];
       if (!line) continue;
       const x = line.at.map((i) => one.curves.x[axis][i]);
-      const alone = data.experiments.length === 1;
-      const colour = alone ? colourOf(place) : colourOf(number);
-      const names = [alone ? null : one.name, curve.metrics.length > 1 ? metric : null].filter(Boolean);
-      const name = plain(names.join(": ") || metric);
+      const colour = colourOf(several ? number : place);
+      const name = several ? one.name : metric;
       if (line.low) {
         const band = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
         found.push({ ...band, y: smoothed(line.low, width) });
         found.push({ ...band, y: smoothed(line.high, width), fill: "tonexty", fillcolor: colour + "30" });
       }
-      found.push({ x, y: smoothed(line.mean, width), name, mode: x.length < 40 ? "lines+markers" : "lines",
-        line: { color: colour, width: 2, dash: alone ? "solid" : DASHES[place % 4] }, marker: { size: 4 },
-        connectgaps: true, summary: `${names.join(" ") || metric} from ${show(line.mean[0])} to ${show(line.mean.at(-1))}` });
+      found.push({ x, y: smoothed(line.mean, width), name: plain(name), mode: x.length < 40 ? "lines+markers" : "lines",
+        line: { color: colour, width: 2 }, marker: { size: 4 },
+        connectgaps: true, summary: `${name} from ${show(line.mean[0])} to ${show(line.mean.at(-1))}` });
     }
   }
   return found;
@@ -119,8 +117,8 @@ function drawCurve(curve, plot) {
   const lines = traces(curve);
   const look = layout(curve.unit);
   look.xaxis.title = { text: byId("axis").selectedOptions[0].text };
-  look.showlegend = lines.filter((line) => line.name).length > 1;
-  plot.setAttribute("aria-label", `${curve.title}: ` + lines.filter((l) => l.summary).map((l) => l.summary).join("; "));
+  look.showlegend = !several && curve.metrics.length > 1; // of experiments the check boxes are one
+  plot.setAttribute("aria-label", `${curve.title}, ${curve.unit}: ` + lines.filter((l) => l.summary).map((l) => l.summary).join("; "));
   return Plotly.react(plot, lines, look, OPTIONS);
 }
 
@@ -156,21 +154,27 @@ function drawCurves() {
   }, { rootMargin: "400px" });
   const there = data.curves.filter((curve) => data.experiments.some((one) => curve.metrics.some((m) => m in one.curves.lines)));
   for (const curve of there) {
-    const plot = make("div", { className: "plot", role: "img", "aria-label": curve.title });
-    plot.curve = curve;
+    const metrics = curve.metrics.filter((name) => data.experiments.some((one) => name in one.curves.lines));
+    const plots = (several ? metrics.map((name) => [name]) : [metrics]).map((names) => {
+      const plot = make("div", { className: "plot", role: "img", "aria-label": curve.title });
+      plot.curve = { ...curve, metrics: names, unit: several && metrics.length > 1 ? names[0] : curve.unit };
+      return plot;
+    });
     const numbers = make("details", {}, make("summary", { "aria-label": `${curve.title} in numbers` }, "In numbers"));
     numbers.addEventListener("toggle", () => numbers.open && numbers.replaceChildren(numbers.firstChild, numbersOf(curve)));
-    byId("charts").append(make("article", { className: "card" }, make("h3", {}, curve.title), plot,
+    byId("charts").append(make("article", { className: "card" }, make("h3", {}, curve.title), ...plots,
       make("p", {}, make("b", {}, "Healthy: "), curve.healthy),
       make("p", { className: "ill" }, make("b", {}, "Ill: "), curve.ill), numbers));
-    if (drawn.size) watcher.observe(plot); // the others once they come near
-    else draw(plot);
+    for (const plot of plots) {
+      if (drawn.size) watcher.observe(plot); // the others once they come near
+      else draw(plot);
+    }
   }
   byId("axis").addEventListener("change", redraw);
   byId("smooth").addEventListener("change", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  byId("shown").hidden = data.experiments.length < 2;
-  for (const [number, one] of data.experiments.length > 1 ? data.experiments.entries() : []) {
+  byId("shown").hidden = !several;
+  for (const [number, one] of several ? data.experiments.entries() : []) {
     const box = make("input", { type: "checkbox", checked: true, id: `experiment-${number}`, onchange: redraw });
     byId("shown").append(make("label", {}, box, swatch(number), one.name));
   }
@@ -196,10 +200,10 @@ function drawSpent() {
       hovertemplate: "%{x:,.0f} " + unit }));
     const look = { ...layout(""), barmode: "stack", hovermode: "closest", dragmode: false };
     look.xaxis.title = { text: unit };
-    if (data.experiments.length < 2) look.yaxis.showticklabels = false;
+    if (!several) look.yaxis.showticklabels = false;
     const plot = make("div", { className: "plot", role: "img", "aria-label": `${unit} by what they went into; the table below has the numbers` });
     const heads = ["of", "went into", unit, "share"];
-    const shown = data.experiments.length > 1 ? [heads, rows] : [heads.slice(1), rows.map((row) => row.slice(1))];
+    const shown = several ? [heads, rows] : [heads.slice(1), rows.map((row) => row.slice(1))];
     const note = part === "seconds" ? "Over all runs of an experiment. What a lag hides behind an update is counted as well."
       : "Sampled tokens over all runs: trained on, or paid for and lost.";
     byId("spent").querySelector(".grid").append(make("article", { className: "card" }, make("h3", {}, part === "seconds" ? "Time" : "Tokens"),
@@ -209,8 +213,6 @@ function drawSpent() {
 }
 
 // --- rollouts ----------------------------------------------------------------------------------
-
-const runs = data.experiments.flatMap((one) => one.runs);
 
 function colourOfToken(by, value) {
   if (value === null || value === undefined) return "";
@@ -227,7 +229,7 @@ function tokensOf(response) {
     const clip = CLIPS[response.clipped?.[i] ?? 0];
     const said = [`log-probability ${show(response.logprobs?.[i])}`,
       response.ratios ? `ratio ${show(response.ratios[i])}` : "", clip].filter(Boolean).join(", ");
-    const token = make("span", { title: said, className: clip ? "clip" : "" }, piece);
+    const token = make("span", { title: said, className: clip ? "clip" : "" }, piece || "◦");
     if (by && response[by]) token.style.background = colourOfToken(by, response[by][i]);
     box.append(token, clip ? make("span", { hidden: true }, ` (${clip})`) : "");
   });
@@ -260,9 +262,9 @@ function drawGroup() {
   const has = (name) => group.responses.some((response) => response[name]);
   const by = byId("colour").value;
   const missing = `Of this group no ${by === "ratios" ? "ratios are" : "tokens are"} stored: see config.log.token_${by === "ratios" ? "ratios" : "groups"}.`;
-  byId("legend").textContent = !by ? "" : !has(by) ? missing
-    : by === "logprobs" ? "The darker a token, the less likely it was to the sampler; full at 1 in 90."
-      : "Orange: more likely to the policy that the last update saw than to the old one; blue: less. Underlined tokens had their gradient cut by the clip.";
+  const meaning = { logprobs: "The darker a token, the less likely it was to the sampler; full at 1 in 90.",
+    ratios: "Orange: more likely to the policy that the last update saw than to the old one; blue: less. Underlined tokens had their gradient cut by the clip." };
+  byId("legend").textContent = !by ? "" : has(by) ? `${meaning[by]} ◦ is a token without text, such as the end.` : missing;
 }
 
 function drawRollouts() {
@@ -304,3 +306,5 @@ function drawSettings() {
 }
 
 for (const draw of [drawHeadlines, drawCurves, drawRollouts, drawSettings, drawSpent]) draw();
+// Where the library measures texts; nothing to be read out.
+byId("js-plotly-tester")?.setAttribute("aria-hidden", "true");

@@ -42,7 +42,7 @@ from dapo_jax.reporting.recorded import (
 
 PAGE = "report.html"
 MARK = '<meta name="generator" content="dapo_jax.report">'
-MOST_POINTS, FEWEST_POINTS = 1000, 16
+MOST_POINTS, FEWEST_POINTS = 1024, 16
 DIGITS = 5  # significant ones of a point
 
 
