@@ -118,12 +118,12 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
 def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
     """The command line with flags that may be given again as one, a line for each value."""
     values: dict[str, list[str]] = {name: [] for name in names}
-    others = []
-    for argument in arguments:
+    others, rest = [], iter(arguments)
+    for argument in rest:
         name, separator, value = argument.partition("=")
         flag = name.lstrip("-")
-        if name.startswith("-") and flag in values and separator:
-            values[flag].append(value)
+        if name.startswith("-") and flag in values:
+            values[flag].append(value if separator else next(rest, ""))
         else:
             others.append(argument)
     return [f"--{name}=" + "\n".join(found) for name, found in values.items() if found] + others

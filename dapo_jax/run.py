@@ -268,8 +268,11 @@ class Run:
                 f"[bold]held-out accuracy {before:.3f} -> {after:.3f}[/] after {state.step} steps "
                 f"in {state.seconds:.0f} s"
             )
-        if self.config.log.report and (trouble := try_to_write(self.folder)):
-            self.parts.progress.warn(f"{PAGE} was not written: {escape(trouble)}")
+        if self.config.log.report:
+            with self.parts.progress.working(f"writing {PAGE}"):
+                trouble = try_to_write(self.folder)
+            if trouble:
+                self.parts.progress.warn(f"{PAGE} was not written: {escape(trouble)}")
         say(f"metrics, rollouts and pictures are in {escape(str(self.folder))}")
         return summary
 

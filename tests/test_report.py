@@ -281,8 +281,8 @@ def test_wrong_input_is_one_line(arguments, said, write_run, tmp_path, monkeypat
 
 
 def test_flags_that_are_given_again_are_joined():
-    words = ["--run=a", "--out=x", "-run=b=c", "--runs=d", "run=e"]
-    assert cli.join_repeated(words, ["run"]) == ["--run=a\nb=c", "--out=x", "--runs=d", "run=e"]
+    words = ["--run=a", "--out=x", "-run=b=c", "--run", "f", "--runs=d", "run=e"]
+    assert cli.join_repeated(words, ["run"]) == ["--run=a\nb=c\nf", "--out=x", "--runs=d", "run=e"]
 
 
 def test_a_page_that_can_not_be_written_is_a_sentence(write_run, monkeypatch):

@@ -50,8 +50,8 @@ class Recorded:
 
 
 def objects(path: Folder, most: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines, up to so many characters."""
-    with path.open("r", encoding="utf-8", errors="replace") as file:
+    """The objects of a file of lines, up to so many bytes."""
+    with path.open("rb") as file:
         for line in file:
             most -= len(line)
             if most < 0:
