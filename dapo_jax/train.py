@@ -213,7 +213,7 @@ def update_policy(
     values |= feedback_metrics(algorithm, feedback, advantages, returns)
     if algorithm.critic:
         values["value_learning_rate"] = rates[1]
-    traces = trace_responses(advantages, scored.rollouts.response_index, ratios)
+    traces = trace_responses(advantages, feedback.response_index, ratios)
     size = config.rollout.samples_per_prompt
     by_group = {g.prompt.index: traces[i * size : (i + 1) * size] for i, g in enumerate(groups)}
     return run, values, means, by_group

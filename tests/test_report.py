@@ -91,7 +91,9 @@ class Scripts(html.parser.HTMLParser):
 
 
 def data_of(text: str) -> dict:
-    return json.loads(Scripts(text).scripts[0])
+    """What the page is drawn from."""
+    data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
+    return data | {"rollouts": rollouts}
 
 
 def make(*folders: str, **settings) -> str:
@@ -103,7 +105,7 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     hostile = write_run("</title><script>alert(1)<", rollouts=[(1, lines)], rows=[row(0)])
     text = make(hostile)
     found = Scripts(text)
-    assert [tag for tag, _ in found.tags].count("script") == len(found.scripts) == 3
+    assert [tag for tag, _ in found.tags].count("script") == len(found.scripts) == 4
     assert not any(name.startswith("on") for _, attrs in found.tags for name in attrs)
     (group,) = data_of(text)["rollouts"]
     assert group["prompt"] == group["id"] == group["responses"][0]["text"] == HOSTILE
@@ -118,7 +120,7 @@ def test_the_page_needs_nothing_else_and_lets_no_other_script_run(write_run):
     assert not any("src" in attrs or tag == "link" for tag, attrs in found.tags)
     policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.partition("style")[0]
-    for script in found.scripts[1:]:
+    for script in found.scripts[2:]:
         assert page._hash(script) in policy
 
 

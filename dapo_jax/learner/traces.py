@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.learner.losses import RATIOS, policy_loss
@@ -16,7 +16,7 @@ LOW, HIGH, DUAL = 1, 2, 3  # the bound that cut a token's gradient; 0: none
 
 
 def trace_ratios(
-    algorithm: Algorithm, batch: TrainBatch, logprobs: Float[np.ndarray, "M R T"]
+    algorithm: Algorithm, batch: TrainBatch, logprobs: Float[Array, "M R T"]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """([n] ratios, [n] bounds that cut) by the index of the response; empty off this minibatch.
 

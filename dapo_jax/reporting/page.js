@@ -1,11 +1,12 @@
 "use strict";
 // Draws the report from the JSON beside it. Text becomes text nodes, never markup.
-const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
+let rollouts = []; // read after the first picture
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
 const runs = data.experiments.flatMap((one) => one.runs);
 const several = data.experiments.length > 1; // then a plot shows one metric, of each
-const byId = (id) => document.getElementById(id);
 
 function make(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -252,9 +253,9 @@ function drawResponse(response, number) {
 
 function drawGroup() {
   const place = Number(byId("group").value);
-  const group = data.rollouts[place];
+  const group = rollouts[place];
   byId("previous").disabled = place === 0;
-  byId("next").disabled = place === data.rollouts.length - 1;
+  byId("next").disabled = place === rollouts.length - 1;
   byId("responses").replaceChildren(
     make("h3", {}, `Prompt ${group.id}, step ${group.step}, ${group.outcome}`),
     make("pre", { tabIndex: 0, role: "region", "aria-label": "prompt", dir: "auto" }, group.prompt),
@@ -268,9 +269,10 @@ function drawGroup() {
 }
 
 function drawRollouts() {
-  byId("sample").textContent = data.rollouts.length ? data.sample : "No rollouts are stored (config.log.rollouts).";
-  if (!data.rollouts.length) return void document.querySelector("#rollouts .controls").remove();
-  data.rollouts.forEach((group, i) => {
+  rollouts = JSON.parse(byId("rollouts-data").textContent);
+  byId("sample").textContent = rollouts.length ? data.sample : "No rollouts are stored (config.log.rollouts).";
+  if (!rollouts.length) return void document.querySelector("#rollouts .controls").remove();
+  rollouts.forEach((group, i) => {
     const right = group.responses.filter((response) => response.correct).length;
     const name = runs.length > 1 ? `${runs[group.run].name}, ` : "";
     byId("group").append(make("option", { value: i }, `${name}step ${group.step}: ${right} of ${group.responses.length} right`));
@@ -281,7 +283,7 @@ function drawRollouts() {
   byId("group").addEventListener("change", drawGroup);
   byId("colour").addEventListener("change", drawGroup);
   byId("open").addEventListener("click", () => byId("responses").querySelectorAll("details").forEach((one) => { one.open = true; }));
-  byId("group").value = Math.max(0, data.rollouts.findLastIndex((group) => group.responses[0].pieces));
+  byId("group").value = Math.max(0, rollouts.findLastIndex((group) => group.responses[0].pieces));
   drawGroup();
 }
 
@@ -305,6 +307,10 @@ function drawSettings() {
   }
 }
 
-for (const draw of [drawHeadlines, drawCurves, drawRollouts, drawSettings, drawSpent]) draw();
-// Where the library measures texts; nothing to be read out.
-byId("js-plotly-tester")?.setAttribute("aria-hidden", "true");
+drawHeadlines();
+drawCurves();
+setTimeout(() => {
+  for (const draw of [drawRollouts, drawSettings, drawSpent]) draw();
+  // Where the library measures texts; nothing to be read out.
+  byId("js-plotly-tester")?.setAttribute("aria-hidden", "true");
+});

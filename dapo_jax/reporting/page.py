@@ -211,9 +211,9 @@ def page(runs: Sequence[Recorded], settings: ReportConfig) -> str:
         needed = f"at least {settings.max_mb + (size - room) / 1e6:.1f}"
         require(points > FEWEST_POINTS, "max_mb", settings.max_mb, needed)
         points = max(FEWEST_POINTS, points // 2)
-    data["rollouts"], data["sample"] = _sample(found, room - size)
+    rollouts, data["sample"] = _sample(found, room - size)
     template = string.Template(asset("page.html"))
-    return template.substitute(parts, data=as_json(finite(data)))
+    return template.substitute(parts, data=as_json(finite(data)), rollouts=as_json(rollouts))
 
 
 def write_page(path: Folder, text: str) -> None:
