@@ -204,7 +204,11 @@ def update_policy(
         batch = make_batch(part, segments, gains, targets, algorithm, budget, planned)
         if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
             continue
-        if config.log.token_ratios and segments is updates[-1]:
+        if (
+            config.log.token_ratios
+            and u == len(updates) - 1
+            and batch.scored.old_logprobs is not None
+        ):
             logprobs = parts.learner.score(run.train.params, part.rollouts, used[u])
             ratios = trace_ratios(algorithm, batch, logprobs)
         run, mean = take_update(parts, run, batch, used[u], rates)

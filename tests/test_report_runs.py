@@ -5,15 +5,26 @@ import json
 import jax
 import numpy as np
 import pytest
-from small_runs import make_config, make_quick_config, read_rollouts, read_rows
+from conftest import make_completion
+from small_runs import (
+    make_config,
+    make_groups,
+    make_quick_config,
+    open_run,
+    read_rollouts,
+    read_rows,
+)
 from test_report import data_of
 
 from dapo_jax.experiment.config import Log, Optimizer, Rollout
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting import page
-from dapo_jax.reporting.metrics import MEANINGS
+from dapo_jax.reporting.metrics import MEANINGS, Clock
 from dapo_jax.reporting.readings import CURVES
+from dapo_jax.reporting.writers import token_fields
 from dapo_jax.run import train
+from dapo_jax.train import update_policy
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +69,9 @@ def test_stored_advantages_are_the_algorithms(traced):
     assert len(mixed) == 4
     for group in mixed:
         rewards = np.array([line["reward"] for line in group])
-        expected = (rewards - rewards.mean()) / rewards.std()
+        expected = (rewards - rewards.mean()) / rewards.std(ddof=1)
         found = [line["advantage"] for line in group]
-        np.testing.assert_allclose(found, expected, rtol=0.2)
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_a_run_writes_its_page(traced):
@@ -78,3 +89,23 @@ def test_every_curve_is_of_metrics_that_exist():
     names = [name for curve in CURVES for name in curve.metrics]
     assert set(names) <= set(MEANINGS) and len(names) == len(set(names))
     assert all(curve.healthy and curve.ill for curve in CURVES)
+
+
+def test_a_starved_step_with_a_single_update_has_no_ratios(base, tmp_path, alone):
+    """The policy is then still the one that is differentiated; nothing was scored before."""
+    log = Log(0, console=False, tensorboard=False, token_ratios=True)
+    config = make_quick_config(base, tmp_path / "run", log=log)
+    with open_run(config) as run:
+        groups = make_groups(config)[:1]
+        *_, traces = update_policy(run.parts, run.state, groups, Clock())
+    assert [trace.ratios for trace in traces[0]] == [None] * 4
+    np.testing.assert_allclose(
+        [t.advantage for t in traces[0]], np.sqrt(0.75) * np.array([1, -1, 1, -1]), rtol=1e-3
+    )
+
+
+def test_tokens_are_written_short(base, tmp_path):
+    completion = make_completion([3, 4], logprob=-0.431)
+    found = token_fields(completion, None, Tokenizer.from_folder(base))
+    assert json.dumps(found["token_logprobs"]) == "[-0.431, -0.431]"
+    assert list(found) == ["token_texts", "token_logprobs"]

@@ -238,7 +238,8 @@ function tokensOf(response) {
 }
 
 function drawResponse(response, number) {
-  const facts = [`reward ${show(response.reward)}`, `advantage ${response.advantage === undefined ? "none: not trained on" : show(response.advantage)}`,
+  const trained = response.advantage === null ? "not trained on" : `advantage ${show(response.advantage)}`;
+  const facts = [`reward ${show(response.reward)}`, response.advantage === undefined ? "" : trained,
     `${response.tokens} tokens`, response.truncated ? "cut off by the budget" : "", response.surplus ? "surplus" : ""];
   const parts = Object.entries(response.parts ?? {}).map(([name, value]) => `${name} ${show(value)}`).join(", ");
   const details = make("details", { open: number === 0 },

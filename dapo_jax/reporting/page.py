@@ -161,7 +161,7 @@ def _sample(found: list[Experiment], room: int) -> tuple[list[dict[str, Any]], s
 
 def asset(name: str) -> str:
     """A file beside this one."""
-    return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
+    return (importlib.resources.files("dapo_jax.reporting") / name).read_text(encoding="utf-8")
 
 
 def plotting_code() -> str:

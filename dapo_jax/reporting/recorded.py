@@ -120,6 +120,8 @@ def shorten(text: Any) -> str:
 
 def _response(line: dict[str, Any]) -> dict[str, Any]:
     found = {new: line[name] for name, new in FIELDS.items() if line.get(name) is not None}
+    if "advantage" in line:  # null where no update saw the response; older runs don't say
+        found["advantage"] = line["advantage"]
     whole = len(str(found.get("text", ""))) <= SHOWN_CHARACTERS
     if not whole:
         for name in ("pieces", "logprobs", "ratios", "clipped"):

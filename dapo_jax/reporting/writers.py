@@ -15,7 +15,7 @@ from dapo_jax.reporting.metrics import MEANINGS
 from dapo_jax.reporting.tracking import Tracker
 from dapo_jax.structs import Completion, Trace
 
-LOGPROB_DECIMALS = 3
+TOKEN_DECIMALS = 3
 
 
 def rewind_jsonl(path: Folder, step: int) -> None:
@@ -91,6 +91,11 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def _short(values: np.ndarray) -> list[float]:
+    """As float64, whose decimals are short in a file; those of float32 are not."""
+    return values.astype(float).round(TOKEN_DECIMALS).tolist()
+
+
 def token_fields(
     completion: Completion, trace: Trace | None, tokenizer: Tokenizer
 ) -> dict[str, list]:
@@ -98,11 +103,11 @@ def token_fields(
     stream = TextStream(tokenizer)
     texts = [stream.add([token]) for token in completion.tokens.tolist()]
     texts[-1:] = [one + stream.rest() for one in texts[-1:]]
-    found = {"texts": texts, "logprobs": completion.sampler_logprobs.round(LOGPROB_DECIMALS)}
+    found = {"token_texts": texts, "token_logprobs": _short(completion.sampler_logprobs)}
     if trace and trace.ratios is not None and trace.clipped is not None:
-        found |= {"ratios": trace.ratios.round(LOGPROB_DECIMALS), "clipped": trace.clipped}
-        found["clipped"] = found["clipped"].astype(int)
-    return {f"token_{name}": np.asarray(values).tolist() for name, values in found.items()}
+        found |= {"token_ratios": _short(trace.ratios)}
+        found |= {"token_clipped": trace.clipped.astype(int).tolist()}
+    return found
 
 
 def write_rollouts(
