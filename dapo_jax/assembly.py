@@ -18,7 +18,7 @@ from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import attention
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.prompts.tokenizer import Tokenizer
+from dapo_jax.prompts.tokenizer import Ends
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
 
@@ -112,7 +112,7 @@ def open_engine(
     decoder: DecoderConfig,
     mesh: jax.sharding.Mesh,
     sampling_mesh: jax.sharding.Mesh,
-    tokenizer: Tokenizer,
+    tokenizer: Ends,
     frozen: Any,
 ) -> PolicyEngine:
     """The engine that draws for training and evaluation.

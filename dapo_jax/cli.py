@@ -1,5 +1,7 @@
 """From a command line to a checked config: typed overrides, and errors that say what is allowed."""
 
+import itertools
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -14,7 +16,14 @@ from dapo_jax.data.turns import EXAMPLES, PAIRS, read_fields
 from dapo_jax.experiment.config import Config, Data, DpoConfig, SftConfig
 from dapo_jax.experiment.files import locate, read_config
 from dapo_jax.experiment.hooks import resolve
-from dapo_jax.experiment.settings import ConfigError, check_types, leaves, nearest, require
+from dapo_jax.experiment.settings import (
+    WORDS,
+    ConfigError,
+    check_types,
+    leaves,
+    nearest,
+    require,
+)
 from dapo_jax.experiment.validation import CHOICES, validate
 from dapo_jax.explain import help_text, take_help
 from dapo_jax.learner.advantages import ESTIMATORS
@@ -93,16 +102,37 @@ def check_run(config: Config) -> None:
 
 
 def _check_override_names(arguments: list[str], kind: type) -> None:
-    """absl answers a mistyped key with a traceback; this names the nearest key."""
-    known = [name for name, _, _ in leaves(kind())]
-    for argument in arguments:
-        name = argument.partition("=")[0].lstrip("-")
+    """absl answers a mistyped key or value with a traceback; this says what is meant or allowed."""
+    known = {name: field.type for name, field, _ in leaves(kind())}
+    sections = {name.rpartition(".")[0] for name in known}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
+        name, separator, value = argument.partition("=")
+        name = name.lstrip("-")
         setting = name.removeprefix("config.")
-        is_flag = argument.startswith("-") and not name[:1].isdigit()  # -1 is a value
-        if is_flag and not (name.startswith("config.") and setting in known):
-            what = f"config.{setting}: there is no such setting" * name.startswith("config.")
-            what = what or f"--{name}: there is no such flag"
-            raise ConfigError(f"{what}{nearest(setting, known)} (--help lists all)")
+        if not argument.startswith("-") or name[:1].isdigit():  # -1 is a value
+            continue
+        if name.startswith("config.") and setting in known:
+            value = value if separator or following.startswith("--") else following
+            _check_value(setting, value, known[setting], given=separator or value != "-")
+            continue
+        if setting in sections:
+            raise ConfigError(f"config.{setting} is a section: see --help={setting}")
+        what = f"config.{setting}: there is no such setting" * name.startswith("config.")
+        what = what or f"--{name}: there is no such flag"
+        raise ConfigError(f"{what}{nearest(setting, known)} (--help lists all)")
+
+
+def _check_value(setting: str, value: str, kind: Any, given: str | bool) -> None:
+    """Raises `ConfigError` for the text of an override that says no value of that type."""
+    if kind is bool:
+        words = ("true", "t", "1", "false", "f", "0")
+        require(not given or value.lower() in words, setting, value, WORDS[bool])
+        return
+    require(bool(given), setting, "", f"{WORDS[kind]}: --config.{setting}=...")
+    try:
+        kind(value)
+    except ValueError:
+        require(False, setting, value, WORDS[kind])
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -193,12 +223,21 @@ def load(
                 "--config=FILE is required, e.g. --config=configs/arithmetic.py "
                 "(--help explains every setting)"
             )
+        if not file and not arguments:
+            raise ConfigError(f"arguments are missing, as in{example(usage or '')} (--help)")
         check(config)
         door(config)
     except ConfigError as error:
-        print(f"error: {locate(error, config, file)}", file=sys.stderr)
+        said = " ".join(locate(error, config, file).split())  # one line, whatever was quoted
+        print(f"error: {processes.printable(said)}", file=sys.stderr)
         raise SystemExit(2) from None
     return config
+
+
+def example(usage: str) -> str:
+    """The first command that a usage shows, on one line."""
+    shown = re.search(r"^    (?:.*\\\n)*.*$", usage, re.MULTILINE)
+    return " " + " ".join(shown[0].replace("\\\n", " ").split()) if shown else ""
 
 
 def guarded(work: Callable[[], Any]) -> int:

@@ -1,6 +1,7 @@
 """Trains a policy on pairs of a chosen and a rejected answer, by DPO (arXiv 2305.18290).
 
-    python -m dapo_jax.dpo --config.data.source=FILE --config.start=FOLDER --config.out=FOLDER
+    python -m dapo_jax.dpo --config.data.source=FILE \\
+        --config.start=FOLDER --config.out=FOLDER
 
 writes a model folder in the Hugging Face layout. A row of the file has prompt, chosen and rejected:
 texts, or lists of messages whose last one is the answer; or chosen and rejected alone, whole

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.evaluate --config=configs/arithmetic.py
     python -m dapo_jax.evaluate --config=FILE --model=FOLDER --k=32
-    python -m dapo_jax.evaluate --config=FILE --temperature=0 --k=1      (greedy)
+    python -m dapo_jax.evaluate --config=FILE --temperature=0 --k=1   (greedy)
 
 evaluates the newest checkpoint in run_dir or, with --model, a model folder.
 Every response is written as it is finished; the same command goes on where it was stopped, and a
@@ -14,6 +14,7 @@ import sys
 
 from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.settings import require
 from dapo_jax.marks import EVALUATION, check_free
 from dapo_jax.reporting.progress import Progress
 
@@ -29,7 +30,8 @@ SHORT_NAMES = {
 
 
 def check_folder(config: Config) -> None:
-    """Raises `ConfigError` where the evaluation must not write."""
+    """Raises `ConfigError` where the evaluation must not write, or has no model."""
+    require(config.model.folder != "", "model.folder", "", "a model folder: --model=FOLDER")
     if config.evaluation.out:
         check_free("evaluation.out", config.evaluation.out, EVALUATION)
     else:

@@ -21,13 +21,16 @@ ASKS = ("-h", "--help", "-help", "--helpshort", "--helpfull")
 
 def take_help(arguments: list[str]) -> tuple[str, list[str]]:
     """Which section `--help[=SECTION]` asks for (`all`; empty: none), and the other arguments."""
-    asked, others = "", []
-    for argument in arguments:
+    asked, others, rest = "", [], [*arguments]
+    while rest:
+        argument = rest.pop(0)
         name, _, value = argument.partition("=")
-        if name in ASKS:
-            asked = value or EVERYTHING
-        else:
+        if name not in ASKS:
             others.append(argument)
+            continue
+        if not value and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        asked = value.lower() or EVERYTHING
     return asked, others
 
 
@@ -103,7 +106,9 @@ def help_text(
     if asked != EVERYTHING:
         if asked not in sections:
             hint = nearest(asked, sections)
-            raise ConfigError(f"--help={asked}: there is no such section{hint}; {_list(sections)}")
+            raise ConfigError(
+                f"--help={asked}: there is no such section{hint} (there are {_list(sections)})"
+            )
         names = [n for n in settings.names(None) if n.startswith(f"{asked}.")]
         lines = [_wrap(f"{asked}: {sections[asked]}", "")]
         lines += [line for name in names for line in settings.text(name, tables)]

@@ -20,7 +20,8 @@ from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
 from dapo_jax.sampler.served import DrawnPrompt, Draws
 
 # JetStream's modules are made to run on today's JAX and inside a program of others.
-jax.tree_map = jax.tree.map  # gone from JAX since 0.4.26, and called after every insert
+# Gone from JAX since 0.4.26, and called after every insert.
+jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]: it is new here
 # Its threads would end the process by SIGKILL; ours sees that one ended, and says so.
 orchestrator.JetThread = threading.Thread
 # It logs every decode step of every process that imports it to standard output.
@@ -93,21 +94,10 @@ class Limits:
         return ""
 
 
-@dataclasses.dataclass
-class _Request(orchestrator.ActiveRequest):
-    draws: Draws | None = None
-
-
-class _Driver(orchestrator.Driver):
-    def _process_prefill_content(self, request: _Request, *args: Any) -> tuple[DrawnPrompt, int]:
-        tokens, length = super()._process_prefill_content(request, *args)
-        return DrawnPrompt(tokens, request.draws), length
-
-
 class _Channel:
     """Where JetStream's threads put what a request is answered."""
 
-    def __init__(self, put: Callable[[Drawn], None], response: int):
+    def __init__(self, put: Callable[[Drawn], object], response: int):
         self._put, self._response = put, response
 
     def add_result(self, samples: list[Any]) -> None:
@@ -117,6 +107,18 @@ class _Channel:
 
     def close(self) -> None:
         self._put(Drawn(self._response, [], True))
+
+
+@dataclasses.dataclass
+class _Request(orchestrator.ActiveRequest):
+    return_channel: _Channel
+    draws: Draws = dataclasses.field(kw_only=True)
+
+
+class _Driver(orchestrator.Driver):
+    def _process_prefill_content(self, request: _Request, *args: Any) -> tuple[DrawnPrompt, int]:
+        tokens, length = super()._process_prefill_content(request, *args)
+        return DrawnPrompt(tokens, request.draws), length
 
 
 class Responses:
@@ -197,7 +199,9 @@ class Generator:
             responses.cancel_all()
             self._running.discard(responses)
 
-        asyncio.current_task().add_done_callback(end)
+        task = asyncio.current_task()
+        assert task is not None  # this runs in one
+        task.add_done_callback(end)
         for request in responses.requests.values():
             self._driver.place_request_on_prefill_queue(request)
         return responses

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -180,6 +180,14 @@ class HttpApi:
             Route(form.path, functools.partial(self._answer, form), methods=["POST"])
             for form in (COMPLETIONS, CHAT)
         ]
+        # Each is called with errors of its class alone, which the library's type can't say.
+        handlers: dict[Any, Any] = {
+            BadRequest: _refused,
+            Busy: _busy,
+            GenerationFailed: _failed,
+            HTTPException: _no_such_page,
+            Exception: _failed,
+        }
         self.app = Starlette(
             routes=[
                 *answers,
@@ -187,14 +195,9 @@ class HttpApi:
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/health", self._health),
             ],
-            exception_handlers={
-                BadRequest: _refused,
-                Busy: _busy,
-                GenerationFailed: _failed,
-                HTTPException: _no_such_page,
-                Exception: _failed,
-            },
+            exception_handlers=handlers,
         )
+        self.app.router.redirect_slashes = False  # its answer is none of OpenAI's
 
     async def _models(self, _: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._model]})
@@ -258,7 +261,9 @@ def _error(message: str, kind: str, param: str | None = None, code: str | None =
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _json(fields: dict[str, Any], status: int = 200, headers: dict | None = None) -> Response:
+def _json(
+    fields: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     # ASCII: what a client sent may come back in an error, and need not be valid Unicode.
     return Response(json.dumps(fields), status, headers, "application/json")
 
@@ -314,7 +319,7 @@ class HttpServer:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=shutdown_seconds,
+                timeout_graceful_shutdown=shutdown_seconds,  # pyright: ignore[reportArgumentType]: declared as whole seconds
             )
         )
         self._running = asyncio.create_task(self._server.serve(sockets=[listening]))

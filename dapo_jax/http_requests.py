@@ -8,7 +8,7 @@ import dataclasses
 import json
 import reprlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.generation import Asked, Limits
@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: Any) -> TypeGuard[str]:
     """Half a surrogate pair is what JSON can say and no tokenizer can read."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.main --config=configs/arithmetic.py
     python -m dapo_jax.main --config=configs/arithmetic.py:grpo --config.seed=1
-    python -m dapo_jax.main --config=runs/old/config.json --config.run_dir=runs/new
+    python -m dapo_jax.main --config=OLD_RUN --config.run_dir=runs/new
 
 A config file returns the experiment; what stands behind the colon picks a preset; the config.json
 of a run repeats it; every setting below can be overridden. A run folder with a checkpoint in it is

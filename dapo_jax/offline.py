@@ -151,7 +151,9 @@ def score_responses(
         segments = own_segments(examples[start : start + at_once])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
         scores = to_host(learner.score(params, rollouts, used))
-        yield from zip(segments, take_tokens(scores, rollouts.response_index), strict=True)
+        yield from zip(
+            segments, take_tokens(scores, np.asarray(rollouts.response_index)), strict=True
+        )
 
 
 class Journal:

@@ -57,6 +57,7 @@ def check_processes(config: Any) -> None:
 
     def values() -> dict[str, Any]:
         settings = {name: value for name, _, value in leaves(config)}
+        read: dict[str, Callable[[str], str]]
         read = {name: huggingface.fingerprint for name in MODEL_FOLDERS}
         read["data.template"] = lambda name: open_template(name).digest
         found = {name: content(read[name], settings[name]) for name in read if settings.get(name)}

@@ -69,7 +69,7 @@ def weigh(rollouts: Rollouts, policy: np.ndarray, reference: Sequence[np.ndarray
         policy: log-probs of the policy, as packed.
         reference: those of the reference, of each response.
     """
-    index, count = rollouts.response_index, len(reference)
+    index, count = np.asarray(rollouts.response_index), len(reference)
     return gather_feedback(
         index,
         np.zeros(count),
@@ -182,7 +182,7 @@ def train_and_write(config: DpoConfig, folder: pathlib.Path | None, signals: Sig
         batch = preference_batch(algorithm, segments, rollouts, feedback)
         rate = learning_rate(config.optimizer, step, steps)
         state, means = learner.update(state, batch, used, rate)
-        told = feedback_metrics(algorithm, feedback, batch.advantages, None)
+        told = feedback_metrics(algorithm, feedback, np.asarray(batch.advantages), None)
         journal.add(step + 1, {"learning_rate": rate} | told, means)
         if journal.is_due(step + 1):
             journal.tell("dpo", probe.measure_heldout(state.params), SHOWN)

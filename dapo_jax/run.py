@@ -36,7 +36,7 @@ from dapo_jax.reporting.notices import (
     warn_about_answers,
     warn_about_rounding,
 )
-from dapo_jax.reporting.page import PAGE, try_to_write
+from dapo_jax.reporting.page import write_own_page
 from dapo_jax.reporting.plots import plot_run
 from dapo_jax.reporting.progress import Progress, fit
 from dapo_jax.reporting.tracking import Tracker
@@ -188,7 +188,9 @@ class Run:
             tokenizer = self.parts.tokenizer
             write_rollouts(self.folder, step, collected, log.token_groups, tokenizer)
         for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
-            self.parts.progress.warn(f"step {step}: a group was dropped: {escape(group.broken)}")
+            self.parts.progress.warn(
+                f"step {step}: a group was dropped: {escape(str(group.broken))}"
+            )
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
         warn_about(step, values, self.parts.progress)
@@ -201,6 +203,7 @@ class Run:
         short is made up for when the run goes on.
         """
         config, step, values = self.config, self.state.step, self.state.unwritten
+        assert values is not None  # a step has left them
         last = step == config.total_steps
         if last or due(step, config.evaluation.every_steps):
             values = values | self.evaluate()[0]
@@ -251,6 +254,7 @@ class Run:
         return processes.from_first(self._finish, "summary")
 
     def _finish(self) -> dict[str, Any]:
+        assert self.writer is not None  # in the first process, which alone is here
         rows, state, say = self.writer.read(), self.state, self.parts.progress.say
         summary = {
             "steps": state.step,
@@ -269,10 +273,7 @@ class Run:
                 f"in {state.seconds:.0f} s"
             )
         if self.config.log.report:
-            with self.parts.progress.working(f"writing {PAGE}"):
-                trouble = try_to_write(self.folder)
-            if trouble:
-                self.parts.progress.warn(f"{PAGE} was not written: {escape(trouble)}")
+            write_own_page(self.folder, self.parts.progress)
         say(f"metrics, rollouts and pictures are in {escape(str(self.folder))}")
         return summary
 

@@ -99,6 +99,7 @@ def metrics_server(config: ServeConfig):
     except OSError:
         server = None
     require(server is not None, "metrics_port", config.metrics_port, "a port that is free")
+    assert server is not None  # or that was refused
     try:
         yield
     finally:
@@ -112,6 +113,8 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
+    except socket.gaierror as error:
+        raise ConfigError(f"config.host = {config.host!r}: {error}") from None
     except OSError as error:
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
 

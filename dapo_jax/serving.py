@@ -5,12 +5,19 @@ characters span several, and leaves clients waiting where one of its threads die
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
-from jetstream.core.proto import jetstream_pb2 as messages
 from jetstream.core.proto import jetstream_pb2_grpc
+
+# The classes of a .proto are made when its module is imported.
+from jetstream.core.proto.jetstream_pb2 import (
+    DecodeRequest,  # pyright: ignore[reportAttributeAccessIssue]
+    DecodeResponse,  # pyright: ignore[reportAttributeAccessIssue]
+    HealthCheckRequest,  # pyright: ignore[reportAttributeAccessIssue]
+    HealthCheckResponse,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from dapo_jax.experiment.settings import require
 from dapo_jax.generation import Asked, Busy, GenerationFailed, Generator, Limits
@@ -19,8 +26,8 @@ from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sampler.served import Draws
 
 
-def _response(text: str = "", ids: list[int] = ()) -> messages.DecodeResponse:
-    response = messages.DecodeResponse()
+def _response(text: str = "", ids: Sequence[int] = ()) -> DecodeResponse:
+    response = DecodeResponse()
     response.stream_content.samples.add(text=text, token_ids=ids)
     return response
 
@@ -40,7 +47,7 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
         self._generator, self._tokenizer = generator, tokenizer
         self._limits, self._rule = limits, rule
 
-    def _read(self, request: messages.DecodeRequest) -> tuple[list[int], str]:
+    def _read(self, request: DecodeRequest) -> tuple[list[int], str]:
         """Ids of the prompt, and what is wrong: field, value, what is allowed. Empty: nothing."""
         content = request.WhichOneof("content")
         if problem := self._limits.budget_problem("max_tokens", request.max_tokens):
@@ -57,8 +64,8 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
         return ids, self._limits.ids_problem(field, ids)
 
     async def Decode(
-        self, request: messages.DecodeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[messages.DecodeResponse]:
+        self, request: DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[DecodeResponse]:
         """Streams a response: text and token ids where text was sent, ids where ids were."""
         ids, problem = await asyncio.to_thread(self._read, request)
         if problem:
@@ -81,10 +88,10 @@ class Servicer(jetstream_pb2_grpc.OrchestratorServicer):
             yield _response(rest)
 
     async def HealthCheck(
-        self, request: messages.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> messages.HealthCheckResponse:
+        self, request: HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> HealthCheckResponse:
         """Whether requests are answered."""
-        return messages.HealthCheckResponse(is_live=not self._generator.failure)
+        return HealthCheckResponse(is_live=not self._generator.failure)
 
 
 async def start_grpc(servicer: Servicer, address: str) -> tuple[Any, int]:

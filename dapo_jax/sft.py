@@ -1,6 +1,7 @@
 """Trains a policy on examples: a user's own, or generated ones of the embedded task.
 
-    python -m dapo_jax.sft --config.data.source=FILE --config.start=FOLDER --config.out=FOLDER
+    python -m dapo_jax.sft --config.data.source=FILE \\
+        --config.start=FOLDER --config.out=FOLDER
     python -m dapo_jax.sft --config=configs/arithmetic_base.py
 
 writes a model folder in the Hugging Face layout. A row of the file has messages, or prompt and

@@ -240,7 +240,7 @@ class Prefix(struct.PyTreeNode):
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
-    rules: Any = None  # a SamplingRule of [B] arrays where each response has its own
+    rules: Any = None  # SamplingRules of [B] where each response has its own
 
 
 class DecodeState(struct.PyTreeNode):
@@ -257,4 +257,4 @@ class DecodeState(struct.PyTreeNode):
     logprobs: Float[Array, "S C"]
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
-    rules: Any = None  # a SamplingRule of [S] arrays where each response has its own
+    rules: Any = None  # SamplingRules of [S] where each response has its own

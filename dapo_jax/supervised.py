@@ -101,7 +101,7 @@ def imitation_batch(
     algorithm = sft()
     rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
     feedback = gather_feedback(
-        rollouts.response_index,
+        np.asarray(rollouts.response_index),
         np.ones(len(segments)),
         groups=np.arange(len(segments)),
         correct=np.ones(len(segments), bool),

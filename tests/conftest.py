@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 
 os.environ["XLA_FLAGS"] = (
@@ -21,6 +22,9 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
+
+# A shell's background job ignores Ctrl-C, and so would what tests start and then interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = DecoderConfig(
     vocab=32, layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, tie_embeddings=True

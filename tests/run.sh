@@ -11,4 +11,5 @@ export JAX_PLATFORMS=cpu
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/basedpyright --pythonpath .venv/bin/python
 exec .venv/bin/python -m pytest "$@"

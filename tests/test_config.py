@@ -1,6 +1,7 @@
 """Bad settings stop at the door, with the field, its value and what is allowed."""
 
 import dataclasses
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -151,3 +152,23 @@ def test_help_lists_every_setting(capsys):
 
 def test_config_errors_are_value_errors():
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize("command", "main evaluate sft dpo export serve plan.__main__".split())
+def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"dapo_jax.{command}").main()
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and shown.index("Changed most") < len(shown) / 2
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+def test_help_shows_a_section_alone_with_the_files_values(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, f"{RL}:ppo", "--help=algorithm", "--config.algorithm.gamma=0.9")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and "config.sampler" not in shown
+    assert "--config.algorithm.gamma=0.9  (default 1.0)" in shown
+    assert "--config.algorithm.critic=True  (default False)" in shown
+    assert "One of: k1, k2, k3." in shown

@@ -14,10 +14,11 @@ from test_templates import CHATML
 from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.experiment.config import Checkpoint, Config, Data, Packing, Reward
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.parts import announce_data, check_lengths
+from dapo_jax.parts import check_lengths
 from dapo_jax.prompts.chat import ChatTemplate
 from dapo_jax.prompts.templates import TEMPLATES, Beside, open_template
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.run import train
 from dapo_jax.structs import Problem

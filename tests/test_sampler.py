@@ -15,7 +15,14 @@ from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.rollout import RolloutSampler, pad_prompt
-from dapo_jax.sampler.sampling import SamplingRule, draw, draw_each, invert_cdf, truncate
+from dapo_jax.sampler.sampling import (
+    SamplingRule,
+    SamplingRules,
+    draw,
+    draw_each,
+    invert_cdf,
+    truncate,
+)
 
 END = 1
 TOKENIZER = arithmetic_tokenizer()
@@ -289,13 +296,13 @@ def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
     logits = jax.random.normal(jax.random.key(0), (200, 300)) * 3
     keys, positions = jax.random.split(jax.random.key(1), 200), jnp.arange(200)
     own = [rules[slot % len(rules)] for slot in range(200)]
-    arrays = SamplingRule(*map(jnp.array, zip(*own, strict=True)))
+    arrays = SamplingRules(*map(jnp.array, zip(*own, strict=True)))
     tokens, logprobs = jax.jit(draw_each)(logits, keys, positions, arrays)
     for place, rule in enumerate(rules):
         wanted, recorded = jax.jit(draw, static_argnums=3)(logits, keys, positions, rule)
         mine = slice(place, None, len(rules))
         np.testing.assert_array_equal(tokens[mine], wanted[mine])
         np.testing.assert_allclose(logprobs[mine], recorded[mine], rtol=1e-5)
-    free = SamplingRule(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
+    free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
     alone, _ = jax.jit(draw_each)(logits[::5], keys[::5], positions[::5], free)
     np.testing.assert_array_equal(alone, tokens[::5])

@@ -109,10 +109,13 @@ def _answer(row: Row, field: str) -> str | None:
     None where there is none.
     """
     value = row.get(field)
+    if isinstance(value, bool):  # as JSON writes it
+        return str(value).lower()
     if isinstance(value, list | tuple) and value:
         parts = [_answer({field: part}, field) for part in value]
-        return None if None in parts else ", ".join(parts)
-    if isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool):
+        found = [part for part in parts if part is not None]
+        return ", ".join(found) if len(found) == len(parts) else None
+    if isinstance(value, int | float | decimal.Decimal):
         return _number(value)
     if not value or isinstance(value, str) and not _DOLLARS.sub("", value).strip():
         return None
@@ -138,7 +141,8 @@ def _message(one: Any, field: str) -> tuple[str, str]:
     role, content = one["role"], one.get("content")
     if isinstance(content, list | tuple):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
     if role == "system" and content == "":
         return role, content
     return role, _as_text(content, f"{field}: the content of {role!r}")

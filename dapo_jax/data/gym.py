@@ -27,7 +27,7 @@ _TUPLE = "__tuple__"
 
 def _factory() -> Any:
     try:
-        from reasoning_gym import factory
+        from reasoning_gym import factory  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
         raise ConfigError(
             f"a data source {PREFIX}TASK needs reasoning-gym: pip install 'dapo_jax[gym]' or "

@@ -211,7 +211,7 @@ class PromptStream:
         if "messages" in self.template.reads:
             return
         for source in [*self.sources, *self.heldout]:
-            found = [] if source.generated else [p.id for p in source.problems if p.turns]
+            found = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
             require(
                 not found,
                 "data.template",
@@ -225,6 +225,7 @@ class PromptStream:
 
     def _prompt(self, index: int, skipped: int = 0) -> Prompt | None:
         problem = self._order[index]
+        assert problem is not None  # nothing filters that data set
         if problem.fingerprint in self._heldout:
             return None
         return self._writer.write(problem, index, skipped)
@@ -262,7 +263,7 @@ class PromptStream:
         for source in [*self.sources, *self.heldout]:
             yield from source.complaints
             if not source.generated:
-                hidden += sum(bool(problem.system) for problem in source.problems)
+                hidden += sum(bool(problem.system) for problem in every_problem([source]))
         if hidden and not self.template.shows_system:
             yield (
                 f"{hidden:,} problems have a system message, which data.template = "

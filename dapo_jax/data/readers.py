@@ -7,7 +7,7 @@ import io
 import json
 import tempfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pyarrow
 from etils import epath
@@ -110,7 +110,9 @@ def _opened(path: epath.Path) -> Iterator[BinaryIO]:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = path.copy(epath.Path(folder) / path.name)
         file = stack.enter_context(path.open("rb"))
-        yield stack.enter_context(gzip.open(file)) if path.suffix == ".gz" else file
+        if path.suffix == ".gz":
+            file = stack.enter_context(gzip.open(file))
+        yield cast(BinaryIO, file)  # a GzipFile has its methods without being one by name
 
 
 def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ import hashlib
 import math
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from dapo_jax.data import arithmetic, gym
 from dapo_jax.data.files import Loaded, find_files, read_problems
@@ -51,8 +52,16 @@ class GymProblems:
         )
 
 
+class Generated(Protocol):
+    """Problems that are made when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Problem: ...
+
+
 # (data settings, split 'train' or 'heldout', seed) -> problems by index
-Generator = Callable[[Data, str, int], Sequence[Problem]]
+Generator = Callable[[Data, str, int], Generated]
 GENERATORS: dict[str, Generator] = {"arithmetic": arithmetic.Problems}
 
 
@@ -68,7 +77,7 @@ class Source:
     """
 
     name: str
-    problems: Sequence[Problem]
+    problems: tuple[Problem, ...] | Generated
     weight: float = 1.0
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     complaints: tuple[str, ...] = ()

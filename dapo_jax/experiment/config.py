@@ -5,6 +5,7 @@ A file in `configs/` returns one of these; the command line overrides leaves of 
 """
 
 import dataclasses
+from typing import TypeVar
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.experiment.devices import Compute, Mesh, OneMesh, Packing
@@ -26,8 +27,10 @@ from dapo_jax.experiment.sections import (
 )
 from dapo_jax.experiment.settings import section, setting
 
+T = TypeVar("T")
 
-def _section(kind: type) -> dataclasses.Field:
+
+def _section(kind: type[T]) -> T:
     return dataclasses.field(default_factory=kind)
 
 

@@ -42,8 +42,9 @@ def _run_file(path: pathlib.Path, argument: str | None) -> Any:
                     f"{path}:{argument}: its get_config() takes nothing after a colon"
                 )
             return get_config(argument)
-    except Exception as error:  # whatever a user's file may raise
-        raise ConfigError(describe_error(error)) from None
+    except (Exception, SystemExit) as error:  # whatever a user's file may raise
+        said, file = describe_error(error), short_path(path)
+        raise ConfigError(said if file in said else f"{file}: {said}") from None
 
 
 def _find(name: str) -> tuple[pathlib.Path, str | None]:
@@ -56,7 +57,7 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
         path /= "config.json"
     if not path.exists():
         there = [str(p) for pattern in ("*.py", "*.json") for p in path.parent.glob(pattern)]
-        raise ConfigError(f"--config={name}: there is no such file{nearest(str(path), there)}")
+        raise ConfigError(f"--config={name}: there is no such file{nearest(str(path), there, 0.7)}")
     return path.absolute(), argument
 
 
@@ -73,7 +74,7 @@ def read_config(kind: type, name: str) -> Any:
     if path.suffix not in (".py", ".json"):
         raise ConfigError(f"--config={name}: must be a .py file, a run's config.json or its folder")
     if path.suffix == ".json":
-        return _of_tables(kind, read_json(path, "(file)"), path)
+        return _of_tables(kind, read_json(path, ""), path)
     found = _run_file(path, argument)
     if isinstance(found, ConfigDict):
         found = found.to_dict()

@@ -27,7 +27,8 @@ def describe_error(error: BaseException) -> str:
 
     That is the innermost one which is in no library; without one the error stands alone.
     """
-    said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    text = " ".join(str(error).split())  # one line
+    said = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         said = f"{type(error).__name__}: {error.msg}"
         return f"{short_path(error.filename)}:{error.lineno}: {(error.text or '').strip()}: {said}"

@@ -44,11 +44,11 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """`; did you mean ...?`, or nothing where no known name is near."""
     known = list(known)
     initials = [one for one in known if "".join(word[0] for word in one.split("_")) == name]
-    near = initials or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    near = initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -176,7 +176,8 @@ def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config.{field}: {path} can't be read: {error}") from None
+        named = f"config.{field}: {path}" if field else str(path)
+        raise ConfigError(f"{named} can't be read: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"config.{field}: {path}: must hold an object")
+        raise ConfigError(f"{f'config.{field}: ' * bool(field)}{path}: must hold an object")
     return found

@@ -6,6 +6,7 @@ those are opened, before anything is compiled.
 
 import itertools
 import math
+from typing import Any
 
 from dapo_jax.experiment.combinations import GENERATED, check_algorithm, check_unread
 from dapo_jax.experiment.config import (
@@ -79,7 +80,7 @@ JETSTREAM_LONGEST_PROMPT = 32_768
 FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
 
 
-def _check_single_fields(values: dict[str, object]) -> None:
+def _check_single_fields(values: dict[str, Any]) -> None:
     for full_name, value in values.items():
         name = full_name.removeprefix("critic.") if ".optimizer." in full_name else full_name
         if isinstance(value, float):

@@ -49,6 +49,7 @@ def trace_responses(
     Args:
         ratios: of the minibatch that was looked at, as `trace_ratios` gives them.
     """
-    means = [float(one.mean()) for one in take_tokens(advantages, response_index)]
+    taken = take_tokens(advantages, response_index)
+    means = [float(one.mean()) if one.size else 0.0 for one in taken]
     seen = {i: pair for i, pair in enumerate(ratios) if len(pair[0])}
     return [Trace(mean, *seen.get(i, ())) for i, mean in enumerate(means)]

@@ -1,8 +1,8 @@
 """Compiles a run for devices that are not here, and says whether it fits and what it takes.
 
-    python -m dapo_jax.plan --config=configs/dapo_qwen2p5_32b.py --topology=v5p:4x4x4
+    python -m dapo_jax.plan --config=FILE --topology=v5p:4x4x4
     python -m dapo_jax.plan --config=FILE --topology=v6e:2x4 --search
-    python -m dapo_jax.plan --config=FILE --topology=v5p:4x4x4 --simulate --price=4.2
+    python -m dapo_jax.plan --config=FILE --topology=v5p:4x4x4 --simulate
 
 The programs are the run's own; the compiler of the device compiles them without one. Exit code 0:
 everything fits; 1: something does not, with how much is missing and what to change; 2: wrong

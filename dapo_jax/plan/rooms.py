@@ -122,8 +122,9 @@ class SimulatedEngine(PolicyEngine):
     def load_params(self, params: Any) -> None:
         self.meter.add(load=1)
 
-    def hold(self) -> None:
+    def hold(self) -> dict[str, jax.Array]:
         """There are no parameters."""
+        return {}
 
     def _over_replicas(self, array: np.ndarray) -> np.ndarray:
         return array

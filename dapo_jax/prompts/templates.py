@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Callable
 
 from etils import epath
@@ -74,6 +75,7 @@ def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
 
 def chat(problem: Problem, beside: Beside) -> str:
     """The model's own template."""
+    assert beside.chat is not None  # or the settings were refused
     return beside.chat.render(_messages(problem, beside))
 
 
@@ -129,9 +131,17 @@ def open_template(setting: str) -> Template:
     if setting in TEMPLATES:
         reads = {"problem", "system", "messages"} if setting == "chat" else {"problem"}
         return Template(TEMPLATES[setting], frozenset(reads))
-    text = setting if "{{" in setting or "{problem}" in setting else _read(setting)
+    text = setting if re.search(r"{[{%#]|{problem}", setting) else _read(setting)
     shown = setting if len(setting) <= SHOWN_OF_TEXT else setting[:SHOWN_OF_TEXT] + "..."
-    if "{{" in text:
+    is_jinja = any(sign in text for sign in ("{{", "{%", "{#"))
+    # What would reach the model as it stands, though it looks like a place to fill.
+    left = set(re.findall(r"(?<!{){(\w+)}(?!})", text)) & READABLE - (
+        {"problem"} if not is_jinja else set()
+    )
+    first = min(left, default="")
+    allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
+    require(not left, "data.template", shown, allowed)
+    if is_jinja:
         write, reads = _jinja(text, shown)
     else:
         write, reads = _wording(text), frozenset({"problem"} if "{problem}" in text else ())
@@ -162,7 +172,8 @@ def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], fro
     environment = sandbox(StrictUndefined)
 
     def fail(error: Exception) -> ConfigError:
-        line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+        number = getattr(error, "lineno", None)
+        line = "" if number is None else f", line {number}"
         reason = " ".join(str(getattr(error, "message", None) or error).split())
         return ConfigError(f"config.data.template = {shown!r}: the jinja fails{line}: {reason}")
 

@@ -5,6 +5,7 @@ Text and ids go through the `tokenizers` library; this file only knows which ids
 
 import pathlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -14,6 +15,22 @@ from dapo_jax.prompts.chat import ChatTemplate, read_chat_template
 
 VOCAB_MULTIPLE = 32
 BROKEN_CHARACTER = "\ufffd"
+
+
+class Ends(Protocol):
+    """What an engine asks of a tokenizer before anything is encoded or decoded."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+
+class Decodes(Ends, Protocol):
+    """What a sampler asks of one: the text of what was drawn, too."""
+
+    def decode(self, ids: list[int]) -> str: ...
 
 
 class Tokenizer:

@@ -207,6 +207,7 @@ def feedback_metrics(
     on = feedback.trained
     values = {"advantage_std": float(advantages[on].std()) if on.any() else 0.0}
     if returns is not None and on.any():
+        assert feedback.values is not None  # returns come with a critic
         variance = float(returns[on].var())
         unexplained = float((returns[on] - feedback.values[on]).var())
         # Equal returns leave nothing to explain.

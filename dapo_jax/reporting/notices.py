@@ -78,9 +78,10 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
 def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
     """Says what a person would want to know of a step that went badly."""
     if values["starved"]:
+        count = values["trained_groups"]
         broken = f", {values['broken_groups']:.0f} were broken" if values["broken_groups"] else ""
         progress.warn(
-            f"step {step}: only {values['trained_groups']:.0f} groups carried signal{broken}"
+            f"step {step}: only {count:.0f} group{'s' * (count != 1)} carried signal{broken}"
         )
     if values.get("empty_updates"):
         progress.warn(

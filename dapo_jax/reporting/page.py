@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 
 from dapo_jax.experiment.config import ReportConfig
 from dapo_jax.experiment.hooks import describe_error
@@ -30,6 +31,7 @@ from dapo_jax.reporting.compared import (
     headlines,
     spent,
 )
+from dapo_jax.reporting.progress import Progress
 from dapo_jax.reporting.readings import CURVES, warnings
 from dapo_jax.reporting.recorded import (
     FILES_READ,
@@ -223,13 +225,13 @@ def write_page(path: Folder, text: str) -> None:
     temporary.replace(path)
 
 
-def try_to_write(folder: Folder) -> str:
-    """Writes a run's own page into its folder; returns what kept it from that, or nothing.
+def write_own_page(folder: Folder, progress: Progress) -> None:
+    """Writes a run's own page into its folder, or warns that it can't.
 
     A run that has learned for days must not fail at a picture of itself.
     """
     try:
-        write_page(folder / PAGE, page([read_run(str(folder))], ReportConfig()))
+        with progress.working(f"writing {PAGE}"):
+            write_page(folder / PAGE, page([read_run(str(folder))], ReportConfig()))
     except Exception as error:  # whatever is wrong with files, disk or library
-        return describe_error(error)
-    return ""
+        progress.warn(f"{PAGE} was not written: {escape(describe_error(error))}")

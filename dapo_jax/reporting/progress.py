@@ -8,8 +8,8 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
@@ -136,8 +136,8 @@ class Progress:
     """
 
     def __init__(self, speaks: bool = True):
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="backslashreplace")
+        if reconfigure := getattr(sys.stdout, "reconfigure", None):  # a notebook's has none
+            reconfigure(errors="backslashreplace")
         quiet = not (speaks and processes.is_first())
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
         self._doing: list[_Doing] = []
@@ -192,9 +192,10 @@ class Progress:
         """Says while the block lasts which programs are compiled, and how long slow ones took."""
         going_on: dict[str, tuple[contextlib.ExitStack, _Doing]] = {}
 
-        def hear(event: str, _: float, fun_name: str = "", **__: Any) -> None:
+        def hear(event: str, duration_secs: float, **about: str | int) -> None:
             if event not in (LOWERED, COMPILED):
                 return
+            fun_name = str(about.get("fun_name", ""))
             program = PROGRAMS.get(fun_name, fun_name)
             if fun_name in going_on:
                 stack, doing = going_on.pop(fun_name)
@@ -248,7 +249,7 @@ class Progress:
 
             yield show
 
-    def report(self, report: Report, marks: dict[str, object]) -> None:
+    def report(self, report: Report, marks: Mapping[str, object]) -> None:
         """An evaluation's scores. `marks` says what was evaluated, and how."""
         self.say(
             f"\n[bold]{escape(str(marks['data']))}[/] · {escape(str(marks['policy']))} · "

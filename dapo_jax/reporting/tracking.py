@@ -36,7 +36,7 @@ class Tracker:
     """
 
     def __init__(self, run_dir: Folder, config: Config):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]: an extra
 
         path = run_dir / RUN_ID
         identity = path.read_text().strip() if path.exists() else ""
@@ -55,7 +55,7 @@ class Tracker:
                 # Our output has a live line, which a copy of it would repeat for ever.
                 settings=wandb.Settings(console="off", quiet=True),
             )
-        except (wandb.errors.Error, ValueError) as error:
+        except (wandb.Error, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"config.log.wandb = {config.log.wandb!r}: {reason}") from None
 

@@ -5,7 +5,10 @@ import math
 import time
 
 import numpy as np
-from tensorboard.compat.proto import event_pb2, summary_pb2
+
+# The classes of a .proto are made when its module is imported.
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dapo_jax.filtering import Collected
@@ -50,9 +53,9 @@ class MetricWriter:
         rewind_jsonl(self.path, last_row)
         self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
         if self._events:  # TensorBoard drops earlier events of the steps that come again
-            restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            restart = SessionLog(status=SessionLog.START)
             self._events.add_event(
-                event_pb2.Event(wall_time=time.time(), step=last_row + 1, session_log=restart)
+                Event(wall_time=time.time(), step=last_row + 1, session_log=restart)
             )
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -67,11 +70,10 @@ class MetricWriter:
             self._tracker.write(step, values)
         if self._events:
             entries = [
-                summary_pb2.Summary.Value(tag=name, simple_value=value)
-                for name, value in values.items()
+                Summary.Value(tag=name, simple_value=value) for name, value in values.items()
             ]
-            summary = summary_pb2.Summary(value=entries)
-            event = event_pb2.Event(wall_time=time.time(), step=step, summary=summary)
+            summary = Summary(value=entries)
+            event = Event(wall_time=time.time(), step=step, summary=summary)
             self._events.add_event(event)
             self._events.flush()
 

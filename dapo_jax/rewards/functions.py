@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 import sys
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from dapo_jax.experiment.hooks import describe_error, resolve
@@ -50,17 +51,23 @@ def think_format(prompt: str, response: str, answer: str) -> float:
 READY: dict[str, RewardFunction] = {"think_format": think_format}
 
 
-def name_of(function: RewardFunction, in_process: bool) -> str:
+def name_of(function: RewardFunction, in_process: bool, taken: Collection[str] = ()) -> str:
     """The name of a Python function as a part: `module:function`, or `in_process:function`.
+
+    Args:
+        taken: names of other functions beside it.
 
     Raises:
         ConfigError: a worker could not import it by a name, and may not be done without.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     if in_process:
-        name = HERE + re.sub(r"\W+", "_", name)
-        taken = _here.setdefault(name, function)
-        require(taken is function, "reward.parts", name, "one function of that name in a program")
+        name = first = HERE + re.sub(r"\W+", "_", name).strip("_")
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{first}_{number}"
+        _here[name] = function  # in the place of an earlier one: a notebook's cell is run again
         return name
     module = getattr(function, "__module__", None) or "__main__"
     importable = module != "__main__" and name.isidentifier()
@@ -101,7 +108,7 @@ def own_parts(names: list[str]) -> dict[str, RewardFunction]:
         try:
             inspect.signature(function).bind(prompt="", response="", answer="")
         except TypeError as error:
-            reason = f"{error}; a reward is (prompt, response, answer) -> float"
+            reason = f"{error}; a reward is called as (prompt=, response=, answer=)"
             raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
     return functions
 

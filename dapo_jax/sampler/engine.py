@@ -7,26 +7,25 @@ Importing JetStream pulls TensorFlow in, so this is imported after the config wa
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Int
 
 from dapo_jax import sharding
 from dapo_jax.experiment.config import Sampler
 from dapo_jax.experiment.settings import require
 from dapo_jax.model import decoder, inference
-from dapo_jax.prompts.tokenizer import Tokenizer
+from dapo_jax.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.sampler import decoding
 from dapo_jax.sampler.jetstream import (
     NO_TOKEN,
     Engine,
     JetStreamTokenizer,
     ResultTokens,
-    TokenizerParameters,
+    TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
     result_tokens,
 )
 from dapo_jax.sampler.loading import Loader
@@ -72,7 +71,7 @@ class PolicyEngine(Engine):
         max_response_tokens: int,
         first_window_tokens: int,
         insert_width: int,
-        tokenizer: Tokenizer,
+        tokenizer: Ends,
         seed: int = 0,
         frozen: Any = None,
         settings: Sampler = Sampler(),  # noqa: B008
@@ -102,15 +101,15 @@ class PolicyEngine(Engine):
         self._compile(settings, trained_on or mesh)
 
     def _compile(self, settings: Sampler, trained_on: jax.sharding.Mesh) -> None:
-        place = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
+        # Any: places are handed over as a prefix or a state, which has arrays there.
+        place: Any = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
         shapes = jax.eval_shape(functools.partial(self._empty_fn, window=1))
         per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
         state, replicated = per_slot.replace(caches=self.store.shardings()), place()
         self._state_places = state
-        boxed = flatten_dict(decoder.abstract_params(self.config), sep="/")
-        frozen = flatten_dict(self._frozen, sep="/")
-        meshes = trained_on, self._mesh
-        load = functools.partial(Loader, self.config, *meshes, settings=settings)
+        boxed = sharding.flatten(decoder.abstract_params(self.config))
+        frozen = sharding.flatten(self._frozen)
+        load = functools.partial(Loader, self.config, trained_on, self._mesh, settings=settings)
         self._load_frozen = load({path: boxed[path] for path in frozen})
         self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
         self.prefix_place = prompts = place("batch", None, "kv_heads")
@@ -137,15 +136,14 @@ class PolicyEngine(Engine):
 
     def load_params(self, params: Any) -> Any:
         """The trainer's live parameters, resharded, cast and un-stacked for decoding."""
-        self.hold()
-        return decoder.for_decoding(self.held | self._load(params), self.config)
+        return decoder.for_decoding(self.hold() | self._load(params), self.config)
 
     def prefill(
         self,
         *,
         params: Any,
         existing_prefix: Prefix | None = None,
-        padded_tokens: Int[Array, "P"],
+        padded_tokens: Int[Array, "P"] | Int[np.ndarray, "P"],
         true_length: int,
         key: jax.Array | None = None,
     ) -> Prefix:
@@ -184,10 +182,10 @@ class PolicyEngine(Engine):
         if len(slots) > self.most_inserted:
             raise ValueError(f"insert: {len(slots)} slots: at most {self.most_inserted}")
         width = next(width for width in self._insert_widths if len(slots) <= width)
-        for slot, row in zip(slots.tolist(), rows, strict=True):
-            if not self.store.claimed(slot):  # JetStream does not ask before
+        for one, row in zip(slots.tolist(), rows, strict=True):
+            if not self.store.claimed(one):  # JetStream does not ask before
                 tokens = int(prefix.true_length[row])
-                self.store.claim(slot, tokens, prompt=("alone", slot), beside=False)
+                self.store.claim(one, tokens, prompt=("alone", one), beside=False)
         fills = self.store.fills(slots, rows, width=width, prompts=prompts, time=time)
         pad = (0, width - len(slots))
         # An index past the last slot is dropped by the scatter.
@@ -228,6 +226,7 @@ class PolicyEngine(Engine):
 
     def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
         """The model folder's own, whatever `metadata` says."""
+        assert isinstance(self._tokenizer, Tokenizer)  # who serves has text
         return JetStreamTokenizer(self._tokenizer)
 
     @property
@@ -266,10 +265,11 @@ class PolicyEngine(Engine):
         """Which share of the slots that one is in."""
         return slot * self.replicas // self._slots
 
-    def hold(self) -> None:
-        """Makes the decoding copy of the frozen parameters, the first time."""
+    def hold(self) -> dict[str, Array]:
+        """The decoding copy of the frozen parameters, made the first time."""
         if self.held is None:
             self.held = self._load_frozen(self._frozen)
+        return self.held
 
     def prefill_prompts(
         self,
@@ -289,8 +289,8 @@ class PolicyEngine(Engine):
         pad = width - len(true_lengths)
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         lengths = np.pad(np.asarray(true_lengths, np.int32), (0, pad), mode="edge")
-        keys = jnp.stack([*keys, *keys[-1:] * pad])
-        return self._prefill(params, self._over_replicas(tokens), lengths, keys)
+        stacked = jnp.stack([*keys, *[keys[-1]] * pad])
+        return self._prefill(params, self._over_replicas(tokens), lengths, stacked)
 
     def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
         """Room for the next burst; where there is none the youngest of `slots` are stopped.
@@ -314,7 +314,7 @@ class PolicyEngine(Engine):
         return np.asarray(tokens)[: len(slots)], np.asarray(logprobs)[: len(slots)]
 
     def _fit(self, state: DecodeState, needed: int) -> DecodeState:
-        fits = self.store.fits(state.caches, needed)
+        fits = self.store.fits(cast(Any, state.caches), needed)  # which are of the store's kind
         return state if fits else self._grow(state, window=self.store.window(needed))
 
     def _with_tables(self, state: DecodeState) -> DecodeState:
@@ -333,7 +333,7 @@ class PolicyEngine(Engine):
         return decoding.empty_state(caches, tables, self._slots, self.max_response_tokens)
 
     def _grow_fn(self, state: DecodeState, *, window: int) -> DecodeState:
-        return state.replace(caches=self.store.grow(state.caches, window))
+        return state.replace(caches=self.store.grow(cast(Any, state.caches), window))
 
     def _prefill_fn(self, params, tokens, lengths, keys) -> Prefix:
         caches = inference.prefill(params, self.config, tokens, lengths, self._chunk_tokens)

@@ -33,7 +33,9 @@ with _standard_error_muted():
     import tensorflow
     from jetstream.engine import token_utils, tokenizer_api
     from jetstream.engine.engine_api import Engine, ResultTokens
-    from jetstream.engine.tokenizer_pb2 import TokenizerParameters
+    from jetstream.engine.tokenizer_pb2 import (
+        TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
+    )
 
     tensorflow.config.set_visible_devices([], "GPU")
 
@@ -48,7 +50,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode(self, s: str, **options: Any) -> tuple[np.ndarray, int]:
+    def encode(self, s: str, **options: Any) -> tuple[Array | np.ndarray, int]:
         """Ids of the prompt `s`, padded on the right, and how many they are."""
         ids = np.array(self._tokenizer.encode_prompt(s), np.int32)
         options["is_bos"] = False

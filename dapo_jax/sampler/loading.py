@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax.experimental.layout import Format, Layout
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax import sharding
@@ -53,6 +52,7 @@ def _as_read(place: NamedSharding, path: str) -> NamedSharding | Format:
     TPUs multiply by [embed, heads x head_dim] of query, key and value as one matrix; in the default
     order of [embed, heads, head_dim] every burst would copy them first, and heads are padded.
     """
+    assert isinstance(place.mesh, Mesh)  # of devices, not only of their names
     on_tpu = place.mesh.devices.flat[0].platform == "tpu"
     if on_tpu and path.endswith(_PER_HEAD):
         return Format(Layout(major_to_minor=(1, 2, 0)), place)
@@ -89,6 +89,7 @@ class Loader:
         for path in boxed:
             first = 1 if self._is_stacked(path) else 0  # a stack's own dimension is not cut
             there, here = after[path].spec[first:], before[path].spec[first:]
+            specs: dict[str, tuple[PartitionSpec, ...]]
             specs = {path: (PartitionSpec(*there), _halfway(here, there))}
             if summed := self._summed(path):  # what is left is a scale's
                 name = path + decoder.SCALE
@@ -138,7 +139,7 @@ class Loader:
 
     def _unstack(self, params: Any) -> dict[str, Array]:
         found = {}
-        for path, leaf in flatten_dict(params, sep="/").items():
+        for path, leaf in sharding.flatten(params).items():
             stack = leaf if self._is_stacked(path) else leaf[None]
             for name, layers in self._layers(path, stack).items():
                 found |= zip(self._paths[name], layers, strict=True)
@@ -152,7 +153,7 @@ class Loader:
 
     def _calls(self, params: Any):
         """(paths, first layer, layers, arrays) of every call; what is no stack goes alone."""
-        flat, groups = flatten_dict(params, sep="/"), {}
+        flat, groups = sharding.flatten(params), {}
         for path in flat:
             groups.setdefault(path.split("/")[0] if self._is_stacked(path) else path, []).append(
                 path

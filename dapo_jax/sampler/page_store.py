@@ -1,7 +1,7 @@
 """Keys and values of running responses in pages, given to slots as responses grow."""
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -136,10 +136,11 @@ class PageStore:
         """Writes what is still unwritten of the pages that begin with a prompt."""
         place = functools.partial(sharding.spec, column=sharding.DECODING)
         pages, mine, prompts = page_specs(cache), place("batch"), place(None, None, "kv_heads")
+        places = (jax.tree.map(lambda _: prompts, new), jax.tree.map(lambda _: mine, fills))
         return jax.shard_map(
             self._fill_replica,
             mesh=self._mesh,
-            in_specs=(pages, PromptCache(prompts, prompts), Fills(mine, mine, mine)),
+            in_specs=(pages, *places),
             out_specs=pages,
             check_vma=False,
         )(cache, new, fills)
@@ -151,6 +152,7 @@ class PageStore:
         blocks, scales = quantise(blocks, self._dtype)
         cache = cache.replace(pages=cache.pages.at[fills.page[0]].set(blocks, mode="drop"))
         if scales is not None:
+            assert cache.scales is not None  # int8 pages have them
             cache = cache.replace(scales=cache.scales.at[fills.page[0]].set(scales, mode="drop"))
         return cache
 
@@ -192,7 +194,7 @@ class PageStore:
         return slot in self._claimed
 
     def fills(
-        self, slots: Sequence[int], rows: Sequence[int], *, width: int, prompts: int, time: int
+        self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time: int
     ) -> Fills:
         """What of the claimed slots' pages is to be written; `rows` are their prompts'.
 
@@ -201,7 +203,7 @@ class PageStore:
                 result's size depends on nothing else.
         """
         size = min(width, self._slots_each) + prompts * (time // self._page_tokens)
-        arrays = np.zeros((3, self._replicas, size), np.int32)
+        arrays: Any = np.zeros((3, self._replicas, size), np.int32)  # until a program takes them
         arrays[0] = DROPPED
         used = [0] * self._replicas
         for slot, row in zip(map(int, slots), rows, strict=True):

@@ -76,7 +76,7 @@ class PageBook:
         first = replica * self._slots_each
         counts = self._count[first : first + self._slots_each]
         growing = np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
-        return self._needed(replica, tokens, prompt) + growing <= len(self._free[replica])
+        return bool(self._needed(replica, tokens, prompt) + growing <= len(self._free[replica]))
 
     def start(self, slot: int, tokens: int, prompt: Hashable) -> list[Fill]:
         """Gives a response its first pages; returns those whose content is still to be written.
@@ -161,7 +161,7 @@ class PageBook:
         """Raises AssertionError unless every page is free or held, and counted right."""
         held = np.zeros_like(self._holders)
         for slot in self._prompts:
-            np.add.at(held, (self.replica(slot), self.tables[slot, : self._count[slot]]), 1)
+            np.add.at(held[self.replica(slot)], self.tables[slot, : self._count[slot]], 1)
         assert (held == self._holders).all()
         assert not held[:, NOBODYS].any()
         for replica, free in enumerate(self._free):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.prompts.tokenizer import Tokenizer
+from dapo_jax.prompts.tokenizer import Decodes
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule, sample_key
 from dapo_jax.sharding import to_host
-from dapo_jax.structs import Completion, Prefix, Prompt
+from dapo_jax.structs import Completion, DecodeState, Prefix, Prompt
 
 SMALLEST_PROMPT_BUCKET = 16
 
@@ -87,7 +87,7 @@ class RolloutSampler:
     put back and drawn again later: the same, by their keys.
     """
 
-    def __init__(self, engine: PolicyEngine, tokenizer: Tokenizer, seed: int):
+    def __init__(self, engine: PolicyEngine, tokenizer: Decodes, seed: int):
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
         self._waiting: collections.deque[_Request] = collections.deque()
@@ -151,11 +151,11 @@ class RolloutSampler:
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Refills free slots, decodes one burst, returns the groups that it completed."""
         self._fill_slots()
-        self._make_room()
         if not self._in_slot:
             return []
-        self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
-        state = self._state
+        self._make_room()
+        state, _ = self._engine.generate(self._params, self._running, longest=self._longest())
+        self._state = state
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
         began = time.perf_counter()
         active, self._generated, busy, total = map(np.array, to_host(read))
@@ -182,6 +182,11 @@ class RolloutSampler:
         self.abandon()
         self._state = self._params = None
 
+    @property
+    def _running(self) -> DecodeState:
+        assert self._state is not None  # from `begin` to `release`
+        return self._state
+
     def _longest(self) -> int:
         return max(
             len(request.prompt.tokens) - 1 + int(self._generated[slot])
@@ -201,6 +206,7 @@ class RolloutSampler:
             free.remove(slot)
             if request.prefilled is None:
                 self._prefill_ahead()
+            assert request.prefilled is not None  # the first that waits is among them
             sample = request.waiting.popleft()
             self._in_slot[slot] = (request, sample)
             starting.setdefault(id(request.prefilled[0]), []).append((slot, request, sample))
@@ -230,7 +236,7 @@ class RolloutSampler:
         slots, rows = np.array(slots), [request.prefilled[1] for request in requests]
         prefix = requests[0].prefilled[0]
         self._state = self._engine.insert(
-            prefix, self._state, slots, sample_index=np.array(samples), row=np.array(rows)
+            prefix, self._running, slots, sample_index=np.array(samples), row=np.array(rows)
         )
         self._generated[slots] = 0
 
@@ -260,7 +266,7 @@ class RolloutSampler:
 
     def _make_room(self) -> None:
         """Puts the youngest responses back into the queue where the cache has no room for all."""
-        self._state, stopped = self._engine.make_room(self._state, list(self._in_slot))
+        self._state, stopped = self._engine.make_room(self._running, list(self._in_slot))
         for slot in stopped:
             request, sample = self._in_slot.pop(slot)
             self.counts.put_back_tokens += int(self._generated[slot])
@@ -271,7 +277,7 @@ class RolloutSampler:
     def _collect(self, slots: list[int]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         if not slots:
             return []
-        tokens, logprobs = self._engine.harvest(self._state, slots)
+        tokens, logprobs = self._engine.harvest(self._running, slots)
         groups = []
         for row, slot in enumerate(slots):
             request, sample = self._in_slot.pop(slot)

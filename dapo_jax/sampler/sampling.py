@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 BLOCK = 128
@@ -17,6 +18,14 @@ class SamplingRule(NamedTuple):
     temperature: float = 1.0  # 0 takes the likeliest token
     top_p: float = 1.0
     top_k: int = 0
+
+
+class SamplingRules(NamedTuple):
+    """A rule of its own for each slot."""
+
+    temperature: Float[Array, "S"]
+    top_p: Float[Array, "S"]
+    top_k: Int[Array, "S"]
 
 
 def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Float[Array, "S V"]:
@@ -92,9 +101,9 @@ def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
 
 
 def draw_each(
-    logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRule
+    logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRules
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """`draw` by a rule for each slot, `rules` being of arrays [S]: one program serves all rules.
+    """`draw` by a rule for each slot: one program serves all rules.
 
     A slot's token depends on its own logits, key, position and rule alone. Sorting the vocabulary
     is the dear part, and left out while no slot asks for it.
@@ -115,7 +124,7 @@ def draw_each(
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
-def sample_key(seed: int, purpose: int, step: int, index: int) -> jax.Array:
+def sample_key(seed: int, purpose: int, step: int | np.uint32, index: int) -> jax.Array:
     """The key of one prompt's responses: what it is for, the policy step, its place in the data."""
     key = jax.random.key(seed)
     for part in (purpose, step, index):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.sampler.engine import PolicyEngine
-from dapo_jax.sampler.sampling import SAMPLE_BY_SEED, SamplingRule, sample_key
+from dapo_jax.sampler.sampling import SAMPLE_BY_SEED, SamplingRule, SamplingRules, sample_key
 from dapo_jax.structs import DecodeState, Prefix
 
 SMALLEST_TOP_P = 1e-6  # below, float32 could leave no token at all; the likeliest one is kept
@@ -41,13 +41,13 @@ class Draws(NamedTuple):
 class DrawnPrompt(NamedTuple):
     """A prompt with what belongs to it, handed through JetStream as if it were the tokens."""
 
-    tokens: np.ndarray
+    tokens: jax.Array | np.ndarray
     draws: Draws
 
 
-def rules_of(rule: SamplingRule, count: int) -> SamplingRule:
-    """That rule `count` times, as arrays."""
-    return SamplingRule(
+def rules_of(rule: SamplingRule, count: int) -> SamplingRules:
+    """That rule `count` times."""
+    return SamplingRules(
         temperature=jnp.full(count, rule.temperature, jnp.float32),
         top_p=jnp.full(count, max(rule.top_p, SMALLEST_TOP_P), jnp.float32),
         top_k=jnp.full(count, rule.top_k, jnp.int32),

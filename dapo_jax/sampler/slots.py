@@ -4,7 +4,7 @@
 caches begin, lie on the mesh, take prompts up and are read; what they count on the host is theirs.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -143,7 +143,7 @@ class SlotStore:
         """Whether a response may start in a free slot."""
         return True
 
-    def fills(self, slots: Sequence[int], rows: Sequence[int], *, width: int, prompts: int, time):
+    def fills(self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time):
         """Of the slots' pages; there are none."""
         return None
 

@@ -20,6 +20,9 @@ import sysconfig
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+# Of Linux alone, and of an extra.
+# pyright: reportMissingImports=false
+
 if TYPE_CHECKING:
     from pyseccomp import Arg, SyscallFilter
 
