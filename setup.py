@@ -32,6 +32,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
+    package_data={"dapo_jax.reporting": ["page.*"]},
     install_requires=[
         "jax>=0.10.2",
         "flax>=0.12.8",
@@ -46,6 +47,7 @@ setup(
         "jinja2>=3.1.6",
         "matplotlib>=3.11",
         "numpy>=2.4",
+        "plotly>=7.1",  # its script goes into report.html; no network is asked for it
         "pyarrow>=26.0",
         "python-flint>=0.9",
         "rich>=15.0",

@@ -3,7 +3,7 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from absl import flags
@@ -145,6 +145,20 @@ def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]
     return full
 
 
+def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
+    """The command line with flags that may be given again as one, a line for each value."""
+    values: dict[str, list[str]] = {name: [] for name in names}
+    others, rest = [], iter(arguments)
+    for argument in rest:
+        name, separator, value = argument.partition("=")
+        flag = name.lstrip("-")
+        if name.startswith("-") and flag in values:
+            values[flag].append(value if separator else next(rest, ""))
+        else:
+            others.append(argument)
+    return [f"--{name}=" + "\n".join(found) for name, found in values.items() if found] + others
+
+
 def take_file(arguments: list[str]) -> tuple[str, list[str]]:
     """What `--config=FILE` or `--config FILE` names (the last one), and the other arguments."""
     file, others, rest = "", [], iter(arguments)
@@ -179,6 +193,7 @@ def load(
     short_names: Mapping[str, str] | None = None,
     *,
     needs_file: bool = True,
+    several: Collection[str] = (),
     door: Callable[[Any], None] = lambda config: None,
 ) -> Any:
     """The checked config that the command line describes: `--config=FILE[:PRESET] --config.x=y`.
@@ -189,11 +204,12 @@ def load(
         usage: what the help begins with; a module's docstring, which Python may have left out.
         short_names: settings by the flag that may stand for them.
         needs_file: without it, overrides of the defaults are enough.
+        several: flags that may be given again.
         door: raises `ConfigError` where the command must not write; asked once the settings are
             known to be good.
     """
     short_names = short_names or {}
-    asked, arguments = take_help(spell_out(sys.argv[1:], short_names))
+    asked, arguments = take_help(spell_out(join_repeated(sys.argv[1:], several), short_names))
     file, arguments = take_file(arguments)
     config: Any = None
     try:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from dapo_jax.experiment.config import Config, Reward
-from dapo_jax.structs import Completion, Group, Prompt
+from dapo_jax.structs import Completion, Group, Prompt, Trace
 
 Pending = TypeVar("Pending")  # what a judge keeps of a group until it is asked for it
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
@@ -84,6 +84,8 @@ class Collected:
     dropped_prompts: int  # over the limit or held out, before next_position
     truncated_prompts: int  # cut to the limit, before next_position
     starved: bool
+    # Of the responses of each group that was trained, by the group's place in the data.
+    traces: dict[int, list[Trace]] = dataclasses.field(default_factory=dict)
 
     @property
     def all_right(self) -> int:

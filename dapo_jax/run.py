@@ -36,6 +36,7 @@ from dapo_jax.reporting.notices import (
     warn_about_answers,
     warn_about_rounding,
 )
+from dapo_jax.reporting.page import write_own_page
 from dapo_jax.reporting.plots import plot_run
 from dapo_jax.reporting.progress import Progress, fit
 from dapo_jax.reporting.tracking import Tracker
@@ -184,7 +185,8 @@ class Run:
         self.state.unwritten = values
         step, log = self.state.step, self.config.log
         if log.rollouts and self.writer:
-            write_rollouts(self.folder, step, collected)
+            tokenizer = self.parts.tokenizer
+            write_rollouts(self.folder, step, collected, log.token_groups, tokenizer)
         for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
             self.parts.progress.warn(
                 f"step {step}: a group was dropped: {escape(str(group.broken))}"
@@ -270,7 +272,9 @@ class Run:
                 f"[bold]held-out accuracy {before:.3f} -> {after:.3f}[/] after {state.step} steps "
                 f"in {state.seconds:.0f} s"
             )
-        say(f"metrics, rollouts and curves.png are in {escape(str(self.folder))}")
+        if self.config.log.report:
+            write_own_page(self.folder, self.parts.progress)
+        say(f"metrics, rollouts and pictures are in {escape(str(self.folder))}")
         return summary
 
 

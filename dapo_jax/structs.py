@@ -117,6 +117,15 @@ class Group:
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What the updates of a step made of one response."""
+
+    advantage: float  # mean over its tokens
+    ratios: np.ndarray | None = None  # [n] as the last update saw them, where that was asked for
+    clipped: np.ndarray | None = None  # [n] the bound that cut a token there: see learner.traces
+
+
 # --- device, packed -------------------------------------------------------------------------
 
 

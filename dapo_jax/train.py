@@ -25,12 +25,13 @@ from dapo_jax.learner.packing import (
     place_tokens,
     trained_tokens,
 )
+from dapo_jax.learner.traces import trace_ratios, trace_responses
 from dapo_jax.learner.update import Learner
 from dapo_jax.orders import Gathered, Order, make_rollouts
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.sharding import to_host
-from dapo_jax.structs import Group, Mean, ScoredBatch, TrainState
+from dapo_jax.structs import Group, Mean, ScoredBatch, Trace, TrainBatch, TrainState
 
 
 @dataclasses.dataclass
@@ -166,13 +167,28 @@ def learning_rates(config: Config, step: int) -> tuple[float, float]:
     return policy, learning_rate(config.critic.optimizer, step, total)
 
 
+def take_update(
+    parts: Parts, run: RunState, batch: TrainBatch, used: int, rates: tuple[float, float]
+) -> tuple[RunState, dict[str, Mean]]:
+    """One optimizer step of the policy (with a learning rate above 0) and of the critic."""
+    rate, value_rate = rates
+    policy, critic, mean = run.train, run.critic, {}
+    if rate:
+        policy, mean = parts.learner.update(policy, batch, used, rate)
+    if parts.config.algorithm.critic:
+        assert parts.critic is not None and critic is not None
+        critic, value_mean = parts.critic.update(critic, batch, used, value_rate)
+        mean |= as_value_metrics(value_mean)
+    return dataclasses.replace(run, train=policy, critic=critic), mean
+
+
 def update_policy(
     parts: Parts, run: RunState, groups: list[Group], clock: Clock
-) -> tuple[RunState, dict[str, float], list[dict[str, Mean]]]:
+) -> tuple[RunState, dict[str, float], list[dict[str, Mean]], dict[int, list[Trace]]]:
     """Score pass, advantages over the rollout batch, then an optimizer step per minibatch.
 
     The steps are under way when this returns: what is still on the devices is the new state and,
-    of each step, the means.
+    of each step, the means. The traces are by the place of a group in the data.
     """
     config, algorithm = parts.config, parts.config.algorithm
     updates = split_updates(parts, groups)
@@ -181,27 +197,30 @@ def update_policy(
     clock.lap("score")
     feedback = gather(config, scored, groups, sum(updates, []))
     advantages, returns = estimate(algorithm, feedback)
-    policy, critic, means = run.train, run.critic, []
-    rate, value_rate = learning_rates(config, run.step)
+    means, ratios, rates = [], [], learning_rates(config, run.step)
     budget, planned = config.sampler.max_response_tokens, prompts_per_update(config)
     for u, segments in enumerate(updates):
         part, gains, targets = nth((scored, advantages, returns), u)
         batch = make_batch(part, segments, gains, targets, algorithm, budget, planned)
         if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
             continue
-        mean = {}
-        if rate:
-            policy, mean = parts.learner.update(policy, batch, used[u], rate)
-        if algorithm.critic:
-            assert parts.critic is not None and critic is not None
-            critic, value_mean = parts.critic.update(critic, batch, used[u], value_rate)
-            mean |= as_value_metrics(value_mean)
+        if (
+            config.log.token_ratios
+            and u == len(updates) - 1
+            and batch.scored.old_logprobs is not None
+        ):
+            logprobs = parts.learner.score(run.train.params, part.rollouts, used[u])
+            ratios = trace_ratios(algorithm, batch, logprobs)
+        run, mean = take_update(parts, run, batch, used[u], rates)
         means.append(mean)
-    values = {"empty_updates": float(len(updates) - len(means)), "learning_rate": rate}
+    values = {"empty_updates": float(len(updates) - len(means)), "learning_rate": rates[0]}
     values |= feedback_metrics(algorithm, feedback, advantages, returns)
     if algorithm.critic:
-        values["value_learning_rate"] = value_rate
-    return dataclasses.replace(run, train=policy, critic=critic), values, means
+        values["value_learning_rate"] = rates[1]
+    traces = trace_responses(advantages, feedback.response_index, ratios)
+    size = config.rollout.samples_per_prompt
+    by_group = {g.prompt.index: traces[i * size : (i + 1) * size] for i, g in enumerate(groups)}
+    return run, values, means, by_group
 
 
 def take_rollouts(
@@ -248,9 +267,10 @@ def train_step(
     clock = Clock()
     rollouts, run = take_rollouts(parts, run, interrupted)
     clock.lap("rollout")
-    values, means = {}, []
-    if rollouts.collected.groups:
-        run, values, means = update_policy(parts, run, rollouts.collected.groups, clock)
+    collected, values, means = rollouts.collected, {}, []
+    if collected.groups:
+        run, values, means, traces = update_policy(parts, run, collected.groups, clock)
+        collected = dataclasses.replace(collected, traces=traces)
     if parts.config.rollout.lag:
         clock.lap("update")
         run = look_ahead(parts, run, interrupted)
@@ -258,6 +278,6 @@ def train_step(
     values |= add_up(jax.device_get(means))
     clock.lap("update")
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
-    values |= rollout_metrics(rollouts.collected, rollouts.counts, clock)
+    values |= rollout_metrics(collected, rollouts.counts, clock)
     values["policy_lag"] = float(rollouts.lag)
-    return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, rollouts.collected
+    return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, collected

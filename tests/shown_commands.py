@@ -24,7 +24,14 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from dapo_jax import cli
-from dapo_jax.experiment.config import Config, DpoConfig, ExportConfig, ServeConfig, SftConfig
+from dapo_jax.experiment.config import (
+    Config,
+    DpoConfig,
+    ExportConfig,
+    ReportConfig,
+    ServeConfig,
+    SftConfig,
+)
 from dapo_jax.experiment.settings import leaves
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -32,7 +39,7 @@ SETUP = (ROOT / "setup.py").read_text()
 NOT_HERE = {"torch"}  # what a script of the repository needs and tests do without
 SHELLS = {"bash", "sh", "shell"}
 MARKERS = {"hardware", "cloud", "network"}
-KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig)
+KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)
 FILE = "configs/arithmetic.py"
 PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
 # Where flags stand alone, one of these commands has to take them.

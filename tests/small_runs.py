@@ -91,7 +91,7 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
         "mesh": Mesh(1, 1, 1),
         "checkpoint": Checkpoint(every_steps=0),
         "critic": Critic(pretrain_steps=0),
-        "log": Log(show_group_every_steps=0, tensorboard=False, rollouts=False),
+        "log": Log(0, tensorboard=False, rollouts=False, report=False),
     }
     return make_config(folder, run_dir, **quick | changes)
 
@@ -136,5 +136,5 @@ def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
 
 def learn(parts, run, groups) -> tuple[RunState, dict[str, float]]:
     """The state after the updates of a rollout batch, and what was measured."""
-    run, values, means = update_policy(parts, run, groups, Clock())
+    run, values, means, _ = update_policy(parts, run, groups, Clock())
     return run, values | add_up(jax.device_get(means))

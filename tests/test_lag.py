@@ -41,7 +41,8 @@ def make_config(base, run_dir, lag=1, **changes) -> Config:
         "rollout": Rollout(4, 4, updates_per_rollout=2, lag=lag),
         "checkpoint": Checkpoint(every_steps=1, keep=9),
         "evaluation": Evaluation(every_steps=2, samples_per_problem=1, top_p=1.0),
-        "log": Log(show_group_every_steps=0, tensorboard=False),
+        # Log-probs of tokens are rounded, and may round otherwise on another mesh.
+        "log": Log(show_group_every_steps=0, tensorboard=False, token_groups=0),
         "mesh": Mesh(data=2, fsdp=2, tensor=2),
     }
     return make_quick_config(base, run_dir, **settings | changes)

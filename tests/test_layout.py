@@ -7,7 +7,14 @@ import re
 import pytest
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import Config, DpoConfig, ExportConfig, ServeConfig, SftConfig
+from dapo_jax.experiment.config import (
+    Config,
+    DpoConfig,
+    ExportConfig,
+    ReportConfig,
+    ServeConfig,
+    SftConfig,
+)
 from dapo_jax.experiment.settings import leaves
 from dapo_jax.reporting import metrics
 
@@ -28,16 +35,16 @@ data       arithmetic harmless gym formats readers files sources pipeline turns 
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
 sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
-learner    advantages losses packing optimizer update policy critic
+learner    advantages losses packing traces optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
-reporting  metrics tracking writers plots tables progress notices
+reporting  metrics tracking writers plots tables progress notices recorded readings compared page
            /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
            /preferences /orders /train /run /scoring /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
-           /main /evaluate /sft /dpo /export /serve /api
+           /main /evaluate /sft /dpo /export /serve /report /api
 """
 
 
@@ -65,6 +72,7 @@ ROOMS_OF = {
     DpoConfig: ["preferences", *OFFLINE_ROOMS],
     ExportConfig: ["export"],
     ServeConfig: ["serve"],
+    ReportConfig: ["report", "reporting.page"],
 }
 
 
@@ -134,11 +142,12 @@ def test_prompts_to_update_reads_in_sixty_lines():
     assert lengths["train_step"] + lengths["update_policy"] <= 60
 
 
+KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)
 # What a section is called where it is not called by its name.
 CALLED = {"architecture": ("shape",)}
 
 
-@pytest.mark.parametrize("kind", [Config, SftConfig, DpoConfig, ExportConfig, ServeConfig])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_setting_has_a_reader(kind):
     # A setting that its own config resolves is read; one that is only checked is not.
     checkers = ("experiment.combinations", "experiment.validation", "algorithms")

@@ -48,11 +48,16 @@ CHANGES = {
     "reward.percent": ("as_asked", "dapo", "reward.verifier=math_box"),
     "reward.threshold": (0.7, "dapo", "reward.correct=threshold"),
     "reward.min_spread": (0.1, "dapo", "reward.correct=spread"),
+    "log.token_groups": (2, "dapo", ""),
+    "log.token_ratios": (True, "dapo", ""),
     "lora.alpha": (16.0, "dapo", "lora.rank=4"),
     "lora.targets": ("query,value", "dapo", "lora.rank=4"),
     "data.few_shot": (2, "dapo", "data.template=few_shot"),
     "data.system_prompt": ("Hi", "dapo", "data.template=chat"),
 }
+
+
+NOWHERE = "--config.sampler.cache=slots", "--config.log.rollouts=false"
 
 
 def settings_of(config: Config) -> dict:
@@ -69,8 +74,8 @@ def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name
     presets = sorted(set(algorithms.PRESETS) - {"sft"})
     plain = {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
     unread = [preset for preset in presets if not is_read(name, plain[preset])]
-    # The sampler's cache is no preset's choice, so it is named.
-    where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", "--config.sampler.cache=slots"]
+    # What is no preset's choice is named.
+    where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", *NOWHERE]
     with pytest.raises(SystemExit) as stopped:
         load(Config, *where, change)
     message = capsys.readouterr().err

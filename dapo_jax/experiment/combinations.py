@@ -65,6 +65,15 @@ READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
     "reward.min_spread": ("reward.correct", _one_of("spread")),
     "sampler.pages": ("sampler.cache", _one_of("auto", "paged")),
     "sampler.page_tokens": ("sampler.cache", _one_of("auto", "paged")),
+    "log.token_groups": ("log.rollouts", bool),
+    "log.token_ratios": (
+        "log.rollouts log.token_groups algorithm.ratio rollout.updates_per_rollout "
+        "algorithm.old_logprobs",
+        # The only update of a step sees ratios of 1.
+        lambda rollouts, groups, ratio, updates, old: (
+            rollouts and groups > 0 and ratio != "none" and (updates > 1 or old == "sampler")
+        ),
+    ),
     "lora.alpha": ("lora.rank", bool),
     "lora.targets": ("lora.rank", bool),
     "data.few_shot": ("data.template", _one_of("few_shot")),

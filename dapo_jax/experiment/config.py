@@ -130,6 +130,20 @@ class ExportConfig:
 
 
 @section
+class ReportConfig:
+    """Runs as one page to look at (`dapo_jax.report`)."""
+
+    run: str = setting("", "The run_dir of a run, or a glob of several; may be given again.")
+    out: str = setting("report.html", "The page to write; an earlier report is replaced.")
+    preset: str = setting(
+        "", "What a run's algorithm is compared with: a key of PRESETS; empty: the nearest one."
+    )
+    max_mb: float = setting(
+        20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
+    )
+
+
+@section
 class ServeConfig:
     """A served policy (`dapo_jax.serve`)."""
 

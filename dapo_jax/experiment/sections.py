@@ -318,3 +318,11 @@ class Log:
     rollouts: bool = setting(
         True, "Write every judged response to rollouts/ and evaluations/, step_*.jsonl."
     )
+    token_groups: int = setting(
+        1, "Of so many trained groups per step, the last, rollouts/ holds tokens and log-probs."
+    )
+    token_ratios: bool = setting(
+        False,
+        "Also their ratios and clips in the step's last update: one more forward pass of it.",
+    )
+    report: bool = setting(True, "Write report.html at the end, a page to look at the run.")

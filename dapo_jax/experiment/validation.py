@@ -17,6 +17,7 @@ from dapo_jax.experiment.config import (
     ExportConfig,
     Mesh,
     OneMesh,
+    ReportConfig,
     ServeConfig,
     SftConfig,
 )
@@ -47,7 +48,7 @@ AT_LEAST_ZERO = (
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
-    "log.show_group_every_steps data.bad_rows_limit temperature top_k "
+    "log.show_group_every_steps log.token_groups data.bad_rows_limit temperature top_k "
     "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
     "sampler.load_layers total_steps"
 ).split()
@@ -226,9 +227,11 @@ def _check_own_data(config: SftConfig | DpoConfig) -> None:
     _check_mesh(config.mesh)
 
 
-def validate(config: Config | SftConfig | DpoConfig | ServeConfig | ExportConfig) -> None:
+def validate(
+    config: Config | SftConfig | DpoConfig | ServeConfig | ExportConfig | ReportConfig,
+) -> None:
     """Raises `ConfigError` for the first setting or combination that makes no sense."""
-    if isinstance(config, ExportConfig):  # whose few checks need the run
+    if isinstance(config, ExportConfig | ReportConfig):  # whose few checks need the run
         return
     _check_single_fields({name: value for name, _, value in leaves(config)})
     if isinstance(config, ServeConfig):

@@ -4,6 +4,8 @@ import json
 import math
 import time
 
+import numpy as np
+
 # The classes of a .proto are made when its module is imported.
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -11,8 +13,12 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dapo_jax.filtering import Collected
 from dapo_jax.marks import Folder
+from dapo_jax.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.reporting.metrics import MEANINGS
 from dapo_jax.reporting.tracking import Tracker
+from dapo_jax.structs import Completion, Trace
+
+TOKEN_DECIMALS = 3
 
 
 def rewind_jsonl(path: Folder, step: int) -> None:
@@ -87,8 +93,40 @@ def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def write_rollouts(run_dir: Folder, step: int, collected: Collected) -> None:
-    """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent."""
+def _short(values: np.ndarray) -> list[float]:
+    """As float64, whose decimals are short in a file; those of float32 are not."""
+    return values.astype(float).round(TOKEN_DECIMALS).tolist()
+
+
+def token_fields(
+    completion: Completion, trace: Trace | None, tokenizer: Tokenizer
+) -> dict[str, list]:
+    """The text of each token and what is known of it. A character of several stands at its last."""
+    stream = TextStream(tokenizer)
+    texts = [stream.add([token]) for token in completion.tokens.tolist()]
+    texts[-1:] = [one + stream.rest() for one in texts[-1:]]
+    found = {"token_texts": texts, "token_logprobs": _short(completion.sampler_logprobs)}
+    if trace and trace.ratios is not None and trace.clipped is not None:
+        found |= {"token_ratios": _short(trace.ratios)}
+        found |= {"token_clipped": trace.clipped.astype(int).tolist()}
+    return found
+
+
+def write_rollouts(
+    run_dir: Folder,
+    step: int,
+    collected: Collected,
+    token_groups: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent.
+
+    Args:
+        token_groups: of the last so many trained groups every token is written, too.
+        tokenizer: needed for that.
+    """
+    first = max(0, len(collected.groups) - token_groups)
+    told = {group.prompt.index for group in collected.groups[first:]}
     groups = collected.judged + collected.surplus + collected.broken
     folder = run_dir / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +136,8 @@ def write_rollouts(run_dir: Folder, step: int, collected: Collected) -> None:
             for i, (completion, verdict) in enumerate(
                 zip(group.completions, group.verdicts, strict=True)
             ):
+                traces = collected.traces.get(group.prompt.index)
+                trace = traces[i] if traces else None
                 line = {
                     "source": group.prompt.source,
                     "prompt_id": group.prompt.id,
@@ -116,6 +156,9 @@ def write_rollouts(run_dir: Folder, step: int, collected: Collected) -> None:
                     "reward": _number(group.rewards[i]),
                     "reward_parts": {k: _number(v[i]) for k, v in group.reward_parts.items()},
                     "failure": verdict.broken or verdict.failure,
+                    "advantage": trace and _number(trace.advantage),
                 }
+                if tokenizer and group.prompt.index in told:
+                    line |= token_fields(completion, trace, tokenizer)
                 file.write(json.dumps(line) + "\n")
     path.with_suffix(".tmp").replace(path)
