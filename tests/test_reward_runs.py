@@ -58,7 +58,8 @@ def test_a_run_goes_on_without_the_groups_whose_reward_failed(
         mean = np.mean([line["reward_parts"][name] for line in judged])
         np.testing.assert_allclose(row[f"reward_parts/{name}"], mean)
     shown = capsys.readouterr().out
-    assert "step 1: a group was dropped: own:picky: RuntimeError('seven is not for me')" in shown
+    assert "step 1: a group was dropped: own:picky: " in shown
+    assert 'raise RuntimeError("seven is not for me"): RuntimeError: seven is not for me' in shown
     assert f"prompt {next(line['prompt_id'] for line in lines if line['failure'])}" in shown
 
 
@@ -72,7 +73,9 @@ def test_a_run_in_which_every_group_fails_is_saved_and_stops_with_the_cause(
         reward=Reward(parts="rule=1,own:broken=1"),
         rollout=Rollout(4, 4, updates_per_rollout=1, max_sample_rounds=2),
     )
-    with pytest.raises(Starved, match="failed in every group, first: own:broken: KeyError.*prompt"):
+    with pytest.raises(
+        Starved, match="failed in every group, first: own:broken: .*KeyError.*prompt"
+    ):
         train(config)
     checkpoints = Checkpoints(tmp_path, Checkpoint())
     assert checkpoints.latest_step() == 0
