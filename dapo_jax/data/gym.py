@@ -25,12 +25,13 @@ _BLANKS = re.compile(r"[\s()]")
 _TUPLE = "__tuple__"
 
 
-def _factory() -> Any:
+def _factory(asked: str) -> Any:
+    """Raises `ConfigError` that begins with what was asked for."""
     try:
         from reasoning_gym import factory  # pyright: ignore[reportMissingImports]: an extra
     except ImportError as error:
         raise ConfigError(
-            f"a data source {PREFIX}TASK needs reasoning-gym: pip install 'dapo_jax[gym]' or "
+            f"{asked}: needs reasoning-gym: pip install 'dapo_jax[gym]' or "
             f"pip install reasoning-gym ({error})"
         ) from None
     return factory
@@ -46,7 +47,7 @@ def open_task(field: str, task: str, seed: int, size: int) -> Any:
         ConfigError: the package is missing, or knows no such task (names those it knows), or the
             task's scorer evaluates text and that can't be made safe.
     """
-    factory = _factory()
+    factory = _factory(f"config.{field} = {PREFIX + task!r}")
     try:
         seed = zlib.crc32(f"{task} {seed}".encode()) // 2
         dataset = factory.create_dataset(task, seed=seed, size=size)
@@ -109,7 +110,7 @@ def pack_item(item: dict[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _scorer(task: str) -> Any:
-    dataset = _factory().create_dataset(task)
+    dataset = _factory(PREFIX + task).create_dataset(task)
     reason = refusal(task, dataset)
     if reason is not None:  # the door was passed with another release of the package
         raise ConfigError(reason)
