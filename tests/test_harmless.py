@@ -185,7 +185,7 @@ def open_newer(tmp_path, monkeypatch):
         factory = types.SimpleNamespace(
             create_dataset=lambda task, **settings: dataset(), DATASETS={"invented": dataset}
         )
-        monkeypatch.setattr(gym, "_factory", lambda: factory)
+        monkeypatch.setattr(gym, "_factory", lambda *_: factory)
         gym._scorer.cache_clear()
         return gym.open_task("data.source", "invented", 0, 10)
 

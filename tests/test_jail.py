@@ -199,7 +199,7 @@ def open_fake(monkeypatch):
         factory = types.SimpleNamespace(
             create_dataset=lambda task, **settings: dataset(), DATASETS={name: dataset}
         )
-        monkeypatch.setattr(gym, "_factory", lambda: factory)
+        monkeypatch.setattr(gym, "_factory", lambda *_: factory)
         return gym.open_task("data.source", name, 0, 10)
 
     return open_task

@@ -234,7 +234,7 @@ def make_fake_gym(monkeypatch) -> None:
         return Numbers(**settings)
 
     factory = types.SimpleNamespace(create_dataset=create_dataset, DATASETS={"numbers": Numbers})
-    monkeypatch.setattr(gym, "_factory", lambda: factory)
+    monkeypatch.setattr(gym, "_factory", lambda *_: factory)
     gym._scorer.cache_clear()
 
 
