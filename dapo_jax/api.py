@@ -205,14 +205,23 @@ class Policy:
         from dapo_jax.scoring import open_checkpoints, open_policy
 
         run = (pathlib.Path(model) / "checkpoints").is_dir()
-        config = read_config(Config, model) if run else Config(model=Model(folder=model))
-        config = dataclasses.replace(
-            config,
+        of = read_config(Config, model) if run else Config(model=Model(folder=model))
+        # Of a run's settings those that say what is in its checkpoint, and where it lies: how it
+        # was trained and rewarded need not be known here.
+        config = Config(
             run_dir=model,
             seed=seed,
+            model=dataclasses.replace(of.model, reference_folder=""),
+            lora=of.lora,
+            compute=dataclasses.replace(of.compute, attention="auto"),
+            mesh=of.mesh,
+            optimizer=of.optimizer,
             data=Data(max_prompt_tokens=max_prompt_tokens, heldout_problems=0),
             rollout=Rollout(samples_per_prompt=max(slots, 2)),
-            packing=Packing(row_tokens=max_prompt_tokens + max_response_tokens),
+            packing=Packing(
+                row_tokens=max_prompt_tokens + max_response_tokens,
+                rows_per_microbatch=of.packing.rows_per_microbatch,
+            ),
             log=Log(console=False),
             sampler=Sampler(
                 slots=slots,

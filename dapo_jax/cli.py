@@ -104,16 +104,19 @@ def check_run(config: Config) -> None:
 def _check_override_names(arguments: list[str], kind: type) -> None:
     """absl answers a mistyped key or value with a traceback; this says what is meant or allowed."""
     known = {name: field.type for name, field, _ in leaves(kind())}
-    sections = {name.rpartition(".")[0] for name in known}
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
+    sections = {name.rpartition(".")[0] for name in known} - {""}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         name, separator, value = argument.partition("=")
         name = name.lstrip("-")
         setting = name.removeprefix("config.")
         if not argument.startswith("-") or name[:1].isdigit():  # -1 is a value
             continue
         if name.startswith("config.") and setting in known:
-            value = value if separator or following.startswith("--") else following
-            _check_value(setting, value, known[setting], given=separator or value != "-")
+            stands_alone = known[setting] is bool and not separator  # and means true
+            if not separator and not following.startswith("--"):
+                value = following
+            if not stands_alone:
+                _check_value(setting, value, known[setting])
             continue
         if setting in sections:
             raise ConfigError(f"config.{setting} is a section: see --help={setting}")
@@ -122,17 +125,14 @@ def _check_override_names(arguments: list[str], kind: type) -> None:
         raise ConfigError(f"{what}{nearest(setting, known)} (--help lists all)")
 
 
-def _check_value(setting: str, value: str, kind: Any, given: str | bool) -> None:
+def _check_value(setting: str, value: str, kind: Any) -> None:
     """Raises `ConfigError` for the text of an override that says no value of that type."""
-    if kind is bool:
-        words = ("true", "t", "1", "false", "f", "0")
-        require(not given or value.lower() in words, setting, value, WORDS[bool])
-        return
-    require(bool(given), setting, "", f"{WORDS[kind]}: --config.{setting}=...")
+    fits = kind is not bool or value.lower() in ("true", "t", "1", "false", "f", "0")
     try:
         kind(value)
     except ValueError:
-        require(False, setting, value, WORDS[kind])
+        fits = False
+    require(fits, setting, value, WORDS[kind])
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:

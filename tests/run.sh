@@ -12,4 +12,6 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/basedpyright --pythonpath .venv/bin/python
+# Two files at a time: each process takes what one core gives; one file's fixtures are made once.
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile
 exec .venv/bin/python -m pytest "$@"

@@ -12,6 +12,7 @@ import pytest
 
 import dapo_jax
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.rewards import functions
 
 OFFERED = [getattr(dapo_jax, name) for name in dapo_jax.__all__]
 
@@ -100,7 +101,9 @@ def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
     write_module("mine", "def digits(prompt, response, answer):\n    return len(response)\n")
     mine = importlib.import_module("mine")
     spread = dapo_jax.Reward(correct="spread")
-    config = quick(base, tmp_path / "named", reward=spread, total_steps=1)
+    algorithm, rollout = dapo_jax.preset("reinforce"), dapo_jax.Rollout(4, 4, 1)
+    sections = {"reward": spread, "algorithm": algorithm, "rollout": rollout}
+    config = quick(base, tmp_path / "named", total_steps=1, **sections)
     named = dapo_jax.train(config, reward={"rule": 1.0, mine.digits: 0.5}).metrics
     assert min(named["reward_parts/mine:digits"].to_pylist()) > 0
     config.run_dir = str(tmp_path / "here")
@@ -114,6 +117,8 @@ def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
     (column,) = [name for name in here.column_names if "in_process" in name]
     assert calls and here[column].to_pylist() == named["reward_parts/mine:digits"].to_pylist()
     assert here["loss"].to_pylist() == named["loss"].to_pylist()
+    functions._here.clear()  # as in another program, which only asks the policy
+    assert dapo_jax.Policy(config.run_dir).name.endswith("step 1")
     (tmp_path / "from_file").mkdir()
     with pytest.raises(ConfigError, match="must be given by the program"):
         unknown = dapo_jax.Reward(parts="in_process:nobody=1")

@@ -172,3 +172,10 @@ def test_help_shows_a_section_alone_with_the_files_values(capsys):
     assert "--config.algorithm.gamma=0.9  (default 1.0)" in shown
     assert "--config.algorithm.critic=True  (default False)" in shown
     assert "One of: k1, k2, k3." in shown
+
+
+def test_a_switch_may_stand_alone_and_a_value_apart():
+    apart = ["--config.log.tensorboard", "--config.seed", "3", "--config.optimizer.eps", "1e-9"]
+    loaded = load(Config, RL, *apart, "--config.critic.pretrain_steps", "-1", "--config.log.report")
+    assert (loaded.log.tensorboard, loaded.seed, loaded.optimizer.eps) == (True, 3, 1e-9)
+    assert loaded.critic.pretrain_steps == -1 and loaded.log.report
