@@ -121,6 +121,16 @@ def join() -> None:
         _watch = Watch(service.client, service.coordinator_address, index(), count())
 
 
+def keep_programs() -> None:
+    """What is compiled is read again by later commands; JAX_COMPILATION_CACHE_DIR says where from.
+
+    Empty, nothing is kept; where it isn't set, it is the user's cache.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "dapo_jax"))
+
+
 def run(work: Callable[[], int], *, alone: str = "") -> int:
     """Joins, works, and leaves when all are done; the exit code.
 
@@ -129,6 +139,7 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
     Args:
         alone: the name of a command that only one process can do.
     """
+    keep_programs()
     try:
         join()
     except ConfigError as error:

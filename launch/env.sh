@@ -38,6 +38,14 @@ case "$1" in
         ;;
 esac
 case "$1" in
+    cpu)
+        # A device for each core (the largest power of two): two threads of one device wait for each other in
+        # every small product of decoding, two devices hardly ever. Measured: docs/performance.md.
+        cores="$(getconf _NPROCESSORS_ONLN)" devices=1
+        while [ $((devices * 2)) -le "$cores" ] && [ "$devices" -lt 8 ]; do devices=$((devices * 2)); done
+        flag XLA_FLAGS "--xla_force_host_platform_device_count=$devices"
+        unset cores devices
+        ;;
     gpu)
         # JAX takes 75 % of a GPU by default; policy, optimizer and cache of one run want the most of it. The
         # rest is for NCCL and CUDA themselves (JAX-Toolbox, GPU performance: 0.8 to 0.9).

@@ -43,9 +43,11 @@ def make(source: pathlib.Path) -> nbformat.NotebookNode:
     """The notebook of a script, not run yet."""
     cells = [
         nbformat.v4.new_markdown_cell(BADGE.format(colab=COLAB, name=source.stem).strip()),
-        nbformat.v4.new_code_cell(INSTALL.replace("{repository}", REPOSITORY).strip()),
+        nbformat.v4.new_code_cell(INSTALL.strip()),
         *jupytext.read(source).cells,
     ]
+    for cell in cells:
+        cell.source = cell.source.replace("{repository}", REPOSITORY)
     for number, cell in enumerate(cells):
         cell.id, cell.metadata = f"cell-{number}", {}  # the same whenever it is made
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -78,21 +78,28 @@ def test_one_address_stands_in_every_place(build):
         assert page.suffix == ".md" or len(found) == 2, f"{page} is not installed or opened"
 
 
+def converted(path: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess | None:
+    """What nbconvert said of a copy there; None where it waits for a kernel that has answered.
+
+    Rarely, with widgets on a busy machine, it does so for ever.
+    """
+    (folder / path.name).write_bytes(path.read_bytes())
+    command = "jupyter nbconvert --to notebook --execute --inplace --log-level=ERROR".split()
+    environment = os.environ | {"DAPO_NOTEBOOK_QUICK": "1", "PYTHONPATH": str(ROOT)}
+    whole = [sys.executable, "-m", *command, path.name]
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    try:
+        return subprocess.run(whole, timeout=300, **options)
+    except subprocess.TimeoutExpired:
+        return None
+
+
 @EACH
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     """By a user's command, with sliders, in sizes that teach nothing."""
     kept = nbformat.read(path, as_version=4)
-    (tmp_path / path.name).write_bytes(path.read_bytes())
-    command = "jupyter nbconvert --to notebook --execute --inplace --log-level=ERROR".split()
-    environment = os.environ | {"DAPO_NOTEBOOK_QUICK": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", *command, path.name],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = converted(path, tmp_path) or converted(path, tmp_path)
+    assert done and done.returncode == 0, done and done.stderr[-3000:]
     ran = nbformat.read(tmp_path / path.name, as_version=4)
     widgets = widget_outputs(ran)
     outputs = [*outputs_of(ran), *(one for outputs in widgets for one in outputs)]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -226,6 +227,17 @@ def test_wrong_variables_are_named(variables, message, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=message):
         processes.read_environment()
     assert processes.run(lambda: 0) == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said, kept", [(None, "{}/dapo_jax"), ("/there", "/there"), ("", "")])
+def test_what_was_compiled_is_kept_for_the_next_command(said, kept, tmp_path):
+    ask = "import jax; print(jax.config.jax_compilation_cache_dir or '')"
+    code = f"from dapo_jax import processes; processes.run(lambda: exec({ask!r}) or 0)"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    environment |= {} if said is None else {"JAX_COMPILATION_CACHE_DIR": said}
+    told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert told.strip() == kept.format(tmp_path)
 
 
 def test_one_process_asks_nobody(monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import html.parser
 import json
+import pathlib
 import re
 import sys
 
@@ -146,6 +147,24 @@ def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
     # By a table of Student's t: 4.303 for three values, whose standard error is 1 / sqrt(3).
     np.testing.assert_allclose(mean_interval(np.array([1.0, 2, 3])), [2, -0.484, 4.484], atol=1e-3)
     assert mean_interval(np.array([1.0])) == [1, None, None]
+
+
+def test_held_out_accuracy_of_seeds_varies_with_their_problems_too(write_run):
+    folders = [write_run(f"a{seed}", seed=seed, rows=[row(0), row(5)]) for seed in range(2)]
+
+    def after(*names: str) -> dict:
+        (found,) = experiments([read_run(name) for name in names])
+        return {one["name"]: one for one in headlines(found)}["Held-out accuracy after"]
+
+    assert after(*folders)["over"] == "over 2 seeds"
+    for folder in folders:
+        lines = [json.dumps(response(index, 0, correct=index < 4)) for index in range(10)]
+        (path := pathlib.Path(folder, "evaluations")).mkdir()
+        (path / "step_000005.jsonl").write_text("\n".join(lines))
+    found = after(*folders)  # the seeds agree, their problems don't
+    value, low, high = found["value"]
+    assert found["over"] == "over 2 seeds and their problems"
+    assert value == pytest.approx(0.4) and low < 0.35 and high > 0.45
 
 
 def test_tokens_add_up_to_all_that_was_drawn(write_run):

@@ -12,6 +12,7 @@ from dapo_jax.evaluation.scores import (
     RIGHT,
     Response,
     answer_classes,
+    estimate_over_seeds,
     estimates,
     majority_score,
     make_report,
@@ -137,6 +138,23 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         (found,) = estimates(means, np.full(60, 8), seed=trial)
         covered += found.low <= 0.4 <= found.high
     assert 0.91 < covered / 400 < 0.98
+
+
+def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give():
+    """Ten runs whose accuracies spread around 0.5, each on problems of its own: nearly 95 %."""
+    rng = np.random.default_rng(2)
+    covered, widths = 0, []
+    for trial in range(200):
+        reached = 0.5 + 0.1 * rng.standard_normal(10)
+        shares = [rng.binomial(4, np.clip(mean, 0, 1), 50) / 4 for mean in reached]
+        found = estimate_over_seeds(shares, seed=trial)
+        assert found.value == pytest.approx(np.mean(shares))
+        covered += found.low <= 0.5 <= found.high
+        widths.append(found.high - found.low)
+    assert 0.85 < covered / 200 < 0.99
+    alike = estimate_over_seeds([np.repeat([0.0, 1.0], 25)] * 10, seed=0)  # only problems spread
+    assert 0.02 < alike.high - alike.low < np.mean(widths)
+    assert estimate_over_seeds([np.ones(3)], seed=0).low is None
 
 
 def test_more_samples_of_the_same_problems_do_not_feign_certainty():

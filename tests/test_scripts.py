@@ -1,11 +1,13 @@
 """Every script of the repository does its work on something small: what nothing runs breaks."""
 
+import importlib
 import json
 import pathlib
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from small_runs import make_small_base
 
@@ -77,7 +79,19 @@ def test_a_pods_step_is_simulated():
 
 def test_our_benchmark_and_the_comparison_run():
     told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, "--only", "step")
-    assert json.loads(told.splitlines()[0])["seconds"]["dapo_jax"]["step"] > 0
+    first, *table = told.splitlines()
+    step = json.loads(first)["dapo_jax"]["step"]
+    assert step["median_s"] > 0 and 0 < step["gflops"] < step["matmul_gflops"]
+    assert len(table) == 3 and table[-1].startswith("| uniform | step |")
+
+
+def test_the_real_workload_has_the_law_that_it_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")
+    ours = importlib.import_module("ours")
+    real, normal = ours.WORKLOADS["real"], np.random.default_rng(0).normal(size=100_000)
+    limits = np.asarray(real.limits(normal))
+    assert limits.max() == 512 and limits.min() > 0 and abs(limits.mean() - 128) < 2
+    assert set(np.asarray(ours.WORKLOADS["uniform"].limits(normal))) == {128}
 
 
 @pytest.fixture(scope="module")

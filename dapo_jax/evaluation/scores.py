@@ -175,6 +175,29 @@ def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estima
     return [Estimate(*map(float, found)) for found in zip(means, lows, highs, strict=True)]
 
 
+def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int) -> Estimate:
+    """Mean over seeds of their means over problems, with an interval that resamples both.
+
+    Args:
+        shares: of each seed its problems' values, [P]; the percentile interval is that of seeds
+            drawn anew and, of each that is drawn, its problems.
+        seed: key of the resampling.
+    """
+    mean = float(np.mean([one.mean() for one in shares]))
+    if len(shares) < 2:
+        return Estimate(mean, None, None)
+    rng, draws = np.random.default_rng(seed), (RESAMPLES, len(shares))
+    chosen = rng.integers(len(shares), size=draws)
+    resampled = np.zeros(draws)
+    for number, values in enumerate(shares):
+        here = chosen == number
+        counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), here.sum())
+        resampled[here] = counts @ values / len(values)
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(resampled.mean(axis=1), [tail, 100 - tail])
+    return Estimate(mean, float(low), float(high))
+
+
 def by_problem(responses: Sequence[Response]) -> list[list[Response]]:
     """Responses to the same question with the same answer, in the order given."""
     problems: dict[tuple[str, str], list[Response]] = {}

@@ -9,10 +9,11 @@ import numpy as np
 from scipy.special import stdtrit  # comes with jax
 
 from dapo_jax.algorithms import PRESETS
+from dapo_jax.evaluation.scores import estimate_over_seeds
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import leaves, require
 from dapo_jax.reporting.readings import LAST, values
-from dapo_jax.reporting.recorded import Recorded
+from dapo_jax.reporting.recorded import Recorded, heldout_shares
 
 # What may differ between two seeds of one experiment.
 OF_A_SEED = ("seed", "run_dir", "log.")
@@ -89,6 +90,11 @@ def _reached(experiment: Experiment, metric: str, taken: str) -> tuple[list[floa
     part = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}[taken]
     chosen = [values(run.rows, metric)[part] for run in experiment.runs]
     chosen = [one for one in chosen if one.size]
+    if len(experiment.runs) > 1 and metric == "heldout_accuracy":
+        shares = [heldout_shares(run, 0 if taken == "first" else -1) for run in experiment.runs]
+        if all(one is not None for one in shares):
+            found = estimate_over_seeds(shares, 0)
+            return list(dataclasses.astuple(found)), f"over {len(shares)} seeds and their problems"
     if len(experiment.runs) > 1:
         found = mean_interval(np.array([one.mean() for one in chosen]))
         return found, f"over {len(chosen)} seeds"

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from dapo_jax.experiment.settings import require
 from dapo_jax.marks import SECTIONS_OF_A_RUN, Folder, folder_at
 
@@ -87,6 +89,18 @@ def read_run(name: str) -> Recorded:
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     require(bool(by_step), "run", name, f"{A_RUN}; there is no row in its metrics.jsonl")
     return Recorded(folder, dotted(settings), [by_step[step] for step in sorted(by_step)])
+
+
+def heldout_shares(run: Recorded, which: int) -> np.ndarray | None:
+    """[P], share of right responses to each held-out problem in the first (0) or last (-1)
+    evaluation of the run; None where its responses were not kept."""
+    steps = [row["step"] for row in run.rows if "heldout_accuracy" in row]
+    path = run.folder / "evaluations" / f"step_{steps[which] if steps else 0:06d}.jsonl"
+    right: dict[Any, list[bool]] = {}
+    if path.exists():
+        for line in objects(path):
+            right.setdefault(line.get("index"), []).append(bool(line.get("correct")))
+    return np.array([np.mean(right[index]) for index in right]) if right else None
 
 
 def spread_out(count: int, most: int) -> list[int]:

@@ -1,10 +1,12 @@
-"""Runs our benchmark and the peers' scripts in turn, several rounds, and prints the ratios.
+"""Runs our benchmark and the peers' scripts in turn, several rounds, and prints one table.
 
-    python tests/benchmarks/compare.py --rounds 3 \\
+    python tests/benchmarks/compare.py --rounds 3 --workload uniform real \\
         --trl "V/bin/python bench_trl.py" --tunix "T/bin/python bench_tunix.py"
 
 Interleaved, because a shared machine's speed drifts: a ratio is taken inside a round, and the
-median over rounds is what to quote.
+median over rounds is what to quote. The peers decode static batches, which run until their longest
+row is done: beside the 512 responses of `real` (ours.py says their law) stand eight of their
+uniform batches of 64 at 512 new tokens. A ratio is of seconds for the same responses.
 """
 
 import argparse
@@ -17,6 +19,8 @@ import sys
 
 OURS = f"{sys.executable} {pathlib.Path(__file__).parent / 'ours.py'}"
 BENCHES = ("rollout", "update", "step")
+# Of the peers: new tokens of a response, and batches of 64 for all of them.
+PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8)}
 
 
 def json_lines(command: str) -> list[dict]:
@@ -27,13 +31,14 @@ def json_lines(command: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def ours(repeats: int, only: str) -> dict[str, float]:
-    """Median seconds of each bench."""
-    lines = json_lines(f"{OURS} --repeats {repeats} --only {only}")
-    return {line["bench"]: line["median_s"] for line in lines}
+def ours(workload: str, repeats: int, only: str) -> dict[str, dict]:
+    """Its line for each bench."""
+    lines = json_lines(f"{OURS} --workload {workload} --repeats {repeats} --only {only}")
+    return {line["bench"]: line for line in lines}
 
 
 def trl(command: str, repeats: int) -> dict[str, float]:
+    """Median seconds of each bench."""
     lines = json_lines(
         f"{command} --what rollout,update,e2e --rollout-impl dynamic --repeats {repeats}"
     )
@@ -42,6 +47,7 @@ def trl(command: str, repeats: int) -> dict[str, float]:
 
 
 def tunix(command: str, repeats: int) -> dict[str, float]:
+    """Median seconds of each bench."""
     parts = json_lines(f"{command} --repeats {repeats}")[0]
     whole = json_lines(f"{command} --only e2e --repeats {repeats}")[0]
     return {
@@ -51,35 +57,60 @@ def tunix(command: str, repeats: int) -> dict[str, float]:
     }
 
 
+def one_round(args: argparse.Namespace, workload: str) -> dict:
+    """Our lines, and the peers' seconds for the same responses."""
+    new_tokens, batches = PEERS_SIZES[workload]
+    found = {"workload": workload, "dapo_jax": ours(workload, args.repeats, args.only)}
+    for name, run in (("trl", trl), ("tunix", tunix)):
+        if command := getattr(args, name):
+            seconds = run(f"{command} --new-tokens {new_tokens}", args.repeats)
+            found[name] = {bench: batches * value for bench, value in seconds.items()}
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def row(workload: str, bench: str, rounds: list[dict]) -> str:
+    """A line of the table: medians over the rounds; the ratios one by one."""
+
+    def median(values) -> float:
+        return statistics.median(values)
+
+    own = [one["dapo_jax"][bench] for one in rounds]
+    cells = [workload, bench, f"{median(o['tokens_per_s'] for o in own):,.0f}"]
+    cells.append(f"{median(o['median_s'] for o in own):.2f}")
+    peers = [peer for peer in ("trl", "tunix") if peer in rounds[0]]
+    cells += [f"{median(one[peer][bench] for one in rounds):.2f}" for peer in peers]
+    if peers:
+        best = [min(one[peer][bench] for peer in peers) for one in rounds]
+        ratios = [b / o["median_s"] for b, o in zip(best, own, strict=True)]
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        cells.append(f"{median(ratios):.2f}x ({each})")
+    share = median(o["gflops"] / o["matmul_gflops"] for o in own)
+    cells.append(f"{share:.0%} of {median(o['matmul_gflops'] for o in own):.0f}")
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--workload", nargs="*", choices=PEERS_SIZES, default=["uniform"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default=",".join(BENCHES), help="what of ours is timed")
     parser.add_argument("--trl", help="command that runs the TRL script")
     parser.add_argument("--tunix", help="command that runs the Tunix script")
     args = parser.parse_args()
-    peers = {
-        name: (run, command)
-        for name, run, command in (("trl", trl, args.trl), ("tunix", tunix, args.tunix))
-        if command
-    }
-    rounds = []
-    for number in range(args.rounds):
-        seconds = {"dapo_jax": ours(args.repeats, args.only)}
-        for name, (run, command) in peers.items():
-            seconds[name] = run(command, args.repeats)
-        rounds.append(seconds)
-        print(json.dumps({"round": number, "seconds": seconds}), flush=True)
-    for bench in args.only.split(","):
-        for name in peers:
-            ratios = [r[name][bench] / r["dapo_jax"][bench] for r in rounds]
-            print(
-                f"{bench:8s} {name:6s} / dapo_jax: median {statistics.median(ratios):.2f}x "
-                f"(rounds {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
-            )
+    rounds = [one_round(args, workload) for _ in range(args.rounds) for workload in args.workload]
+    heads = ["workload", "bench", "tokens/s", "dapo_jax, s"]
+    heads += [f"{name}, s" for name in ("TRL", "Tunix") if getattr(args, name.lower())]
+    heads += ["against the better peer"] if args.trl or args.tunix else []
+    heads.append("GFLOP/s of matmul peak")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for workload in args.workload:
+        of_workload = [one for one in rounds if one["workload"] == workload]
+        for bench in args.only.split(","):
+            print(row(workload, bench, of_workload))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,30 @@
-"""Times rollout, update and whole step of dapo_jax on the peers' model and workload.
+"""Times rollout, update and whole step of dapo_jax on the peers' model and workloads.
 
-    python tests/benchmarks/ours.py --repeats 5
+    python tests/benchmarks/ours.py --workload uniform --repeats 5
 
-4.2 M parameters, float32, 8 prompts x 8 samples, 32 + 128 tokens, every response of full length,
-entropy computed in the update. Prints a JSON line per measurement; the first (compiling) call is
-reported apart.
+4.2 M parameters, float32, prompts of 32 tokens, 64 slots, entropy computed in the update.
+
+- uniform: 8 prompts x 8 samples, each response of 128 tokens.
+- real: 64 prompts x 8 samples, each response with a limit of its own, drawn from a long-tailed law
+  (log-normal, cut at 512 tokens, mean 128).
+
+Prints a JSON line per measurement, with the arithmetic of the matrix products alone over a product
+of two square matrices timed in the same process; the first (compiling) call is reported apart.
 """
 
 import argparse
+import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import tempfile
 import time
+
+# A device for each core, as launch/env.sh has it.
+os.environ.setdefault(
+    "XLA_FLAGS", f"--xla_force_host_platform_device_count={1 << os.cpu_count().bit_length() - 1}"
+)
 
 import flax.linen as nn
 import jax
@@ -36,12 +48,14 @@ from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import saving
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.parts import Parts, build
-from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.sampler import decoding
+from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule, draw
 from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
 from dapo_jax.train import RunState, train_step
 
-VOCAB, PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 512, 8, 8, 32, 128
-END, NEVER = VOCAB - 1, VOCAB  # NEVER can't be drawn: every response takes its whole budget
+VOCAB, GROUP, PROMPT_TOKENS, SLOTS = 512, 8, 32, 64
+END, OTHER = VOCAB - 1, 2
+MEDIAN_TOKENS, SPREAD = 84.0, 1.0  # of the log-normal law; cut at 512 its mean is 128
 DECODER = DecoderConfig(
     vocab=VOCAB,
     layers=4,
@@ -52,6 +66,45 @@ DECODER = DecoderConfig(
     mlp=1024,
     tie_embeddings=False,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Sizes of a step; a row of the update holds one of the longest responses."""
+
+    prompts: int
+    new_tokens: int  # at most
+    ragged: bool
+    rows_per_microbatch: int
+
+    @property
+    def row_tokens(self) -> int:
+        return PROMPT_TOKENS + self.new_tokens
+
+    def limits(self, normal):
+        """Tokens of responses by standard normal numbers."""
+        if not self.ragged:
+            return jnp.full(normal.shape, self.new_tokens)
+        drawn = jnp.ceil(MEDIAN_TOKENS * jnp.exp(SPREAD * normal))
+        return jnp.minimum(drawn, self.new_tokens).astype(int)
+
+
+WORKLOADS = {
+    "uniform": Workload(8, 128, ragged=False, rows_per_microbatch=8),
+    "real": Workload(64, 512, ragged=True, rows_per_microbatch=4),
+}
+
+
+def draw_within(workload: Workload):
+    """The sampler's draw, with the end where a response's own limit is and nowhere else."""
+
+    def within(logits, keys, positions, rule):
+        tokens, logprobs = draw(logits, keys, positions, rule)
+        apart = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, 2**31 - 1)))
+        last = positions + 1 >= workload.limits(apart(keys))
+        return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs
+
+    return within
 
 
 class RandomPrompts:
@@ -74,7 +127,7 @@ def write_folder(folder: pathlib.Path) -> None:
     words.save(str(folder / "tokenizer.json"))
 
 
-def make_config(folder: pathlib.Path) -> Config:
+def make_config(folder: pathlib.Path, workload: Workload) -> Config:
     """One update per rollout batch, as the peers do; nothing filtered, everything trained."""
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = False
@@ -83,90 +136,118 @@ def make_config(folder: pathlib.Path) -> Config:
         model=Model(folder=str(folder)),
         compute=Compute(scan_unroll=DECODER.layers),
         data=Data(max_prompt_tokens=PROMPT_TOKENS),
-        rollout=Rollout(PROMPTS, GROUP, updates_per_rollout=1),
-        sampler=Sampler(slots=PROMPTS * GROUP, burst_tokens=32, max_response_tokens=NEW_TOKENS),
+        rollout=Rollout(workload.prompts, GROUP, updates_per_rollout=1),
+        sampler=Sampler(slots=SLOTS, burst_tokens=32, max_response_tokens=workload.new_tokens),
         optimizer=Optimizer(learning_rate=1e-5),
-        packing=Packing(row_tokens=PROMPT_TOKENS + NEW_TOKENS, rows_per_microbatch=16),
+        packing=Packing(workload.row_tokens, workload.rows_per_microbatch),
         log=Log(tensorboard=False),
     )
 
 
-def measure(name: str, run, repeats: int, tokens: int) -> None:
-    """Prints the median of `repeats` calls after a first one that compiles and a warm-up."""
+def matmul_flops() -> float:
+    """FLOP/s of a square product, the best of a few: this machine's, now, on all its cores."""
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2048)), jnp.float32)
+    product, best = jax.jit(jnp.dot), float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        product(a, a).block_until_ready()
+        best = min(best, time.perf_counter() - started)
+    return 2 * 2048**3 / best
+
+
+def measure(name: str, run, repeats: int, flops_per_token: float, workload: str) -> None:
+    """Prints the median of `repeats` calls after a first one that compiles and a warm-up.
+
+    `run` returns the tokens that it handled.
+    """
     started = time.perf_counter()
     run()
     first = time.perf_counter() - started
     run()
-    seconds = []
+    seconds, tokens = [], []
     for _ in range(repeats):
         started = time.perf_counter()
-        run()
+        tokens.append(run())
         seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds)
+    speed = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
+    peak = matmul_flops()
     line = {
         "framework": "dapo_jax",
+        "workload": workload,
         "bench": name,
-        "median_s": round(median, 4),
-        "tokens_per_s": round(tokens / median, 1),
+        "median_s": round(statistics.median(seconds), 4),
+        "tokens_per_s": round(speed, 1),
         "all_s": [round(s, 4) for s in seconds],
         "first_call_s": round(first, 2),
+        "gflops": round(speed * flops_per_token / 1e9, 1),
+        "matmul_gflops": round(peak / 1e9, 1),
     }
     print(json.dumps(line), flush=True)
 
 
-def rollout(parts: Parts, params, step: int) -> None:
-    """64 responses of 128 tokens."""
+def rollout(parts: Parts, params, step: int, workload: Workload) -> int:
+    """All responses of a step; returns their tokens."""
     sampler, prompts = parts.sampler, RandomPrompts()
     sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
-    for _ in range(PROMPTS):
+    for _ in range(workload.prompts):
         sampler.submit(next(prompts), GROUP)
     while not sampler.idle:
         sampler.decode_burst()
-    assert sampler.counts.tokens == PROMPTS * GROUP * NEW_TOKENS
-    assert sampler.counts.prefills == PROMPTS
+    assert sampler.counts.responses == workload.prompts * GROUP
+    assert sampler.counts.prefills == workload.prompts
+    tokens = sampler.counts.tokens
     sampler.release()
+    return tokens
 
 
-def make_batch() -> tuple[TrainBatch, int]:
-    """64 rows of 160 tokens with random advantages."""
+def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
+    """Packed rows of a step's responses with random advantages; how many microbatches, tokens."""
     rng, prompts, segments = np.random.default_rng(0), RandomPrompts(), []
-    for i in range(PROMPTS * GROUP):
-        tokens = rng.integers(2, VOCAB, NEW_TOKENS).astype(np.int32)
-        done = Completion(tokens, np.zeros(NEW_TOKENS, np.float32), True, 0, "")
+    responses = workload.prompts * GROUP
+    for i, count in enumerate(np.asarray(workload.limits(rng.normal(size=responses)))):
+        tokens = rng.integers(2, VOCAB, count).astype(np.int32)
+        done = Completion(tokens, np.zeros(count, np.float32), True, 0, "")
         segments.append(Segment(next(prompts), done, i))
-    rollouts, used = pack(segments, PROMPT_TOKENS + NEW_TOKENS, 16, 4)
+    rollouts, used = pack(segments, workload.row_tokens, workload.rows_per_microbatch)
     on_response = (rollouts.response_index >= 0).astype(np.float32)
     advantages = rng.normal(size=on_response.shape).astype(np.float32)
     weights = on_response / on_response.sum()
-    return TrainBatch(ScoredBatch(rollouts, None), advantages, weights), used
+    tokens = sum(segment.length for segment in segments)
+    return TrainBatch(ScoredBatch(rollouts, None), advantages, weights), used, tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, default="uniform")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="rollout,update,step")
     args = parser.parse_args()
+    workload = WORKLOADS[args.workload]
+    decoding.draw = draw_within(workload)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder))
-        parts = build(make_config(pathlib.Path(folder)))
+        parts = build(make_config(pathlib.Path(folder), workload))
         parts.prompts = RandomPrompts()
-        parts.sampler._engine._end_ids = jnp.asarray([NEVER])  # which no folder may say
         params = parts.first_params()
-    sampled = PROMPTS * GROUP * NEW_TOKENS
-    seen = PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS)
+    products = 2 * sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+    products -= 2 * VOCAB * DECODER.embed  # the embedding is looked up
+    steps = iter(range(10**9))
     if "rollout" in args.only:
-        steps = iter(range(10**9))
-        measure("rollout", lambda: rollout(parts, params, next(steps)), args.repeats, sampled)
+        run = lambda: rollout(parts, params, next(steps), workload)  # noqa: E731
+        measure("rollout", run, args.repeats, products, args.workload)
     state = parts.learner.start(jax.tree.map(lambda leaf: leaf.copy(), params))
     if "update" in args.only:
-        batch, used = make_batch()
+        batch, used, tokens = make_batch(workload)
 
         def update():
             nonlocal state
             state, metrics = parts.learner.update(state, batch, used, 1e-5)
             jax.block_until_ready((state, metrics))
+            return tokens
 
-        measure("update", update, args.repeats, seen)
+        measure("update", update, args.repeats, 3 * products, args.workload)
     if "step" in args.only:
         run = RunState(0, state, 0, 1.0)
 
@@ -174,9 +255,11 @@ def main() -> None:
             nonlocal run
             run, values, _ = train_step(parts, run, lambda: False)
             jax.block_until_ready(run.train)
-            assert values["trained_groups"] == PROMPTS
+            assert values["trained_groups"] == workload.prompts
+            return workload.prompts * GROUP * values["response_tokens_mean"]
 
-        measure("step", step, args.repeats, sampled)
+        # A token is drawn, scored and trained on.
+        measure("step", step, args.repeats, 5 * products, args.workload)
     parts.close()
 
 
