@@ -91,8 +91,9 @@ def _reached(experiment: Experiment, metric: str, taken: str) -> tuple[list[floa
     chosen = [values(run.rows, metric)[part] for run in experiment.runs]
     chosen = [one for one in chosen if one.size]
     if len(experiment.runs) > 1 and metric == "heldout_accuracy":
-        shares = [heldout_shares(run, 0 if taken == "first" else -1) for run in experiment.runs]
-        if all(one is not None for one in shares):
+        kept = [heldout_shares(run, 0 if taken == "first" else -1) for run in experiment.runs]
+        shares = [one for one in kept if one is not None]
+        if len(shares) == len(kept):
             found = estimate_over_seeds(shares, 0)
             return list(dataclasses.astuple(found)), f"over {len(shares)} seeds and their problems"
     if len(experiment.runs) > 1:
