@@ -12,6 +12,7 @@ from dapo_jax.experiment.config import (
     Critic,
     Data,
     Evaluation,
+    Mesh,
     Model,
     Optimizer,
     Packing,
@@ -45,6 +46,7 @@ def get_config(preset: str = "dapo") -> Config:
         optimizer=Optimizer(learning_rate=2e-4, schedule="linear", warmup_steps=2),
         critic=critic,
         packing=Packing(row_tokens=160, rows_per_microbatch=16),
+        mesh=Mesh(data=-1, fsdp=1),  # so small a policy is on every device
         # Whole distributions, so that held-out accuracy and entropy describe what is trained.
         evaluation=Evaluation(every_steps=steps // 3, samples_per_problem=4, top_p=1.0),
     )

@@ -38,6 +38,7 @@ from dapo_jax.experiment.config import (
     Config,
     Data,
     Log,
+    Mesh,
     Model,
     Optimizer,
     Packing,
@@ -140,6 +141,7 @@ def make_config(folder: pathlib.Path, workload: Workload) -> Config:
         sampler=Sampler(slots=SLOTS, burst_tokens=32, max_response_tokens=workload.new_tokens),
         optimizer=Optimizer(learning_rate=1e-5),
         packing=Packing(workload.row_tokens, workload.rows_per_microbatch),
+        mesh=Mesh(data=-1, fsdp=1),
         log=Log(tensorboard=False),
     )
 
