@@ -55,11 +55,13 @@ class Limits:
     """What may be asked for, and the sentences for what may not.
 
     Attributes:
+        prompt_bytes: of a text; longer ones are not tokenized.
         vocab: ids are below it.
         waiting: responses that may wait.
     """
 
     prompt_tokens: int
+    prompt_bytes: int
     response_tokens: int
     vocab: int
     waiting: int
@@ -69,6 +71,14 @@ class Limits:
         if 0 < budget <= self.response_tokens:
             return ""
         return f"{field} = {budget}: must be from 1 to {self.response_tokens}"
+
+    def text_problem(self, field: str, text: str) -> str:
+        """What is wrong with a prompt's text before it is tokenized. Empty: nothing."""
+        size = len(text.encode())
+        if size <= self.prompt_bytes:
+            return ""
+        allowed = f"at most {self.prompt_bytes}, what {self.prompt_tokens} tokens can hold"
+        return f"{field} has {size} bytes: must have {allowed}"
 
     def ids_problem(self, field: str, ids: Sequence[int]) -> str:
         """What is wrong with a prompt's ids. Empty: nothing."""

@@ -116,6 +116,9 @@ class Client:
         self.port = port
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
         self.stub, self.close = stubs.OrchestratorStub(channel), channel.close
+        self.send = channel.unary_stream(
+            "/jetstream_proto.Orchestrator/Decode"
+        )  # bytes as they are
 
     def is_live(self) -> bool:
         return self.stub.HealthCheck(messages.HealthCheckRequest()).is_live

@@ -4,8 +4,8 @@
     python tests/soak_server.py --requests 20000 --switch 1e-6 threads of the server change places
     python tests/soak_server.py --requests 0 --load 1,8,32,128 latencies and tokens per second
 
-A tenth of the requests are given up half-way, some are read slowly, some never end. Every other
-answer must be the one that the same request got alone. Exit code 1 where one is not, where the
+A tenth of the requests are given up half-way, some are read slowly. Every other answer must be the
+one that the same request got alone. Exit code 1 where one is not, where the
 server exits or fails, or where threads, open files or memory grow.
 """
 
@@ -15,12 +15,10 @@ import http.client
 import json
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,191 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import grpc
-from served import BUDGET, END, PROMPTS, TOKENIZER, Client, free_port, make_byte_folder
+from served import BUDGET, free_port, make_byte_folder
+from soak_clients import MODEL, Case, Clients, Web, Wrong
 
-MODEL = "policy"
-RUDE = 0.1
-SLOW = 0.03
 SLOT_FLAGS = ["--slots=8", "--max_prompt_tokens=20", f"--max_response_tokens={BUDGET}"]
-
 SETTLING_SECONDS = 3.0  # for connections that were dropped to be seen as such
 MOST_GROWTH = 32 << 20  # bytes of memory, from the first quarter of the requests to their end
-
-
-class Wrong(Exception):
-    """An answer that is not the one it must be."""
-
-
-class Case(NamedTuple):
-    """A request whose answer is known beforehand.
-
-    Attributes:
-        drawn: fields of HTTP that say how; gRPC takes the likeliest.
-    """
-
-    prompt: str
-    budget: int
-    drawn: tuple[tuple[str, float], ...] = ()
-
-    def body(self, **fields: object) -> dict:
-        asked = {"model": MODEL, "prompt": self.prompt, "max_tokens": self.budget}
-        return asked | dict(self.drawn) | fields
-
-
-CASES = [Case(prompt, budget) for prompt in PROMPTS for budget in (1, 5, BUDGET)] + [
-    Case(prompt, 8, (("temperature", 1.0), ("seed", seed))) for seed, prompt in enumerate(PROMPTS)
-]
-
-
-class Web:
-    """One client of HTTP, on a connection that it keeps."""
-
-    def __init__(self, port: int):
-        self._port, self._kept = port, None
-
-    def post(self, fields: dict) -> http.client.HTTPResponse:
-        """The answer to a completion, its body still to be read."""
-        for fresh in (False, True):  # one that was idle for long may be closed
-            if self._kept is None or fresh:
-                self.drop()
-                self._kept = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-            try:
-                self._kept.request("POST", "/v1/completions", json.dumps(fields))
-                answer = self._kept.getresponse()
-            except (http.client.RemoteDisconnected, ConnectionError):
-                if fresh:
-                    raise
-                continue
-            if answer.status != 200:
-                raise Wrong(f"{answer.status}: {answer.read().decode()}")
-            return answer
-        raise AssertionError
-
-    def drop(self) -> None:
-        """Leaves, whatever is still to come."""
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
-
-    def whole(self, case: Case, n: int = 1) -> list[str]:
-        answer = json.load(self.post(case.body(n=n)))
-        return [choice["text"] for choice in answer["choices"]]
-
-    def events(self, fields: dict) -> Iterator[dict]:
-        """Chunks of a stream, as they come."""
-        for line in self.post(fields | {"stream": True}):
-            said = line.decode().strip().removeprefix("data: ")
-            if said == "[DONE]":
-                continue
-            if said:
-                chunk = json.loads(said)
-                if "error" in chunk:
-                    raise Wrong(chunk["error"]["message"])
-                yield chunk
-
-    def streamed(self, case: Case, pause: float = 0.0) -> str:
-        text = ""
-        for chunk in self.events(case.body()):
-            text += chunk["choices"][0]["text"]
-            time.sleep(pause)
-        return text
-
-    def begin(self, case: Case) -> None:
-        """Half a request, and then nothing."""
-        self.drop()
-        half = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        half.putrequest("POST", "/v1/completions")
-        half.putheader("Content-Length", "1000")
-        half.endheaders(json.dumps(case.body()).encode())
-        half.close()
-
-
-class Clients:
-    """Of one thread each: what they ask is a function of the request's number.
-
-    Args:
-        ports: of gRPC and HTTP.
-    """
-
-    def __init__(self, ports: tuple[int, int], seed: int):
-        self._local, self._ports, self._seed = threading.local(), ports, seed
-        self._every: list[tuple[Client, Web]] = []
-        self.answers = {case: self._alone(case) for case in CASES}
-        self.said: Counter[str] = Counter()
-
-    def _mine(self) -> tuple[Client, Web]:
-        if not hasattr(self._local, "pair"):
-            self._local.pair = Client(self._ports[0]), Web(self._ports[1])
-            self._every.append(self._local.pair)
-        return self._local.pair
-
-    def leave(self) -> None:
-        """Closes the connections of all threads."""
-        for rpc, web in self._every:
-            rpc.close()
-            web.drop()
-        self._every, self._local = [], threading.local()
-
-    def _alone(self, case: Case) -> str:
-        _, web = self._mine()
-        found = web.whole(case)[0]
-        if web.whole(case)[0] != found:
-            raise Wrong(f"{case}: asked twice alone, two answers")
-        return found
-
-    def ask(self, number: int) -> None:
-        """One request. Raises `Wrong`, or what the connection does."""
-        rng = random.Random(f"{self._seed} {number}")
-        case, chance = rng.choice(CASES), rng.random()
-        if chance < RUDE:
-            self.said["rude"] += 1
-            self._leave(case, rng.randrange(5))
-            return
-        grpc_too = [self._grpc_text, self._grpc_ids] * (not case.drawn)
-        way = rng.choice([self._whole, self._several, self._stream, *grpc_too])
-        if chance < RUDE + SLOW:
-            way = self._slow
-        if (found := way(case)) != self.answers[case]:
-            raise Wrong(f"{case} by {way.__name__}: {found!r}, alone {self.answers[case]!r}")
-        self.said[way.__name__.strip("_")] += 1
-
-    def _grpc_text(self, case: Case) -> str:
-        return self._mine()[0].ask(case.prompt, case.budget)[0]
-
-    def _grpc_ids(self, case: Case) -> str:
-        ids = self._mine()[0].ask(TOKENIZER.encode(case.prompt), case.budget)[1]
-        return TOKENIZER.decode([i for i in ids if i != END])
-
-    def _whole(self, case: Case) -> str:
-        return self._mine()[1].whole(case)[0]
-
-    def _several(self, case: Case) -> str:
-        first, *others = self._mine()[1].whole(case, n=3)
-        if not case.drawn and set(others) != {first}:
-            raise Wrong(f"{case}: {[first, *others]}")
-        return first
-
-    def _stream(self, case: Case) -> str:
-        return self._mine()[1].streamed(case)
-
-    def _slow(self, case: Case) -> str:
-        return self._mine()[1].streamed(case, pause=0.02)
-
-    def _leave(self, case: Case, how: int) -> None:
-        rpc, web = self._mine()
-        if how < 2:
-            call = rpc.stream(case.prompt, case.budget)
-            if how:
-                next(call, None)
-            call.cancel()
-        elif how == 2:
-            web.begin(case)
-        else:
-            answer = web.post(case.body(stream=True))
-            if how == 4:
-                answer.readline()
-            answer.close()
-            web.drop()
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -234,7 +53,7 @@ class Held(NamedTuple):
 
 
 @contextlib.contextmanager
-def served(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, tuple[int, int]]]:
+def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, tuple[int, int]]]:
     """`dapo_jax.serve` in a process of its own: its id, and its ports of gRPC and HTTP."""
     port, http_port = free_port(), free_port()
     command = [sys.executable, __file__, "--serve", str(switch), f"--model={folder}", *SLOT_FLAGS]
@@ -309,7 +128,7 @@ def soak(
         raise Wrong(f"the server holds more and more: {first}, then {held}")
     if held.memory > first.memory + MOST_GROWTH:
         raise Wrong(f"the server's memory grows: {first}, then {held}")
-    print(f"right: {dict(clients.said)}")
+    print(f"right: {dict(Counter(clients.said))}")
 
 
 def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
@@ -361,7 +180,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         make_byte_folder(pathlib.Path(folder))
         try:
-            with served(folder, args.switch, args.flags) as (process, ports):
+            with server(folder, args.switch, args.flags) as (process, ports):
                 if numbers := range(progress.done, args.requests):
                     clients = Clients(ports, args.seed)
                     soak(process, clients, numbers, threads=args.clients, note=progress.note)

@@ -49,7 +49,7 @@ def test_hostile_bodies_are_refused_and_the_server_lives(byte_folder, same_engin
         b'{"model": "policy"}': "prompt is missing",
         b'{"model": "policy", "prompt": "a", "temperature": 1e999}': "temperature = inf",
         b'{"model": "policy", "prompt": "a", "stop": [["a"]]}': "must be a text or a list",
-        b"x" * 5_000_000: "at most 4000000 bytes",
+        b"x" * 5_000_000: "at most 1000000 bytes",
     }
     with http_serving(byte_folder) as (server, client):
         for body, message in bodies.items():

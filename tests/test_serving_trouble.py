@@ -59,7 +59,7 @@ def test_a_cancelled_request_gives_its_slot_back(
             call.cancel()
         threading.Event().wait(0.3)
         gate.set()
-        assert server.client.ask("a", BUDGET)[1] == byte_responses["a"]
+        assert server.client.ask("a", 2)[1] == byte_responses["a"][:2]
         assert len(steps) < BUDGET  # nobody waited for 24 tokens that nobody reads
 
 
