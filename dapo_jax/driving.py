@@ -81,7 +81,7 @@ class Driver(orchestrator.Driver):
     def _generate_thread(self, idx: int) -> None:
         engine, params = self._generate_engines[idx], self._generate_params[idx]
         free, ready = self._generate_slots[idx], self._generate_backlogs[idx]
-        drawn = self._detokenize_backlogs[idx]
+        drawn: Any = self._detokenize_backlogs[idx]  # declared by half of what JetStream puts there
         if self._metrics_collector:
             share = self._metrics_collector.get_slots_available_percentage_metric(idx)
             share.set_function(lambda: free.qsize() / engine.max_concurrent_decodes)

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -10,6 +11,7 @@ from dapo_jax.verifier.process import WorkerProcess
 
 SANDBOX = "dapo_jax.prompts.sandbox"
 WAIT_SECONDS = 60.0  # for an answer, on a machine so busy that it gets no time to compute one
+LONGEST_REPLY = 8 << 20  # bytes: more than the longest text, each character escaped
 TOO_MUCH = "it computes for over 2 s, or needs too much memory"
 
 
@@ -32,18 +34,20 @@ class _Sandbox:
 
     def ask(self, job: dict) -> dict:
         with self._lock:
-            try:
-                if self._process is None:
-                    self._process = WorkerProcess(SANDBOX)
-                return self._process.ask(job, time.monotonic() + WAIT_SECONDS)
-            except (OSError, ValueError):  # it was killed, or writes without an end
-                self.close()
-                raise TemplateFails(TOO_MUCH, late=True) from None
+            for _ in range(2):  # somebody else may have killed it
+                try:
+                    if self._process is None:
+                        self._process = WorkerProcess(SANDBOX, longest_reply=LONGEST_REPLY)
+                    return self._process.ask(job, time.monotonic() + WAIT_SECONDS)
+                except (OSError, ValueError) as error:
+                    if self.close() == -signal.SIGXCPU or isinstance(error, TimeoutError):
+                        break
+            raise TemplateFails(TOO_MUCH, late=True)
 
-    def close(self) -> None:
+    def close(self) -> int:
+        """The exit code of the process, 0 where there is none."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
+        return process.kill() if process is not None else 0
 
 
 _sandbox = _Sandbox()
