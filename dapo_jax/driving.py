@@ -1,10 +1,12 @@
 """JetStream's Driver, made to last: its loop of decode steps is written anew.
 
 JetStream's own looks for a free slot, then for a request, then asserts that some slot is taken; the
-last response may end in between, and the thread with it. And it stops all decoding for up to a
-second where a request that it waits for is given up.
+last response may end in between, and the thread with it. It stops all decoding for up to a second
+where a request that it waits for is given up. And its `stop` takes back again what is to wake the
+threads, until one happens to be quicker.
 """
 
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -73,6 +75,24 @@ class Driver(orchestrator.Driver):
     def ended(self) -> list[str]:
         """Names of the threads that have ended, of an error or of `stop`."""
         return [thread.name for thread in self._all_threads if not thread.is_alive()]
+
+    def stop(self) -> None:
+        """Ends the threads; what they work at is dropped."""
+        self.live = False
+        backlogs: list[Any] = [
+            self._prefill_backlog,
+            *self._transfer_backlogs,
+            *self._generate_backlogs.values(),
+            *self._detokenize_backlogs,
+        ]
+        for thread in self._all_threads:
+            while thread.is_alive():  # it waits for something to come, or for room
+                for backlog in backlogs:
+                    with contextlib.suppress(queue.Empty):
+                        backlog.get_nowait()
+                    with contextlib.suppress(queue.Full):
+                        backlog.put_nowait(None)
+                thread.join(WAIT_SECONDS)
 
     def _process_prefill_content(self, request: Request, *args: Any) -> tuple[DrawnPrompt, int]:
         tokens, length = super()._process_prefill_content(request, *args)

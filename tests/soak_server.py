@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import grpc
+import numpy as np
 from served import BUDGET, free_port, make_byte_folder
 from soak_clients import MODEL, Case, Clients, Web, Wrong
 
@@ -154,8 +154,7 @@ def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
             found = [one for some in each for one in some]
             took = time.monotonic() - began
         firsts, wholes, tokens = zip(*found, strict=True)
-        cuts = [statistics.quantiles(x, n=100, method="inclusive") for x in (firsts, wholes)]
-        p = [1000 * cut[place] for cut in cuts for place in (49, 98)]
+        p = [1000 * cut for x in (firsts, wholes) for cut in np.percentile(x, (50, 99))]
         print(
             f"{count:7}  {len(found) / took:10.1f}  {sum(tokens) / took:8.0f}  "
             f"{p[0]:15.0f} {p[1]:7.0f}  {p[2]:9.0f} {p[3]:7.0f}",
