@@ -104,6 +104,18 @@ def test_a_client_that_leaves_frees_its_slots(
         assert len(steps) < 2 * BUDGET  # 12 responses by 4 slots take three times as many
 
 
+def test_a_client_that_leaves_within_its_request_is_no_error(byte_folder, same_engine, caplog):
+    with http_serving(byte_folder) as (server, client):
+        half = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+        half.putrequest("POST", "/v1/completions")
+        half.putheader("Content-Length", "1000")
+        half.endheaders(b"{")
+        half.close()
+        time.sleep(0.3)
+        assert client.completions.create(**ASKED).choices
+    assert not [record for record in caplog.records if "uvicorn" in record.name]
+
+
 def test_a_stop_frees_the_slot(byte_folder, same_engine, byte_responses, monkeypatch):
     gate = threading.Event()
     steps = slow_down(same_engine, monkeypatch, gate)
