@@ -8,25 +8,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-from jetstream.core import orchestrator
-from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
-
-from dapo_jax.sampler.served import DrawnPrompt, Draws
-
-# JetStream's modules are made to run on today's JAX and inside a program of others.
-# Gone from JAX since 0.4.26, and called after every insert.
-jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]: it is new here
-# Its threads would end the process by SIGKILL; ours sees that one ended, and says so.
-orchestrator.JetThread = threading.Thread
-# It logs every decode step of every process that imports it to standard output.
-logging.getLogger().removeHandler(orchestrator.handler)
-logging.getLogger().setLevel(logging.WARNING)
+from dapo_jax.driving import Driver, Request
+from dapo_jax.sampler.served import Draws
 
 
 class Asked(NamedTuple):
@@ -69,11 +55,13 @@ class Limits:
     """What may be asked for, and the sentences for what may not.
 
     Attributes:
+        prompt_bytes: of a text; longer ones are not tokenized.
         vocab: ids are below it.
         waiting: responses that may wait.
     """
 
     prompt_tokens: int
+    prompt_bytes: int
     response_tokens: int
     vocab: int
     waiting: int
@@ -83,6 +71,14 @@ class Limits:
         if 0 < budget <= self.response_tokens:
             return ""
         return f"{field} = {budget}: must be from 1 to {self.response_tokens}"
+
+    def text_problem(self, field: str, text: str) -> str:
+        """What is wrong with a prompt's text before it is tokenized. Empty: nothing."""
+        size = len(text.encode())
+        if size <= self.prompt_bytes:
+            return ""
+        allowed = f"at most {self.prompt_bytes}, what {self.prompt_tokens} tokens can hold"
+        return f"{field} has {size} bytes: must have {allowed}"
 
     def ids_problem(self, field: str, ids: Sequence[int]) -> str:
         """What is wrong with a prompt's ids. Empty: nothing."""
@@ -109,31 +105,19 @@ class _Channel:
         self._put(Drawn(self._response, [], True))
 
 
-@dataclasses.dataclass
-class _Request(orchestrator.ActiveRequest):
-    return_channel: _Channel
-    draws: Draws = dataclasses.field(kw_only=True)
-
-
-class _Driver(orchestrator.Driver):
-    def _process_prefill_content(self, request: _Request, *args: Any) -> tuple[DrawnPrompt, int]:
-        tokens, length = super()._process_prefill_content(request, *args)
-        return DrawnPrompt(tokens, request.draws), length
-
-
 class Responses:
     """What was submitted together: iterate over it once, for `Drawn` of any of them.
 
     Raises `GenerationFailed` from the iteration.
     """
 
-    def __init__(self, asked: Sequence[Asked], forget: Callable[[_Request], None]):
+    def __init__(self, asked: Sequence[Asked], forget: Callable[[Request], None]):
         self._queue, self._forget = asyncio.Queue(), forget
         put = functools.partial(
             asyncio.get_running_loop().call_soon_threadsafe, self._queue.put_nowait
         )
         self.requests = {
-            number: _Request(
+            number: Request(
                 max_tokens=one.budget,
                 return_channel=_Channel(put, number),
                 prefill_content=list(one.ids),
@@ -178,7 +162,7 @@ class Generator:
         waiting: how many responses may wait for a slot.
     """
 
-    def __init__(self, driver: orchestrator.Driver, waiting: int):
+    def __init__(self, driver: Driver, waiting: int):
         self._driver, self._waiting = driver, waiting
         self._running: set[Responses] = set()
         self.failure = ""
@@ -190,9 +174,9 @@ class Generator:
         """
         if self.failure:
             raise GenerationFailed(self.failure)
-        if self._driver._prefill_backlog.qsize() + len(asked) > self._waiting:
+        if self._driver.waiting + len(asked) > self._waiting:
             raise Busy
-        responses = Responses(asked, self._forget)
+        responses = Responses(asked, self._driver.forget)
         self._running.add(responses)
 
         def end(_: Any) -> None:
@@ -203,21 +187,12 @@ class Generator:
         assert task is not None  # this runs in one
         task.add_done_callback(end)
         for request in responses.requests.values():
-            self._driver.place_request_on_prefill_queue(request)
+            self._driver.place(request)
         return responses
-
-    def _forget(self, request: _Request) -> None:
-        # JetStream serves clients that are gone, too: without a budget the slot is freed, and
-        # what still waits must not keep others out.
-        request.max_tokens, backlog = 0, self._driver._prefill_backlog
-        with backlog.mutex:
-            waiting = [other for other in backlog.queue if other is not request]
-            backlog.queue.clear()
-            backlog.queue.extend(waiting)
 
     def broken(self) -> str:
         """What has failed; empty while nothing has. Then nothing more is answered."""
-        ended = [thread.name for thread in self._driver._all_threads if not thread.is_alive()]
+        ended = self._driver.ended()
         if ended and not self.failure:
             self.failure = f"JetStream's thread {ended[0]} has failed"
             for responses in self._running:
@@ -238,15 +213,7 @@ def generating(engine: Any, params: Any, *, waiting: int, metrics: bool) -> Iter
         params: as its `load_params` returns them.
         metrics: collect JetStream's, for Prometheus.
     """
-    driver = _Driver(
-        prefill_engines=[engine],
-        generate_engines=[engine],
-        prefill_params=[params],
-        generate_params=[params],
-        interleaved_mode=True,
-        jax_padding=False,
-        metrics_collector=JetstreamMetricsCollector() if metrics else None,
-    )
+    driver = Driver(engine, params, metrics=metrics)
     try:
         yield Generator(driver, waiting)
     finally:

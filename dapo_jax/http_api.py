@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -186,6 +187,7 @@ class HttpApi:
             Busy: _busy,
             GenerationFailed: _failed,
             HTTPException: _no_such_page,
+            ClientDisconnect: _gone,
             Exception: _failed,
         }
         self.app = Starlette(
@@ -285,6 +287,10 @@ async def _busy(_: HttpRequest, error: Busy) -> Response:
     message = "as many requests wait as may wait; this one may be tried again"
     fields = _error(message, "rate_limit_error", code="rate_limit_exceeded")
     return _json(fields, 429, {"Retry-After": str(RETRY_SECONDS)})
+
+
+async def _gone(*_: Any) -> Response:
+    return Response(status_code=CLIENT_IS_GONE)  # nobody reads it
 
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:

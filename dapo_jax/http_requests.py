@@ -17,6 +17,7 @@ from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sampler.served import Draws
 
 MOST_STOPS = 4
+TOO_LONG = "context_length_exceeded"
 ROLES = ("system", "user", "assistant")
 SERVED = (
     "model prompt messages max_tokens max_completion_tokens stream stream_options n stop "
@@ -263,13 +264,15 @@ def _ids(name: str, field: str, prompt: Any, served: Served) -> list[int]:
     if isinstance(prompt, list) and all(map(_is_whole, prompt)):
         ids = prompt
     elif _is_text(prompt):
+        if problem := served.limits.text_problem(name, prompt):
+            raise BadRequest(problem, field, code=TOO_LONG)
         ids = served.tokenizer.encode_prompt(prompt)
     else:
         message = f"{name} = {reprlib.repr(prompt)}: must be text (valid Unicode) or a list of ids"
         raise BadRequest(message, field)
     if problem := served.limits.ids_problem(name, ids):
         long = len(ids) > served.limits.prompt_tokens
-        raise BadRequest(problem, field, code="context_length_exceeded" if long else None)
+        raise BadRequest(problem, field, code=TOO_LONG if long else None)
     return ids
 
 

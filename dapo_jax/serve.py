@@ -51,6 +51,8 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
     check_divisible(decoder, mesh)
     tokenizer = Tokenizer.from_folder(config.model, "model")
     tokenizer.check_fits(decoder.vocab, "model", config.model)
+    if tokenizer.chat is not None:
+        tokenizer.chat.check(f"config.model = {config.model!r}")
     # One of JetStream's lengths, with room for the token that it puts before a client's ids.
     longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
     engine = ServedEngine(
@@ -145,17 +147,19 @@ async def answer(
 
     limits = Limits(
         prompt_tokens=config.max_prompt_tokens,
+        prompt_bytes=config.max_prompt_tokens * tokenizer.longest_token,
         response_tokens=config.max_response_tokens,
         vocab=tokenizer.backend.get_vocab_size(),
         waiting=config.waiting,
     )
     rule, seconds = rule_of(config), config.shutdown_seconds
     servicer = Servicer(generator, tokenizer, limits=limits, rule=rule)
-    grpc, port = await start_grpc(servicer, f"{config.host}:{config.port}")
+    most_bytes = int(config.max_body_mb * 1e6)
+    grpc, port = await start_grpc(servicer, f"{config.host}:{config.port}", most_bytes)
     stops = [lambda: grpc.stop(seconds)]
     if config.http_port:
         served = Served(served_name(config), tokenizer, limits, rule)
-        api = HttpApi(generator, served, most_bytes=int(config.max_body_mb * 1e6))
+        api = HttpApi(generator, served, most_bytes)
         stops.append(HttpServer(api, bind(config, "http_port"), seconds).stop)
     ready(port, config.http_port)
     while not leave() and not generator.broken():

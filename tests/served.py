@@ -114,7 +114,11 @@ class Client:
 
     def __init__(self, port: int):
         self.port = port
-        self.stub = stubs.OrchestratorStub(grpc.insecure_channel(f"127.0.0.1:{port}"))
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self.stub, self.close = stubs.OrchestratorStub(channel), channel.close
+        self.send = channel.unary_stream(
+            "/jetstream_proto.Orchestrator/Decode"
+        )  # bytes as they are
 
     def is_live(self) -> bool:
         return self.stub.HealthCheck(messages.HealthCheckRequest()).is_live

@@ -194,6 +194,7 @@ def test_models_health_and_what_is_not_there(client, port):
 
 
 TOO_LONG = "prompt has 21 tokens: must have from 1 to 20"
+TOO_LARGE = "prompt has 900000 bytes: must have at most 140, what 20 tokens can hold"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,7 @@ TOO_LONG = "prompt has 21 tokens: must have from 1 to 20"
     [
         ("prompt", {"prompt": "x" * 21}, TOO_LONG),
         ("prompt", {"prompt": ["a", "x" * 21]}, TOO_LONG.replace("prompt", "prompt[1]", 1)),
+        ("prompt", {"prompt": "x" * 900_000}, TOO_LARGE),
         ("prompt", {"prompt": ""}, "prompt has 0 tokens"),
         ("prompt", {"prompt": []}, "prompt has 0 tokens"),
         ("prompt", {"prompt": [7, -1]}, "prompt[1] = -1: must be from 0 to 256"),

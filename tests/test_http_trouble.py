@@ -49,7 +49,7 @@ def test_hostile_bodies_are_refused_and_the_server_lives(byte_folder, same_engin
         b'{"model": "policy"}': "prompt is missing",
         b'{"model": "policy", "prompt": "a", "temperature": 1e999}': "temperature = inf",
         b'{"model": "policy", "prompt": "a", "stop": [["a"]]}': "must be a text or a list",
-        b"x" * 5_000_000: "at most 4000000 bytes",
+        b"x" * 5_000_000: "at most 1000000 bytes",
     }
     with http_serving(byte_folder) as (server, client):
         for body, message in bodies.items():
@@ -102,6 +102,18 @@ def test_a_client_that_leaves_frees_its_slots(
         answer = client.completions.create(model="policy", prompt="a")
         assert answer.choices[0].text == TOKENIZER.decode(byte_responses["a"])
         assert len(steps) < 2 * BUDGET  # 12 responses by 4 slots take three times as many
+
+
+def test_a_client_that_leaves_within_its_request_is_no_error(byte_folder, same_engine, caplog):
+    with http_serving(byte_folder) as (server, client):
+        half = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+        half.putrequest("POST", "/v1/completions")
+        half.putheader("Content-Length", "1000")
+        half.endheaders(b"{")
+        half.close()
+        time.sleep(0.3)
+        assert client.completions.create(**ASKED).choices
+    assert not [record for record in caplog.records if "uvicorn" in record.name]
 
 
 def test_a_stop_frees_the_slot(byte_folder, same_engine, byte_responses, monkeypatch):

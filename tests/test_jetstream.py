@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages, read
 
-from dapo_jax import generation, serve
+from dapo_jax import driving, serve
 from dapo_jax.prompts.tokenizer import TextStream
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
@@ -75,7 +75,7 @@ def test_a_slot_that_reached_its_budget_draws_nothing_more(byte_engine, byte_res
 
 def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
     """Text and ids that JetStream's orchestrator answers, all requests at once."""
-    orchestrator = generation.orchestrator.LLMOrchestrator(driver)
+    orchestrator = driving.orchestrator.LLMOrchestrator(driver)
 
     async def respond(request):
         return read([response async for response in orchestrator.Decode(request)])
@@ -98,7 +98,7 @@ def test_jetstreams_orchestrator_drives_the_engine(
     if not interleaved:
         config = make_serve_config(byte_folder, slots=1)
         prefiller = serve.open_engine(config)[0]
-    driver = generation.orchestrator.Driver(
+    driver = driving.orchestrator.Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],
         prefill_params=[params],

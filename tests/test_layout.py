@@ -30,7 +30,7 @@ verifier   extraction normalisation numerals structure units equivalence convent
 experiment settings hooks /algorithms devices sections config combinations
            validation files
            /structs /sharding /watch /processes /marks /folders
-prompts    chat tokenizer templates
+prompts    sandbox rendering chat tokenizer templates
 data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
@@ -41,7 +41,8 @@ rewards    functions worker pool rule model judge
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress notices recorded readings compared page
            /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
-           /preferences /orders /train /run /scoring /generation /serving /http_requests /http_api
+           /preferences /orders /train /run /scoring /driving /generation /serving
+           /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /dpo /export /serve /report /api
@@ -115,7 +116,7 @@ def test_only_the_engines_side_and_the_server_import_jetstream():
     users = {
         room(path) for path in SOURCES if re.search(r"(from|import) jetstream", path.read_text())
     }
-    assert users == {"sampler.jetstream", "generation", "serving"}
+    assert users == {"sampler.jetstream", "driving", "serving"}
 
 
 @pytest.mark.parametrize("folder", ["dapo_jax", "configs", "tests", "notebooks"])

@@ -12,7 +12,7 @@ from served import BUDGET, PROMPTS, make_serve_config, messages
 from test_jetstream import orchestrate
 from test_sampler import GREEDY, TOKENIZER, sample
 
-from dapo_jax import generation, serve
+from dapo_jax import driving, serve
 from dapo_jax.experiment.config import Config, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model import decode_attention
@@ -177,7 +177,7 @@ def test_an_eight_bit_cache_stays_near_the_exact_one(tiny_params, one_device):
 
 def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byte_responses):
     engine, params, _ = serve.open_engine(make_serve_config(byte_folder, cache="paged"))
-    driver = generation.orchestrator.Driver(
+    driver = driving.orchestrator.Driver(
         prefill_engines=[engine],
         generate_engines=[engine],
         prefill_params=[params],

@@ -15,6 +15,7 @@ from served import (
     likeliest,
     make_serve_config,
     messages,
+    read,
     serving,
 )
 
@@ -78,6 +79,8 @@ def test_thirty_two_at_once_are_answered_as_each_alone(server, byte_responses):
         ("x", {"max_tokens": -3}, "max_tokens = -3: must be from 1 to 24"),
         ("x", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),
         ("x", {"session_cache": "here"}, "session_cache = 'here': must be empty; none is kept"),
+        ("x", {"priority": 3}, "priority = 3: must be 0; requests are served as they come"),
+        ("x" * 9000, {}, "text_content.text has 9000 bytes: must have at most 140, what 20 tokens"),
         (None, {}, "content is missing: must be text_content or token_content"),
     ],
 )
@@ -87,7 +90,41 @@ def test_a_bad_request_is_refused_by_field_value_and_allowed(server, prompt, fie
         call = server.client.stub.Decode(messages.DecodeRequest(**fields))
     else:
         call = server.client.stream(prompt, **fields)
-    assert code_and_details(call) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    code, details = code_and_details(call)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (b"\xff\xff\xff", "the message is no DecodeRequest"),
+        (b"\x2a\x03\x0a\x01\xff", "the message is no DecodeRequest"),  # no UTF-8
+        (b"\x40\x02", "num_samples = 2: is not served"),
+        (b"\x4a\x01a", "lora_adapter_id = b'a': is not served"),
+        (b"\x58\x01", "field 11 = 1: is not served"),
+        (b"\x2a" + b"x" * 1_000_000, None),
+    ],
+)
+def test_what_newer_or_broken_clients_send_is_refused_by_name(server, capfd, more, message):
+    content = messages.DecodeRequest.TextContent(text="3+4=")
+    right = messages.DecodeRequest(text_content=content, max_tokens=2).SerializeToString()
+    code, details = code_and_details(server.client.send(right + more, timeout=60))
+    if message is None:  # by the library, unread
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
+    else:
+        assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    assert server.client.ask("3+4=", 2)[0]
+    assert capfd.readouterr().err == ""
+
+
+def test_what_newer_clients_say_without_asking_for_more_is_served(server, byte_responses):
+    content = messages.DecodeRequest.TextContent(text="3+4=")
+    right = messages.DecodeRequest(text_content=content, max_tokens=2).SerializeToString()
+    started_one_sample = b"\x3a\x05\x0d\x00\x00\x80\x3f" + b"\x40\x01"
+    answers = map(
+        messages.DecodeResponse.FromString, server.client.send(right + started_one_sample)
+    )
+    assert read(answers)[1] == byte_responses["3+4="][:2]
 
 
 def test_the_longest_prompt_is_answered_whole(server):

@@ -1,6 +1,8 @@
 """A server in trouble: overload, clients that leave, signals, threads that die."""
 
+import queue
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -59,8 +61,27 @@ def test_a_cancelled_request_gives_its_slot_back(
             call.cancel()
         threading.Event().wait(0.3)
         gate.set()
-        assert server.client.ask("a", BUDGET)[1] == byte_responses["a"]
+        assert server.client.ask("a", 2)[1] == byte_responses["a"][:2]
         assert len(steps) < BUDGET  # nobody waited for 24 tokens that nobody reads
+
+
+def test_the_last_slot_may_be_freed_while_a_thread_looks_for_work(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    get = queue.Queue.get
+
+    def get_slowly(self, block=True, timeout=None):
+        try:
+            return get(self, block, timeout)
+        except queue.Empty:
+            time.sleep(0.05)  # in which the response that is decoded ends
+            raise
+
+    monkeypatch.setattr(queue.Queue, "get", get_slowly)
+    with serving(make_serve_config(byte_folder)) as server:
+        for _ in range(3):
+            assert server.client.ask("3+4=", 2)[1] == byte_responses["3+4="][:2]
+    assert server.error is None
 
 
 def test_running_requests_are_finished_when_the_server_is_asked_to_leave(

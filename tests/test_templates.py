@@ -8,6 +8,7 @@ from conftest import heldout_prompts
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Data
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.prompts import rendering
 from dapo_jax.prompts.chat import ChatTemplate, read_chat_template
 from dapo_jax.prompts.templates import TEMPLATES, VERIFIERS_OF, Beside
 from dapo_jax.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
@@ -94,12 +95,22 @@ def test_chat_templates_may_use_what_transformers_offers():
         ("{{ messages.__class__.__mro__ }}", "__class__"),
         ("{{ messages[7].content }}", "no element 7"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-        ("{{ 'a' * 10**13 }}", ""),
+        ("{{ 'a' * 10**13 }}", "MemoryError"),
+        ("{{ 'a' * 2**21 }}", "writes 2097152 characters: at most 1048576"),
     ],
 )
 def test_a_template_that_fails_or_reaches_out_is_one_clear_line(template, reason):
     with pytest.raises(ConfigError, match=f"chat template fails: .*{reason}"):
         ChatTemplate(template).render(ask("Hi"))
+
+
+def test_a_template_that_computes_for_ever_is_stopped():
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match="^model: the model's chat template fails: .* over 2 s"):
+        ChatTemplate(loop).check("model")
+    assert ChatTemplate("{{ messages[0].content }}").render(ask("Hi")) == "Hi"
+    rendering._sandbox._process._process.kill()  # by whoever
+    assert ChatTemplate("{{ messages[0].content }}").render(ask("你" * 400_000)) == "你" * 400_000
 
 
 def test_the_folder_says_which_template_and_tokens(tmp_path):

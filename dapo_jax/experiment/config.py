@@ -158,7 +158,7 @@ class ServeConfig:
     slots: int = setting(32, "Responses decoded side by side.")
     waiting: int = setting(128, "Responses that wait for a slot; more are refused.")
     max_body_mb: float = setting(
-        4.0, "Largest body of an HTTP request, in 10^6 bytes; larger ones are refused unread."
+        1.0, "Largest body of an HTTP request or message of gRPC, in 10^6 bytes; larger: refused."
     )
     max_prompt_tokens: int = setting(255, "Longest prompt that is accepted.")
     max_response_tokens: int = setting(256, "Largest max_tokens of a request.")

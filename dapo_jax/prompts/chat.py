@@ -1,67 +1,12 @@
-"""The chat template of a model folder, rendered as the model's own library renders it.
+"""The chat template of a model folder, rendered as the model's own library renders it."""
 
-A template is a program that came with the model: it runs in jinja's sandbox and may change
-nothing it is given. Names and white space are as in Hugging Face's `apply_chat_template`.
-"""
-
-import datetime
-import functools
-import json
 import pathlib
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from dapo_jax.experiment.settings import ConfigError, read_json
+from dapo_jax.prompts.rendering import TemplateFails, render
 
-TODAY = datetime.date(2024, 7, 26)  # what Llama 3's templates say where nobody tells them
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks what a model wrote; a prompt holds nothing of that."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """jinja's own filter escapes HTML, which has no place in a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    """Not today: a prompt that changes at midnight is another prompt to a run that goes on."""
-    return TODAY.strftime(form)
-
-
-def sandbox(undefined: type[jinja2.Undefined] = jinja2.Undefined) -> jinja2.Environment:
-    """Where templates run, with what Hugging Face's library offers them.
-
-    Args:
-        undefined: what a name is that nothing has; it writes nothing, or raises.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        undefined=undefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 class ChatTemplate:
@@ -69,10 +14,6 @@ class ChatTemplate:
 
     def __init__(self, text: str, special_tokens: dict[str, str] | None = None):
         self._text, self._special_tokens = text, special_tokens or {}
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return sandbox().from_string(self._text)
 
     def render(
         self,
@@ -88,18 +29,26 @@ class ChatTemplate:
             open_answer: without it the text ends with the last message.
 
         Raises:
-            ConfigError: the template is broken, or refuses the messages.
+            ConfigError: the template is broken, refuses the messages or takes too long.
         """
+        values = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": open_answer,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=open_answer,
-                **self._special_tokens,
-            )
-        except Exception as error:  # a template is a program
+            return render(self._text, values | self._special_tokens)
+        except TemplateFails as error:
             raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
+
+    def check(self, field: str) -> None:
+        """Raises `ConfigError` where the shortest conversation takes too long."""
+        try:
+            render(self._text, {"messages": [{"role": "user", "content": "1+1"}]})
+        except TemplateFails as error:
+            if error.late:
+                raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
 
 
 def _token_text(token: Any) -> str:

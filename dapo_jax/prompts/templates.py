@@ -1,15 +1,16 @@
 """Prompt templates, by name or of one's own: how a bare problem becomes what the policy sees."""
 
+import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from etils import epath
-from jinja2 import StrictUndefined, meta
 
 from dapo_jax.experiment.settings import ConfigError, require
-from dapo_jax.prompts.chat import ChatTemplate, sandbox
+from dapo_jax.prompts.chat import ChatTemplate
+from dapo_jax.prompts.rendering import TemplateFails, names_read, render
 from dapo_jax.structs import Problem
 
 # The wording of DAPO's released data (arXiv 2503.14476).
@@ -169,35 +170,33 @@ def _read(setting: str) -> str:
 
 def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], frozenset[str]]:
     """Its writer, and what it reads. One problem is written to see whether that works."""
-    environment = sandbox(StrictUndefined)
 
-    def fail(error: Exception) -> ConfigError:
-        number = getattr(error, "lineno", None)
-        line = "" if number is None else f", line {number}"
-        reason = " ".join(str(getattr(error, "message", None) or error).split())
-        return ConfigError(f"config.data.template = {shown!r}: the jinja fails{line}: {reason}")
+    @contextlib.contextmanager
+    def explained() -> Iterator[None]:
+        try:
+            yield
+        except TemplateFails as error:
+            line = "" if error.line is None else f", line {error.line}"
+            reason = " ".join(str(error).split())
+            message = f"config.data.template = {shown!r}: the jinja fails{line}: {reason}"
+            raise ConfigError(message) from None
 
-    try:
-        tree = environment.parse(text)
-        reads = meta.find_undeclared_variables(tree) - environment.globals.keys()
-        template = environment.from_string(text)
-    except Exception as error:  # a template is a program
-        raise fail(error) from None
+    with explained():
+        reads = names_read(text)
     unknown = ", ".join(sorted(reads - READABLE))
     allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
     require(not unknown, "data.template", shown, allowed)
 
     def write(problem: Problem, beside: Beside) -> str:
-        try:
-            return template.render(
-                problem=problem.text,
-                system=problem.system or beside.system_prompt,
-                subject=problem.subject,
-                level=problem.level,
-                messages=_messages(problem, beside),
-            )
-        except Exception as error:
-            raise fail(error) from None
+        values = {
+            "problem": problem.text,
+            "system": problem.system or beside.system_prompt,
+            "subject": problem.subject,
+            "level": problem.level,
+            "messages": _messages(problem, beside),
+        }
+        with explained():
+            return render(text, values, strict=True)
 
     write(Problem("", "1+1", "", ""), Beside())
-    return write, frozenset(reads)
+    return write, reads

@@ -60,7 +60,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, no special tokens added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        (encoded,) = self.backend.encode_batch([text], add_special_tokens=False)
+        return encoded.ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of `text`, which begins as the model knows prompts to (Llama's begin_of_text)."""
@@ -83,6 +85,11 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return self.backend.decode(ids, skip_special_tokens=True)
+
+    @property
+    def longest_token(self) -> int:
+        """Bytes of a text that one token can stand for; at most."""
+        return max(len(piece.encode()) for piece in self.backend.get_vocab())
 
     @property
     def padded_vocab(self) -> int:

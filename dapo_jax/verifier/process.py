@@ -17,9 +17,17 @@ class WorkerProcess:
 
     Args:
         environment: its variables; None for those of this process.
+        longest_reply: in bytes.
     """
 
-    def __init__(self, module: str, *arguments: str, environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        longest_reply: int = LONGEST_REPLY,
+    ):
+        self._longest = longest_reply
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -56,7 +64,7 @@ class WorkerProcess:
             if not piece:
                 raise OSError("the worker died")
             reply += piece
-            if len(reply) > LONGEST_REPLY:
+            if len(reply) > self._longest:
                 raise ValueError("no reply is that long")
         return reply
 
@@ -72,8 +80,10 @@ class WorkerProcess:
         ):
             raise TimeoutError("no answer in time")
 
-    def kill(self) -> None:
+    def kill(self) -> int:
+        """Ends it; its exit code, that of its own end where it had ended."""
         self._process.kill()
-        self._process.wait()
+        code = self._process.wait()
         self._to.close()
         self._from.close()
+        return code
