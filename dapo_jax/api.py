@@ -132,6 +132,7 @@ def train(
         ConfigError: settings, model folder and run folder don't fit together, or a function has
             no name that a worker could import it by.
         dapo_jax.filtering.Starved: no signal was left, and the config says to stop then.
+        dapo_jax.storage.NotSaved: its last checkpoint could not be written.
     """
     config = _with_rewards(_load(config), reward, in_process)
     cli.check(config)

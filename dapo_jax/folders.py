@@ -32,8 +32,10 @@ from dapo_jax.marks import (
     read_mark,
     stamp,
 )
+from dapo_jax.storage import full_or_broken
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+ROOM = "a folder of storage with room"
 TRIES = 9  # each is lost only to a process that leaves the same folder at the same moment
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
@@ -255,11 +257,16 @@ def replace(
             stack.callback(old.close)
         try:
             yield new.path
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 new.clear()
+            if cause := full_or_broken(error):
+                place.refuse(f"{str(new.path)!r} can't be written: {cause}", ROOM)
             raise
-        new.finish(mark)
+        try:
+            new.finish(mark)
+        except OSError as error:
+            place.refuse(f"{str(new.path)!r} can't be written: {error.strerror}", ROOM)
         hint = f"; what was written is complete in {str(new.path)!r}"
         place.check(hint)  # somebody may have put something there since
         try:

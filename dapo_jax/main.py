@@ -14,12 +14,14 @@ import sys
 from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.reporting.progress import Progress
+from dapo_jax.storage import UNSAVED, NotSaved
 
 
 def main() -> int:
     """The exit code: 0 done, or saved after SIGTERM; 2 wrong settings; 3 no signal left.
 
-    75: another process of several is dead; start all again.
+    74: what the run ended with could not be saved. 75: another process of several is dead. Start
+    all again.
     """
     config = cli.load(Config, __doc__, door=cli.check_run)
 
@@ -33,6 +35,12 @@ def main() -> int:
         except Starved as error:
             processes.complain(f"stopped: {error}")
             return 3
+        except NotSaved as error:
+            processes.complain(
+                f"error: config.run_dir = {config.run_dir!r}: the last checkpoint could not be "
+                f"written: {error}. Those before it are whole; make room, and start it again"
+            )
+            return UNSAVED
 
     return processes.run(work)
 

@@ -31,6 +31,8 @@ REPLACED = (
     EXPORTED,
 )  # whole: the new folder is complete before the old one goes
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}
+FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "rollouts", "tensorboard")
+FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 
 
 Folder = pathlib.Path | epath.Path  # of this file system, or remote
@@ -158,6 +160,11 @@ class Place:
             return f"{shown} holds {found[0].name!r} and no mark of ours" if found else ""
         if mark and mark["kind"] != self.kind:
             return f"{shown} is marked as that of: {mark['kind']}"
+        for entry in found if self.kind == RUN else ():
+            if entry.name in FOLDERS_OF_A_RUN and not entry.is_dir():
+                return f"{entry.path!r} is a file, where a run has a folder"
+            if entry.name in FILES_OF_A_RUN and entry.is_dir():
+                return f"{entry.path!r} is a folder, where a run has a file"
         strange = [
             entry.name for entry in found if replaced and not (mark and is_written(entry, mark))
         ]

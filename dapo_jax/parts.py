@@ -72,7 +72,7 @@ def check_processes(config: Any) -> None:
 
 def check_data(sources: Sequence[Source]) -> None:
     """Raises `ConfigError` where processes read other problems under the same names."""
-    processes.check_same(lambda: {f"the data of {one.name}": one.digest() for one in sources})
+    processes.check_same(lambda: {f"the data of {one.name}": one.digests() for one in sources})
 
 
 def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:

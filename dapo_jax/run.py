@@ -12,7 +12,7 @@ import jax
 from rich.markup import escape
 
 from dapo_jax import processes
-from dapo_jax.checkpoints import Checkpoints, can_be_longer, check_same_run, run_settings
+from dapo_jax.checkpoints import Checkpoints, run_settings
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -26,27 +26,28 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.folders import claim
-from dapo_jax.marks import RUN, folder_at
+from dapo_jax.keeping import Keeper
+from dapo_jax.marks import RUN
 from dapo_jax.parts import build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.notices import (
     announce_data,
-    announce_end,
     warn_about,
     warn_about_answers,
     warn_about_rounding,
 )
 from dapo_jax.reporting.page import write_own_page
 from dapo_jax.reporting.plots import plot_run
-from dapo_jax.reporting.progress import Progress, fit
+from dapo_jax.reporting.progress import fit
 from dapo_jax.reporting.tracking import Tracker
-from dapo_jax.reporting.writers import MetricWriter, write_rollouts
+from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
+from dapo_jax.resuming import INPUTS, SUMMARY, check_record, finished, gather_inputs
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
+from dapo_jax.storage import Storage, write_text
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
-SUMMARY = "summary.json"
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
 SHOWN_BROKEN_GROUPS = 3
 
@@ -66,7 +67,11 @@ class Run:
         self.parts = build(config)
         stack.enter_context(self.parts.progress.compilation())
         stack.callback(self.parts.close)
-        self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
+        self.storage = Storage(lambda text: self.parts.progress.warn(escape(text)))
+        self.checkpoints = stack.enter_context(
+            Checkpoints(self.folder, config.checkpoint, self.storage.warn)
+        )
+        self.keeper = Keeper(self.checkpoints, self.storage)
         prompts = self.parts.prompts
         check_data([*prompts.sources, *prompts.heldout])
         announce_data(config, prompts, self.parts.progress)
@@ -77,20 +82,20 @@ class Run:
         self._settings = run_settings(
             config, config.data.heldout_source and config.data.heldout_count() or taken
         )
+        self._inputs = gather_inputs(config, prompts)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
         self.writer = None  # the first process writes for all
         if processes.is_first():
-            if config.log.tensorboard:  # which makes its folder for one user, whatever the umask
-                (self.folder / "tensorboard").mkdir(exist_ok=True)
             tracker = (
                 stack.enter_context(Tracker(self.folder, config)) if config.log.wandb else None
             )
             self.writer = MetricWriter(
-                self.folder, self._last_row(), config.log.tensorboard, tracker
+                self.folder, self._last_row(), config.log.tensorboard, tracker, self.storage
             )
-            stack.callback(self.writer.close)
+            for text in describe_gaps(self.folder, self._last_row(), config.log.rollouts):
+                self.storage.warn(text)
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
@@ -100,12 +105,13 @@ class Run:
             critic = parts.critic.start(parts.critic_params()) if parts.critic else None
         if processes.is_first():
             settings = json.dumps(dataclasses.asdict(self.config), indent=2)
-            (self.folder / "config.json").write_text(settings)
+            path = self.folder / "config.json"
+            self.storage.attempt("config.json", lambda: write_text(path, settings))
         return RunState(0, train, 0, FIRST_KEPT_FRACTION, critic)
 
     def _resume(self, step: int) -> RunState:
         record = self.checkpoints.record()
-        check_same_run(self._settings, record.pop("settings"))
+        record = check_record(self.config, self._settings, self._inputs, record, self.storage.warn)
         parts, critic, behaviour = self.parts, None, None
         with parts.progress.working(f"loading the checkpoint of step {step}"):
             train = self.checkpoints.state(parts.learner.abstract_state)
@@ -142,7 +148,8 @@ class Run:
             )
         if config.log.rollouts and self.writer:
             path = self.folder / "evaluations" / f"step_{state.step:06d}.jsonl"
-            write_responses(path, responses, stamp(config, f"step {state.step}"))
+            lines = stamp(config, f"step {state.step}")
+            self.storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
         # Whether two answers are equal is asked of a worker.
         values = processes.from_first(
             lambda: heldout_metrics(report_on(responses, config)), "held-out metrics"
@@ -185,8 +192,8 @@ class Run:
         self.state.unwritten = values
         step, log = self.state.step, self.config.log
         if log.rollouts and self.writer:
-            tokenizer = self.parts.tokenizer
-            write_rollouts(self.folder, step, collected, log.token_groups, tokenizer)
+            told = collected, log.token_groups, self.parts.tokenizer
+            self.storage.attempt("rollouts/", lambda: write_rollouts(self.folder, step, *told))
         for group in collected.broken[:SHOWN_BROKEN_GROUPS]:
             self.parts.progress.warn(
                 f"step {step}: a group was dropped: {escape(str(group.broken))}"
@@ -210,15 +217,14 @@ class Run:
         self._write(step, values)
         self.state.unwritten = None
         self.parts.progress.step(step, config.total_steps, values)
-        if last or due(step, config.checkpoint.every_steps):
-            self.save()
+        self.keeper.step(last or due(step, config.checkpoint.every_steps), self.save)
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
 
     def save(self) -> None:
-        """A checkpoint of the state as it is."""
+        """A checkpoint of the state as it is. Raises `NotSaved`."""
         self.state.seconds = time.perf_counter() - self._started
-        record = self.state.record() | {"settings": self._settings}
+        record = self.state.record() | {"settings": self._settings, INPUTS: self._inputs}
         states = {"state": self.state.train, "critic": self.state.critic}
         states["behaviour"] = self.state.behaviour
         self.checkpoints.save(self.state.step, states, record)
@@ -243,14 +249,14 @@ class Run:
             counted |= arrays.keys()
         return {name: size for name, size in sizes.items() if size}
 
-    def wait(self) -> None:
-        """Returns when the newest checkpoint is on disk."""
+    def keep(self) -> None:
+        """Returns when the state as it is is on disk. Raises `NotSaved`."""
         with self.parts.progress.working("saving"):
-            self.checkpoints.wait()
+            self.keeper.last(self.save)
 
     def finish(self) -> dict[str, Any]:
         """summary.json, the picture, and the last words."""
-        self.wait()
+        self.keep()
         return processes.from_first(self._finish, "summary")
 
     def _finish(self) -> dict[str, Any]:
@@ -264,8 +270,9 @@ class Run:
             "seed": self.config.seed,
             "megabytes_per_device": self.megabytes_per_device(),
         }
-        (self.folder / SUMMARY).write_text(json.dumps(summary, indent=2))
-        plot_run(rows, self.folder / "curves.png", str(self.folder))
+        text, picture = json.dumps(summary, indent=2), self.folder / "curves.png"
+        self.storage.attempt(SUMMARY, lambda: write_text(self.folder / SUMMARY, text))
+        self.storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self.folder)))
         before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
         if before is not None and after is not None:
             say(
@@ -283,31 +290,6 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def finished(config: Config) -> dict[str, Any] | None:
-    """The summary of a run folder with nothing left to do, which says so; else None.
-
-    Nothing is loaded for that. Raises `ConfigError` where the run had other settings.
-    """
-    if not Checkpoints.exist(config.run_dir):
-        return None
-    with Checkpoints(config.run_dir) as checkpoints:
-        step = checkpoints.latest_step()
-        if step is None or step < config.total_steps:
-            return None
-        record = checkpoints.record()
-    saved = record["settings"]["data.heldout_problems"]
-    settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
-    check_same_run(settings, record["settings"])
-    path = folder_at(config.run_dir, SUMMARY)
-    summary = processes.from_first(
-        lambda: json.loads(path.read_text()) if path.exists() else {}, "summary"
-    )
-    if record["unwritten"] is not None or summary.get("steps") != step:  # killed before its end
-        return None
-    announce_end(config, summary, can_be_longer(settings), Progress(config.log.console))
-    return summary
-
-
 def train(
     config: Config, on_step: Callable[[int, dict[str, float]], Any] | None = None
 ) -> dict[str, Any] | None:
@@ -321,6 +303,7 @@ def train(
     Raises:
         ConfigError: settings, model folder and run folder don't fit together.
         Starved: no signal was left and the config says to stop then; the run has been saved.
+        NotSaved: the run has ended, and its last checkpoint could not be written.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
@@ -336,14 +319,12 @@ def train(
                 run.step()
             return run.finish()
         except Interrupted:
-            run.save()
-            run.wait()
+            run.keep()
             run.parts.progress.say(
                 f"stopped by {signals.received} after step {run.state.step}; saved in "
                 f"{escape(config.run_dir)}. The same command goes on from there"
             )
             return None
         except (Starved, ConfigError):  # or a hook of the user's that failed
-            run.save()
-            run.wait()
+            run.keep()
             raise

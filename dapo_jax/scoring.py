@@ -32,7 +32,10 @@ from dapo_jax.model.trained import join
 from dapo_jax.parts import Parts, build, check_data, check_processes
 from dapo_jax.prompts.templates import open_template
 from dapo_jax.reporting.notices import announce_data
+from dapo_jax.reporting.progress import Progress
+from dapo_jax.resuming import warn_about_heldout
 from dapo_jax.signals import Signals
+from dapo_jax.storage import Storage, write_text
 from dapo_jax.structs import Prompt
 
 # Besides the policy and the problems, what decides the responses and their verdicts.
@@ -88,7 +91,10 @@ def open_checkpoints(
     if from_folder:
         return None
     if Checkpoints.exist(config.run_dir):
-        checkpoints = stack.enter_context(Checkpoints(config.run_dir))
+        warn = Progress(config.log.console).warn
+        checkpoints = stack.enter_context(
+            Checkpoints(config.run_dir, warn=lambda text: warn(escape(text)))
+        )
         if checkpoints.latest_step() is not None:
             return checkpoints
     raise ConfigError(
@@ -204,7 +210,11 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             parts.progress.warn("temperature 0 draws k times the same response; --k=1 says as much")
         marks = stamp(config, policy)
         deciding = deciding_settings(config, join(parts.frozen, params), prompts)
-        file = ResponseFile(folder if processes.is_first() else None, deciding, marks)
+        storage = Storage(lambda text: parts.progress.warn(escape(text)))
+        if checkpoints is not None:
+            warn_about_heldout(config, checkpoints.record(), parts.prompts.digests, storage.warn)
+        own = folder if processes.is_first() else None
+        file = ResponseFile(own, deciding, marks, storage)
         try:
             responses = sample_missing(file, params, prompts, parts, signals)
         except Interrupted:
@@ -214,19 +224,24 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             )
             return None
         return processes.from_first(
-            lambda: write_report(responses, marks, folder, parts), "the report"
+            lambda: write_report(responses, marks, folder, parts, storage), "the report"
         )
 
 
 def write_report(
-    responses: list[Response], marks: dict[str, Any], folder: Folder, parts: Parts
+    responses: list[Response],
+    marks: dict[str, Any],
+    folder: Folder,
+    parts: Parts,
+    storage: Storage,
 ) -> dict[str, Any]:
     """The report on disk and on the console; returns its main figures."""
     config = parts.config
     report = report_on(responses, config)
     data = config.data.heldout_source or config.data.source
     everything = marks | {"data": data} | dataclasses.asdict(report)
-    (folder / "report.json").write_text(json.dumps(everything, indent=2))
+    text, path = json.dumps(everything, indent=2), folder / "report.json"
+    storage.attempt(path.name, lambda: write_text(path, text))
     parts.progress.report(report, marks | {"data": data})
     parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {

@@ -29,7 +29,7 @@ verifier   extraction normalisation numerals structure units equivalence convent
            algebra regions judgement worker minerva verifier process remote jail
 experiment settings hooks /algorithms devices sections config combinations
            validation files
-           /structs /sharding /watch /processes /marks /folders
+           /structs /sharding /watch /processes /marks /storage /lines /folders
 prompts    sandbox rendering chat tokenizer templates
 data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
@@ -39,9 +39,11 @@ learner    advantages losses packing traces optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
-reporting  metrics tracking writers plots tables progress notices recorded readings compared page
-           /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
-           /preferences /orders /train /run /scoring /driving /generation /serving
+reporting  metrics tracking writers plots tables progress notices recorded readings
+           compared page
+           /assembly /checksums /checkpoints /keeping /explain /cli /parts /signals /offline
+           /supervised /preferences /orders /train /resuming /run /scoring /driving /generation
+           /serving
            /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__

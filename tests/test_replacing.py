@@ -10,8 +10,11 @@ import subprocess
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import test_export
+from disks import limited
+from safetensors.numpy import save_file
 from test_folders import ROOT, call, snapshot
 
 from dapo_jax import export, folders
@@ -99,6 +102,18 @@ def test_an_error_leaves_the_old_folder_and_nothing_else(tmp_path):
         with replace("out", str(tmp_path / "out"), TRAINED, ["*.bin"]) as folder:
             (folder / "a.bin").write_text("new")
             raise ZeroDivisionError
+    assert snapshot(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("save", [pathlib.Path.write_bytes, lambda p, b: save_file({"a": b}, p)])
+def test_a_full_disk_is_one_line_and_keeps_the_old_folder(save, tmp_path):
+    write(tmp_path / "out", "old")
+    before, content = snapshot(tmp_path / "out"), np.zeros(1000)
+    with pytest.raises(ConfigError, match="with room; .*can't be written: File too large$"):
+        with replace("out", str(tmp_path / "out"), TRAINED, ["*.bin"]) as folder:
+            with limited(folder / "a.bin", 100):
+                save(folder / "a.bin", content)
     assert snapshot(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

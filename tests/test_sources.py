@@ -88,8 +88,8 @@ def test_the_order_goes_on_from_any_place_and_counts_what_it_skips(settings):
 
 
 def test_a_digest_tells_problems_apart(settings):
-    one, two = (heldout_sources(settings(name), 0)[0].digest() for name in ("one", "two"))
-    again = heldout_sources(settings("one"), 1)[0].digest()
+    one, two = (heldout_sources(settings(name), 0)[0].digests() for name in ("one", "two"))
+    again = heldout_sources(settings("one"), 1)[0].digests()
     assert one == again != two
 
 

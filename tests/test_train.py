@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,11 +12,20 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from small_runs import ROOT, STEPS, learn, make_config, read_rollouts, read_rows
+from disks import Disk
+from small_runs import (
+    ROOT,
+    STEPS,
+    learn,
+    make_config,
+    make_quick_config,
+    read_rollouts,
+    read_rows,
+)
 
 from dapo_jax import algorithms
 from dapo_jax.checkpoints import Checkpoints, check_same_run
-from dapo_jax.experiment.config import Checkpoint, Mesh, Sampler
+from dapo_jax.experiment.config import Checkpoint, Log, Mesh, Sampler
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.parts import build
 from dapo_jax.rewards.rule import reward_group
@@ -143,6 +154,57 @@ def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, 
     )
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(
+    base, finished, tmp_path, capsys
+):
+    """One bit of the newest is flipped: its step is done again, and all is as it was."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    files = (run_dir / f"checkpoints/{STEPS}/state").rglob("*")
+    path = max(filter(pathlib.Path.is_file, files), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    train(make_config(base, run_dir))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"checkpoints/{STEPS} is damaged" in shown and f"after step {STEPS - 1}" in shown
+    assert read_rows(run_dir) == read_rows(finished[0])
+    for folder in "rollouts", "evaluations":
+        assert read_rollouts(run_dir, folder) == read_rollouts(finished[0], folder)
+    (state, record), (expected, expected_record) = (
+        final_params(base, one) for one in (run_dir, finished[0])
+    )
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+
+
+def test_a_run_goes_on_while_its_disk_is_full(base, tmp_path, alone, capfd):
+    disk = Disk(tmp_path / "disk", "size=9m")
+    config = make_quick_config(base, disk.folder / "run", total_steps=5, log=Log(0))
+    config.checkpoint.every_steps = 1
+
+    def on_step(step, _):
+        if step == 1:
+            disk.fill()
+        elif step == 3:
+            disk.free()
+
+    try:
+        summary = train(config, on_step)
+        run_dir = disk.folder / "run"
+        assert summary and summary["steps"] == 5
+        assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
+        with Checkpoints(run_dir) as checkpoints:
+            assert checkpoints.latest_step() == 5
+        shown = capfd.readouterr()
+        warnings = [line for line in shown.out.splitlines() if "could not be written" in line]
+        assert "Traceback" not in shown.err + shown.out
+        assert any("the checkpoint could not be written" in line for line in warnings)
+        assert len(warnings) <= 4  # of the checkpoint, rows, events and rollouts, once each
+    finally:
+        disk.close()
 
 
 TERM_GROUP_IN_EVALUATION = """

@@ -253,6 +253,13 @@ class PromptStream:
         return [prompt for prompt in prompts if prompt is not None]
 
     @functools.cached_property
+    def digests(self) -> dict[str, dict[str, int | str]]:
+        """What tells the problems of each source from others, by its name and use."""
+        named = {f"the training data of {one.name}": one for one in self.sources}
+        named |= {f"what is held out of {one.name}": one for one in self.heldout}
+        return {name: source.digests() for name, source in named.items()}
+
+    @functools.cached_property
     def lengths(self) -> list[Lengths]:
         """Of each source, training before evaluation."""
         return [self._writer.measure(source) for source in [*self.sources, *self.heldout]]

@@ -98,14 +98,18 @@ class Source:
         text += f" of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
         return text + self.note
 
-    def digest(self) -> str:
-        """Tells its problems from others: all of a file's, the first of generated ones."""
-        found = hashlib.sha256()
+    def digests(self) -> dict[str, int | str]:
+        """Tells its problems from others: all of a file's, the first of generated ones.
+
+        `problems` is their number; `texts` and `answers` are digests in their order.
+        """
+        texts, answers = hashlib.sha256(), hashlib.sha256()
         for i in range(len(self.problems) if self.counts else min(LOOKED_AT, len(self.problems))):
             problem = self.problems[i]
-            said = problem.id, problem.text, problem.answer, problem.system, problem.turns
-            found.update(repr(said).encode())
-        return f"{len(self.problems)} problems, {found.hexdigest()[:16]}"
+            texts.update(repr((problem.id, problem.text, problem.system, problem.turns)).encode())
+            answers.update(repr((problem.answer, problem.solution)).encode())
+        said = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
+        return {"problems": len(self.problems)} | said
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:

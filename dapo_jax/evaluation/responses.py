@@ -7,11 +7,16 @@ from typing import Any
 
 from dapo_jax.evaluation.scores import REFLECTION, Response
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.lines import Growing, read_object, spell
 from dapo_jax.marks import Folder
 from dapo_jax.rewards.rule import repetition
+from dapo_jax.storage import Storage, reason, replacing, write_text
 from dapo_jax.structs import Group
 
 FIELDS = {field.name for field in dataclasses.fields(Response)}
+NEEDED = {
+    field.name for field in dataclasses.fields(Response) if field.default is dataclasses.MISSING
+}
 
 
 def responses_of(group: Group) -> Iterator[Response]:
@@ -42,27 +47,29 @@ def responses_of(group: Group) -> Iterator[Response]:
 def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
     """The whole file, in file order, complete or absent; every line also says `stamp`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
+    with replacing(path) as file:
         for one in sorted(responses, key=lambda one: (one.index, one.sample)):
             file.write(_line(one, stamp))
-    temporary.replace(path)
 
 
-def _line(response: Response, stamp: dict[str, Any]) -> str:
-    return json.dumps(dataclasses.asdict(response) | stamp) + "\n"
+def _line(response: Response, stamp: dict[str, Any]) -> bytes:
+    return json.dumps(dataclasses.asdict(response) | stamp).encode() + b"\n"
 
 
-def _read(path: Folder) -> Iterator[Response]:
-    """The responses of a file, without a line that a kill cut off."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        yield Response(**{name: values[name] for name in FIELDS & set(values)})
+def _read(path: Folder) -> tuple[list[Response], list[int]]:
+    """The responses of a file, and the numbers of the lines that are none.
+
+    Not those of a line that a kill cut off.
+    """
+    found, broken = [], []
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, 1):
+        values = read_object(line)
+        if values is not None and values.keys() >= NEEDED:
+            found.append(Response(**{name: values[name] for name in FIELDS & set(values)}))
+        else:
+            broken.append(number)
+    return found, broken
 
 
 class ResponseFile:
@@ -73,6 +80,7 @@ class ResponseFile:
         settings: what decides the responses, by name; a folder that was begun with others is not
             gone on with.
         stamp: said on every line.
+        storage: is told of lines that can't be read, and what can't be written.
 
     Attributes:
         responses: those on disk and new ones, by (place in the file, sample).
@@ -80,37 +88,55 @@ class ResponseFile:
     Raises `ConfigError` naming every setting that differs.
     """
 
-    def __init__(self, folder: Folder | None, settings: dict[str, Any], stamp: dict[str, Any]):
-        self._stamp, self.responses = stamp, {}
+    def __init__(
+        self,
+        folder: Folder | None,
+        settings: dict[str, Any],
+        stamp: dict[str, Any],
+        storage: Storage | None = None,
+    ):
+        self._stamp, self.responses, self._storage = stamp, {}, storage or Storage()
         self.path = None if folder is None else folder / "responses.jsonl"
         if folder is not None:
-            self._open(folder, settings)
+            self._open(folder, folder / "responses.jsonl", settings)
 
-    def _open(self, folder: Folder, settings: dict[str, Any]) -> None:
+    def _open(self, folder: Folder, path: Folder, settings: dict[str, Any]) -> None:
         begun = folder / "settings.json"
-        if begun.exists():
-            check_same_evaluation(folder, settings, json.loads(begun.read_text()))
-        folder.mkdir(parents=True, exist_ok=True)
-        if not begun.exists():
-            begun.with_suffix(".tmp").write_text(json.dumps(settings, indent=2))
-            begun.with_suffix(".tmp").replace(begun)
+        try:
+            if begun.exists():
+                check_same_evaluation(folder, settings, json.loads(begun.read_text()))
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_text(begun, json.dumps(settings, indent=2))
+            found, broken = _read(path)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the evaluation in {str(folder)!r} can't go on: {reason(error)}; choose another "
+                "folder by --out, or remove that one"
+            ) from None
+        if broken:
+            said = f"lines {spell(broken)} of {path} are no responses: those are drawn again"
+            self._storage.warn(said)
         # A verdict that a worker could not finish is asked for again.
-        finished = (one for one in _read(folder / "responses.jsonl") if one.failure is None)
+        finished = (one for one in found if one.failure is None)
         self.responses = {(one.index, one.sample): one for one in finished}
+        self._growing = Growing(path)
         self.tidy()
 
     def append(self, response: Response) -> None:
         """One line, on disk when this returns."""
         self.responses[response.index, response.sample] = response
-        if self.path is None:
-            return
-        with self.path.open("a") as file:
-            file.write(_line(response, self._stamp))
+        if self.path is not None:
+            self._growing.add(_line(response, self._stamp))
+            self._storage.attempt(self.path.name, self._growing.write)
 
     def tidy(self) -> None:
         """Brings the lines into file order: they were written as responses finished."""
         if self.path is not None:
-            write_responses(self.path, self.responses.values(), self._stamp)
+            told = self.path, self.responses.values(), self._stamp
+            self._storage.attempt(self.path.name, lambda: write_responses(*told))
 
 
 def check_same_evaluation(folder: Folder, settings: dict[str, Any], begun: dict[str, Any]) -> None:

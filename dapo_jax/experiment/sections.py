@@ -99,6 +99,10 @@ class Data:
     overlong_prompts: str = setting(
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
     )
+    changed: str = setting(
+        "refuse",
+        "A run goes on with other problems or answers than it began with: 'refuse' or 'allow'.",
+    )
 
     def heldout_count(self) -> int:
         """Problems to generate or, where there are enough, to take off for evaluation."""

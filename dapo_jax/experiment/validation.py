@@ -29,6 +29,7 @@ CHOICES = {
     "compute.dtype": ("float32", "bfloat16"),
     "compute.remat": ("none", "full", "dots", "attention", "offload"),
     "compute.attention": ("auto", "plain", "blocked", "splash"),
+    "data.changed": ("refuse", "allow"),
     "data.overlong": ("drop", "cut"),
     "data.overlong_prompts": ("truncate_left", "drop"),
     "rollout.when_starved": ("partial", "stop"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.experiment.settings import require
+from dapo_jax.lines import objects
 from dapo_jax.marks import SECTIONS_OF_A_RUN, Folder, folder_at
 
 FILES_READ = 24  # rollouts files of a run
@@ -49,21 +50,6 @@ class Recorded:
     @property
     def name(self) -> str:
         return self.folder.name or str(self.folder)
-
-
-def objects(path: Folder, most: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines, up to so many bytes."""
-    with path.open("rb") as file:
-        for line in file:
-            most -= len(line)
-            if most < 0:
-                return
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield found
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Where what was measured is written: metrics.jsonl, event files, rollouts/."""
 
+import io
 import json
 import math
+import os
+import socket
 import time
 
 import numpy as np
@@ -9,32 +12,41 @@ import numpy as np
 # The classes of a .proto are made when its module is imported.
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Collected
+from dapo_jax.lines import BROKEN, Growing, objects, rewind, spell
 from dapo_jax.marks import Folder
 from dapo_jax.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.reporting.metrics import MEANINGS
 from dapo_jax.reporting.tracking import Tracker
+from dapo_jax.storage import Storage, reason, replacing
 from dapo_jax.structs import Completion, Trace
 
 TOKEN_DECIMALS = 3
 
 
-def rewind_jsonl(path: Folder, step: int) -> None:
-    """Drops the lines after `step`, and a line that a kill cut off."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            break
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+def describe_gaps(run_dir: Folder, last_row: int, rollouts: bool) -> list[str]:
+    """What a run that goes on after the row `last_row` should have left, and has not."""
+    steps, said = range(1, last_row + 1), []
+    rows = {row.get("step") for row in _rows(run_dir / "metrics.jsonl")}
+    if missing := [step for step in steps if step not in rows]:
+        said.append(f"metrics.jsonl lacks the rows of steps {spell(missing)}")
+    there = run_dir / "rollouts"
+    names = {path.name for path in there.iterdir()} if there.exists() else set()
+    missing = [step for step in steps if _rollouts_name(step) not in names]
+    if rollouts and missing:
+        said.append(f"rollouts/ lacks steps {spell(missing)}: deleted, or never written")
+    return said
+
+
+def _rows(path: Folder) -> list[dict[str, float]]:
+    return list(objects(path)) if path.exists() else []
+
+
+def _rollouts_name(step: int) -> str:
+    return f"step_{step:06d}.jsonl"
 
 
 class MetricWriter:
@@ -44,19 +56,37 @@ class MetricWriter:
         last_row: lines of later steps are dropped.
         tensorboard: whether there are events, too.
         tracker: gets the same; whoever made it closes it.
+        storage: is told of lines that can't be read, and what can't be written.
     """
 
     def __init__(
-        self, run_dir: Folder, last_row: int, tensorboard: bool, tracker: Tracker | None = None
+        self,
+        run_dir: Folder,
+        last_row: int,
+        tensorboard: bool,
+        tracker: Tracker | None = None,
+        storage: Storage | None = None,
     ):
-        self.path, self._tracker = run_dir / "metrics.jsonl", tracker
-        rewind_jsonl(self.path, last_row)
-        self._events = EventFileWriter(str(run_dir / "tensorboard")) if tensorboard else None
-        if self._events:  # TensorBoard drops earlier events of the steps that come again
-            restart = SessionLog(status=SessionLog.START)
-            self._events.add_event(
-                Event(wall_time=time.time(), step=last_row + 1, session_log=restart)
+        self._storage, self._tracker = storage or Storage(), tracker
+        self._lines = Growing(run_dir / "metrics.jsonl")
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._events = Growing(run_dir / "tensorboard" / name) if tensorboard else None
+        try:
+            broken = rewind(self._lines.path, last_row)
+        except OSError as error:
+            raise ConfigError(
+                f"config.run_dir = {str(run_dir)!r}: metrics.jsonl can't be cut back to step "
+                f"{last_row}: {reason(error)}"
+            ) from None
+        if broken:
+            self._storage.warn(
+                f"lines {spell(broken)} of {self._lines.path} are no rows: they are now in "
+                f"{self._lines.path.name}{BROKEN}, and nothing else is lost"
             )
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        # TensorBoard drops earlier events of the steps that come again.
+        restart = SessionLog(status=SessionLog.START)
+        self._add(Event(wall_time=time.time(), step=last_row + 1, session_log=restart))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line, with its time, and one event. Raises KeyError for a name without a meaning."""
@@ -64,28 +94,23 @@ class MetricWriter:
             MEANINGS[name.split("/")[0]]
         line = {"step": step, "time": round(time.time(), 3)}
         line |= {name: _number(value) for name, value in values.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._lines.add(json.dumps(line).encode() + b"\n")
+        self._storage.attempt(self._lines.path.name, self._lines.write)
         if self._tracker:
             self._tracker.write(step, values)
+        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=entries)))
+
+    def _add(self, event: Event) -> None:
         if self._events:
-            entries = [
-                Summary.Value(tag=name, simple_value=value) for name, value in values.items()
-            ]
-            summary = Summary(value=entries)
-            event = Event(wall_time=time.time(), step=step, summary=summary)
-            self._events.add_event(event)
-            self._events.flush()
+            packed = io.BytesIO()
+            RecordWriter(packed).write(event.SerializeToString())
+            self._events.add(packed.getvalue())
+            self._storage.attempt("TensorBoard's file", self._events.write)
 
     def read(self) -> list[dict[str, float]]:
         """All lines so far."""
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
-
-    def close(self) -> None:
-        if self._events:
-            self._events.close()
+        return _rows(self._lines.path)
 
 
 def _number(value: float) -> float | None:
@@ -130,8 +155,8 @@ def write_rollouts(
     groups = collected.judged + collected.surplus + collected.broken
     folder = run_dir / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.jsonl"
-    with path.with_suffix(".tmp").open("w") as file:
+    path = folder / _rollouts_name(step)
+    with replacing(path) as file:
         for group in groups:
             for i, (completion, verdict) in enumerate(
                 zip(group.completions, group.verdicts, strict=True)
@@ -160,5 +185,4 @@ def write_rollouts(
                 }
                 if tokenizer and group.prompt.index in told:
                     line |= token_fields(completion, trace, tokenizer)
-                file.write(json.dumps(line) + "\n")
-    path.with_suffix(".tmp").replace(path)
+                file.write(json.dumps(line).encode() + b"\n")
