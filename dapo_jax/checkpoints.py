@@ -12,6 +12,7 @@ from dapo_jax import processes
 from dapo_jax.experiment.combinations import READ_WHERE, is_read
 from dapo_jax.experiment.config import Checkpoint, Config
 from dapo_jax.experiment.settings import ConfigError, leaves, require
+from dapo_jax.finite import check_state
 from dapo_jax.marks import Folder, folder_at, is_remote
 from dapo_jax.model.huggingface import fingerprint
 from dapo_jax.prompts.templates import open_template
@@ -26,7 +27,7 @@ FREE = (
     "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.cache sampler.page_tokens sampler.pages sampler.prefill_prompts "
     "sampler.prefill_chunk_tokens "
-    "sampler.load_layers"
+    "sampler.load_layers optimizer.max_skipped_steps critic.optimizer.max_skipped_steps"
 ).split()
 
 
@@ -133,6 +134,7 @@ class Checkpoints:
             create=saves,
             cleanup_tmp_directories=saves,  # what a kill during a save left behind
         )
+        self._folder = folder
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     @staticmethod
@@ -149,9 +151,12 @@ class Checkpoints:
 
         Args:
             states: by entry ("state" is the policy's); None has no entry.
+
+        Raises `NotFinite`: such a state would one day be the only one that is kept.
         """
         if step in self._manager.all_steps():
             return
+        check_state(states, f"step {step} is not saved")
         entries = {name: ocp.args.StandardSave(state) for name, state in states.items() if state}
         record_args = ocp.args.JsonSave(record)
         self._manager.save(step, args=ocp.args.Composite(**entries, record=record_args))
@@ -163,9 +168,16 @@ class Checkpoints:
         return record | {"settings": with_defaults(record["settings"])}
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """An entry of the newest checkpoint, on the mesh that `abstract_state` names."""
-        args = ocp.args.Composite(**{entry: ocp.args.StandardRestore(abstract_state)})
-        return self._manager.restore(self.latest_step(), args=args)[entry]
+        """An entry of the newest checkpoint, on the mesh that `abstract_state` names.
+
+        Raises `NotFinite`.
+        """
+        step, args = self.latest_step(), ocp.args.StandardRestore(abstract_state)
+        restored = self._manager.restore(step, args=ocp.args.Composite(**{entry: args}))
+        check_state(
+            {entry: restored[entry]}, f"{self._folder / str(step)} (away, an older is taken)"
+        )
+        return restored[entry]
 
     def __enter__(self) -> "Checkpoints":
         return self

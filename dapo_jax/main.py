@@ -19,7 +19,7 @@ from dapo_jax.reporting.progress import Progress
 def main() -> int:
     """The exit code: 0 done, or saved after SIGTERM; 2 wrong settings; 3 no signal left.
 
-    75: another process of several is dead; start all again.
+    4: numbers are not finite; 75: another process of several is dead, start all again.
     """
     config = cli.load(Config, __doc__, door=cli.check_run)
 

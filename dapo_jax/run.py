@@ -25,8 +25,10 @@ from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
+from dapo_jax.finite import PREFIXES, check_skipped
 from dapo_jax.folders import claim
 from dapo_jax.marks import RUN, folder_at
+from dapo_jax.memory import megabytes_per_device
 from dapo_jax.parts import build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.notices import (
@@ -210,13 +212,21 @@ class Run:
         self._write(step, values)
         self.state.unwritten = None
         self.parts.progress.step(step, config.total_steps, values)
-        if last or due(step, config.checkpoint.every_steps):
+        self._check_learning(values)
+        learns = not any(self.state.skipped.values())  # else older checkpoints are worth more
+        if last or learns and due(step, config.checkpoint.every_steps):
             self.save()
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
 
+    def _check_learning(self, values: dict[str, float]) -> None:
+        policy, critic = self.config.optimizer, self.config.critic.optimizer
+        for prefix, settings in zip(PREFIXES, (policy, critic), strict=True):
+            count = self.state.skipped.get(prefix, 0)
+            check_skipped(count, settings.max_skipped_steps, values, prefix)
+
     def save(self) -> None:
-        """A checkpoint of the state as it is."""
+        """A checkpoint of the state as it is. Raises `NotFinite`."""
         self.state.seconds = time.perf_counter() - self._started
         record = self.state.record() | {"settings": self._settings}
         states = {"state": self.state.train, "critic": self.state.critic}
@@ -224,24 +234,17 @@ class Run:
         self.checkpoints.save(self.state.step, states, record)
 
     def megabytes_per_device(self) -> dict[str, float]:
-        """What stays in memory between steps; what two share is counted with the first."""
+        """What stays in memory between steps."""
         parts, policy, critic = self.parts, self.state.train, self.state.critic
-        held = {
-            "policy": policy.params,
-            "policy_optimizer": policy.opt_state,
-            "policy_frozen": parts.frozen,
-            "sampler_frozen": parts.sampler.held,
-            "critic": critic and critic.params,
-            "critic_optimizer": critic and critic.opt_state,
-            "reference": parts.reference,
-        }
-        sizes, counted = {}, set()
-        for name, tree in held.items():
-            arrays = {id(array): array for array in jax.tree.leaves(tree)}
-            shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
-            sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
-            counted |= arrays.keys()
-        return {name: size for name, size in sizes.items() if size}
+        return megabytes_per_device(
+            policy=policy.params,
+            policy_optimizer=policy.opt_state,
+            policy_frozen=parts.frozen,
+            sampler_frozen=parts.sampler.held,
+            critic=critic and critic.params,
+            critic_optimizer=critic and critic.opt_state,
+            reference=parts.reference,
+        )
 
     def wait(self) -> None:
         """Returns when the newest checkpoint is on disk."""
@@ -321,6 +324,7 @@ def train(
     Raises:
         ConfigError: settings, model folder and run folder don't fit together.
         Starved: no signal was left and the config says to stop then; the run has been saved.
+        NotFinite: a checkpoint is not, or no update was; nothing more has been saved.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())

@@ -13,6 +13,7 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import describe_error
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Collected, Interrupted, Starved
+from dapo_jax.finite import count_skipped
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.losses import KL_ESTIMATORS
@@ -48,6 +49,7 @@ class RunState:
     unwritten: dict[str, float] | None = None  # metrics of `step`, still without its evaluation
     behaviour: Any = None  # with a lag: parameters that draw the next rollouts
     ahead: Gathered | None = None  # those rollouts
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
@@ -280,4 +282,6 @@ def train_step(
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
     values |= rollout_metrics(collected, rollouts.counts, clock)
     values["policy_lag"] = float(rollouts.lag)
-    return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, collected
+    skipped = count_skipped(run.skipped, values)
+    run = dataclasses.replace(run, step=run.step + 1, skipped=skipped)
+    return run, values | clock.seconds, collected

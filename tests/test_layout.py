@@ -29,7 +29,7 @@ verifier   extraction normalisation numerals structure units equivalence convent
            algebra regions judgement worker minerva verifier process remote jail
 experiment settings hooks /algorithms devices sections config combinations
            validation files
-           /structs /sharding /watch /processes /marks /folders
+           /structs /sharding /finite /watch /processes /marks /folders
 prompts    chat tokenizer templates
 data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
@@ -40,7 +40,7 @@ rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress notices recorded readings compared page
-           /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
+           /memory /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
            /preferences /orders /train /run /scoring /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__

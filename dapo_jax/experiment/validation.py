@@ -77,6 +77,15 @@ SHARES = {  # open below, closed above
 }
 PORTS = ("port", "http_port", "metrics_port")
 JETSTREAM_LONGEST_PROMPT = 32_768
+# What float32 has: beyond, a number is 0 or infinite once it is computed with.
+SMALLEST, LARGEST = 1e-30, 1e30
+RANGES = {  # closed; whether also 0, the other tables say
+    "sampler.temperature": (0.001, 100.0),
+    "evaluation.temperature": (0.001, 100.0),
+    "temperature": (0.001, 100.0),
+    "optimizer.learning_rate": (SMALLEST, 1.0),
+    "optimizer.max_grad_norm": (SMALLEST, 1e15),  # whose square is still a number
+}
 FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
 
 
@@ -85,6 +94,10 @@ def _check_single_fields(values: dict[str, Any]) -> None:
         name = full_name.removeprefix("critic.") if ".optimizer." in full_name else full_name
         if isinstance(value, float):
             require(math.isfinite(value), full_name, value, "a finite number")
+            low, high = RANGES.get(name, (SMALLEST, LARGEST))
+            allowed = f"{'0, or ' * (name not in POSITIVE)}from {low:g} to {high:g}"
+            negative = "" if name in RANGES else " in size"
+            require(value == 0 or low <= abs(value) <= high, full_name, value, allowed + negative)
         if name in CHOICES:
             require(value in CHOICES[name], full_name, value, "one of " + ", ".join(CHOICES[name]))
         if name in AT_LEAST_ZERO:

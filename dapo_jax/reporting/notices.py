@@ -8,6 +8,7 @@ from rich.markup import escape
 from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
+from dapo_jax.finite import PREFIXES, reasons
 from dapo_jax.reporting.progress import Progress
 
 MANY_WITHOUT_ANSWER = 0.5
@@ -88,8 +89,9 @@ def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
             f"step {step}: {values['empty_updates']:.0f} updates had no trained token and were "
             "not taken (every response filtered, weighed 0, or none right?)"
         )
-    if values.get("skipped_updates") or values.get("value_skipped_updates"):
-        progress.warn(f"step {step}: an update was skipped: its gradient was not finite")
+    for prefix, whose in zip(PREFIXES, ("an update", "an update of the critic"), strict=True):
+        if said := reasons(values, prefix):
+            progress.warn(f"step {step}: {whose} was skipped: {said} was not finite")
 
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
