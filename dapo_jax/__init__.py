@@ -13,11 +13,17 @@ Settings are explained by `help(dapo_jax.Sampler)` and `python -m dapo_jax.main 
 """
 
 import importlib
+import signal
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Python is looking a command of this package up. Until that can say so itself, Ctrl-C ends it as
+# any program, without the traceback of an import.
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 _ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
 # What is offered beside these rooms, and where: room, or room:name where its name differs.
@@ -34,9 +40,7 @@ _HOMES = {
     "is_equivalent": "verifier.remote",
     "ConfigError": "experiment.settings",
 }
-_SECTIONS = (
-    "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
-)
+_SECTIONS = "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log Watch".split()
 _HOMES |= dict.fromkeys(_SECTIONS, "experiment.sections")
 _HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "experiment.devices")
 
@@ -60,6 +64,7 @@ __all__ = [
     "Reward",
     "Rollout",
     "Sampler",
+    "Watch",
     "advantages",
     "evaluate",
     "is_equivalent",
@@ -88,6 +93,7 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Reward,
         Rollout,
         Sampler,
+        Watch,
     )
     from dapo_jax.experiment.settings import ConfigError
     from dapo_jax.learner import advantages, losses

@@ -22,7 +22,7 @@ from dapo_jax.structs import TrainState
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
 # goes on, or when it ends; never what a step computes (beyond rounding).
 FREE = (
-    "run_dir total_steps log. checkpoint. evaluation. mesh. packing. reward.workers "
+    "run_dir total_steps log. watch. checkpoint. evaluation. mesh. packing. reward.workers "
     "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
     "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.cache sampler.page_tokens sampler.pages sampler.prefill_prompts "
@@ -174,9 +174,8 @@ class Checkpoints:
         """
         step, args = self.latest_step(), ocp.args.StandardRestore(abstract_state)
         restored = self._manager.restore(step, args=ocp.args.Composite(**{entry: args}))
-        check_state(
-            {entry: restored[entry]}, f"{self._folder / str(step)} (away, an older is taken)"
-        )
+        # Once somebody has moved that folder away, an older one is the newest.
+        check_state({entry: restored[entry]}, str(self._folder / str(step)))
         return restored[entry]
 
     def __enter__(self) -> "Checkpoints":

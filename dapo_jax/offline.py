@@ -72,7 +72,9 @@ def exit_code(work: Callable[[], Any], out: str) -> int:
         return cli.guarded(work)
     except Stopped as stopped:
         (name,) = stopped.args
-        processes.complain(f"stopped by {name}: {out} is as it was")
+        processes.complain(
+            f"stopped by {name}: {out} is as it was. No step is kept: the same command begins anew"
+        )
         return 128 + signal.Signals[name]
 
 

@@ -12,7 +12,7 @@ import jax
 from rich.markup import escape
 
 from dapo_jax import processes
-from dapo_jax.checkpoints import Checkpoints, can_be_longer, check_same_run, run_settings
+from dapo_jax.checkpoints import Checkpoints, check_same_run, run_settings
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -27,28 +27,28 @@ from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.finite import PREFIXES, check_skipped
 from dapo_jax.folders import claim
-from dapo_jax.marks import RUN, folder_at
+from dapo_jax.marks import RUN
 from dapo_jax.memory import megabytes_per_device
 from dapo_jax.parts import build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.notices import (
     announce_data,
-    announce_end,
     warn_about,
     warn_about_answers,
     warn_about_rounding,
 )
 from dapo_jax.reporting.page import write_own_page
 from dapo_jax.reporting.plots import plot_run
-from dapo_jax.reporting.progress import Progress, fit
+from dapo_jax.reporting.progress import fit
 from dapo_jax.reporting.tracking import Tracker
+from dapo_jax.reporting.watched import Watched
 from dapo_jax.reporting.writers import MetricWriter, write_rollouts
+from dapo_jax.resuming import SUMMARY, finished
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
 from dapo_jax.train import RunState, train_step
 
 FIRST_KEPT_FRACTION = 0.5  # before anything was seen
-SUMMARY = "summary.json"
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
 SHOWN_BROKEN_GROUPS = 3
 
@@ -66,6 +66,7 @@ class Run:
         self.config, self.signals, self._on_step = config, signals, on_step
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
+        self.parts.judge.given_up = signals.here
         stack.enter_context(self.parts.progress.compilation())
         stack.callback(self.parts.close)
         self.checkpoints = stack.enter_context(Checkpoints(self.folder, config.checkpoint))
@@ -93,6 +94,7 @@ class Run:
                 self.folder, self._last_row(), config.log.tensorboard, tracker
             )
             stack.callback(self.writer.close)
+        self.watched = Watched(config.watch, self.writer.read() if self.writer else ())
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
@@ -195,7 +197,7 @@ class Run:
             )
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
-        warn_about(step, values, self.parts.progress)
+        warn_about(step, values, self.parts.progress, self.watched)
         self.complete_row()
 
     def complete_row(self) -> None:
@@ -286,31 +288,6 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def finished(config: Config) -> dict[str, Any] | None:
-    """The summary of a run folder with nothing left to do, which says so; else None.
-
-    Nothing is loaded for that. Raises `ConfigError` where the run had other settings.
-    """
-    if not Checkpoints.exist(config.run_dir):
-        return None
-    with Checkpoints(config.run_dir) as checkpoints:
-        step = checkpoints.latest_step()
-        if step is None or step < config.total_steps:
-            return None
-        record = checkpoints.record()
-    saved = record["settings"]["data.heldout_problems"]
-    settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
-    check_same_run(settings, record["settings"])
-    path = folder_at(config.run_dir, SUMMARY)
-    summary = processes.from_first(
-        lambda: json.loads(path.read_text()) if path.exists() else {}, "summary"
-    )
-    if record["unwritten"] is not None or summary.get("steps") != step:  # killed before its end
-        return None
-    announce_end(config, summary, can_be_longer(settings), Progress(config.log.console))
-    return summary
-
-
 def train(
     config: Config, on_step: Callable[[int, dict[str, float]], Any] | None = None
 ) -> dict[str, Any] | None:
@@ -327,7 +304,7 @@ def train(
         NotFinite: a checkpoint is not, or no update was; nothing more has been saved.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals())
+        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         if (summary := finished(config)) is not None:
             return summary
@@ -340,6 +317,7 @@ def train(
                 run.step()
             return run.finish()
         except Interrupted:
+            signals.at_safe_place()
             run.save()
             run.wait()
             run.parts.progress.say(

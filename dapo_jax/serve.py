@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax import cli
+from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Compute, Sampler, ServeConfig
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.signals import Signals
@@ -200,7 +200,7 @@ def main() -> int:
         print(f"serving {name}: {http}gRPC on {config.host}:{port} ({seconds:.0f} s)", flush=True)
 
     try:
-        with Signals() as signals:
+        with processes.as_command(), Signals() as signals:
             return cli.guarded(lambda: serve(config, leave=signals, ready=ready))
     except ServingFailed as error:
         print(f"stopped: {error}", file=sys.stderr)

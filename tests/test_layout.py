@@ -39,9 +39,11 @@ learner    advantages losses packing traces optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
-reporting  metrics tracking writers plots tables progress notices recorded readings compared page
-           /memory /assembly /checkpoints /explain /cli /parts /signals /offline /supervised
-           /preferences /orders /train /run /scoring /generation /serving /http_requests /http_api
+reporting  metrics tracking writers plots tables progress watched notices recorded readings
+           compared page
+           /memory /assembly /checkpoints /explain /cli /parts /resuming /signals /offline
+           /supervised /preferences /orders /train /run /scoring /generation /serving
+           /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /dpo /export /serve /report /api

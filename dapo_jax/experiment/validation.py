@@ -49,8 +49,10 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps log.token_groups data.bad_rows_limit temperature top_k "
-    "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
-    "sampler.load_layers total_steps"
+    "evaluation.temperature shutdown_seconds checkpoint.leave_seconds lora.rank sampler.pages "
+    "sampler.prefill_chunk_tokens sampler.load_layers total_steps watch.min_entropy "
+    "watch.max_length_growth watch.max_all_right watch.max_all_wrong watch.max_answer_not_found "
+    "watch.max_verifier_failures"
 ).split()
 POSITIVE = (
     "examples_per_step pairs_per_step beta data.passes max_response_tokens algorithm.lambda_alpha "

@@ -10,6 +10,7 @@ from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.finite import PREFIXES, reasons
 from dapo_jax.reporting.progress import Progress
+from dapo_jax.reporting.watched import Watched
 
 MANY_WITHOUT_ANSWER = 0.5
 MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
@@ -76,8 +77,10 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
         progress.say(escape(f"  {name:<10}  {command}"))
 
 
-def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
+def warn_about(step: int, values: dict[str, float], progress: Progress, watched: Watched) -> None:
     """Says what a person would want to know of a step that went badly."""
+    for said in watched.warnings(values):
+        progress.warn(escape(f"step {step}: {said}"))
     if values["starved"]:
         count = values["trained_groups"]
         broken = f", {values['broken_groups']:.0f} were broken" if values["broken_groups"] else ""
