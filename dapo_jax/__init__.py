@@ -40,7 +40,10 @@ _HOMES = {
     "is_equivalent": "verifier.remote",
     "ConfigError": "experiment.settings",
 }
-_SECTIONS = "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log Watch".split()
+_SECTIONS = (
+    "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log "
+    "Watch".split()
+)
 _HOMES |= dict.fromkeys(_SECTIONS, "experiment.sections")
 _HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "experiment.devices")
 

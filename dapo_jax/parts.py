@@ -22,6 +22,7 @@ from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.update import Learner
+from dapo_jax.memory import check_run_fits
 from dapo_jax.model import huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trained import (
@@ -224,6 +225,7 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
     decoder = huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
+    check_run_fits(config, decoder, mesh, sampling_mesh, training)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
     needs = config.reward.needs_answer()
