@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from dapo_jax import sharding
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.sections import Sampler
-from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
 from dapo_jax.model.trained import is_trained
 
 REAL = 4  # bytes of a float32
 DRAWN = 8  # bytes of a drawn token and its log-prob
+RESPONSE = 1000  # bytes of a response on the host, however short
 MEMINFO = pathlib.Path("/proc/meminfo")
 # What a container may take: of the two generations of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -52,7 +53,7 @@ def cache_bytes(
 ) -> float:
     """Of keys, values and drawn tokens of all slots at full length, on one device."""
     replicas = sharding.shards(mesh, "batch", sharding.DECODING)
-    pieces = sharding.shards(mesh, "kv_heads", sharding.DECODING)
+    pieces = mesh.size // replicas
     held = slots * (prompt_tokens + response_tokens)
     if sampler.pages and sampler.cache != "slots":
         held = min(held, sampler.pages * sampler.page_tokens)
@@ -182,7 +183,7 @@ def check_fits(
     blamed = next(settings[name] for name in largest if name in settings)
     parts = ", ".join(f"{name} {describe(needs[name])}" for name in largest if needs[name])
     raise ConfigError(
-        f"config.{blamed}: must be less, since {what} takes at least {describe(total)} on each of "
+        f"config.{blamed}: must be smaller, since {what} takes at least {describe(total)} on each of "
         f"{mesh.size} device{'s' * (mesh.size > 1)} and {describe(there)} are there: {parts}",
         blamed.partition(" ")[0],
     )
@@ -196,6 +197,14 @@ def check_run_fits(
     training: bool,
 ) -> None:
     """Raises `ConfigError` where sampling or learning can't fit into the devices' memory."""
+    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * RESPONSE
+    require(
+        batch <= host_bytes(),
+        "rollout.prompts_per_step",
+        config.rollout.prompts_per_step,
+        f"smaller, since a rollout batch takes at least {describe(batch)} of the host's memory and "
+        f"{describe(host_bytes())} are there",
+    )
     sampler, packing, prompt = config.sampler, config.packing, config.data.max_prompt_tokens
     response = sampler.max_response_tokens
     held = resident_bytes(config, decoder, mesh, training)
