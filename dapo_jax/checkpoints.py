@@ -195,19 +195,25 @@ class Checkpoints:
         self._manager.close()
 
 
+def saved_steps(run_dir: str | os.PathLike) -> list[int]:
+    """Of the complete checkpoints, in order."""
+    folder = checkpoint_folder(run_dir)
+    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+
+
 class SavedPolicy:
     """The policy of one checkpoint, read parameter by parameter; the run may go on meanwhile.
 
     Args:
         step: 0 takes the newest.
+        entry: of the checkpoint; a critic's is read as a policy's.
 
     Raises:
         ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, step: int = 0):
-        folder = checkpoint_folder(run_dir)
-        steps = sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    def __init__(self, run_dir: str | os.PathLike, step: int = 0, entry: str = "state"):
+        folder, steps, self._entry = checkpoint_folder(run_dir), saved_steps(run_dir), entry
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or steps[-1]
         require(self.step in steps, "step", step, f"0 or one of {', '.join(map(str, steps))}")
@@ -221,7 +227,7 @@ class SavedPolicy:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by path (`layers/query/kernel`) of every parameter."""
-        tree = self._handler.metadata(self._folder / "state").tree["params"]
+        tree = self._handler.metadata(self._folder / self._entry).tree["params"]
         return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
     def read(self, path: str) -> np.ndarray:
@@ -235,5 +241,5 @@ class SavedPolicy:
             restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
             partial_restore=True,
         )
-        found = self._handler.restore(self._folder / "state", args=args)["params"]
+        found = self._handler.restore(self._folder / self._entry, args=args)["params"]
         return flatten(found)[path]

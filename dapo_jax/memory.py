@@ -183,8 +183,8 @@ def check_fits(
     blamed = next(settings[name] for name in largest if name in settings)
     parts = ", ".join(f"{name} {describe(needs[name])}" for name in largest if needs[name])
     raise ConfigError(
-        f"config.{blamed}: must be smaller, since {what} takes at least {describe(total)} on each of "
-        f"{mesh.size} device{'s' * (mesh.size > 1)} and {describe(there)} are there: {parts}",
+        f"config.{blamed}: must be smaller, since {what} takes at least {describe(total)} on each "
+        f"of {mesh.size} device{'s' * (mesh.size > 1)} and {describe(there)} are there: {parts}",
         blamed.partition(" ")[0],
     )
 

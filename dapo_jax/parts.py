@@ -21,6 +21,7 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.learner.critic import scalar_config
+from dapo_jax.learner.skipped import SkippedBatches
 from dapo_jax.learner.update import Learner
 from dapo_jax.memory import check_run_fits
 from dapo_jax.model import huggingface
@@ -104,6 +105,7 @@ class Parts:
     reference: Any  # all parameters in their forward dtype
     token_weights: Callable | None  # the user's hook
     decoder: DecoderConfig
+    skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
 
     def first_params(self) -> Any:
         """The parameters to train as they are before it, on the mesh."""

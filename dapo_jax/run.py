@@ -198,6 +198,8 @@ class Run:
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
         warn_about(step, values, self.parts.progress, self.watched)
+        if kept := self.parts.skipped.write(self.folder, step, collected.groups):
+            self.parts.progress.say(escape(f"python -m dapo_jax.replay {kept} says which tokens"))
         self.complete_row()
 
     def complete_row(self) -> None:

@@ -35,7 +35,7 @@ data       arithmetic harmless gym formats readers files sources pipeline turns 
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
 sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
-learner    advantages losses packing traces optimizer update policy critic
+learner    advantages losses packing traces skipped optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
@@ -46,7 +46,7 @@ reporting  metrics tracking writers plots tables progress watched notices record
            /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
-           /main /evaluate /sft /dpo /export /serve /report /api
+           /main /evaluate /sft /dpo /export /replay /serve /report /api
 """
 
 

@@ -93,9 +93,16 @@ class Learner:
 
     def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
         """The gradient that `update` would take its step along."""
+        return self.loss_and_gradient(params, batch, microbatches)[1]
+
+    def loss_and_gradient(
+        self, params: Any, batch: TrainBatch, microbatches: int
+    ) -> tuple[Array, Any]:
+        """Those of `update`; nothing is changed."""
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
-            return jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)[0]
+            found = jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)
+        return found[1]["loss"].total, found[0]
 
     def lower(
         self, program: str, batch: Rollouts | TrainBatch, params: Any = None
