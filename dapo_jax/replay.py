@@ -42,11 +42,11 @@ def only(batch: Any, microbatch: int, row: int, places: Any) -> Any:
 
 def bisect(is_bad: Callable[[list[int]], bool], places: list[int]) -> list[int]:
     """Places that are bad alone, at most five; all of them where they are only together."""
-    if not is_bad(places) or len(places) == 1:
-        return places if is_bad(places) else []
+    if not is_bad(places):
+        return []
     middle, found = len(places) // 2, []
     for half in places[:middle], places[middle:]:
-        if len(found) < MOST_TOKENS:
+        if middle and len(found) < MOST_TOKENS:
             found += bisect(is_bad, half)
     return found[:MOST_TOKENS] or places
 
@@ -109,9 +109,7 @@ def replay(folder: pathlib.Path, step: int = 0, model: str = "") -> bool:
     loss, gradient = learner.loss_and_gradient(params, batch, len(batch.loss_weights))
     norm = float(optax.tree.norm(gradient))
     print(f"{record['learner']}'s update of step {record['step']}, parameters of {source}")
-    print(
-        f"loss {float(loss):g}, gradient norm {norm:g}, learning rate {record['learning_rate']:g}"
-    )
+    print(f"loss {float(loss):g}, gradient norm {norm:g}, rate {record['learning_rate']:g}")
     for name, tree in ("parameters", params), ("gradient", gradient), ("batch", batch):
         if said := finite.describe(tree):
             print(f"not finite in the {name}: {said}")

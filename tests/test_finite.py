@@ -1,23 +1,27 @@
 """Numbers that are not finite: refused at the door, never saved, never exported, and named."""
 
+import contextlib
 import dataclasses
+import io
+import json
 import pathlib
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from conftest import TINY
 from safetensors.numpy import load_file, save_file
 from small_runs import make_quick_config, read_rows
 from test_update import make_batch, make_learner, place
 
-from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.experiment.config import Checkpoint, Optimizer
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.finite import NotFinite, count_skipped, describe
 from dapo_jax.model import huggingface, saving
+from dapo_jax.replay import replay
 from dapo_jax.run import train
 
 
@@ -87,35 +91,88 @@ def test_only_steps_without_any_update_count_and_only_in_a_row():
     assert found == [1, 0, 1, 1, 2] and count["value_"] == 0
 
 
-OVERFLOWING = """
+HEAVY = """
 import numpy as np
 def heavy(group, sample):
-    late = group.completions[0].policy_step >= 1
-    return np.full(len(group.completions[sample]), 1e30 if late else 1.0)
+    spoilt = sample == 1 and group.completions[0].policy_step >= 1
+    weights = np.ones(len(group.completions[sample]))
+    weights[-1] = 1e30 if spoilt else 1.0
+    return weights
 """
 
 
-@pytest.fixture
-def overflowing(base, write_module, alone, tmp_path):
-    """A run whose first step is good and whose others only overflow."""
-    write_module("heavy_module", OVERFLOWING)
+@pytest.fixture(scope="module")
+def stopped(base, tmp_path_factory):
+    """A run whose first step is good and whose others only overflow; what it said, and raised."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    (folder / "heavy_module.py").write_text(HEAVY)
     config = make_quick_config(
         base,
-        tmp_path / "run",
+        folder / "run",
         updates=1,
         total_steps=9,
         checkpoint=Checkpoint(every_steps=1, keep=2),
         optimizer=Optimizer(learning_rate=1e-3, warmup_steps=2, max_skipped_steps=2),
+        log=Log(0, tensorboard=False, report=False),
     )
     config.algorithm.token_weights = "heavy_module:heavy"
-    return config
+    devices, said = jax.devices, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.syspath_prepend(folder)
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        with pytest.raises(NotFinite) as raised:
+            train(config)
+    return pathlib.Path(config.run_dir), said.getvalue().replace("\n", " "), str(raised.value)
 
 
-def test_a_run_that_only_skips_stops_and_keeps_the_checkpoints_from_before(overflowing, capsys):
-    with pytest.raises(NotFinite, match="2 steps in a row .* the gradient was not finite .* = 2"):
-        train(overflowing)
-    rows = read_rows(pathlib.Path(overflowing.run_dir))
-    assert [row["skipped_updates"] for row in rows] == [0, 1, 1]
-    assert "step 2: an update was skipped: the gradient was not finite" in capsys.readouterr().out
-    with Checkpoints(overflowing.run_dir) as checkpoints:
-        assert checkpoints.latest_step() == 1
+def test_a_run_that_only_skips_stops_and_keeps_the_checkpoints_from_before(stopped):
+    run_dir, said, error = stopped
+    assert "2 steps in a row took no update: the gradient was not finite" in error
+    assert "optimizer.max_skipped_steps = 2" in error
+    assert [row["skipped_updates"] for row in read_rows(run_dir)] == [0, 1, 1]
+    assert "step 2: an update was skipped: the gradient was not finite" in said
+    assert saved_steps(run_dir) == [1]
+
+
+def test_a_skipped_batch_is_replayed_and_its_tokens_are_named(stopped, alone, capsys):
+    run_dir, said, _ = stopped
+    folder = run_dir / "skipped/step_000002_policy"
+    assert f"python -m dapo_jax.replay {folder}" in said
+    assert sorted(path.name for path in folder.parent.iterdir()) == [
+        "step_000002_policy",
+        "step_000003_policy",
+    ]
+    assert not replay(folder)
+    shown = capsys.readouterr().out
+    assert "policy's update of step 2" in shown and f"{run_dir} step 1" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("microbatch")]
+    record = json.loads((folder / "record.json").read_text())
+    prompts = {prompt for prompt, sample in record["responses"] if sample == 1}
+    found = {tuple(line.partition("response ")[2].partition(")")[0].split()) for line in lines}
+    assert found == {("1", "to", "prompt", prompt) for prompt in prompts}
+    assert len(lines) == len(prompts)  # of each response the last token alone
+
+
+def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(stopped, alone, tmp_path):
+    config = read_config(Config, str(stopped[0]))
+    config.run_dir = str(tmp_path / "run")
+    config.algorithm.token_weights = ""
+    with open_run(config) as run:
+        run.state.train = state = spoil_moment(run.state.train)
+        moment = "optimizer moments of the policy are not finite: nu/final_norm/scale"
+        with pytest.raises(NotFinite, match=f"step 0 is not saved: {moment}"):
+            run.save()
+        # As from elsewhere.
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state))
+        run.checkpoints._manager.save(3, args=args)
+        run.checkpoints.wait()
+        with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
+            run.checkpoints.state(run.parts.learner.abstract_state)
+
+
+def test_a_command_exits_4(capsys):
+    def fail():
+        raise NotFinite("the parameters are not finite")
+
+    assert cli.guarded(fail) == 4
+    assert capsys.readouterr().err == "error: the parameters are not finite\n"
