@@ -317,6 +317,7 @@ def train(
                 run.complete_row()
             while run.state.step < config.total_steps:
                 run.step()
+            signals.at_safe_place()
             return run.finish()
         except Interrupted:
             signals.at_safe_place()
@@ -328,6 +329,7 @@ def train(
             )
             return None
         except (Starved, ConfigError):  # or a hook of the user's that failed
+            signals.at_safe_place()
             run.save()
             run.wait()
             raise
