@@ -1,6 +1,7 @@
 """Sampled scores on held-out problems. `scoring.py` is the command around it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 from dapo_jax import processes
@@ -12,6 +13,8 @@ from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
 from dapo_jax.structs import Interrupted, Prompt
 from dapo_jax.verifier.remote import same_answer
+
+LAST_SECONDS = 2.0  # for verdicts that are under way when an evaluation is stopped
 
 
 def evaluation_rule(config: Config) -> SamplingRule:
@@ -58,7 +61,8 @@ def sample_responses(
     stopped = not sampler.idle
     sampler.release()
     if stopped:
-        pending, _ = split_judged(pending)  # nothing waits for the others
+        futures.wait([verdict for one in pending for verdict in one.verdicts], LAST_SECONDS)
+        pending, _ = split_judged(pending)
     for group in judge.groups(pending):
         yield from responses_of(group)
     if stopped:
