@@ -30,7 +30,7 @@ class Signals:
     """
 
     def __init__(self, leave_seconds: float = 0.0):
-        self.received, self._seconds = "", leave_seconds
+        self.received, self._handled, self._seconds = "", False, leave_seconds
         self._before: dict[int, Any] = {}
         self._safe = threading.Event()
 
@@ -56,9 +56,10 @@ class Signals:
             self._writer.close()
 
     def _remember(self, number: int, _: Any) -> None:
-        if self.received and not processes.is_command():
+        if self._handled and not processes.is_command():
             self.__exit__()
             signal.raise_signal(number)
+        self._handled = True
         self.received = self.received or signal.Signals(number).name
 
     def _listen(self) -> None:
