@@ -10,7 +10,7 @@ from typing import Any
 
 from dapo_jax import processes
 
-ONE_SECONDS = 1.0  # a terminal and a launcher that both send one mean one
+SAME_SECONDS = 1.0  # a terminal and a launcher that both send one mean one
 SHOW_CURSOR = b"\x1b[?25h"  # which a live line hides
 
 
@@ -71,7 +71,7 @@ class Signals:
                 if not first:
                     first = time.monotonic()
                     self._answer(said[0])
-                elif processes.is_command() and time.monotonic() - first > ONE_SECONDS:
+                elif processes.is_command() and time.monotonic() - first > SAME_SECONDS:
                     name = signal.Signals(said[0]).name
                     _leave(said[0], f"{name} once more: leaving at once")
 
