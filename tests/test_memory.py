@@ -20,9 +20,9 @@ from dapo_jax.sharding import unbox
 
 TOO_MUCH = {
     "slots": (
-        {"sampler": Sampler(slots=10**8)},
-        "config.sampler.slots = 100000000 .*: must be smaller, since sampling takes at least .* TB "
-        "on each of 1 device and .* are there: cache .* TB, .*parameters",
+        {"sampler": Sampler(slots=10**8, max_response_tokens=24)},
+        "config.sampler.slots = 100000000 .*: must be smaller, since sampling takes at least .* GB "
+        "on each of 1 device and .* are there: cache .* GB, .*parameters",
     ),
     "response budget": (
         {
