@@ -39,10 +39,10 @@ _HOMES = {
     "presets": "algorithms:PRESETS",
     "is_equivalent": "verifier.remote",
     "ConfigError": "experiment.settings",
+    "Watch": "experiment.watch",
 }
 _SECTIONS = (
-    "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log "
-    "Watch".split()
+    "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
 )
 _HOMES |= dict.fromkeys(_SECTIONS, "experiment.sections")
 _HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "experiment.devices")
@@ -96,9 +96,9 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Reward,
         Rollout,
         Sampler,
-        Watch,
     )
     from dapo_jax.experiment.settings import ConfigError
+    from dapo_jax.experiment.watch import Watch
     from dapo_jax.learner import advantages, losses
     from dapo_jax.verifier.remote import is_equivalent
 

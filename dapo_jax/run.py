@@ -25,7 +25,7 @@ from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
-from dapo_jax.finite import PREFIXES, check_skipped
+from dapo_jax.finite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.folders import claim
 from dapo_jax.marks import RUN
 from dapo_jax.memory import megabytes_per_device
@@ -187,6 +187,7 @@ class Run:
         with self.parts.progress.working(f"step {self.state.step + 1}: updating", stays=False):
             self.state, values, collected = train_step(self.parts, self.state, self.signals)
         self.state.unwritten = values
+        self.state.skipped = count_skipped(self.state.skipped, values)
         step, log = self.state.step, self.config.log
         if log.rollouts and self.writer:
             tokenizer = self.parts.tokenizer

@@ -13,7 +13,6 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import describe_error
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Collected, Interrupted, Starved
-from dapo_jax.finite import count_skipped
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.losses import KL_ESTIMATORS
@@ -287,6 +286,4 @@ def train_step(
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
     values |= rollout_metrics(collected, rollouts.counts, clock)
     values["policy_lag"] = float(rollouts.lag)
-    skipped = count_skipped(run.skipped, values)
-    run = dataclasses.replace(run, step=run.step + 1, skipped=skipped)
-    return run, values | clock.seconds, collected
+    return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, collected

@@ -27,7 +27,7 @@ FLOORS = """
 verifier   extraction normalisation numerals structure units equivalence conventions trees
            tokens expressions budgets enclosures polynomials fields roots functions readings
            algebra regions judgement worker minerva verifier process remote jail
-experiment settings hooks /algorithms devices sections config combinations
+experiment settings hooks /algorithms devices sections watch config combinations
            validation files
            /structs /sharding /finite /watch /processes /marks /folders
 prompts    chat tokenizer templates

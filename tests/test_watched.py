@@ -4,7 +4,8 @@ import pytest
 from conftest import make_completion, make_prompt
 from small_runs import make_quick_config, open_run
 
-from dapo_jax.experiment.config import Config, Watch
+from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.watch import Watch
 from dapo_jax.reporting.metrics import response_metrics, verdict_counts
 from dapo_jax.reporting.watched import ADVICE, Watched, measure
 from dapo_jax.rewards.rule import reward_group

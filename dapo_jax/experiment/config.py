@@ -24,9 +24,9 @@ from dapo_jax.experiment.sections import (
     Reward,
     Rollout,
     Sampler,
-    Watch,
 )
 from dapo_jax.experiment.settings import section, setting
+from dapo_jax.experiment.watch import Watch
 
 T = TypeVar("T")
 

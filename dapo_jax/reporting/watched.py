@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from dapo_jax.experiment.sections import Watch
+from dapo_jax.experiment.watch import Watch
 
 STEPS_BEFORE = 10  # that a length is compared with
 REPEATED_STEPS = 10  # a warning that stays true is given again after so many
