@@ -14,10 +14,13 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import TINY
 from safetensors.numpy import load_file, save_file
-from small_runs import make_quick_config, read_rows
+from small_runs import make_quick_config, open_run, read_rows
 from test_update import make_batch, make_learner, place
 
-from dapo_jax.experiment.config import Checkpoint, Optimizer
+from dapo_jax import cli
+from dapo_jax.checkpoints import saved_steps
+from dapo_jax.experiment.config import Checkpoint, Config, Log, Optimizer
+from dapo_jax.experiment.files import read_config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.finite import NotFinite, count_skipped, describe
 from dapo_jax.model import huggingface, saving
