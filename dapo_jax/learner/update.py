@@ -66,6 +66,7 @@ class Learner:
         )
         rows = sharding.sharding(mesh, None, "batch")
         self._score = jax.jit(self._score_fn, out_shardings=rows)
+        self._gradient = jax.jit(self._gradient_fn)
         self._update = jax.jit(
             self._update_fn, donate_argnums=0, out_shardings=(self.shardings, None)
         )
@@ -101,8 +102,8 @@ class Learner:
         """Those of `update`; nothing is changed."""
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
-            found = jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)
-        return found[1]["loss"].total, found[0]
+            gradient, means = self._gradient(params, self.frozen, batch, microbatches)
+        return means["loss"].total, gradient
 
     def lower(
         self, program: str, batch: Rollouts | TrainBatch, params: Any = None
