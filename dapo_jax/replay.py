@@ -119,6 +119,7 @@ def replay(folder: pathlib.Path, step: int = 0, model: str = "") -> bool:
     scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)))
     rollouts = batch.scored.rollouts
     weights = batch.value_weights if record["learner"] == "critic" else batch.loss_weights
+    assert weights is not None  # a critic's batch has some
     for m, r in np.argwhere((weights > 0).any(-1)):
 
         def is_bad(places: list[int], m: int = m, r: int = r) -> bool:
