@@ -24,8 +24,10 @@ from dapo_jax.experiment.files import read_config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.finite import NotFinite, count_skipped, describe
 from dapo_jax.model import huggingface, saving
+from dapo_jax.offline import Journal
 from dapo_jax.replay import replay
 from dapo_jax.run import train
+from dapo_jax.structs import Mean
 
 
 def test_arrays_are_named_with_how_much_of_them_is_not_finite():
@@ -171,6 +173,15 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(stopped, al
         run.checkpoints.wait()
         with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
             run.checkpoints.state(run.parts.learner.abstract_state)
+
+
+def test_a_supervised_run_that_only_skips_stops(tmp_path):
+    taken = {name: Mean(1.0, 1.0) for name in ("skipped_updates", "skipped_for_gradient")}
+    journal = Journal(tmp_path, 9, max_skipped_steps=2)
+    for step in range(1, 3):
+        journal.add(step, {}, taken)
+    with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):
+        journal.add(3, {}, taken)
 
 
 def test_a_command_exits_4(capsys):
