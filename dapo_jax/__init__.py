@@ -13,11 +13,17 @@ Settings are explained by `help(dapo_jax.Sampler)` and `python -m dapo_jax.main 
 """
 
 import importlib
+import signal
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Python is looking a command of this package up. Until that can say so itself, Ctrl-C ends it as
+# any program, without the traceback of an import.
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 _ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
 # What is offered beside these rooms, and where: room, or room:name where its name differs.
@@ -33,6 +39,7 @@ _HOMES = {
     "presets": "algorithms:PRESETS",
     "is_equivalent": "verifier.remote",
     "ConfigError": "experiment.settings",
+    "Watch": "experiment.watch",
 }
 _SECTIONS = (
     "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
@@ -60,6 +67,7 @@ __all__ = [
     "Reward",
     "Rollout",
     "Sampler",
+    "Watch",
     "advantages",
     "evaluate",
     "is_equivalent",
@@ -90,6 +98,7 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Sampler,
     )
     from dapo_jax.experiment.settings import ConfigError
+    from dapo_jax.experiment.watch import Watch
     from dapo_jax.learner import advantages, losses
     from dapo_jax.verifier.remote import is_equivalent
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 AT_LEAST = {
     "samples": "a whole number above 0",
     "top_k": "a whole number, at least 0",
-    "temperature": "a number, at least 0",
+    "temperature": "0, or from 0.001 to 100",
     "top_p": "a number above 0 and at most 1",
 }
 Messages = Sequence[Mapping[str, str]]
@@ -133,6 +132,7 @@ def train(
             no name that a worker could import it by.
         dapo_jax.filtering.Starved: no signal was left, and the config says to stop then.
         dapo_jax.storage.NotSaved: its last checkpoint could not be written.
+        dapo_jax.finite.NotFinite: parameters or moments are NaN or infinite, or every update was.
     """
     config = _with_rewards(_load(config), reward, in_process)
     cli.check(config)
@@ -274,8 +274,10 @@ class Policy:
                 type(value) is int and value >= (name == "samples"), name, value, AT_LEAST[name]
             )
         for name, value in {"temperature": temperature, "top_p": top_p}.items():
-            fits = type(value) in (int, float) and 0 <= value < math.inf
-            require(fits and (name != "top_p" or 0 < value <= 1), name, value, AT_LEAST[name])
+            fits = type(value) in (int, float) and (
+                0 < value <= 1 if name == "top_p" else value == 0 or 0.001 <= value <= 100
+            )
+            require(fits, name, value, AT_LEAST[name])
         sampler, rule = self._parts.sampler, SamplingRule(temperature, top_p, top_k)
         asked = [self._prompt(i, said) for i, said in enumerate(prompts)]
         sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)

@@ -23,6 +23,7 @@ from dapo_jax.checksums import (
 from dapo_jax.experiment.combinations import READ_WHERE, is_read
 from dapo_jax.experiment.config import Checkpoint, Config
 from dapo_jax.experiment.settings import ConfigError, leaves, require
+from dapo_jax.finite import check_state
 from dapo_jax.marks import folder_at
 from dapo_jax.model.huggingface import fingerprint
 from dapo_jax.prompts.templates import open_template
@@ -36,12 +37,12 @@ POLL_SECONDS = 0.1
 # Settings that may differ between the parts of a run: they change where, how fast or how loudly it
 # goes on, or when it ends; never what a step computes (beyond rounding).
 FREE = (
-    "run_dir total_steps data.changed log. checkpoint. evaluation. mesh. packing. reward.workers "
-    "reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
+    "run_dir total_steps data.changed log. watch. checkpoint. evaluation. mesh. packing. "
+    "reward.workers reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
     "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.cache sampler.page_tokens sampler.pages sampler.prefill_prompts "
     "sampler.prefill_chunk_tokens "
-    "sampler.load_layers"
+    "sampler.load_layers optimizer.max_skipped_steps critic.optimizer.max_skipped_steps"
 ).split()
 
 
@@ -214,7 +215,9 @@ class Checkpoints:
 
         Raises:
             NotSaved: it could not be begun; later `done` and `wait` say so.
+            NotFinite: such a state would one day be the only one that is kept.
         """
+        check_state(states, f"step {step} is not saved")
         with contextlib.suppress(NotSaved):  # of whoever saved that, and did not ask
             self.wait()
         self._saving = step
@@ -265,8 +268,14 @@ class Checkpoints:
         return record | {"settings": with_defaults(record["settings"])}
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """An entry of that checkpoint, on the mesh that `abstract_state` names."""
-        return self._restore(entry, ocp.args.StandardRestore(abstract_state))
+        """An entry of that checkpoint, on the mesh that `abstract_state` names.
+
+        Raises `NotFinite`.
+        """
+        restored = self._restore(entry, ocp.args.StandardRestore(abstract_state))
+        # Once somebody has moved that folder away, an older one is the newest.
+        check_state({entry: restored}, str(self._folder / str(self._step)))
+        return restored
 
     def _restore(self, entry: str, args: Any) -> Any:
         assert self._manager is not None  # nothing has been saved yet
@@ -303,13 +312,15 @@ class SavedPolicy:
 
     Args:
         step: 0 takes the newest.
+        entry: of the checkpoint; a critic's is read as a policy's.
 
     Raises:
         ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, step: int = 0):
+    def __init__(self, run_dir: str | os.PathLike, step: int = 0, entry: str = "state"):
         folder, steps = epath.Path(checkpoint_folder(run_dir)), saved_steps(run_dir)
+        self._entry = entry
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or newest_sound(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))
@@ -326,7 +337,7 @@ class SavedPolicy:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by path (`layers/query/kernel`) of every parameter."""
-        tree = self._handler.metadata(self._folder / "state").tree["params"]
+        tree = self._handler.metadata(self._folder / self._entry).tree["params"]
         return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
     def read(self, path: str) -> np.ndarray:
@@ -340,5 +351,5 @@ class SavedPolicy:
             restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
             partial_restore=True,
         )
-        found = self._handler.restore(self._folder / "state", args=args)["params"]
+        found = self._handler.restore(self._folder / self._entry, args=args)["params"]
         return flatten(found)[path]

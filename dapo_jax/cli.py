@@ -26,6 +26,7 @@ from dapo_jax.experiment.settings import (
 )
 from dapo_jax.experiment.validation import CHOICES, validate
 from dapo_jax.explain import help_text, take_help
+from dapo_jax.finite import EXIT_CODE, NotFinite
 from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
 from dapo_jax.learner.optimizer import SCHEDULES
@@ -241,12 +242,15 @@ def example(usage: str) -> str:
 
 
 def guarded(work: Callable[[], Any]) -> int:
-    """The exit code of `work`; a `ConfigError` in it is a line for the user, not a traceback."""
+    """The exit code of `work`; what a user or numbers did wrong is a line, not a traceback."""
     try:
         work()
     except ConfigError as error:
         processes.complain(f"error: {error}")
         return 2
+    except NotFinite as error:
+        processes.complain(f"error: {error}")
+        return EXIT_CODE
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from dapo_jax.experiment.config import Config, Reward
-from dapo_jax.structs import Completion, Group, Prompt, Trace
+from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Trace
 
 Pending = TypeVar("Pending")  # what a judge keeps of a group until it is asked for it
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
@@ -21,10 +21,6 @@ SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate a
 
 class Starved(RuntimeError):
     """Too few groups carried signal and the config says to stop then."""
-
-
-class Interrupted(Exception):
-    """Collection was asked to stop; nothing of it was used."""
 
 
 def carries_signal(group: Group, reward: Reward) -> bool:
@@ -207,7 +203,7 @@ def collect(
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
             group has a reward.
-        Interrupted: `interrupted()` said so between two bursts.
+        Interrupted: `interrupted()` said so between two bursts, or the judge while it waited.
     """
     collection: _Collection[Pending] = _Collection(config, kept_fraction)
     while len(collection.first_kept()) < config.rollout.prompts_per_step:

@@ -20,8 +20,8 @@ from dapo_jax.storage import UNSAVED, NotSaved
 def main() -> int:
     """The exit code: 0 done, or saved after SIGTERM; 2 wrong settings; 3 no signal left.
 
-    74: what the run ended with could not be saved. 75: another process of several is dead. Start
-    all again.
+    4: numbers are not finite; 74: what the run ended with could not be saved; 75: another process
+    of several is dead, start all again.
     """
     config = cli.load(Config, __doc__, door=cli.check_run)
 

@@ -18,6 +18,7 @@ from dapo_jax.data.examples import Examples, endless_order, read_examples
 from dapo_jax.data.turns import Example, Forms
 from dapo_jax.experiment.config import DpoConfig, Packing, SftConfig
 from dapo_jax.experiment.settings import require
+from dapo_jax.finite import check_skipped, count_skipped
 from dapo_jax.learner.packing import Segment, pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import huggingface, saving
@@ -71,7 +72,9 @@ def exit_code(work: Callable[[], Any], out: str) -> int:
         return cli.guarded(work)
     except Stopped as stopped:
         (name,) = stopped.args
-        processes.complain(f"stopped by {name}: {out} is as it was")
+        processes.complain(
+            f"stopped by {name}: {out} is as it was. No step is kept: the same command begins anew"
+        )
         return 128 + signal.Signals[name]
 
 
@@ -160,16 +163,18 @@ class Journal:
     """A line of metrics.jsonl per step; a console line now and then.
 
     A step's numbers are read when the next one is under way, so that no step waits for the host.
+    `add` and `tell` raise `NotFinite` after `max_skipped_steps` without an update.
 
     Args:
         folder: None where another process writes.
     """
 
-    def __init__(self, folder: pathlib.Path | None, total_steps: int):
+    def __init__(self, folder: pathlib.Path | None, total_steps: int, max_skipped_steps: int):
         self._writer = MetricWriter(folder, 0, tensorboard=False) if folder else None
         self._every, self._total = max(1, total_steps // LINES_PER_RUN), total_steps
         self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
         self._started, self._progress = time.perf_counter(), Progress()
+        self._skipped, self._max_skipped = {}, max_skipped_steps
 
     def is_due(self, step: int) -> bool:
         """Whether that many finished steps are told on the console."""
@@ -205,6 +210,8 @@ class Journal:
         if self._writer:
             self._writer.write(step, values)
         self._pending = None
+        self._skipped = count_skipped(self._skipped, measured)
+        check_skipped(self._skipped[""], self._max_skipped, measured)
         return values
 
 

@@ -21,7 +21,9 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.learner.critic import scalar_config
+from dapo_jax.learner.skipped import SkippedBatches
 from dapo_jax.learner.update import Learner
+from dapo_jax.memory import check_run_fits
 from dapo_jax.model import huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trained import (
@@ -103,6 +105,7 @@ class Parts:
     reference: Any  # all parameters in their forward dtype
     token_weights: Callable | None  # the user's hook
     decoder: DecoderConfig
+    skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
 
     def first_params(self) -> Any:
         """The parameters to train as they are before it, on the mesh."""
@@ -224,6 +227,7 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
     decoder = huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
+    check_run_fits(config, decoder, mesh, sampling_mesh, training)
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
     needs = config.reward.needs_answer()

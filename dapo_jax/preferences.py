@@ -170,7 +170,8 @@ def train_and_write(config: DpoConfig, folder: pathlib.Path | None, signals: Sig
     probe = Probe(learner, config, signals, found, frozen)
     state = learner.start(params)
     del params, frozen
-    journal, before = Journal(folder, steps), probe.measure(state.params)
+    journal = Journal(folder, steps, config.optimizer.max_skipped_steps)
+    before = probe.measure(state.params)
     journal.add(0, before, {})
     for step in range(steps):
         stop_if(signals)

@@ -5,6 +5,7 @@ but what only one of them can know: what a worker, a clock, a file or a signal d
 process nothing here costs anything.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -12,10 +13,11 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 import traceback
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ FIRST_BYTES = 1024  # of an all-gather; longer messages take a second one
 LENGTH_BYTES = 4
 
 _watch: Watch | None = None
+_command = False
 
 
 def count() -> int:
@@ -131,6 +134,24 @@ def keep_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "dapo_jax"))
 
 
+def is_command() -> bool:
+    """Whether this process is a command of ours, not a program that calls the library."""
+    return _command
+
+
+@contextlib.contextmanager
+def as_command() -> Iterator[None]:
+    """While the block lasts this process is a command, which Ctrl-C ends by an exception."""
+    global _command
+    _command, main = True, threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as while it was starting
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        _command = False
+
+
 def run(work: Callable[[], int], *, alone: str = "") -> int:
     """Joins, works, and leaves when all are done; the exit code.
 
@@ -140,18 +161,29 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
         alone: the name of a command that only one process can do.
     """
     keep_programs()
-    try:
-        join()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with as_command():
+        try:
+            join()
+            return _run(work, alone)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            complain("stopped by SIGINT")
+            return 128 + signal.SIGINT
+
+
+def _run(work: Callable[[], int], alone: str) -> int:
     if count() == 1:
         return work()
     if alone:
         complain(f"error: {alone} is the work of one process, but {count()} were started")
-        _leave(2)
+        leave(2)
     try:
         code = work()
+    except KeyboardInterrupt:
+        complain("stopped by SIGINT")
+        code = 128 + signal.SIGINT
     except BaseException as error:
         # Often this is another's death, for which the watch has a better line than a trace.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
@@ -159,7 +191,7 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
         complain(traceback.format_exc())
         code = 1
     if code:
-        _leave(code)
+        leave(code)
     agree("done", "the end")
     if _watch is not None:
         _watch.close()
@@ -167,7 +199,8 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
     return 0
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
+    """Ends this process where it stands, and the others with it."""
     sys.stdout.flush()
     if _watch is not None:
         _watch.leave(code)

@@ -25,9 +25,11 @@ from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
+from dapo_jax.finite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.folders import claim
 from dapo_jax.keeping import Keeper
 from dapo_jax.marks import RUN
+from dapo_jax.memory import megabytes_per_device
 from dapo_jax.parts import build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.notices import (
@@ -40,6 +42,7 @@ from dapo_jax.reporting.page import write_own_page
 from dapo_jax.reporting.plots import plot_run
 from dapo_jax.reporting.progress import fit
 from dapo_jax.reporting.tracking import Tracker
+from dapo_jax.reporting.watched import Watched
 from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
 from dapo_jax.resuming import INPUTS, SUMMARY, check_record, finished, gather_inputs
 from dapo_jax.sampler.sampling import SamplingRule
@@ -65,6 +68,7 @@ class Run:
         self.config, self.signals, self._on_step = config, signals, on_step
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
+        self.parts.judge.given_up = signals.here
         stack.enter_context(self.parts.progress.compilation())
         stack.callback(self.parts.close)
         self.storage = Storage(lambda text: self.parts.progress.warn(escape(text)))
@@ -96,6 +100,7 @@ class Run:
             )
             for text in describe_gaps(self.folder, self._last_row(), config.log.rollouts):
                 self.storage.warn(text)
+        self.watched = Watched(config.watch, self.writer.read() if self.writer else ())
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
@@ -190,6 +195,7 @@ class Run:
         with self.parts.progress.working(f"step {self.state.step + 1}: updating", stays=False):
             self.state, values, collected = train_step(self.parts, self.state, self.signals)
         self.state.unwritten = values
+        self.state.skipped = count_skipped(self.state.skipped, values)
         step, log = self.state.step, self.config.log
         if log.rollouts and self.writer:
             told = collected, log.token_groups, self.parts.tokenizer
@@ -200,7 +206,9 @@ class Run:
             )
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
-        warn_about(step, values, self.parts.progress)
+        warn_about(step, values, self.parts.progress, self.watched)
+        if kept := self.parts.skipped.write(self.folder, step, collected.groups):
+            self.parts.progress.say(escape(f"python -m dapo_jax.replay {kept} says which tokens"))
         self.complete_row()
 
     def complete_row(self) -> None:
@@ -217,12 +225,21 @@ class Run:
         self._write(step, values)
         self.state.unwritten = None
         self.parts.progress.step(step, config.total_steps, values)
-        self.keeper.step(last or due(step, config.checkpoint.every_steps), self.save)
+        self._check_learning(values)
+        learns = not any(self.state.skipped.values())  # else older checkpoints are worth more
+        wanted = last or learns and due(step, config.checkpoint.every_steps)
+        self.keeper.step(wanted, self.save)
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
 
+    def _check_learning(self, values: dict[str, float]) -> None:
+        policy, critic = self.config.optimizer, self.config.critic.optimizer
+        for prefix, settings in zip(PREFIXES, (policy, critic), strict=True):
+            count = self.state.skipped.get(prefix, 0)
+            check_skipped(count, settings.max_skipped_steps, values, prefix)
+
     def save(self) -> None:
-        """A checkpoint of the state as it is. Raises `NotSaved`."""
+        """A checkpoint of the state as it is. Raises `NotSaved`, `NotFinite`."""
         self.state.seconds = time.perf_counter() - self._started
         record = self.state.record() | {"settings": self._settings, INPUTS: self._inputs}
         states = {"state": self.state.train, "critic": self.state.critic}
@@ -230,24 +247,17 @@ class Run:
         self.checkpoints.save(self.state.step, states, record)
 
     def megabytes_per_device(self) -> dict[str, float]:
-        """What stays in memory between steps; what two share is counted with the first."""
+        """What stays in memory between steps."""
         parts, policy, critic = self.parts, self.state.train, self.state.critic
-        held = {
-            "policy": policy.params,
-            "policy_optimizer": policy.opt_state,
-            "policy_frozen": parts.frozen,
-            "sampler_frozen": parts.sampler.held,
-            "critic": critic and critic.params,
-            "critic_optimizer": critic and critic.opt_state,
-            "reference": parts.reference,
-        }
-        sizes, counted = {}, set()
-        for name, tree in held.items():
-            arrays = {id(array): array for array in jax.tree.leaves(tree)}
-            shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
-            sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
-            counted |= arrays.keys()
-        return {name: size for name, size in sizes.items() if size}
+        return megabytes_per_device(
+            policy=policy.params,
+            policy_optimizer=policy.opt_state,
+            policy_frozen=parts.frozen,
+            sampler_frozen=parts.sampler.held,
+            critic=critic and critic.params,
+            critic_optimizer=critic and critic.opt_state,
+            reference=parts.reference,
+        )
 
     def keep(self) -> None:
         """Returns when the state as it is is on disk. Raises `NotSaved`."""
@@ -304,9 +314,10 @@ def train(
         ConfigError: settings, model folder and run folder don't fit together.
         Starved: no signal was left and the config says to stop then; the run has been saved.
         NotSaved: the run has ended, and its last checkpoint could not be written.
+        NotFinite: a checkpoint is not, or no update was; nothing more has been saved.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals())
+        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         if (summary := finished(config)) is not None:
             return summary
@@ -317,8 +328,10 @@ def train(
                 run.complete_row()
             while run.state.step < config.total_steps:
                 run.step()
+            signals.at_safe_place()
             return run.finish()
         except Interrupted:
+            signals.at_safe_place()
             run.keep()
             run.parts.progress.say(
                 f"stopped by {signals.received} after step {run.state.step}; saved in "
@@ -326,5 +339,6 @@ def train(
             )
             return None
         except (Starved, ConfigError):  # or a hook of the user's that failed
+            signals.at_safe_place()
             run.keep()
             raise

@@ -188,12 +188,13 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
             far don't fit together.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals())
+        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
         parts = build(config, training=False)
         stack.callback(parts.close)
+        parts.judge.given_up = signals.here
         stack.enter_context(parts.progress.compilation())
         with parts.progress.working("loading the policy"):
             policy, params = open_policy(config, parts, checkpoints)

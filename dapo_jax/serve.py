@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax import cli
+from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Compute, Sampler, ServeConfig
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.signals import Signals
@@ -55,6 +55,8 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         tokenizer.chat.check(f"config.model = {config.model!r}")
     # One of JetStream's lengths, with room for the token that it puts before a client's ids.
     longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
+    settings = Sampler(cache=config.cache, weights_dtype=config.weights_dtype)
+    check_slots_fit(config, settings, decoder, mesh, longest)
     engine = ServedEngine(
         decoder,
         mesh,
@@ -66,11 +68,25 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         insert_width=1,
         tokenizer=tokenizer,
         seed=config.seed,
-        settings=Sampler(cache=config.cache, weights_dtype=config.weights_dtype),
+        settings=settings,
     )
     engine.rule = rule_of(config)
     params = huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
     return engine, engine.load_params(params), tokenizer
+
+
+def check_slots_fit(
+    config: ServeConfig, settings: Sampler, decoder: Any, mesh: Any, prompt_tokens: int
+) -> None:
+    """Raises `ConfigError` where the cache of all slots can't fit into the devices' memory."""
+    from dapo_jax import memory
+
+    response = config.max_response_tokens
+    cache = memory.cache_bytes(decoder, settings, mesh, config.slots, prompt_tokens, response)
+    needs = {"weights": memory.decoding_bytes(decoder, settings, mesh), "cache": cache}
+    blamed = f"slots = {config.slots} with max_response_tokens = {response}"
+    model = f"model = {config.model!r}"
+    memory.check_fits("serving", needs, mesh, {"cache": blamed, "weights": model})
 
 
 def warm_up(engine: Any, params: Any) -> None:
@@ -204,7 +220,7 @@ def main() -> int:
         print(f"serving {name}: {http}gRPC on {config.host}:{port} ({seconds:.0f} s)", flush=True)
 
     try:
-        with Signals() as signals:
+        with processes.as_command(), Signals() as signals:
             return cli.guarded(lambda: serve(config, leave=signals, ready=ready))
     except ServingFailed as error:
         print(f"stopped: {error}", file=sys.stderr)

@@ -82,6 +82,10 @@ class Completion:
         return len(self.tokens)
 
 
+class Interrupted(Exception):
+    """Rollouts or an evaluation were asked to stop; nothing of what was under way is used."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """What a reward worker said of one response."""

@@ -130,7 +130,7 @@ def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Sig
         total, tokens = np.sum(parts, axis=0) if parts else (0.0, 0.0)
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
-    journal = Journal(folder, course.steps)
+    journal = Journal(folder, course.steps, config.optimizer.max_skipped_steps)
     if before := heldout_nll():
         journal.add(0, before, {})
     for step in range(course.steps):

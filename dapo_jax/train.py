@@ -25,6 +25,7 @@ from dapo_jax.learner.packing import (
     place_tokens,
     trained_tokens,
 )
+from dapo_jax.learner.skipped import Taken
 from dapo_jax.learner.traces import trace_ratios, trace_responses
 from dapo_jax.learner.update import Learner
 from dapo_jax.orders import Gathered, Order, make_rollouts
@@ -48,6 +49,7 @@ class RunState:
     unwritten: dict[str, float] | None = None  # metrics of `step`, still without its evaluation
     behaviour: Any = None  # with a lag: parameters that draw the next rollouts
     ahead: Gathered | None = None  # those rollouts
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
@@ -175,9 +177,13 @@ def take_update(
     policy, critic, mean = run.train, run.critic, {}
     if rate:
         policy, mean = parts.learner.update(policy, batch, used, rate)
+        taken = Taken("policy", batch, used, rate, mean["skipped_updates"])
+        parts.skipped.add(run.step, taken)
     if parts.config.algorithm.critic:
         assert parts.critic is not None and critic is not None
         critic, value_mean = parts.critic.update(critic, batch, used, value_rate)
+        taken = Taken("critic", batch, used, value_rate, value_mean["skipped_updates"])
+        parts.skipped.add(run.step, taken)
         mean |= as_value_metrics(value_mean)
     return dataclasses.replace(run, train=policy, critic=critic), mean
 

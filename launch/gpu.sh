@@ -70,7 +70,7 @@ for ((try = 1; ; try++)); do
         again=$?
         [ "$again" -eq 127 ] || code=$again
     fi
-    case "$code" in 0 | 2 | 3) break ;; esac
+    case "$code" in 0 | 2 | 3 | 4) break ;; esac
     [ -z "$asked" ] || break
     say "try $try of $tries: ended with exit code $code"
     if [ "$try" -ge "$tries" ]; then

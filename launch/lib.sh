@@ -96,6 +96,7 @@ explain() { # CODE
         0) say "done" ;;
         2) say "a setting is wrong (exit code 2, see the line above): not tried again" ;;
         3) say "no learning signal was left (exit code 3): not tried again" ;;
+        4) say "numbers are not finite (exit code 4, see the line above): not tried again" ;;
         *) say "ended with exit code $1" ;;
     esac
 }

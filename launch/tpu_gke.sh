@@ -14,7 +14,7 @@
 #   --detach              creates and leaves; --yes deletes without asking; --dry-run prints manifest and commands
 #
 # Needs JobSet 0.6 or newer in the cluster, and node pools with that topology. --config.run_dir must be on
-# gs://. Exit codes of wrong settings (2) and of no signal left (3) end the JobSet at once. Ctrl-C deletes
+# gs://. Exit codes 2 (wrong settings), 3 (no signal left) and 4 (numbers not finite) end the JobSet. Ctrl-C deletes
 # it: the pods have 5 minutes to save.
 set -uo pipefail # no -e: what fails is looked at where it fails
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -122,9 +122,9 @@ spec:
           completionMode: Indexed
           backoffLimit: 0
           podFailurePolicy:
-            rules: # 2: wrong settings, 3: no signal left
+            rules: # 2: wrong settings, 3: no signal left, 4: numbers not finite
               - action: FailJob
-                onExitCodes: {containerName: trainer, operator: In, values: [2, 3]}
+                onExitCodes: {containerName: trainer, operator: In, values: [2, 3, 4]}
           template:
             spec:
               restartPolicy: Never
@@ -238,12 +238,12 @@ watch_run() {
     return "$(final_code)"
 }
 
-# The exit code that a failed JobSet ended with: 2 or 3 of any pod, otherwise 1.
+# The exit code that a failed JobSet ended with: 2, 3 or 4 of any pod, otherwise 1.
 final_code() {
     local code codes
     codes="$("${kubectl[@]}" get pods -l "jobset.sigs.k8s.io/jobset-name=$name" \
         -o jsonpath='{.items[*].status.containerStatuses[*].state.terminated.exitCode}' 2>/dev/null)"
-    for code in 2 3; do
+    for code in 2 3 4; do
         case " $codes " in *" $code "*) echo "$code" && return ;; esac
     done
     echo 1

@@ -252,7 +252,7 @@ follow_once() {
     return "$code"
 }
 
-# How the run ended, from every worker: 0, 2, 3; 4 stopped by hand; 1 to be tried again, with $why.
+# How the run ended, from every worker: 0, 2, 3, 4; 130 stopped by hand; 1 to be tried again, with $why.
 verdict() {
     local i word code reason codes="" reasons=""
     if [ -n "$dry" ]; then
@@ -272,8 +272,8 @@ verdict() {
         [ "$code" = 0 ] || [ "$i" = 0 ] || # its log was shown
             say "worker $i ended with $code: $(grep -v '^@' "$work/out/$i.log" 2>/dev/null)"
     done
-    case "$codes " in *" 2 "*) return 2 ;; *" 3 "*) return 3 ;; esac
-    case "$reasons" in *stopped*) return 4 ;; esac
+    case "$codes " in *" 2 "*) return 2 ;; *" 3 "*) return 3 ;; *" 4 "*) return 4 ;; esac
+    case "$reasons" in *stopped*) return 130 ;; esac
     why="the run failed (exit codes$codes)"
     case "$codes " in *" 75 "*) why="a process died or stood still (exit codes$codes)" ;; esac
     case "$reasons" in *signal*) why="the machine was told to shut down; the run has saved" ;; esac

@@ -15,7 +15,8 @@
 #
 # run_dir on gs:// lets a new machine go on where the last one was; otherwise worker 0's runs/ is copied to
 # runs/N. Ctrl-C stops the run, which saves, and deletes the machine if this command made it. Exit codes are
-# the trainer's (0 done, 2 wrong settings, 3 no signal left), 1 where tries ran out, 130 after Ctrl-C.
+# the trainer's (0 done, 2 wrong settings, 3 no signal left, 4 numbers not finite), 1 where tries ran
+# out, 130 after Ctrl-C.
 set -uo pipefail # no -e: what fails is looked at where it fails
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source launch/lib.sh
@@ -110,7 +111,7 @@ prepare() {
     everywhere "$(quote bash dapo_jax_worker.sh install "$tree")"
 }
 
-# One start: 0 done, 2 and 3 final; 4 stopped by somebody; 1 worth another try, $why says what happened.
+# One start: 0 done, 2 to 4 final; 130 stopped by somebody; 1 worth another try, $why says what happened.
 attempt() {
     local id
     ensure || return 1
@@ -216,8 +217,8 @@ run() {
         attempt
         code=$?
         case "$code" in
-            0 | 2 | 3) break ;;
-            4) say "stopped by somebody" && finish 0 ;;
+            0 | 2 | 3 | 4) break ;;
+            130) say "stopped by somebody" && finish 0 ;;
         esac
         say "try $try of $tries: $why"
         if [ "$try" -ge "$tries" ]; then
@@ -251,7 +252,7 @@ case "$action" in
         watch_run
         code=$?
         [ "$code" != 1 ] || say "$why; start it again with the same command as before"
-        [ "$code" != 4 ] || { say "stopped by somebody" && code=0; }
+        [ "$code" != 130 ] || { say "stopped by somebody" && code=0; }
         explain "$code"
         exit "$code"
         ;;

@@ -145,10 +145,12 @@ def check_module(words: list[str]) -> str:
         spec = importlib.util.find_spec(f"{name}.__main__")
     if not arguments:  # a name alone
         return ""
-    if "cli.load" not in pathlib.Path(spec.origin).read_text():
-        return "it takes no flags"
-    module = importlib.import_module(spec.name)
-    return refusal(arguments, cli, "load", module.main)
+    text, module = pathlib.Path(spec.origin).read_text(), importlib.import_module(spec.name)
+    if "cli.load" in text:
+        return refusal(arguments, cli, "load", module.main)
+    if "ArgumentParser" in text:
+        return refusal(arguments, argparse.ArgumentParser, "parse_args", module.main)
+    return "it takes no flags"
 
 
 def check_flags(words: list[str]) -> str:

@@ -140,11 +140,16 @@ def test_a_lost_connection_is_taken_up_and_the_run_not_started_again(cloud, gclo
 
 @pytest.mark.parametrize(
     ("code", "starts", "text"),
-    [(2, 1, "a setting is wrong"), (3, 1, "no learning signal"), (75, 2, "died or stood still")],
+    [
+        (2, 1, "a setting is wrong"),
+        (3, 1, "no learning signal"),
+        (4, 1, "numbers are not finite"),
+        (75, 2, "died or stood still"),
+    ],
 )
 def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, text):
     cloud.plays(runs=[{"code": code, "at": 2}, {}])
-    said = cloud.runs(expect=code if code in (2, 3) else 0)
+    said = cloud.runs(expect=code if code in (2, 3, 4) else 0)
     assert text in said and "error: what is wrong" in said
     assert len(cloud.starts()) == starts and len(cloud.calls("tpu-vm", "create")) == 1
 

@@ -66,7 +66,7 @@ def test_a_jobset_of_two_slices_is_made_and_watched(cloud):
     assert (
         pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0
     )  # podFailurePolicy needs both
-    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3]
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4]
     assert container(cloud)["resources"] == {"limits": {"google.com/tpu": 4}}
 
 
@@ -78,7 +78,7 @@ def test_the_cluster_starts_again_and_the_new_pod_is_followed(cloud):
     assert lines == [f"attempt {a} line {i}" for a in range(2) for i in range(3)]  # each once
 
 
-@pytest.mark.parametrize(("code", "expect"), [(2, 2), (3, 3), (1, 1)])
+@pytest.mark.parametrize(("code", "expect"), [(2, 2), (3, 3), (4, 4), (1, 1)])
 def test_a_failed_jobset_ends_with_the_trainers_code(cloud, code, expect):
     cloud.plays(jobset=[{"code": code}])
     said = launch(cloud, *RUN, "--tries=2", *TRAINER, expect=expect)

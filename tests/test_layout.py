@@ -27,27 +27,27 @@ FLOORS = """
 verifier   extraction normalisation numerals structure units equivalence conventions trees
            tokens expressions budgets enclosures polynomials fields roots functions readings
            algebra regions judgement worker minerva verifier process remote jail
-experiment settings hooks /algorithms devices sections config combinations
+experiment settings hooks /algorithms devices sections watch config combinations
            validation files
-           /structs /sharding /watch /processes /marks /storage /lines /folders
+           /structs /sharding /finite /watch /processes /marks /storage /lines /folders
 prompts    sandbox rendering chat tokenizer templates
 data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
 sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
-learner    advantages losses packing traces optimizer update policy critic
+learner    advantages losses packing traces skipped optimizer update policy critic
 rewards    functions worker pool rule model judge
            /filtering
 evaluation scores responses evaluation
-reporting  metrics tracking writers plots tables progress notices recorded readings
+reporting  metrics tracking writers plots tables progress watched notices recorded readings
            compared page
-           /assembly /checksums /checkpoints /keeping /explain /cli /parts /signals /offline
-           /supervised /preferences /orders /train /resuming /run /scoring /driving /generation
-           /serving
+           /memory /assembly /checksums /checkpoints /keeping /explain /cli /parts /resuming
+           /signals /offline /supervised /preferences /orders /train /run /scoring /driving
+           /generation /serving
            /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
-           /main /evaluate /sft /dpo /export /serve /report /api
+           /main /evaluate /sft /dpo /export /replay /serve /report /api
 """
 
 

@@ -41,6 +41,7 @@ CHANGES = {
     "critic.optimizer.eps": (1e-6, "ppo", ""),
     "critic.optimizer.weight_decay": (0.0, "ppo", ""),
     "critic.optimizer.max_grad_norm": (2.0, "ppo", ""),
+    "critic.optimizer.max_skipped_steps": (5, "ppo", ""),
     "model.reference_folder": ("elsewhere", "grpo", ""),
     "sampler.pages": (64, "dapo", "sampler.cache=paged"),
     "sampler.page_tokens": (16, "dapo", "sampler.cache=paged"),

@@ -36,6 +36,19 @@ REFUSED = {
         "critic.optimizer.warmup_steps -1 least",
     ),
     "value clip": ("ppo", "algorithm.value_clip=-0.1", "value_clip -0.1 least"),
+    # what float32 can't compute with
+    "cold": ("dapo", "sampler.temperature=1e-30", "sampler.temperature 1e-30 from 0.001 to 100"),
+    "cold evaluation": (
+        "dapo",
+        "evaluation.temperature=1e-40",
+        "evaluation.temperature 1e-40 0, from 0.001 100",
+    ),
+    "rate": ("dapo", "optimizer.learning_rate=1e30", "learning_rate 1e+30 from 1e-30 to 1"),
+    "critic's eps": ("ppo", "critic.optimizer.eps=1e-40", "optimizer.eps 1e-40 from 1e-30 1e+30"),
+    "huge": ("grpo", "algorithm.kl_coefficient=1e31", "kl_coefficient 1e+31 0, from 1e-30 1e+30"),
+    "heavy part": ("grpo", "reward.parts=rule=1e31", "reward.parts 'rule=1e31' at most 1e30"),
+    "leaving": ("dapo", "checkpoint.leave_seconds=-1", "checkpoint.leave_seconds -1.0 least"),
+    "threshold": ("dapo", "watch.max_all_right=-1", "watch.max_all_right -1.0 least"),
     "kl coefficient": ("grpo", "algorithm.kl_coefficient=-1", "kl_coefficient -1.0 least"),
     "nll coefficient": (
         "vapo",

@@ -1,18 +1,20 @@
 """Sampled scores on held-out problems. `scoring.py` is the command around it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 from dapo_jax import processes
 from dapo_jax.evaluation.responses import responses_of
 from dapo_jax.evaluation.scores import Report, Response, make_report
 from dapo_jax.experiment.config import Config
-from dapo_jax.filtering import Interrupted
 from dapo_jax.rewards.judge import Judge, Pending
 from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
-from dapo_jax.structs import Prompt
+from dapo_jax.structs import Interrupted, Prompt
 from dapo_jax.verifier.remote import same_answer
+
+LAST_SECONDS = 2.0  # for verdicts that are under way when an evaluation is stopped
 
 
 def evaluation_rule(config: Config) -> SamplingRule:
@@ -45,7 +47,7 @@ def sample_responses(
 
     Draws are keyed by prompt and number alone, so two policies are compared on the same random
     numbers, and what is asked for later is what would have come at once. Raises `Interrupted`
-    where `interrupted()` says so between two bursts, after what was finished until then.
+    where `interrupted()` says so between two bursts, after what was judged until then.
     """
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
     for prompt, samples in wanted:
@@ -58,6 +60,9 @@ def sample_responses(
             yield from responses_of(group)
     stopped = not sampler.idle
     sampler.release()
+    if stopped:
+        futures.wait([verdict for one in pending for verdict in one.verdicts], LAST_SECONDS)
+        pending, _ = split_judged(pending)
     for group in judge.groups(pending):
         yield from responses_of(group)
     if stopped:

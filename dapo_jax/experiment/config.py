@@ -26,6 +26,7 @@ from dapo_jax.experiment.sections import (
     Sampler,
 )
 from dapo_jax.experiment.settings import section, setting
+from dapo_jax.experiment.watch import Watch
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Config:
     checkpoint: Checkpoint = _section(Checkpoint)
     evaluation: Evaluation = _section(Evaluation)
     log: Log = _section(Log)
+    watch: Watch = _section(Watch)
 
     def critic_pretrain_steps(self) -> int:
         """First steps that train the critic alone: the setting, or what the algorithm says."""

@@ -1,7 +1,6 @@
 """The sections of an experiment, typed: every default once, every field explained."""
 
 import dataclasses
-import math
 
 from dapo_jax.experiment.settings import require, section, setting
 
@@ -252,10 +251,10 @@ class Reward:
         require(
             len(found) == len(pairs)
             and "" not in found
-            and all(map(math.isfinite, found.values())),
+            and all(abs(weight) <= 1e30 for weight in found.values()),
             "reward.parts",
             self.parts,
-            "name=weight, comma-separated, each name once",
+            "name=weight, comma-separated, each name once, finite weights of at most 1e30",
         )
         return found
 
@@ -272,6 +271,11 @@ class Optimizer:
     eps: float = setting(1e-8, "Added to the root of the second moment.")
     weight_decay: float = setting(0.1, "Decoupled; on matrices only.")
     max_grad_norm: float = setting(1.0, "Gradients are scaled down to this global norm.")
+    max_skipped_steps: int = setting(
+        3,
+        "Steps in a row whose every update was skipped, for numbers that are not finite, before "
+        "the run stops (exit code 4); 0: never.",
+    )
 
 
 @section
@@ -293,6 +297,11 @@ class Checkpoint:
 
     every_steps: int = setting(10, "Rollout steps between saves; 0 saves only at the end.")
     keep: int = setting(2, "How many of the newest stay.")
+    leave_seconds: float = setting(
+        30.0,
+        "What SIGTERM and Ctrl-C wait for a place to save at; then the process leaves with the "
+        "newest checkpoint. 0: as long as it takes.",
+    )
 
 
 @section

@@ -50,8 +50,10 @@ AT_LEAST_ZERO = (
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
     "log.show_group_every_steps log.token_groups data.bad_rows_limit temperature top_k "
-    "evaluation.temperature shutdown_seconds lora.rank sampler.pages sampler.prefill_chunk_tokens "
-    "sampler.load_layers total_steps"
+    "evaluation.temperature shutdown_seconds checkpoint.leave_seconds lora.rank sampler.pages "
+    "sampler.prefill_chunk_tokens sampler.load_layers total_steps watch.min_entropy "
+    "watch.max_length_growth watch.max_all_right watch.max_all_wrong watch.max_answer_not_found "
+    "watch.max_verifier_failures"
 ).split()
 POSITIVE = (
     "examples_per_step pairs_per_step beta data.passes max_response_tokens algorithm.lambda_alpha "
@@ -78,6 +80,15 @@ SHARES = {  # open below, closed above
 }
 PORTS = ("port", "http_port", "metrics_port")
 JETSTREAM_LONGEST_PROMPT = 32_768
+# What float32 has: beyond, a number is 0 or infinite once it is computed with.
+SMALLEST, LARGEST = 1e-30, 1e30
+RANGES = {  # closed; whether also 0, the other tables say
+    "sampler.temperature": (0.001, 100.0),
+    "evaluation.temperature": (0.001, 100.0),
+    "temperature": (0.001, 100.0),
+    "optimizer.learning_rate": (SMALLEST, 1.0),
+    "optimizer.max_grad_norm": (SMALLEST, 1e15),  # whose square is still a number
+}
 FROM_0_TO_1 = ("algorithm.lambda_policy", "algorithm.lambda_value")
 
 
@@ -86,6 +97,10 @@ def _check_single_fields(values: dict[str, Any]) -> None:
         name = full_name.removeprefix("critic.") if ".optimizer." in full_name else full_name
         if isinstance(value, float):
             require(math.isfinite(value), full_name, value, "a finite number")
+            low, high = RANGES.get(name, (SMALLEST, LARGEST))
+            allowed = f"{'0, or ' * (name not in POSITIVE)}from {low:g} to {high:g}"
+            negative = "" if name in RANGES else " in size"
+            require(value == 0 or low <= abs(value) <= high, full_name, value, allowed + negative)
         if name in CHOICES:
             require(value in CHOICES[name], full_name, value, "one of " + ", ".join(CHOICES[name]))
         if name in AT_LEAST_ZERO:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax import sharding
 from dapo_jax.experiment.config import Optimizer
+from dapo_jax.finite import REASONS
 from dapo_jax.learner.optimizer import make_optimizer
 from dapo_jax.model.trained import join, without
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
@@ -65,6 +66,7 @@ class Learner:
         )
         rows = sharding.sharding(mesh, None, "batch")
         self._score = jax.jit(self._score_fn, out_shardings=rows)
+        self._gradient = jax.jit(self._gradient_fn)
         self._update = jax.jit(
             self._update_fn, donate_argnums=0, out_shardings=(self.shardings, None)
         )
@@ -83,7 +85,8 @@ class Learner:
     ) -> tuple[TrainState, dict[str, Mean]]:
         """One optimizer step on one minibatch; `state` is consumed.
 
-        A gradient that is not finite changes nothing and is counted in `skipped_updates`.
+        Where its gradient, or the moments or parameters after it, are not finite it changes
+        nothing and is counted in `skipped_updates`.
         """
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
@@ -91,9 +94,16 @@ class Learner:
 
     def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
         """The gradient that `update` would take its step along."""
+        return self.loss_and_gradient(params, batch, microbatches)[1]
+
+    def loss_and_gradient(
+        self, params: Any, batch: TrainBatch, microbatches: int
+    ) -> tuple[Array, Any]:
+        """Those of `update`; nothing is changed."""
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
-            return jax.jit(self._gradient_fn)(params, self.frozen, batch, microbatches)[0]
+            gradient, means = self._gradient(params, self.frozen, batch, microbatches)
+        return means["loss"].total, gradient
 
     def lower(
         self, program: str, batch: Rollouts | TrainBatch, params: Any = None
@@ -152,17 +162,23 @@ class Learner:
     def _update_fn(self, state: TrainState, frozen, batch: TrainBatch, microbatches, learning_rate):
         gradient, metrics = self._gradient_fn(state.params, frozen, batch, microbatches)
         norm = optax.tree.norm(gradient)
-        finite = jnp.isfinite(norm)
         direction, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
-        finite &= jnp.isfinite(optax.tree.norm(direction))
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         new = TrainState(params, opt_state, state.update_count + 1)
+        moments = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state)])
+        # Of parameters the norm: a forward pass squares what it computes with them.
+        sizes = [norm, jnp.where(moments.all(), 0.0, jnp.nan), optax.tree.norm(params)]
+        sound = jnp.isfinite(jnp.stack(sizes))
+        finite = sound.all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         taken = finite.astype(jnp.float32)
         loss = metrics["loss"].total
         metrics["loss"] = Mean(jnp.where(finite, loss, 0.0), taken)
         metrics["gradient_norm"] = Mean(jnp.where(finite, norm, 0.0), taken)
         metrics["skipped_updates"] = Mean(1.0 - taken, jnp.ones(()))
+        first = jnp.argmin(sound)  # what comes later is not finite because of it
+        for i, name in enumerate(REASONS):
+            metrics[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
         return new, metrics
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 
-from dapo_jax import sharding
+from dapo_jax import finite, sharding
 from dapo_jax.experiment.settings import ConfigError, read_json
 from dapo_jax.model import families, names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
@@ -233,6 +233,10 @@ def load_params(
             places[path],
             dtype,
             lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
+        )
+    if found := finite.describe(arrays):
+        raise ConfigError(
+            f"config.{field} = '{tensors.folder}': holds numbers that are not finite: {found}"
         )
     return traverse_util.unflatten_dict(arrays, sep="/")
 

@@ -14,6 +14,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
+from dapo_jax.finite import NotFinite
 from dapo_jax.model import families, names
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.huggingface import INDEX, Layers
@@ -39,8 +40,11 @@ def _published(
     """Every published tensor by name, made as it is asked for."""
     for path, layer in leaves:
         for number, name in enumerate(names.published_names(path, config)):
-            array = to_host(layer(number))
-            yield name, names.to_published(path, array).astype(jnp.dtype(dtype))
+            with np.errstate(over="ignore"):  # which the next line says better
+                array = names.to_published(path, to_host(layer(number))).astype(jnp.dtype(dtype))
+            if not np.isfinite(array).all():
+                raise NotFinite(f"{name} holds numbers that are not finite as {dtype}: not written")
+            yield name, array
 
 
 def save_weights(

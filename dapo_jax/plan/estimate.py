@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax import memory
 from dapo_jax.experiment.config import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.plan import roofline
@@ -87,11 +87,8 @@ def _training(layout: Layout, measured: Measured) -> Estimate:
 
 def token_bytes(layout: Layout) -> float:
     """Of keys and values of a token, all layers, on one chip."""
-    decoder, sampler = layout.decoder, layout.config.sampler
-    int8 = sampler.cache_dtype == "int8"
-    number = 1 + 4 / decoder.head_dim if int8 else jnp.dtype(decoder.dtype).itemsize
     pieces = layout.sampling_mesh.size // layout.engine.replicas
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * number / pieces
+    return memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
 
 
 def _decode(layout: Layout, measured: Measured, context: float) -> Estimate:

@@ -10,6 +10,7 @@ import numpy as np
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.evaluation.scores import REFLECTION
 from dapo_jax.filtering import Collected
+from dapo_jax.finite import is_reason
 from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
@@ -63,7 +64,7 @@ MEANINGS = {
     "tokens before the update; near 0 the critic knows nothing.",
     "value_loss": "Loss of the critic, mean over the step's updates.",
     "value_gradient_norm": "The critic's global gradient norm before clipping.",
-    "value_skipped_updates": "Share of the critic's updates whose gradient was not finite.",
+    "value_skipped_updates": "`skipped_updates` of the critic.",
     "value_learning_rate": "The critic's learning rate of the step.",
     "value_clip_fraction": "Share of trained tokens where the value clip decided.",
     "preference_accuracy": "Share of pairs in which the right response gained more on the "
@@ -82,7 +83,12 @@ MEANINGS = {
     "compute the same policy.",
     "policy_nll": "Mean negative log-prob of trained tokens.",
     "gradient_norm": "Global gradient norm before clipping.",
-    "skipped_updates": "Share of updates not taken because the gradient was not finite.",
+    "skipped_updates": "Share of updates not taken because numbers were not finite; which, say "
+    "`skipped_for_gradient`, `skipped_for_moments` and `skipped_for_parameters`.",
+    "skipped_for_gradient": "Of them, for NaN or infinity in the gradient.",
+    "skipped_for_moments": "The gradient was finite, the optimizer's moments would not have been.",
+    "skipped_for_parameters": "Only the parameters would not have been; a critic's are called "
+    "`value_skipped_for_...`.",
     "empty_updates": "Minibatches without a trained token; no optimizer step was taken.",
     "learning_rate": "Learning rate of the step.",
     "dropped_prompts": "Prompts skipped because they are over the limit, or held out.",
@@ -222,12 +228,13 @@ def feedback_metrics(
 
 
 def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:
-    """The means of a step from those of its updates."""
+    """The means of a step from those of its updates; why some were skipped, where some were."""
     names = updates[0] if updates else ()
-    return {
+    means = {
         name: sum((update[name] for update in updates[1:]), updates[0][name]).value()
         for name in names
     }
+    return {name: mean for name, mean in means.items() if mean or not is_reason(name)}
 
 
 class Clock:

@@ -8,7 +8,9 @@ from rich.markup import escape
 from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
+from dapo_jax.finite import PREFIXES, reasons
 from dapo_jax.reporting.progress import Progress
+from dapo_jax.reporting.watched import Watched
 
 MANY_WITHOUT_ANSWER = 0.5
 MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
@@ -75,8 +77,10 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
         progress.say(escape(f"  {name:<10}  {command}"))
 
 
-def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
+def warn_about(step: int, values: dict[str, float], progress: Progress, watched: Watched) -> None:
     """Says what a person would want to know of a step that went badly."""
+    for said in watched.warnings(values):
+        progress.warn(escape(f"step {step}: {said}"))
     if values["starved"]:
         count = values["trained_groups"]
         broken = f", {values['broken_groups']:.0f} were broken" if values["broken_groups"] else ""
@@ -88,8 +92,9 @@ def warn_about(step: int, values: dict[str, float], progress: Progress) -> None:
             f"step {step}: {values['empty_updates']:.0f} updates had no trained token and were "
             "not taken (every response filtered, weighed 0, or none right?)"
         )
-    if values.get("skipped_updates") or values.get("value_skipped_updates"):
-        progress.warn(f"step {step}: an update was skipped: its gradient was not finite")
+    for prefix, whose in zip(PREFIXES, ("an update", "an update of the critic"), strict=True):
+        if said := reasons(values, prefix):
+            progress.warn(f"step {step}: {whose} was skipped: {said} was not finite")
 
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:

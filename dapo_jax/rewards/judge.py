@@ -1,6 +1,8 @@
 """From finished responses to rewarded groups: workers, the reward model, and the sum of parts."""
 
 import dataclasses
+from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -11,7 +13,9 @@ from dapo_jax.experiment.config import Config
 from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.rule import reward_group
-from dapo_jax.structs import Completion, Group, Prompt, Verdict
+from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict
+
+LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
 
 
 class Pending(NamedTuple):
@@ -23,10 +27,15 @@ class Pending(NamedTuple):
 
 
 class Judge:
-    """Judging overlaps decoding: `submit` returns at once, `groups` waits."""
+    """Judging overlaps decoding: `submit` returns at once, `groups` waits.
+
+    Attributes:
+        given_up: whether this process is not to wait any longer; `groups` then raises.
+    """
 
     def __init__(self, config: Config, pool: RewardPool, model: RewardModel | None = None):
         self._config, self._pool, self._model = config, pool, model
+        self.given_up: Callable[[], bool] = lambda: False
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Hands the responses to the workers, where this process judges the prompt."""
@@ -39,7 +48,7 @@ class Judge:
         return Pending(prompt, completions, verdicts)
 
     def groups(self, pending: list[Pending]) -> list[Group]:
-        """The rewarded groups, in the order given, on every process."""
+        """The rewarded groups, in the order given, on every process. Raises `Interrupted`."""
         scores = self._model_scores(pending)
         judged = zip(pending, self._verdicts(pending), scores, strict=True)
         return [
@@ -49,13 +58,24 @@ class Judge:
 
     def _verdicts(self, pending: list[Pending]) -> list[tuple[Verdict, ...]]:
         if processes.count() == 1:
-            return [tuple(future.result() for future in one.verdicts) for one in pending]
-        said = processes.share_out(
-            [one.prompt.index for one in pending],
-            lambda i: [dataclasses.asdict(future.result()) for future in pending[i].verdicts],
-            "verdicts",
-        )
+            return [self._wait(one.verdicts) for one in pending]
+
+        def of_group(i: int) -> list[dict] | None:
+            try:
+                return [dataclasses.asdict(one) for one in self._wait(pending[i].verdicts)]
+            except Interrupted:  # on all processes, once all have been told
+                return None
+
+        said = processes.share_out([one.prompt.index for one in pending], of_group, "verdicts")
+        if None in said:
+            raise Interrupted
         return [tuple(Verdict(**fields) for fields in one) for one in said]
+
+    def _wait(self, verdicts: list[Future[Verdict]]) -> tuple[Verdict, ...]:
+        while futures.wait(verdicts, LOOK_SECONDS).not_done:
+            if self.given_up():
+                raise Interrupted
+        return tuple(future.result() for future in verdicts)
 
     def _model_scores(self, pending: list[Pending]) -> list[np.ndarray | None]:
         if self._model is None or not pending:

@@ -1,0 +1,102 @@
+"""Numbers that are not finite: found, named, and kept from doing harm."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EXIT_CODE = 4
+SHOWN = 3  # arrays by name; of the others only how many
+# Of an update that was skipped: what was not finite, by the name of its metric.
+REASONS = {
+    "skipped_for_gradient": "the gradient",
+    "skipped_for_moments": "an optimizer moment",
+    "skipped_for_parameters": "a new parameter",
+}
+SKIPPED, PREFIXES = "skipped_updates", ("", "value_")  # of the policy, of the critic
+
+
+class NotFinite(RuntimeError):
+    """Parameters or moments that hold NaN or infinity, or updates that give nothing else."""
+
+
+@jax.jit
+def _counts(leaves: list[jax.Array]) -> list[jax.Array]:
+    # float32: a stack of layers may have more values than an int32 counts.
+    return [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) for leaf in leaves]
+
+
+def path_name(path: tuple) -> str:
+    """`layers/query/kernel` of a path of jax's, `mu/layers/query/kernel` of a moment's."""
+    parts = (getattr(part, "key", getattr(part, "name", "")) for part in path)
+    return "/".join(str(part) for part in parts if part != "")
+
+
+def describe(tree: Any) -> str:
+    """Which arrays hold NaN or infinity, and how many of each; empty where none does.
+
+    Of several processes all must ask.
+    """
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    counts = jax.device_get(_counts([leaf for _, leaf in named]))
+    found = [
+        f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
+        for (path, leaf), count in zip(named, counts, strict=True)
+        if count
+    ]
+    rest = len(found) - SHOWN
+    return ", ".join(found[:SHOWN]) + f" and {rest} more" * (rest > 0)
+
+
+def check_state(states: dict[str, Any], what: str) -> None:
+    """Raises `NotFinite` that names the parameters and moments at fault.
+
+    Args:
+        states: `TrainState`s, or parameters alone, by entry of a checkpoint; None is passed over.
+        what: whose they are, as the error's beginning says.
+    """
+    for name, state in states.items():
+        params, moments = getattr(state, "params", state), getattr(state, "opt_state", {})
+        for kind, tree in ("parameters", params), ("optimizer moments", moments):
+            if found := describe(tree):
+                whose = "the policy" if name == "state" else f"the {name}"
+                raise NotFinite(f"{what}: {kind} of {whose} are not finite: {found}")
+
+
+def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str, int]:
+    """Steps in a row whose every update was skipped, by prefix: the policy's and the critic's.
+
+    Args:
+        values: of the newest step; without an update it says nothing.
+    """
+    now = {prefix: values.get(f"{prefix}{SKIPPED}") for prefix in PREFIXES}
+    return {
+        prefix: before.get(prefix, 0) + (share == 1) if share in (None, 1) else 0
+        for prefix, share in now.items()
+    }
+
+
+def reasons(values: dict[str, float], prefix: str = "") -> str:
+    """What was not finite in the updates that a step skipped, in words."""
+    return " and ".join(text for name, text in REASONS.items() if values.get(prefix + name))
+
+
+def is_reason(name: str) -> bool:
+    """Whether a metric says why updates were skipped, the policy's or the critic's."""
+    return name.removeprefix("value_") in REASONS
+
+
+def check_skipped(count: int, limit: int, values: dict[str, float], prefix: str = "") -> None:
+    """Raises `NotFinite` where `limit` (0: never) steps in a row took no update.
+
+    Args:
+        values: of the newest step; `prefix`: of the names of its metrics, as a critic has one.
+    """
+    if 0 < limit <= count:
+        critic = prefix != ""
+        raise NotFinite(
+            f"{count} steps in a row took no update{' of the critic' * critic}: "
+            f"{reasons(values, prefix)} was not finite "
+            f"(config.{'critic.' * critic}optimizer.max_skipped_steps = {limit})"
+        )

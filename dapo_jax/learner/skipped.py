@@ -1,0 +1,98 @@
+"""Batches whose update was skipped, kept as files: `dapo_jax.replay` computes them again."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dapo_jax import processes
+from dapo_jax.finite import path_name
+from dapo_jax.marks import Folder
+from dapo_jax.sharding import to_host
+from dapo_jax.structs import Group, Mean, Rollouts, ScoredBatch, TrainBatch
+
+FOLDER, ARRAYS, RECORD = "skipped", "batch.npz", "record.json"
+MOST = 8  # in a run: what comes later is skipped for the same reason
+
+
+class Taken(NamedTuple):
+    """A batch that an update was asked to learn from.
+
+    Attributes:
+        learner: `policy` or `critic`.
+        microbatches: how many of the batch's it used.
+        skipped: on the devices, whether the update was.
+    """
+
+    learner: str
+    batch: TrainBatch
+    microbatches: int
+    learning_rate: float
+    skipped: Mean
+
+
+class SkippedBatches:
+    """The batches of a step, until it is known which of them were skipped."""
+
+    def __init__(self):
+        self._step, self._taken = -1, []
+
+    def add(self, step: int, taken: Taken) -> None:
+        """Those of an earlier step are forgotten."""
+        if step != self._step:
+            self._step, self._taken = step, []
+        self._taken.append(taken)
+
+    def write(self, run_dir: Folder, step: int, groups: Sequence[Group]) -> Folder | None:
+        """Writes the first that was skipped; returns its folder, None where nothing was written.
+
+        Args:
+            step: that has been made of them.
+            groups: that were trained on, in their order.
+        """
+        taken, self._taken = self._taken, []
+        flags = jax.device_get([one.skipped.total for one in taken])
+        first = next((i for i, flag in enumerate(flags) if flag), None)
+        if first is None:
+            return None
+        one = taken[first]
+        batch = to_host(jax.tree.map(lambda array: array[: one.microbatches], one.batch))
+        folder = run_dir / FOLDER / f"step_{step:06d}_{one.learner}"
+        if not processes.is_first() or _is_full(run_dir / FOLDER):
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ARRAYS).open("wb") as file:
+            named = jax.tree_util.tree_leaves_with_path(batch)
+            np.savez_compressed(file, **{path_name(path): array for path, array in named})
+        record = {
+            "step": step,
+            "learner": one.learner,
+            "learning_rate": one.learning_rate,
+            # By their index in the batch.
+            "responses": [[g.prompt.id, done.sample] for g in groups for done in g.completions],
+        }
+        (folder / RECORD).write_text(json.dumps(record, indent=2))
+        return folder
+
+
+def _is_full(folder: Folder) -> bool:
+    return folder.exists() and sum(1 for _ in folder.iterdir()) >= MOST
+
+
+def read_skipped(folder: pathlib.Path) -> tuple[dict[str, Any], TrainBatch]:
+    """The record and the batch [M, R, T] that `SkippedBatches.write` wrote. Raises OSError."""
+    with np.load(folder / ARRAYS) as file:
+        arrays = {name: file[name] for name in file.files}
+
+    def of(prefix: str) -> dict[str, Any]:
+        size = len(prefix)
+        named = {name[size:]: array for name, array in arrays.items() if name.startswith(prefix)}
+        return {name: array for name, array in named.items() if "/" not in name}
+
+    scored = {"old_logprobs": None} | of("scored/")
+    rollouts = Rollouts(**of("scored/rollouts/"))
+    batch = TrainBatch(ScoredBatch(rollouts, **scored), **of(""))
+    return json.loads((folder / RECORD).read_text()), batch
