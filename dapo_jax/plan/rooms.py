@@ -150,11 +150,11 @@ class SimulatedEngine(PolicyEngine):
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=jax.eval_shape(lambda: self.store.empty(window)))
 
-    def _prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any) -> Prefix:
+    def _prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any, drawn: Any) -> Prefix:
         self.meter.add(prefill_call=1, prefill_token=tokens.size / self.replicas)
         shape = (*tokens.shape, self.config.kv_heads, self.config.head_dim)
         kept: Any = jax.ShapeDtypeStruct(shape, self.config.dtype)
-        return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys)
+        return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys, drawn)
 
     def _insert(self, prefix, state, slots, rows, samples, fills) -> DecodeState:
         real = slots < self._slots
