@@ -43,6 +43,10 @@ FREE = (
     "sampler.prefill_chunk_tokens "
     "sampler.load_layers"
 ).split()
+# Of these the ones that decide what is carried from one step to the next, where anything is.
+SCHEDULE = (
+    "sampler.slots sampler.burst_tokens sampler.cache sampler.page_tokens sampler.pages".split()
+)
 
 
 def _is_free(name: str) -> bool:
@@ -58,6 +62,8 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
     """
     settings, saved = _resolved(settings), _resolved(saved)
     strict = set() if can_be_longer(settings) else {"total_steps"}
+    if settings["rollout.carry_over"] != "none":
+        strict |= set(SCHEDULE)
     changed = [
         f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
         for name, value in settings.items()

@@ -44,10 +44,10 @@ from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollou
 from dapo_jax.resuming import INPUTS, SUMMARY, check_record, finished, gather_inputs
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
+from dapo_jax.states import first_state, save_state, saved_state
 from dapo_jax.storage import Storage, write_text
 from dapo_jax.train import RunState, train_step
 
-FIRST_KEPT_FRACTION = 0.5  # before anything was seen
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
 SHOWN_BROKEN_GROUPS = 3
 
@@ -99,29 +99,21 @@ class Run:
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
-        parts = self.parts
-        with parts.progress.working(f"loading {self.config.model.folder}"):
-            train = parts.learner.start(parts.first_params())
-            critic = parts.critic.start(parts.critic_params()) if parts.critic else None
+        with self.parts.progress.working(f"loading {self.config.model.folder}"):
+            state = first_state(self.parts)
         if processes.is_first():
             settings = json.dumps(dataclasses.asdict(self.config), indent=2)
             path = self.folder / "config.json"
             self.storage.attempt("config.json", lambda: write_text(path, settings))
-        return RunState(0, train, 0, FIRST_KEPT_FRACTION, critic)
+        return state
 
     def _resume(self, step: int) -> RunState:
         record = self.checkpoints.record()
         record = check_record(self.config, self._settings, self._inputs, record, self.storage.warn)
-        parts, critic, behaviour = self.parts, None, None
-        with parts.progress.working(f"loading the checkpoint of step {step}"):
-            train = self.checkpoints.state(parts.learner.abstract_state)
-            if parts.critic:
-                critic = self.checkpoints.state(parts.critic.abstract_state, "critic")
-            if self.config.rollout.lag and step:
-                params = parts.learner.abstract_state.params
-                behaviour = self.checkpoints.state(params, "behaviour")
+        with self.parts.progress.working(f"loading the checkpoint of step {step}"):
+            state = saved_state(self.parts, self.checkpoints, record)
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
-        return RunState(train=train, critic=critic, behaviour=behaviour, **record)
+        return state
 
     def _announce_policy(self) -> None:
         self.parts.sampler.hold()
@@ -224,10 +216,8 @@ class Run:
     def save(self) -> None:
         """A checkpoint of the state as it is. Raises `NotSaved`."""
         self.state.seconds = time.perf_counter() - self._started
-        record = self.state.record() | {"settings": self._settings, INPUTS: self._inputs}
-        states = {"state": self.state.train, "critic": self.state.critic}
-        states["behaviour"] = self.state.behaviour
-        self.checkpoints.save(self.state.step, states, record)
+        marks = {"settings": self._settings, INPUTS: self._inputs}
+        save_state(self.checkpoints, self.state, marks)
 
     def megabytes_per_device(self) -> dict[str, float]:
         """What stays in memory between steps; what two share is counted with the first."""

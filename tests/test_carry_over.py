@@ -1,6 +1,5 @@
 """rollout.carry_over: what a step has drawn and not used is gone on with in the next one."""
 
-import jax
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
@@ -58,9 +57,7 @@ def test_a_response_that_goes_on_is_the_one_that_nothing_interrupted(
 ):
     """In tokens, and in log-probs but for rounding: its cache comes from a prefill instead."""
     sampler = make_sampler(one_device, **settings)
-    whole, parts = (
-        draw(sampler, tiny_params, stop_after=stops) for stops in ((), (3, 2, 4))
-    )
+    whole, parts = (draw(sampler, tiny_params, stop_after=stops) for stops in ((), (3, 2, 4)))
     assert len(parts) == len(whole) == 8
     mixed = 0
     for index, group in parts.items():

@@ -37,12 +37,12 @@ model      blocked splash attention decode_attention decoder inference families 
 sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
 learner    advantages losses packing traces optimizer update policy critic
 rewards    functions worker pool rule model judge
-           /filtering
+           /carrying /filtering
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress notices recorded readings
            compared page
            /assembly /checksums /checkpoints /keeping /explain /cli /parts /signals /offline
-           /supervised /preferences /orders /train /resuming /run /scoring /driving /generation
+           /supervised /preferences /orders /train /states /resuming /run /scoring /driving /generation
            /serving
            /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate

@@ -40,18 +40,18 @@ class Constant:
         return Drawn(np.full(samples, self._tokens), np.zeros(samples, bool), right)
 
 
-def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over=False, **sampler):
+def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over="none", **sampler):
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = filtered
     sizes = {"slots": 16, "burst_tokens": 8, "max_response_tokens": 200, "page_tokens": 8}
     config = Config(
         algorithm=algorithm,
         data=Data(max_prompt_tokens=56),
-        rollout=Rollout(prompts_per_step=16, samples_per_prompt=4),
+        rollout=Rollout(prompts_per_step=16, samples_per_prompt=4, carry_over=carry_over),
         sampler=Sampler(**sizes | sampler),
     )
     mesh = describe_mesh(Mesh(fsdp=replicas), "tpu", replicas)
-    return Simulation(config, SHAPE, mesh, law, costs, carry_over=carry_over)
+    return Simulation(config, SHAPE, mesh, law, costs)
 
 
 def test_constant_lengths_take_the_steps_that_one_counts_by_hand():

@@ -257,9 +257,9 @@ def simulations(plan: Any, settings: PlanSettings) -> str:
     config, layout = plan.layout.config, plan.layout
     law, rows = settings.make_law(config), []
 
-    def add(name: str, changed: Any = config, **options: Any) -> None:
+    def add(name: str, changed: Any = config) -> None:
         parts = changed, layout.decoder, layout.sampling_mesh, law, plan.costs
-        simulation = Simulation(*parts, **options)
+        simulation = Simulation(*parts)
         simulation.step()
         step = simulation.step()
         seconds = step.rollout_seconds + step.update_seconds
@@ -279,7 +279,8 @@ def simulations(plan: Any, settings: PlanSettings) -> str:
     for factor in (0.5, 0.25):
         fewer = max(replicas, int(slots * factor) // replicas * replicas)
         add(f"{fewer} slots", change("sampler", slots=fewer))
-    add("surplus groups carried over (HYPOTHETICAL)", carry_over=True)
+    for kept in ("unfinished", "all"):
+        add(f"rollout.carry_over={kept}", change("rollout", carry_over=kept))
     header = ["simulated", "step s", "rollout s", "learn s", "busy", "tail s", "asked", "surplus"]
     told = table([*header, "drawn per trained"], rows)
     rollout, update = plan.step.rollout_seconds, plan.step.update_seconds

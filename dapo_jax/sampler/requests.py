@@ -50,7 +50,7 @@ class Request:
 
 
 def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> np.ndarray:
-    """Right-padded to 16 times a power of `factor`, at most `limit`, so that few lengths compile."""
+    """Right-padded to 16 times a power of `factor` (or to `limit`), so that few lengths compile."""
     length = SMALLEST_PROMPT_BUCKET
     while length < len(tokens):
         length *= factor
