@@ -34,7 +34,8 @@ prompts    sandbox rendering chat tokenizer templates
 data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
-sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
+sampler    sampling pages slots page_store loading decoding jetstream engine served requests
+           rollout
 learner    advantages losses packing traces optimizer update policy critic
 rewards    functions worker pool rule model judge
            /carrying /filtering

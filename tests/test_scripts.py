@@ -118,7 +118,11 @@ TINY = [
 
 @pytest.mark.parametrize(
     ("script", "arguments", "row"),
-    [("family", ["--presets", "dapo"], "| `dapo` |"), ("lag", [], "| 1 |")],
+    [
+        ("family", ["--presets", "dapo"], "| `dapo` |"),
+        ("lag", [], "| 1 |"),
+        ("carry_over", [], "| all |"),
+    ],
 )
 def test_tables_of_runs_are_made(script, arguments, row, small_base, tmp_path):
     shutil.copytree(small_base, tmp_path / "base_0")
