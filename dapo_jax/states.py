@@ -36,10 +36,10 @@ def saved_state(parts: Parts, checkpoints: Checkpoints, record: dict[str, Any]) 
 def _saved_carried(
     parts: Parts, checkpoints: Checkpoints, record: list[dict[str, Any]]
 ) -> tuple[Carried, ...]:
-    arrays, size = {}, packed_tokens(record)
-    if size:
-        empty: Any = {name: np.zeros(size, dtype) for name, dtype in DTYPES.items()}
-        arrays: Any = checkpoints.state(empty, "carried")
+    size = packed_tokens(record)
+    arrays: Any = {name: np.zeros(size, dtype) for name, dtype in DTYPES.items()}
+    if size:  # these only say what to read
+        arrays = checkpoints.state(arrays, "carried")
 
     def read_prompt(index: int) -> Prompt:
         parts.prompts.position = index

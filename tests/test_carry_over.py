@@ -171,7 +171,7 @@ def test_with_an_unchanged_policy_carried_groups_are_those_of_one_step(
 
 
 def test_what_decides_what_is_carried_can_not_change_within_a_run(base, finished, alone):
-    config = make_config(base, finished, total_steps=5)
+    config = make_config(base, finished)
     config.sampler.slots = 16
     with pytest.raises(ConfigError, match="config.sampler.slots = 16, but .* made with 24"):
         train(config)
