@@ -23,7 +23,7 @@ from dapo_jax.evaluation.evaluation import (
 from dapo_jax.evaluation.responses import write_responses
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.folders import claim
 from dapo_jax.keeping import Keeper
@@ -63,6 +63,9 @@ class Run:
         on_step: Callable[[int, dict[str, float]], Any] | None = None,
     ):
         self.config, self.signals, self._on_step = config, signals, on_step
+        carry, count = config.rollout.carry_over, processes.count()
+        allowed = f"'none' on {count} processes: only one has been tried"
+        require(carry == "none" or count == 1, "rollout.carry_over", carry, allowed)
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         stack.enter_context(self.parts.progress.compilation())

@@ -7,6 +7,7 @@ what was drawn, and its key that of the step which began it, so that the same dr
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def completion_of(
     tokens: np.ndarray,
     logprobs: np.ndarray,
     policy_step: int,
-    **known: object,
+    **known: Any,
 ) -> Completion:
     """A response with what it had before it started here.
 
@@ -83,7 +84,8 @@ def completion_of(
         tokens, logprobs: of the whole response; what stands where it was not drawn here is ignored.
         known: the other fields.
     """
-    before, fields = request.begun, {"truncated": False, "text": "", **known}
+    before = request.begun
+    fields: dict[str, Any] = {"truncated": False, "text": ""} | known
     if before:
         tokens = np.concatenate([before.tokens, tokens[len(before) :]])
         logprobs = np.concatenate([before.sampler_logprobs, logprobs[len(before) :]])
