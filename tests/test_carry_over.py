@@ -104,9 +104,9 @@ def finished(base, tmp_path_factory):
 
 
 def test_a_run_says_what_it_carries_and_how_old_what_it_trains_on_is(finished):
-    rows = read_rows(finished)[1:]
+    rows = read_rows(finished)
     assert rows[0]["policy_lag"] == rows[0]["continued_fraction"] == 0
-    assert all(row["carried_groups"] > 0 and row["carried_tokens"] > 0 for row in rows)
+    assert all(row["carried_tokens"] >= row["carried_groups"] > 0 for row in rows)
     assert all(0 < row["policy_lag"] <= row["policy_lag_max"] <= 2 for row in rows[1:])
     assert any(row["continued_fraction"] > 0 for row in rows)
     assert all(row["trained_groups"] == 4 and row["abandoned_tokens"] == 0 for row in rows)

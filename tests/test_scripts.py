@@ -77,6 +77,13 @@ def test_a_pods_step_is_simulated():
     assert same == same_lag and apart_lag < apart and carried < same
 
 
+def test_the_price_of_dynamic_sampling_is_held_against_the_ideal():
+    sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
+    table = run("tests/benchmarks/price.py", *sizes).splitlines()
+    rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
+    assert carried < none < rounds
+
+
 def test_our_benchmark_and_the_comparison_run():
     told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, "--only", "step")
     first, *table = told.splitlines()
