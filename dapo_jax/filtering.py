@@ -258,6 +258,20 @@ class _Collection(Generic[Pending]):
         )
 
 
+def _check_starved(config: Config, collected: Collected) -> None:
+    """Raises `Starved` as `collect` says."""
+    if collected.broken and not collected.judged:
+        raise Starved(f"the reward failed in every group, first: {collected.broken[0].broken}")
+    if collected.starved and config.rollout.when_starved == "stop":
+        raise Starved(
+            f"only {len(collected.groups)} of {config.rollout.prompts_per_step} groups carried "
+            f"signal after config.rollout.max_sample_rounds = {config.rollout.max_sample_rounds}: "
+            f"of {len(collected.judged)} groups {collected.all_right} were all right and "
+            f"{collected.all_wrong} all wrong. Change the data's difficulty or samples_per_prompt, "
+            "or set config.rollout.when_starved=partial to train on what there is"
+        )
+
+
 def collect(
     config: Config,
     prompts: Prompts,
@@ -276,8 +290,7 @@ def collect(
     yet every decision is a function of burst counts, never of the clock.
 
     Args:
-        step: which one this is.
-        carried: what the one before left to it, with `rollout.carry_over`.
+        step, carried: which one this is, and what the one before left (`rollout.carry_over`).
 
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
@@ -285,9 +298,8 @@ def collect(
         Interrupted: `interrupted()` said so between two bursts.
     """
     samples, carries = config.rollout.samples_per_prompt, config.rollout.carry_over != "none"
-    collection: _Collection[Pending] = _Collection(
-        config, kept_fraction, step, carried, prompts.position
-    )
+    place = step, carried, prompts.position
+    collection: _Collection[Pending] = _Collection(config, kept_fraction, *place)
     for one in carried:
         if one.judged is None:
             sampler.submit(one.prompt, samples, one)
@@ -318,14 +330,5 @@ def collect(
         sampler.abandon()
         collected = collection.result(prompts.position)
     prompts.position = collected.next_position
-    if collected.broken and not collected.judged:
-        raise Starved(f"the reward failed in every group, first: {collected.broken[0].broken}")
-    if collected.starved and config.rollout.when_starved == "stop":
-        raise Starved(
-            f"only {len(collected.groups)} of {config.rollout.prompts_per_step} groups carried "
-            f"signal after config.rollout.max_sample_rounds = {config.rollout.max_sample_rounds}: "
-            f"of {len(collected.judged)} groups {collected.all_right} were all right and "
-            f"{collected.all_wrong} all wrong. Change the data's difficulty or samples_per_prompt, "
-            "or set config.rollout.when_starved=partial to train on what there is"
-        )
+    _check_starved(config, collected)
     return collected

@@ -125,14 +125,13 @@ def test_with_carry_over_every_prompt_is_used_once_and_every_token_drawn_once(
     filtered, kind, monkeypatch
 ):
     """Half a batch decodes at once. `unfinished` draws its few surplus groups anew."""
-    seen, collect = [], simulate.collect
-    monkeypatch.setattr(
-        simulate, "collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[-1]
-    )
-    made = make_simulation(filtered=filtered, carry_over=kind, slots=32)
-    steps = [made.step() for _ in range(8)]
     plain = make_simulation(filtered=filtered, slots=32)
     plain = [plain.step() for _ in range(8)]
+    seen, collect = [], simulate.collect
+    keep = lambda *args, **known: seen.append(collect(*args, **known)) or seen[-1]  # noqa: E731
+    monkeypatch.setattr(simulate, "collect", keep)
+    made = make_simulation(filtered=filtered, carry_over=kind, slots=32)
+    steps = [made.step() for _ in range(8)]
     used = [group for collected in seen for group in collected.judged]
     places = {group.prompt.index for group in used}
     left = {one.prompt.index for one in seen[-1].carried}
