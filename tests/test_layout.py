@@ -43,9 +43,8 @@ evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress notices recorded readings
            compared page
            /assembly /checksums /checkpoints /keeping /explain /cli /parts /signals /offline
-           /supervised /preferences /orders /train /states /resuming /run /scoring /driving /generation
-           /serving
-           /http_requests /http_api
+           /supervised /preferences /orders /train /states /resuming /run /scoring /driving
+           /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /dpo /export /serve /report /api
