@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax import cli, processes
-from dapo_jax.checkpoints import SavedPolicy, check_frozen
+from dapo_jax.checkpoints import SavedPolicy
 from dapo_jax.experiment.config import ExportConfig, Lora
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.folders import replace
@@ -26,6 +26,7 @@ from dapo_jax.marks import EXPORTED, check_free
 from dapo_jax.model import huggingface, names, saving
 from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
 from dapo_jax.model.trained import choose_trained, is_trained, merge, without_adapters
+from dapo_jax.same_run import check_frozen
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ExportConfig())}
 DTYPES = ("auto", *huggingface.DTYPES.values())

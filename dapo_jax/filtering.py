@@ -3,17 +3,22 @@
 A group whose answers are all right or all wrong has no advantage and so no gradient. `collect`
 asks for prompts until enough groups are left, keeping the first that qualify in DATA order: order
 of arrival would favour short responses and depend on timing.
+
+With `rollout.carry_over` nothing that is slow is lost: the batch is full as soon as enough groups
+qualify, whichever they are, the others go on in the next step, and a step waits for those that are
+`carry_over_max_age` steps old.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from dapo_jax.carrying import carry_on
 from dapo_jax.experiment.config import Config, Reward
-from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Trace
+from dapo_jax.structs import Carried, Completion, Group, Interrupted, Prompt, Trace
 
 Pending = TypeVar("Pending")  # what a judge keeps of a group until it is asked for it
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
@@ -50,9 +55,14 @@ class Sampler(Protocol):
     @property
     def idle(self) -> bool: ...
 
-    def submit(self, prompt: Prompt, samples: int) -> None: ...
+    @property
+    def room(self) -> int: ...
+
+    def submit(self, prompt: Prompt, samples: int, carried: Carried | None = None) -> None: ...
 
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]: ...
+
+    def suspend(self) -> list[Carried]: ...
 
     def abandon(self) -> None: ...
 
@@ -70,8 +80,8 @@ class Collected:
     """What a rollout gave, in data order, and what it cost."""
 
     groups: list[Group]  # the kept ones, at most prompts_per_step
-    judged: list[Group]  # every group before next_position
-    surplus: list[Group]  # judged beyond it: those that finish fast, no fair sample
+    judged: list[Group]  # every group before next_position; with carry-over all but the surplus
+    surplus: list[Group]  # judged and not used: those that finish fast, no fair sample
     with_signal: int  # how many of `judged` could teach
     broken: list[Group]  # those that a failing reward took out, wherever; in neither list
     asked_prompts: int
@@ -80,6 +90,9 @@ class Collected:
     dropped_prompts: int  # over the limit or held out, before next_position
     truncated_prompts: int  # cut to the limit, before next_position
     starved: bool
+    carried: tuple[Carried, ...] = ()  # what the next step begins with, in data order
+    expired: int = 0  # groups of them that were too old, and are drawn anew
+    reused: frozenset[int] = frozenset()  # places of groups that an earlier step judged
     # Of the responses of each group that was trained, by the group's place in the data.
     traces: dict[int, list[Trace]] = dataclasses.field(default_factory=dict)
 
@@ -93,15 +106,31 @@ class Collected:
 
 
 class _Collection(Generic[Pending]):
-    """One step's prompts in the order they were asked for, and what became of each."""
+    """One step's prompts in the order they were asked for, and what became of each.
 
-    def __init__(self, config: Config, kept_fraction: float):
+    Args:
+        carried: what the step before left, which is asked first.
+        position: place in the data of the first prompt after those.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        kept_fraction: float,
+        step: int,
+        carried: Sequence[Carried],
+        position: int,
+    ):
         self._algorithm, self._wanted = config.algorithm, config.rollout.prompts_per_step
-        self._reward = config.reward
+        self._reward, self._rollout = config.reward, config.rollout
+        self._carries = config.rollout.carry_over != "none"
+        self._step, self._start = step, position
+        self._steps = {one.prompt.index: one.step for one in carried if one.tokens}
         self._limit = self._wanted * config.rollout.max_sample_rounds
         self._kept_fraction = kept_fraction
-        self._order: list[Prompt] = []
-        self._judged: dict[int, Group] = {}
+        self._order = [one.prompt for one in carried]
+        self._judged = {one.prompt.index: one.judged for one in carried if one.judged}
+        self._reused = frozenset(self._judged)
         self._unread: list[Pending] = []
 
     def _is_kept(self, group: Group) -> bool:
@@ -117,13 +146,22 @@ class _Collection(Generic[Pending]):
         kept = sum(map(self._is_kept, judged))
         return next_kept_fraction(self._kept_fraction, kept, len(judged), self._wanted)
 
-    def wants_more(self) -> bool:
-        """Whether the prompts in flight are too few to fill the batch, as far as one can tell."""
-        missing = self._wanted - self.kept()
-        share = self.estimate(self._judged.values())
-        target = math.ceil(missing / max(share, SMALLEST_KEPT_FRACTION))
+    def wants_more(self, sampler: Sampler) -> bool:
+        """Whether the prompts in flight are too few to fill the batch, as far as one can tell.
+
+        Where what is begun is carried on, also whether a slot would be idle: up to a batch ahead.
+        """
+        kept, share = self.kept(), self.estimate(self._new())
+        target = math.ceil((self._wanted - kept) / max(share, SMALLEST_KEPT_FRACTION))
         in_flight = len(self._order) - len(self._judged)
+        if self._carries and (kept < self._wanted or self._rollout.carry_over == "all"):
+            ahead = kept + in_flight * share < 2 * self._wanted
+            target = in_flight + 1 if ahead and sampler.room > 0 else target
         return in_flight < target and len(self._order) < self._limit
+
+    def _new(self) -> list[Group]:
+        """Those that this step has judged."""
+        return [group for i, group in self._judged.items() if i not in self._reused]
 
     def ask(self, prompt: Prompt) -> None:
         self._order.append(prompt)
@@ -137,14 +175,24 @@ class _Collection(Generic[Pending]):
         self._unread.clear()
 
     def first_kept(self) -> list[Group]:
-        """The kept groups of the judged head of the order, at most as many as are wanted."""
+        """The first kept groups in data order, at most as many as are wanted.
+
+        Without carry-over those of the judged head: whoever is slow is waited for.
+        """
         groups: list[Group] = []
         for prompt in self._order:
-            if prompt.index not in self._judged or len(groups) == self._wanted:
+            group = self._judged.get(prompt.index)
+            if len(groups) == self._wanted or (group is None and not self._carries):
                 break
-            if self._is_kept(self._judged[prompt.index]):
-                groups.append(self._judged[prompt.index])
+            if group is not None and self._is_kept(group):
+                groups.append(group)
         return groups
+
+    def full(self) -> bool:
+        """Whether the step has its groups, and with carry-over none that must end in it."""
+        oldest = self._step - self._rollout.carry_over_max_age
+        late = (i for i, begun in self._steps.items() if begun <= oldest and i not in self._judged)
+        return len(self.first_kept()) == self._wanted and next(late, None) is None
 
     def describe(self) -> str:
         """The state in a line, for people."""
@@ -162,26 +210,61 @@ class _Collection(Generic[Pending]):
         return len(self._judged) == len(self._order) >= self._limit
 
     def result(self, position: int) -> Collected:
+        """Without carry-over: surplus prompts are asked again."""
         groups = self.first_kept()
-        full = len(groups) == self._wanted
-        following = groups[-1].prompt.index + 1 if full else position
+        following = groups[-1].prompt.index + 1 if len(groups) == self._wanted else position
+        surplus = [group for i, group in self._judged.items() if i >= following]
+        return self._describe(groups, surplus, following)
+
+    def result_with(self, unfinished: list[Carried]) -> Collected:
+        """With carry-over: `unfinished` and, where so configured, the surplus are for later."""
+        groups = self.first_kept()
+        used = {group.prompt.index for group in groups}
+        surplus = [g for i, g in self._judged.items() if self._is_kept(g) and i not in used]
+        begun = [one.prompt.index for one in unfinished if one.tokens]
+        following = max([self._start, *(i + 1 for i in (*self._judged, *begun))])
+        carried, expired = carry_on(self._rollout, self._step, surplus, unfinished, self._steps)
+        return dataclasses.replace(
+            self._describe(groups, surplus, following),
+            carried=tuple(one for one in carried if one.prompt.index < following),
+            expired=expired,
+            reused=self._reused,
+        )
+
+    def _describe(self, groups: list[Group], surplus: list[Group], following: int) -> Collected:
+        left = {group.prompt.index for group in surplus}
         judged = [self._judged[p.index] for p in self._order if p.index in self._judged]
-        passed = [prompt for prompt in self._order if prompt.index < following]
-        head = [group for group in judged if group.prompt.index < following]
-        whole = [group for group in head if not group.broken]
+        passed = [prompt for prompt in self._order if self._start <= prompt.index < following]
+        used = [group for group in judged if group.prompt.index not in left]
+        whole = [group for group in used if not group.broken]
         return Collected(
             groups=groups,
             judged=whole,
-            surplus=[group for group in judged[len(head) :] if not group.broken],
+            surplus=[g for g in judged if g.prompt.index in left and not g.broken],
             with_signal=sum(carries_signal(group, self._reward) for group in whole),
             broken=[group for group in judged if group.broken],
             asked_prompts=len(self._order),
-            # Of the head alone: the same whatever the slots and whoever finishes first.
-            kept_fraction=self.estimate(head),
+            # Without carry-over of the head alone: the same whatever the slots and whoever
+            # finishes first.
+            kept_fraction=self.estimate(self._new() if self._carries else used),
             next_position=following,
             dropped_prompts=sum(prompt.skipped for prompt in passed),
             truncated_prompts=sum(prompt.truncated for prompt in passed),
-            starved=not full,
+            starved=len(groups) < self._wanted,
+        )
+
+
+def _check_starved(config: Config, collected: Collected) -> None:
+    """Raises `Starved` as `collect` says."""
+    if collected.broken and not collected.judged:
+        raise Starved(f"the reward failed in every group, first: {collected.broken[0].broken}")
+    if collected.starved and config.rollout.when_starved == "stop":
+        raise Starved(
+            f"only {len(collected.groups)} of {config.rollout.prompts_per_step} groups carried "
+            f"signal after config.rollout.max_sample_rounds = {config.rollout.max_sample_rounds}: "
+            f"of {len(collected.judged)} groups {collected.all_right} were all right and "
+            f"{collected.all_wrong} all wrong. Change the data's difficulty or samples_per_prompt, "
+            "or set config.rollout.when_starved=partial to train on what there is"
         )
 
 
@@ -192,6 +275,8 @@ def collect(
     judge: Judge[Pending],
     kept_fraction: float,
     *,
+    step: int = 0,
+    carried: Sequence[Carried] = (),
     on_burst: Callable[["_Collection"], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Collected:
@@ -200,19 +285,27 @@ def collect(
     Verdicts on groups of one burst are read after the next one, so judging overlaps decoding and
     yet every decision is a function of burst counts, never of the clock.
 
+    Args:
+        step, carried: which one this is, and what the one before left (`rollout.carry_over`).
+
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
             group has a reward.
         Interrupted: `interrupted()` said so between two bursts, or the judge while it waited.
     """
-    collection: _Collection[Pending] = _Collection(config, kept_fraction)
-    while len(collection.first_kept()) < config.rollout.prompts_per_step:
+    samples, carries = config.rollout.samples_per_prompt, config.rollout.carry_over != "none"
+    place = step, carried, prompts.position
+    collection: _Collection[Pending] = _Collection(config, kept_fraction, *place)
+    for one in carried:
+        if one.judged is None:
+            sampler.submit(one.prompt, samples, one)
+    while not collection.full():
         if interrupted():
             raise Interrupted
-        while collection.wants_more():
+        while collection.wants_more(sampler):
             prompt = next(prompts)
             collection.ask(prompt)
-            sampler.submit(prompt, config.rollout.samples_per_prompt)
+            sampler.submit(prompt, samples)
         finished = sampler.decode_burst()
         collection.read_verdicts(judge)
         for prompt, completions in finished:
@@ -226,17 +319,12 @@ def collect(
         on_burst(collection)
     if interrupted():  # verdicts on the last groups may already be the interruption's
         raise Interrupted
-    sampler.abandon()
-    collected = collection.result(prompts.position)
+    if carries:
+        collection.read_verdicts(judge)
+        collected = collection.result_with(sampler.suspend())
+    else:
+        sampler.abandon()
+        collected = collection.result(prompts.position)
     prompts.position = collected.next_position
-    if collected.broken and not collected.judged:
-        raise Starved(f"the reward failed in every group, first: {collected.broken[0].broken}")
-    if collected.starved and config.rollout.when_starved == "stop":
-        raise Starved(
-            f"only {len(collected.groups)} of {config.rollout.prompts_per_step} groups carried "
-            f"signal after config.rollout.max_sample_rounds = {config.rollout.max_sample_rounds}: "
-            f"of {len(collected.judged)} groups {collected.all_right} were all right and "
-            f"{collected.all_wrong} all wrong. Change the data's difficulty or samples_per_prompt, "
-            "or set config.rollout.when_starved=partial to train on what there is"
-        )
+    _check_starved(config, collected)
     return collected

@@ -9,6 +9,7 @@ from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.structs import Carried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Order:
         step: keys the draws.
         position: place in the data.
         kept_fraction: the running estimate.
+        carried: what the step before left.
     """
 
     params: Any
@@ -27,16 +29,16 @@ class Order:
     step: int
     position: int
     kept_fraction: float
+    carried: tuple[Carried, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """What an order gave, what it cost, how long it took, and how old its policy was."""
+    """What an order gave, what it cost, and how long it took."""
 
     collected: Collected
     counts: SamplerCounts
     seconds: float
-    lag: int  # steps
 
 
 def make_rollouts(parts: Parts, order: Order, interrupted: Callable[[], bool]) -> Gathered:
@@ -50,8 +52,13 @@ def make_rollouts(parts: Parts, order: Order, interrupted: Callable[[], bool]) -
     with parts.progress.collecting(order.step + 1, parts.sampler) as show:
         data = parts.prompts, parts.sampler, parts.judge
         collected = collect(
-            parts.config, *data, order.kept_fraction, on_burst=show, interrupted=interrupted
+            parts.config,
+            *data,
+            order.kept_fraction,
+            step=order.step,
+            carried=order.carried,
+            on_burst=show,
+            interrupted=interrupted,
         )
     parts.sampler.release()  # where an update follows, it needs the memory of the caches
-    counts, lag = dataclasses.replace(parts.sampler.counts), order.step - order.policy_step
-    return Gathered(collected, counts, clock.total(), lag)
+    return Gathered(collected, dataclasses.replace(parts.sampler.counts), clock.total())

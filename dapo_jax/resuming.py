@@ -9,13 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from dapo_jax import processes
-from dapo_jax.checkpoints import (
-    Checkpoints,
-    can_be_longer,
-    check_same_run,
-    run_settings,
-    saved_steps,
-)
+from dapo_jax.checkpoints import Checkpoints, saved_steps
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
@@ -24,6 +18,7 @@ from dapo_jax.marks import folder_at
 from dapo_jax.reporting.notices import announce_end
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.rewards.functions import HERE
+from dapo_jax.same_run import can_be_longer, check_same_run, run_settings
 
 SUMMARY = "summary.json"
 INPUTS = "inputs"  # in a checkpoint's record

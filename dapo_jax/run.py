@@ -12,7 +12,7 @@ import jax
 from rich.markup import escape
 
 from dapo_jax import processes
-from dapo_jax.checkpoints import Checkpoints, run_settings
+from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -23,7 +23,7 @@ from dapo_jax.evaluation.evaluation import (
 from dapo_jax.evaluation.responses import write_responses
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.finite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.folders import claim
@@ -45,12 +45,13 @@ from dapo_jax.reporting.tracking import Tracker
 from dapo_jax.reporting.watched import Watched
 from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
 from dapo_jax.resuming import INPUTS, SUMMARY, check_record, finished, gather_inputs
+from dapo_jax.same_run import run_settings
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
+from dapo_jax.states import first_state, save_state, saved_state
 from dapo_jax.storage import Storage, write_text
 from dapo_jax.train import RunState, train_step
 
-FIRST_KEPT_FRACTION = 0.5  # before anything was seen
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
 SHOWN_BROKEN_GROUPS = 3
 
@@ -66,6 +67,9 @@ class Run:
         on_step: Callable[[int, dict[str, float]], Any] | None = None,
     ):
         self.config, self.signals, self._on_step = config, signals, on_step
+        carry, count = config.rollout.carry_over, processes.count()
+        allowed = f"'none' on {count} processes: only one has been tried"
+        require(carry == "none" or count == 1, "rollout.carry_over", carry, allowed)
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         self.parts.judge.given_up = signals.here
@@ -104,29 +108,21 @@ class Run:
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
-        parts = self.parts
-        with parts.progress.working(f"loading {self.config.model.folder}"):
-            train = parts.learner.start(parts.first_params())
-            critic = parts.critic.start(parts.critic_params()) if parts.critic else None
+        with self.parts.progress.working(f"loading {self.config.model.folder}"):
+            state = first_state(self.parts)
         if processes.is_first():
             settings = json.dumps(dataclasses.asdict(self.config), indent=2)
             path = self.folder / "config.json"
             self.storage.attempt("config.json", lambda: write_text(path, settings))
-        return RunState(0, train, 0, FIRST_KEPT_FRACTION, critic)
+        return state
 
     def _resume(self, step: int) -> RunState:
         record = self.checkpoints.record()
         record = check_record(self.config, self._settings, self._inputs, record, self.storage.warn)
-        parts, critic, behaviour = self.parts, None, None
-        with parts.progress.working(f"loading the checkpoint of step {step}"):
-            train = self.checkpoints.state(parts.learner.abstract_state)
-            if parts.critic:
-                critic = self.checkpoints.state(parts.critic.abstract_state, "critic")
-            if self.config.rollout.lag and step:
-                params = parts.learner.abstract_state.params
-                behaviour = self.checkpoints.state(params, "behaviour")
+        with self.parts.progress.working(f"loading the checkpoint of step {step}"):
+            state = saved_state(self.parts, self.checkpoints, record)
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
-        return RunState(train=train, critic=critic, behaviour=behaviour, **record)
+        return state
 
     def _announce_policy(self) -> None:
         self.parts.sampler.hold()
@@ -241,10 +237,8 @@ class Run:
     def save(self) -> None:
         """A checkpoint of the state as it is. Raises `NotSaved`, `NotFinite`."""
         self.state.seconds = time.perf_counter() - self._started
-        record = self.state.record() | {"settings": self._settings, INPUTS: self._inputs}
-        states = {"state": self.state.train, "critic": self.state.critic}
-        states["behaviour"] = self.state.behaviour
-        self.checkpoints.save(self.state.step, states, record)
+        marks = {"settings": self._settings, INPUTS: self._inputs}
+        save_state(self.checkpoints, self.state, marks)
 
     def megabytes_per_device(self) -> dict[str, float]:
         """What stays in memory between steps."""

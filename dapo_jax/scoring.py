@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rich.markup import escape
 
 from dapo_jax import processes
-from dapo_jax.checkpoints import Checkpoints, check_frozen
+from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.evaluation.evaluation import (
     evaluation_rule,
     heldout_metrics,
@@ -34,6 +34,7 @@ from dapo_jax.prompts.templates import open_template
 from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.resuming import warn_about_heldout
+from dapo_jax.same_run import check_frozen
 from dapo_jax.signals import Signals
 from dapo_jax.storage import Storage, write_text
 from dapo_jax.structs import Prompt

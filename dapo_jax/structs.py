@@ -77,9 +77,16 @@ class Completion:
     policy_step: int
     text: str
     sample: int = 0  # its place among the responses to the prompt, which keys its draws
+    earlier: tuple[tuple[int, int], ...] = ()  # (policy step, tokens) of older policies, in order
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def drawn_by(self) -> tuple[tuple[int, int], ...]:
+        """(policy step, tokens) of every policy that drew some of it, in order."""
+        last = len(self) - sum(tokens for _, tokens in self.earlier)
+        return (*self.earlier, (self.policy_step, last)) if last else self.earlier
 
 
 class Interrupted(Exception):
@@ -119,6 +126,23 @@ class Group:
                 tail = self.completions[i].text[-SHOWN_OF_BROKEN:]
                 return f"{cause}; prompt {self.prompt.id}, response {i}, which ends in {tail!r}"
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """A group that a step leaves to the next one; with nothing drawn it is asked anew there."""
+
+    prompt: Prompt
+    step: int  # that began it, which keys its draws
+    finished: tuple[Completion, ...] = ()
+    begun: tuple[Completion, ...] = ()  # as far as they were drawn, without text
+    judged: Group | None = None  # then it holds the responses
+
+    @property
+    def tokens(self) -> int:
+        """Drawn so far."""
+        judged = self.judged.completions if self.judged else ()
+        return sum(map(len, (*self.finished, *self.begun, *judged)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +268,7 @@ class Prefix(struct.PyTreeNode):
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
+    drawn: Int[Array, "B"]  # how many of the last tokens are a response's that goes on
     rules: Any = None  # SamplingRules of [B] where each response has its own
 
 

@@ -32,7 +32,7 @@ from dapo_jax.orders import Gathered, Order, make_rollouts
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.sharding import to_host
-from dapo_jax.structs import Group, Mean, ScoredBatch, Trace, TrainBatch, TrainState
+from dapo_jax.structs import Carried, Group, Mean, ScoredBatch, Trace, TrainBatch, TrainState
 
 
 @dataclasses.dataclass
@@ -50,10 +50,11 @@ class RunState:
     behaviour: Any = None  # with a lag: parameters that draw the next rollouts
     ahead: Gathered | None = None  # those rollouts
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
+    carried: tuple[Carried, ...] = ()  # what the newest rollouts left to the next
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
-        arrays = {"train", "critic", "behaviour", "ahead"}
+        arrays = {"train", "critic", "behaviour", "ahead", "carried"}
         names = {field.name for field in dataclasses.fields(self)} - arrays
         return {name: getattr(self, name) for name in sorted(names)}
 
@@ -235,7 +236,8 @@ def take_rollouts(
     """The groups of this step: those made ahead, or made now."""
     lag = int(run.behaviour is not None)
     params = run.behaviour if lag else run.train.params
-    order = Order(params, run.step - lag, run.step, run.position, run.kept_fraction)
+    place = run.position, run.kept_fraction, run.carried
+    order = Order(params, run.step - lag, run.step, *place)
     gathered = run.ahead or make_rollouts(parts, order, interrupted)
     collected = gathered.collected
     behaviour = None
@@ -247,6 +249,7 @@ def take_rollouts(
         kept_fraction=collected.kept_fraction,
         behaviour=behaviour,
         ahead=None,
+        carried=collected.carried,
     )
 
 
@@ -284,6 +287,5 @@ def train_step(
     values |= add_up(jax.device_get(means))
     clock.lap("update")
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
-    values |= rollout_metrics(collected, rollouts.counts, clock)
-    values["policy_lag"] = float(rollouts.lag)
+    values |= rollout_metrics(collected, rollouts.counts, clock, run.step)
     return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, collected

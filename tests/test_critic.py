@@ -10,7 +10,6 @@ from conftest import TINY, make_completion, make_prompt
 from small_runs import equal, learn, make_quick_config, open_run, read_rows
 
 from dapo_jax import algorithms, sharding
-from dapo_jax.checkpoints import check_same_run, with_defaults
 from dapo_jax.experiment.config import Checkpoint, Config, Critic, Mesh, Model, Optimizer
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.learner.advantages import gather_feedback
@@ -20,6 +19,7 @@ from dapo_jax.parts import build
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
+from dapo_jax.same_run import check_same_run, with_defaults
 from dapo_jax.structs import Group, Verdict
 from dapo_jax.train import RunState, learning_rates
 

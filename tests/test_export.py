@@ -16,13 +16,14 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
 from dapo_jax import algorithms
-from dapo_jax.checkpoints import Checkpoints, SavedPolicy, frozen_content
+from dapo_jax.checkpoints import Checkpoints, SavedPolicy
 from dapo_jax.experiment.config import Checkpoint, Compute, Config, ExportConfig, Model, Optimizer
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.export import export
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import huggingface
 from dapo_jax.parts import load_frozen, load_trained
+from dapo_jax.same_run import frozen_content
 
 ROOT = pathlib.Path(__file__).parent.parent
 OTHER = ROOT / "tests/fixtures/models/llama3"

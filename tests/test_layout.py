@@ -34,17 +34,17 @@ prompts    sandbox rendering chat tokenizer templates
 data       arithmetic harmless gym formats readers files sources pipeline turns examples
 model      blocked splash attention decode_attention decoder inference families trained names
            huggingface saving head logprobs
-sampler    sampling pages slots page_store loading decoding jetstream engine served rollout
+sampler    sampling pages slots page_store loading decoding jetstream engine served requests
+           rollout
 learner    advantages losses packing traces skipped optimizer update policy critic
 rewards    functions worker pool rule model judge
-           /filtering
+           /carrying /filtering
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress watched notices recorded readings
            compared page
-           /memory /assembly /checksums /checkpoints /keeping /explain /cli /parts /resuming
-           /signals /offline /supervised /preferences /orders /train /run /scoring /driving
-           /generation /serving
-           /http_requests /http_api
+           /memory /assembly /checksums /same_run /checkpoints /keeping /explain /cli /parts
+           /signals /offline /supervised /preferences /orders /train /states /resuming /run
+           /scoring /driving /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
            /main /evaluate /sft /dpo /export /replay /serve /report /api

@@ -170,7 +170,7 @@ def test_the_report_says_what_was_found(made, settings):
     step = record["step"]
     assert step["dollars_step"] == pytest.approx(2.0 * 8 * step["seconds_step"] / 3600)
     assert step["seconds_step"] == pytest.approx(sum(step["phases"].values()), rel=1e-6)
-    assert "HYPOTHETICAL" in report.simulations(made, settings)
+    assert "rollout.carry_over=all" in report.simulations(made, settings)
 
 
 def test_results_are_kept_and_read_again(made, config, settings, monkeypatch):

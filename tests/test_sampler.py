@@ -14,7 +14,8 @@ from dapo_jax.model.decoder import Decoder
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.sampler.engine import PolicyEngine
-from dapo_jax.sampler.rollout import RolloutSampler, pad_prompt
+from dapo_jax.sampler.requests import pad_prompt
+from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import (
     SamplingRule,
     SamplingRules,

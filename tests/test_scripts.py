@@ -73,8 +73,15 @@ def test_a_pods_step_is_simulated():
     lengths = ("--max_response", 2000, "--median", 300, "--samples", 4, "--updates", 2)
     told = run("tests/benchmarks/pod_step.py", *sizes, *lengths, "--carry_over").splitlines()
     seconds = [float(line.split("|")[3]) for line in told if line.startswith(("| the", "| 4"))]
-    same, same_lag, apart, apart_lag, _ = seconds
-    assert same == same_lag and apart_lag < apart
+    same, same_lag, apart, apart_lag, _, carried = seconds
+    assert same == same_lag and apart_lag < apart and carried < same
+
+
+def test_the_price_of_dynamic_sampling_is_held_against_the_ideal():
+    sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
+    table = run("tests/benchmarks/price.py", *sizes).splitlines()
+    rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
+    assert carried < none < rounds
 
 
 def test_our_benchmark_and_the_comparison_run():
@@ -118,7 +125,11 @@ TINY = [
 
 @pytest.mark.parametrize(
     ("script", "arguments", "row"),
-    [("family", ["--presets", "dapo"], "| `dapo` |"), ("lag", [], "| 1 |")],
+    [
+        ("family", ["--presets", "dapo"], "| `dapo` |"),
+        ("lag", [], "| 1 |"),
+        ("carry_over", [], "| all |"),
+    ],
 )
 def test_tables_of_runs_are_made(script, arguments, row, small_base, tmp_path):
     shutil.copytree(small_base, tmp_path / "base_0")

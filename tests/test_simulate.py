@@ -12,6 +12,7 @@ from dapo_jax import algorithms
 from dapo_jax.experiment.config import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.plan import simulate
 from dapo_jax.plan.calibrate import calibrate, fit, replay
 from dapo_jax.plan.costs import Costs, Speed, overlapped_seconds, rule_of_thumb
 from dapo_jax.plan.laws import Assumed, Drawn, Measured, kept_fraction, right_from_kept
@@ -40,18 +41,18 @@ class Constant:
         return Drawn(np.full(samples, self._tokens), np.zeros(samples, bool), right)
 
 
-def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over=False, **sampler):
+def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over="none", **sampler):
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = filtered
     sizes = {"slots": 16, "burst_tokens": 8, "max_response_tokens": 200, "page_tokens": 8}
     config = Config(
         algorithm=algorithm,
         data=Data(max_prompt_tokens=56),
-        rollout=Rollout(prompts_per_step=16, samples_per_prompt=4),
+        rollout=Rollout(prompts_per_step=16, samples_per_prompt=4, carry_over=carry_over),
         sampler=Sampler(**sizes | sampler),
     )
     mesh = describe_mesh(Mesh(fsdp=replicas), "tpu", replicas)
-    return Simulation(config, SHAPE, mesh, law, costs, carry_over=carry_over)
+    return Simulation(config, SHAPE, mesh, law, costs)
 
 
 def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
@@ -118,13 +119,40 @@ def test_slow_verdicts_cost_time_and_change_nothing_else():
     assert slow.counts == quick.counts
 
 
-def test_carried_groups_are_not_drawn_again():
-    plain, carrying = (make_simulation(carry_over=carry) for carry in (False, True))
-    plain, carrying = ([s.step() for _ in range(5)] for s in (plain, carrying))
-    assert plain[0].counts == carrying[0].counts and plain[0].surplus > 0
-    assert all(step.kept == 16 for step in carrying)
-    drawn = [sum(step.drawn_tokens for step in steps) for steps in (plain, carrying)]
-    assert drawn[1] < drawn[0]
+@pytest.mark.parametrize("kind", ["unfinished", "all"])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_with_carry_over_every_prompt_is_used_once_and_every_token_drawn_once(
+    filtered, kind, monkeypatch
+):
+    """Half a batch decodes at once. `unfinished` draws its few surplus groups anew."""
+    plain = make_simulation(filtered=filtered, slots=32)
+    plain = [plain.step() for _ in range(8)]
+    seen, collect = [], simulate.collect
+    keep = lambda *args, **known: seen.append(collect(*args, **known)) or seen[-1]  # noqa: E731
+    monkeypatch.setattr(simulate, "collect", keep)
+    made = make_simulation(filtered=filtered, carry_over=kind, slots=32)
+    steps = [made.step() for _ in range(8)]
+    used = [group for collected in seen for group in collected.judged]
+    places = {group.prompt.index for group in used}
+    left = {one.prompt.index for one in seen[-1].carried}
+    assert len(places) == len(used) and left.isdisjoint(places)
+    assert left | places == set(range(made.position))
+    assert all(step.kept == 16 for step in steps)
+    lags = [
+        number - policy
+        for number, collected in enumerate(seen)
+        for group in collected.groups
+        for done in group.completions
+        for policy, _ in done.drawn_by
+    ]
+    assert max(lags) in (1, 2) and min(lags) == 0
+    drawn, before = (sum(step.drawn_tokens for step in run) for run in (steps, plain))
+    spent = sum(len(done) for group in used for done in group.completions)
+    spent += sum(one.tokens for one in seen[-1].carried)
+    assert drawn == spent if kind == "all" else spent <= drawn < 1.1 * spent
+    assert not filtered or drawn < before
+    took, before = (sum(step.counts["decode_step"] for step in run) for run in (steps, plain))
+    assert took < 0.8 * before
 
 
 def test_a_lag_hides_the_shorter_of_rollout_and_update():

@@ -24,12 +24,13 @@ from small_runs import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.checkpoints import Checkpoints, check_same_run
+from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.experiment.config import Checkpoint, Log, Mesh, Sampler
 from dapo_jax.experiment.settings import ConfigError, leaves
 from dapo_jax.parts import build
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.run import train
+from dapo_jax.same_run import check_same_run
 from dapo_jax.scoring import evaluate
 from dapo_jax.structs import Verdict
 from dapo_jax.train import RunState

@@ -63,6 +63,7 @@ READ_WHERE: dict[str, tuple[str, Callable[..., bool]]] = {
     "reward.percent": ("reward.verifier", _one_of(*BY_VALUE)),
     "reward.threshold": ("reward.correct", _one_of("threshold")),
     "reward.min_spread": ("reward.correct", _one_of("spread")),
+    "rollout.carry_over_max_age": ("rollout.carry_over", _none_of("none")),
     "sampler.pages": ("sampler.cache", _one_of("auto", "paged")),
     "sampler.page_tokens": ("sampler.cache", _one_of("auto", "paged")),
     "log.token_groups": ("log.rollouts", bool),
@@ -148,12 +149,16 @@ def _check_updates(algorithm: Algorithm, rollout: Rollout) -> None:
     )
     lag = rollout.lag
     require(lag in (0, 1), "rollout.lag", lag, "0 or 1")
-    require(
-        lag == 0 or algorithm.importance_cap > 0,
-        "rollout.lag",
-        lag,
-        "0 without algorithm.importance_cap: responses of an older policy go uncorrected",
-    )
+    carry = rollout.carry_over
+    for name, found, off in (("lag", lag, 0), ("carry_over", carry, "none")):
+        require(
+            found == off or algorithm.importance_cap > 0,
+            f"rollout.{name}",
+            found,
+            f"{off!r} without algorithm.importance_cap: those of an older policy go uncorrected",
+        )
+    allowed = "'none' with rollout.lag = 1, which draws ahead with a policy of its own"
+    require(carry == "none" or lag == 0, "rollout.carry_over", carry, allowed)
     require(
         algorithm.ratio != "none" or rollout.updates_per_rollout == 1,
         "rollout.updates_per_rollout",

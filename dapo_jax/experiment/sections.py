@@ -156,6 +156,15 @@ class Rollout:
         "1: collect the next step's groups while this one is learned, by the policy before it; "
         "needs algorithm.importance_cap, and memory for both at once.",
     )
+    carry_over: str = setting(
+        "none",
+        "Of what is drawn and not used when a batch is full, the next step goes on with: 'none' of "
+        "it (on policy), the 'unfinished' responses with their groups, or 'all', also surplus "
+        "groups; needs algorithm.importance_cap.",
+    )
+    carry_over_max_age: int = setting(
+        2, "A step waits for what was begun so many steps before it; nothing trained is older."
+    )
     when_starved: str = setting(
         "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
     )

@@ -33,6 +33,7 @@ CHOICES = {
     "data.overlong": ("drop", "cut"),
     "data.overlong_prompts": ("truncate_left", "drop"),
     "rollout.when_starved": ("partial", "stop"),
+    "rollout.carry_over": ("none", "unfinished", "all"),
     "algorithm.old_logprobs": ("recompute", "sampler"),
     "sampler.cache": ("auto", "slots", "paged"),
     "cache": ("auto", "slots", "paged"),
@@ -60,7 +61,7 @@ POSITIVE = (
     "algorithm.preference_beta compute.logprob_chunk_tokens "
     "compute.scan_unroll data.train_problems data.few_shot data.max_prompt_tokens "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.updates_per_rollout "
-    "rollout.max_sample_rounds "
+    "rollout.max_sample_rounds rollout.carry_over_max_age "
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
     "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "

@@ -218,7 +218,7 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
     tokens = jax.ShapeDtypeStruct(tuple(prompts.values()), jnp.int32)
     lengths = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), engine.prefill_width))
-    prefill = params, tokens, lengths, keys
+    prefill = params, tokens, lengths, keys, lengths
     prefix = jax.eval_shape(engine._prefill, *prefill)
     prefix = prefix.replace(
         caches=_placed(prefix.caches, jax.tree.map(lambda _: engine.prefix_place, prefix.caches))

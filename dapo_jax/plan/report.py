@@ -1,6 +1,7 @@
 """A plan in words and tables (Markdown), and as one record for JSON."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.plan import advice
@@ -9,7 +10,7 @@ from dapo_jax.plan.estimate import DECODE_OVERHEAD_SECONDS, estimate
 from dapo_jax.plan.measure import versions
 from dapo_jax.plan.roofline import matrix_weights
 from dapo_jax.plan.settings import PlanSettings
-from dapo_jax.plan.simulate import Simulation
+from dapo_jax.plan.simulate import Simulation, Step
 
 PHASES = {  # of a step: the simulator's seconds in each
     "load the decoding weights": ("load",),
@@ -19,6 +20,7 @@ PHASES = {  # of a step: the simulator's seconds in each
     "score": ("score_pass", "score_token"),
     "update": ("update", "update_token"),
 }
+CARRYING_STEPS = 6  # whose mean is told: one that begins with much draws little
 MOST_SHOWN = 6  # kinds of collectives of a program
 WEAKER = (
     "A GPU's memory was not enforced by its compiler and no kernel was tried out: a weaker proof "
@@ -257,16 +259,21 @@ def simulations(plan: Any, settings: PlanSettings) -> str:
     config, layout = plan.layout.config, plan.layout
     law, rows = settings.make_law(config), []
 
-    def add(name: str, changed: Any = config, **options: Any) -> None:
+    def add(name: str, changed: Any = config, count: int = 1) -> None:
         parts = changed, layout.decoder, layout.sampling_mesh, law, plan.costs
-        simulation = Simulation(*parts, **options)
+        simulation = Simulation(*parts)
         simulation.step()
-        step = simulation.step()
-        seconds = step.rollout_seconds + step.update_seconds
+        steps = [simulation.step() for _ in range(count)]
+
+        def mean(value: Callable[[Step], float]) -> float:
+            return sum(map(value, steps)) / count
+
+        rollout, update = mean(lambda s: s.rollout_seconds), mean(lambda s: s.update_seconds)
         rows.append(
-            [name, f"{seconds:,.1f}", f"{step.rollout_seconds:,.1f}", f"{step.update_seconds:,.1f}"]
-            + [f"{step.utilisation:.0%}", f"{step.tail_seconds:,.1f}", step.asked, step.surplus]
-            + [f"{step.drawn_tokens / max(1, step.kept_tokens):.2f}"]
+            [name, f"{rollout + update:,.1f}", f"{rollout:,.1f}", f"{update:,.1f}"]
+            + [f"{mean(lambda s: s.utilisation):.0%}", f"{mean(lambda s: s.tail_seconds):,.1f}"]
+            + [round(mean(lambda s: s.asked)), round(mean(lambda s: s.surplus))]
+            + [f"{mean(lambda s: s.drawn_tokens) / max(1, mean(lambda s: s.kept_tokens)):.2f}"]
         )
 
     def change(section: str, **values: Any) -> Any:
@@ -279,7 +286,8 @@ def simulations(plan: Any, settings: PlanSettings) -> str:
     for factor in (0.5, 0.25):
         fewer = max(replicas, int(slots * factor) // replicas * replicas)
         add(f"{fewer} slots", change("sampler", slots=fewer))
-    add("surplus groups carried over (HYPOTHETICAL)", carry_over=True)
+    for kept in ("unfinished", "all"):
+        add(f"rollout.carry_over={kept}", change("rollout", carry_over=kept), CARRYING_STEPS)
     header = ["simulated", "step s", "rollout s", "learn s", "busy", "tail s", "asked", "surplus"]
     told = table([*header, "drawn per trained"], rows)
     rollout, update = plan.step.rollout_seconds, plan.step.update_seconds

@@ -15,7 +15,6 @@ from dapo_jax.plan.costs import Meter
 from dapo_jax.plan.laws import Law
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.engine import PolicyEngine
-from dapo_jax.sampler.rollout import RolloutSampler
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.sharding import AXES
 from dapo_jax.structs import (
@@ -81,6 +80,7 @@ class SimulatedEngine(PolicyEngine):
 
     Attributes:
         step: of the rollout, for the law.
+        begun: the step that began a group, by its place in the data, where that was an earlier one.
         bursts: since it was last emptied.
         meter: the clock; replaced at every step.
     """
@@ -94,7 +94,7 @@ class SimulatedEngine(PolicyEngine):
         meter: Meter,
         reads: str,
     ):
-        self.step, self.bursts = 0, []
+        self.step, self.begun, self.bursts = 0, {}, []
         self._law, self.meter, self._samples = law, meter, config.rollout.samples_per_prompt
         super().__init__(
             decoder,
@@ -150,11 +150,11 @@ class SimulatedEngine(PolicyEngine):
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=jax.eval_shape(lambda: self.store.empty(window)))
 
-    def _prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any) -> Prefix:
+    def _prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any, drawn: Any) -> Prefix:
         self.meter.add(prefill_call=1, prefill_token=tokens.size / self.replicas)
         shape = (*tokens.shape, self.config.kv_heads, self.config.head_dim)
         kept: Any = jax.ShapeDtypeStruct(shape, self.config.dtype)
-        return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys)
+        return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys, drawn)
 
     def _insert(self, prefix, state, slots, rows, samples, fills) -> DecodeState:
         real = slots < self._slots
@@ -164,10 +164,12 @@ class SimulatedEngine(PolicyEngine):
             array.copy() for array in (state.length, state.generated, state.active)
         )
         for slot, row, sample in zip(slots, rows, samples, strict=True):
-            drawn = self._law.draw(self.step, int(prefix.last_token[row]), self._samples)
+            index = int(prefix.last_token[row])
+            drawn = self._law.draw(self.begun.get(index, self.step), index, self._samples)
             self._lengths[slot] = drawn.tokens[sample]
             self._ends[slot] = not drawn.truncated[sample]
-        length[slots], generated[slots], active[slots] = prefix.true_length[rows] - 1, 0, True
+        length[slots], active[slots] = prefix.true_length[rows] - 1, True
+        generated[slots] = prefix.drawn[rows]
         return state.replace(length=length, generated=generated, active=active)
 
     def _stop(self, state: DecodeState, stopped: np.ndarray) -> DecodeState:
@@ -238,11 +240,11 @@ class Judged(NamedTuple):
 class SimulatedJudge:
     """Verdicts from the law, by workers that take their time beside decoding."""
 
-    def __init__(self, config: Config, law: Law, meter: Meter):
+    def __init__(self, config: Config, law: Law, meter: Meter, begun: dict[int, int]):
         # Right or wrong is all that a law says.
         self._config = dataclasses.replace(config, reward=Reward())
         self._workers = config.reward.workers
-        self._law, self._meter, self._free = law, meter, 0.0
+        self._law, self._meter, self._begun, self._free = law, meter, begun, 0.0
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Judged:
         self._meter.add(response=len(completions))
@@ -256,32 +258,7 @@ class SimulatedJudge:
         return [self._group(one) for one in pending]
 
     def _group(self, one: Judged) -> Group:
-        step = one.completions[0].policy_step  # of a group that was carried over, the one before
+        step = self._begun.get(one.prompt.index, one.completions[0].policy_step)
         drawn = self._law.draw(step, one.prompt.index, len(one.completions))
         verdicts = tuple(Verdict(bool(right), None) for right in drawn.correct)
         return reward_group(self._config, one.prompt, one.completions, verdicts)
-
-
-class CarryOver:
-    """A sampler that is handed last step's surplus groups instead of drawing them again."""
-
-    def __init__(self, sampler: RolloutSampler, surplus: list[Group]):
-        self._sampler, self._ready = sampler, []
-        self._kept = {group.prompt.index: group.completions for group in surplus}
-
-    def submit(self, prompt: Prompt, samples: int) -> None:
-        if prompt.index in self._kept:
-            self._ready.append((prompt, self._kept.pop(prompt.index)))
-        else:
-            self._sampler.submit(prompt, samples)
-
-    def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        ready, self._ready = self._ready, []
-        return ready + self._sampler.decode_burst()
-
-    @property
-    def idle(self) -> bool:
-        return not self._ready and self._sampler.idle
-
-    def abandon(self) -> None:
-        self._sampler.abandon()

@@ -20,7 +20,6 @@ from dapo_jax.plan.costs import LEARNING, Costs, Counts, Meter
 from dapo_jax.plan.laws import Law
 from dapo_jax.plan.rooms import (
     Burst,
-    CarryOver,
     SimulatedEngine,
     SimulatedJudge,
     SimulatedPrompts,
@@ -85,8 +84,7 @@ class Step:
     @property
     def drawn_tokens(self) -> int:
         """Of all responses, also those that were stopped or drawn again."""
-        counts = self.sampled
-        return counts.tokens + counts.abandoned_tokens + counts.put_back_tokens
+        return self.sampled.drawn_tokens
 
     def record(self) -> dict[str, float]:
         """Numbers for a table or JSON."""
@@ -120,8 +118,6 @@ class Simulation:
         decoder: the policy's shape, for its cache.
         mesh: only named devices will do (`describe_mesh`).
         reads: as for `SimulatedEngine`.
-        carry_over: HYPOTHETICAL: surplus groups are kept for the next step, by the policy that
-            drew them. A run asks for their prompts again.
     """
 
     def __init__(
@@ -133,17 +129,17 @@ class Simulation:
         costs: Costs,
         *,
         reads: str = "auto",
-        carry_over: bool = False,
     ):
-        self._config, self._law, self._costs, self._carries = config, law, costs, carry_over
+        self._config, self._law, self._costs = config, law, costs
         self._engine = SimulatedEngine(config, decoder, mesh, law, Meter(costs), reads)
         self.sampler = RolloutSampler(self._engine, Text(), config.seed)
-        self._prompts, self._surplus = SimulatedPrompts(law), []
+        self._prompts, self._carried = SimulatedPrompts(law), ()
         self._number, self._kept_fraction = 0, FIRST_KEPT_FRACTION
 
     def _begin(self) -> Meter:
         engine, meter = self._engine, Meter(self._costs)
         engine.step, engine.bursts, engine.meter = self._number, [], meter
+        engine.begun = {one.prompt.index: one.step for one in self._carried if one.tokens}
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1
@@ -156,14 +152,19 @@ class Simulation:
 
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
         """The next one. Raises what `filtering.collect` raises."""
-        meter, sampler = self._begin(), self.sampler
-        if self._carries:
-            sampler = CarryOver(sampler, self._surplus)
-        judge = SimulatedJudge(self._config, self._law, meter)
+        meter, number = self._begin(), self._number - 1
+        judge = SimulatedJudge(self._config, self._law, meter, self._engine.begun)
         collected = collect(
-            self._config, self._prompts, sampler, judge, self._kept_fraction, on_burst=on_burst
+            self._config,
+            self._prompts,
+            self.sampler,
+            judge,
+            self._kept_fraction,
+            step=number,
+            carried=self._carried,
+            on_burst=on_burst,
         )
-        self._kept_fraction, self._surplus = collected.kept_fraction, collected.surplus
+        self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         return self._describe(meter, collected.groups, collected)
 
     def sample(self, prompts: int) -> Step:

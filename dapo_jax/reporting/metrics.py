@@ -30,10 +30,19 @@ MEANINGS = {
     "task is learned (DAPO, figure 3b).",
     "all_wrong_fraction": "Share of judged groups where every answer is wrong.",
     "trained_groups": "Groups that the updates of this step saw.",
-    "policy_lag": "Steps that the policy had learned since it drew the trained responses.",
+    "policy_lag": "Steps that the policy had learned since it drew the trained tokens, on average.",
+    "policy_lag_max": "The same of the oldest trained token.",
+    "continued_fraction": "Share of trained responses that several policies drew, one after the "
+    "other (rollout.carry_over).",
+    "carried_groups": "Groups that the step leaves to the next one, begun or judged "
+    "(rollout.carry_over).",
+    "carried_tokens": "Tokens of those groups: drawn, and not trained yet.",
+    "expired_groups": "Groups that would have been carried too long (rollout.carry_over_max_age) "
+    "and are drawn anew.",
     "starved": "1 where too few groups carried signal after max_sample_rounds.",
     "sampled_to_kept_tokens": "Sampled tokens, those of the surplus and of stopped responses too, "
-    "per trained token: the price of dynamic sampling.",
+    "per trained token: the price of dynamic sampling; what is carried over counts where it is "
+    "drawn.",
     "response_tokens_mean": "Mean response length, end token included.",
     "response_tokens_max": "Longest response.",
     "truncated_fraction": "Share of responses cut off by the budget before their end token.",
@@ -98,7 +107,8 @@ MEANINGS = {
     "again later.",
     "decode_steps": "Decode steps of the rollout; every slot takes each, busy or not.",
     "decode_bursts": "Calls that made them (sampler.burst_tokens).",
-    "prefills": "Prompts prefilled; one per prompt, not per response.",
+    "prefills": "Prompts prefilled; one per prompt, not per response, and one per response that "
+    "goes on from an earlier step.",
     "slot_occupancy": "Share of decode-slot steps that drew a token while prompts were waiting.",
     "sampled_tokens_per_second": "Finished response tokens over the rollout's seconds.",
     "trained_tokens_per_second": "Response tokens trained on over the update's seconds, "
@@ -169,11 +179,27 @@ def verdict_counts(groups: list[Group]) -> dict[str, float]:
     }
 
 
+def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
+    """How old the policies are that drew the trained tokens, where it has learned for `step`."""
+    completions = [c for group in groups for c in group.completions]
+    drawn = np.array([part for c in completions for part in c.drawn_by], int).reshape(-1, 2)
+    lags, tokens = step - drawn[:, 0], drawn[:, 1]
+    return {
+        "policy_lag": float(lags @ tokens) / max(1, tokens.sum()),
+        "policy_lag_max": float(lags.max(initial=0)),
+        "continued_fraction": mean_or_zero([len(c.drawn_by) > 1 for c in completions]),
+    }
+
+
 def rollout_metrics(
-    collected: Collected, counts: SamplerCounts, clock: "Clock"
+    collected: Collected, counts: SamplerCounts, clock: "Clock", step: int = 0
 ) -> dict[str, float]:
-    """Means over the groups before next_position; counts of cost over everything judged."""
-    judged = max(1, len(collected.judged))
+    """Means over the groups that are no surplus; counts of cost over all that was judged now.
+
+    Args:
+        step: steps that the policy has learned.
+    """
+    judged, everything = max(1, len(collected.judged)), collected.judged + collected.surplus
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
     updating = sum(clock.seconds.get(f"seconds_{part}", 0.0) for part in ("update", "ahead"))
     parts = {
@@ -182,8 +208,9 @@ def rollout_metrics(
     }
     return (
         response_metrics(collected.judged)
-        | verdict_counts(collected.judged + collected.surplus)
+        | verdict_counts([g for g in everything if g.prompt.index not in collected.reused])
         | parts
+        | age_metrics(collected.groups, step)
         | counts.metrics()
         | {
             "broken_groups": float(len(collected.broken)),
@@ -192,10 +219,10 @@ def rollout_metrics(
             "all_wrong_fraction": collected.all_wrong / judged,
             "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
-            "sampled_to_kept_tokens": (
-                counts.tokens + counts.abandoned_tokens + counts.put_back_tokens
-            )
-            / max(1, trained_tokens),
+            "sampled_to_kept_tokens": counts.drawn_tokens / max(1, trained_tokens),
+            "carried_groups": float(sum(one.tokens > 0 for one in collected.carried)),
+            "carried_tokens": float(sum(one.tokens for one in collected.carried)),
+            "expired_groups": float(collected.expired),
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),

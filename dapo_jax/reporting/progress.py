@@ -37,7 +37,7 @@ LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PROGRAMS = {
     "jit(_generate_fn)": "the decode step",
-    "jit(_prefill_fn)": "the prefill",
+    "jit(prefill_prefix)": "the prefill",
     "jit(_score_fn)": "the score pass",
     "jit(_unstack)": "the copy of the weights for decoding",
     "jit(_update_fn)": "the update",

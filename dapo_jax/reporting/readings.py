@@ -89,7 +89,8 @@ CURVES = (
         ("kl_sampler_trainer",),
         "nats per token",
         "within some thousandths of 0.",
-        "away from 0: they compute different policies (int8, bfloat16, a lag): the ratio is off.",
+        "away from 0: they compute different policies (int8, bfloat16, lag, carry-over): the "
+        "ratio is off.",
     ),
     Curve(
         "KL to the reference",

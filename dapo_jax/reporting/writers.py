@@ -153,6 +153,7 @@ def write_rollouts(
     first = max(0, len(collected.groups) - token_groups)
     told = {group.prompt.index for group in collected.groups[first:]}
     groups = collected.judged + collected.surplus + collected.broken
+    surplus = {group.prompt.index for group in collected.surplus}
     folder = run_dir / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _rollouts_name(step)
@@ -168,7 +169,8 @@ def write_rollouts(
                     "prompt_id": group.prompt.id,
                     "index": group.prompt.index,
                     "sample": i,
-                    "surplus": group.prompt.index >= collected.next_position,
+                    "surplus": group.prompt.index in surplus
+                    or group.prompt.index >= collected.next_position,
                     "prompt": group.prompt.text,
                     "prompt_tokens": len(group.prompt.tokens),
                     "response": completion.text,
@@ -183,6 +185,8 @@ def write_rollouts(
                     "failure": verdict.broken or verdict.failure,
                     "advantage": trace and _number(trace.advantage),
                 }
+                if len(completion.drawn_by) > 1:
+                    line["drawn_by"] = completion.drawn_by
                 if tokenizer and group.prompt.index in told:
                     line |= token_fields(completion, trace, tokenizer)
                 file.write(json.dumps(line).encode() + b"\n")

@@ -33,6 +33,21 @@ def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int
     )
 
 
+def prefill_prefix(
+    config: DecoderConfig,
+    chunk_tokens: int,
+    params: Any,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    keys: jax.Array,
+    drawn: Int[Array, "B"],
+) -> Prefix:
+    """Keys and values of prompts padded on the right; the last `drawn` tokens are a response's."""
+    caches = inference.prefill(params, config, tokens, lengths, chunk_tokens)
+    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+    return Prefix(caches, last, lengths, keys, drawn)
+
+
 def start_responses(
     prefix: Prefix,
     state: DecodeState,
@@ -45,6 +60,8 @@ def start_responses(
     in_turn: bool = False,
 ) -> DecodeState:
     """Sample `samples[i]` of prompt `rows[i]` begins in `slots[i]`; one past the last is dropped.
+
+    Of a response that goes on what was drawn before is on the host: only its count is written.
 
     Args:
         take_up: the store's; `fills` is for it.
@@ -65,7 +82,7 @@ def start_responses(
         caches=tuple(caches),
         last_token=place(state.last_token, prefix.last_token[rows]),
         length=place(state.length, prefix.true_length[rows] - 1),
-        generated=place(state.generated, 0),
+        generated=place(state.generated, prefix.drawn[rows]),
         active=place(state.active, True),
         key=place(state.key, keys),
         rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from dapo_jax import sharding
 from dapo_jax.experiment.config import Sampler
 from dapo_jax.experiment.settings import require
-from dapo_jax.model import decoder, inference
+from dapo_jax.model import decoder
 from dapo_jax.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.sampler import decoding
 from dapo_jax.sampler.jetstream import (
@@ -85,7 +85,6 @@ class PolicyEngine(Engine):
         self._max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
         self._tokenizer, self._seed, self._served = tokenizer, seed, itertools.count()
         self._end_ids = jnp.asarray(tokenizer.end_ids, jnp.int32)
-        self._chunk_tokens = settings.prefill_chunk_tokens
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
         self.store = choose_store(
             config,
@@ -113,10 +112,11 @@ class PolicyEngine(Engine):
         self._load_frozen = load({path: boxed[path] for path in frozen})
         self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
         self.prefix_place = prompts = place("batch", None, "kv_heads")
+        chunk_tokens = settings.prefill_chunk_tokens
         self._prefill = jax.jit(
-            self._prefill_fn,
-            in_shardings=(None, place("batch"), None, None),
-            out_shardings=Prefix(prompts, replicated, replicated, replicated),
+            functools.partial(decoding.prefill_prefix, self.config, chunk_tokens),
+            in_shardings=(None, place("batch"), None, None, None),
+            out_shardings=Prefix(prompts, *[replicated] * 4),
         )
         take_up, on_tpu = self.store.take_up, self._mesh.devices.flat[0].platform == "tpu"
         start = functools.partial(decoding.start_responses, take_up=take_up, in_turn=on_tpu)
@@ -157,6 +157,10 @@ class PolicyEngine(Engine):
         if padded_tokens[0] == NO_TOKEN:
             padded_tokens = np.append(padded_tokens[1:], self._tokenizer.pad_id)
             true_length -= 1
+        limit = min(len(padded_tokens), self._max_prompt_tokens)
+        if not 0 < true_length <= limit:
+            allowed = f"above 0 and at most {limit}"
+            raise ValueError(f"prefill: true_length = {true_length}: must be {allowed}")
         if key is None:
             key = sample_key(self._seed, SAMPLE_FOR_SERVING, 0, next(self._served))
         return self.prefill_prompts(params, np.asarray(padded_tokens)[None], [true_length], [key])
@@ -277,20 +281,20 @@ class PolicyEngine(Engine):
         padded_tokens: Int[np.ndarray, "n P"],
         true_lengths: Sequence[int],
         keys: Sequence[jax.Array],
+        drawn: Sequence[int] = (),
     ) -> Prefix:
-        """Keys and values of up to `prefill_width` prompts, split over the replicas."""
-        limit = min(padded_tokens.shape[1], self._max_prompt_tokens)
-        for length in true_lengths:
-            if not 0 < length <= limit:
-                raise ValueError(
-                    f"prefill: true_length = {length}: must be above 0 and at most {limit}"
-                )
+        """Keys and values of up to `prefill_width` prompts, split over the replicas.
+
+        Args:
+            drawn: how many of the last tokens are those of a response that goes on; none if empty.
+        """
         width = self.replicas if len(true_lengths) <= self.replicas else self.prefill_width
         pad = width - len(true_lengths)
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
-        lengths = np.pad(np.asarray(true_lengths, np.int32), (0, pad), mode="edge")
+        counts = np.asarray([true_lengths, drawn or [0] * len(true_lengths)], np.int32)
+        lengths, before = np.pad(counts, ((0, 0), (0, pad)), mode="edge")
         stacked = jnp.stack([*keys, *[keys[-1]] * pad])
-        return self._prefill(params, self._over_replicas(tokens), lengths, stacked)
+        return self._prefill(params, self._over_replicas(tokens), lengths, stacked, before)
 
     def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
         """Room for the next burst; where there is none the youngest of `slots` are stopped.
@@ -334,11 +338,6 @@ class PolicyEngine(Engine):
 
     def _grow_fn(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=self.store.grow(cast(Any, state.caches), window))
-
-    def _prefill_fn(self, params, tokens, lengths, keys) -> Prefix:
-        caches = inference.prefill(params, self.config, tokens, lengths, self._chunk_tokens)
-        last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-        return Prefix(caches, last, lengths, keys)
 
     def _generate_fn(self, params, state: DecodeState, *, rule: SamplingRule, columns: int | None):
         def one(state: DecodeState) -> DecodeState:

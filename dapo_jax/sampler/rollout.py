@@ -7,31 +7,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dapo_jax.prompts.tokenizer import Decodes
 from dapo_jax.sampler.engine import PolicyEngine
+from dapo_jax.sampler.requests import (
+    COARSE,
+    Asked,
+    Request,
+    carry_groups,
+    completion_of,
+    pad_prompt,
+    split_group,
+)
 from dapo_jax.sampler.sampling import SamplingRule, sample_key
 from dapo_jax.sharding import to_host
-from dapo_jax.structs import Completion, DecodeState, Prefix, Prompt
-
-SMALLEST_PROMPT_BUCKET = 16
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """A prompt on its way: which of its samples have no slot yet, and those that are finished."""
-
-    prompt: Prompt
-    samples: Sequence[int]
-    whole: bool  # all samples are handed back together
-    number: int  # names what its responses share in the cache
-    padded: np.ndarray
-    prefilled: tuple[Prefix, int] | None = None  # with other prompts; its row there
-    finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.waiting = collections.deque(self.samples)
+from dapo_jax.structs import Carried, Completion, DecodeState, Prompt
 
 
 @dataclasses.dataclass
@@ -46,9 +38,15 @@ class SamplerCounts:
     tokens: int = 0
     abandoned_responses: int = 0
     abandoned_tokens: int = 0
+    unfinished_tokens: int = 0  # of responses that the next step goes on with
     put_back_tokens: int = 0
     busy_slot_steps: int = 0
     slot_steps: int = 0
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Of all responses, also those that were stopped or drawn again."""
+        return self.tokens + self.abandoned_tokens + self.unfinished_tokens + self.put_back_tokens
 
     @property
     def occupancy(self) -> float:
@@ -68,16 +66,6 @@ class SamplerCounts:
         }
 
 
-def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int) -> np.ndarray:
-    """Right-padded to the next power of two (at most `limit`), so that few lengths compile."""
-    length = SMALLEST_PROMPT_BUCKET
-    while length < len(tokens):
-        length *= 2
-    padded = np.full(max(len(tokens), min(length, limit)), pad_id, np.int32)
-    padded[: len(tokens)] = tokens
-    return padded
-
-
 class RolloutSampler:
     """Keeps the engine's slots full and hands back whole groups.
 
@@ -90,8 +78,8 @@ class RolloutSampler:
     def __init__(self, engine: PolicyEngine, tokenizer: Decodes, seed: int):
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
-        self._waiting: collections.deque[_Request] = collections.deque()
-        self._in_slot: dict[int, tuple[_Request, int]] = {}  # the oldest first
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._in_slot: dict[int, tuple[Request, int]] = {}  # the oldest first
         self._submitted = itertools.count()
         self.counts = SamplerCounts()
 
@@ -120,19 +108,34 @@ class RolloutSampler:
         self._slot_counts_before = (0, 0)
         self.counts = SamplerCounts()
 
-    def submit(self, prompt: Prompt, samples: int) -> None:
-        """Queues a group of `samples` responses. Raises ValueError for an empty prompt."""
-        self._queue(prompt, range(samples), whole=True)
+    def submit(self, prompt: Prompt, samples: int, carried: Carried | None = None) -> None:
+        """Queues a group of `samples` responses. Raises ValueError for an empty prompt.
+
+        Args:
+            carried: what an earlier step has of it; its draws go on as if no step had ended.
+        """
+        asked = Asked(prompt, range(samples), whole=True, step=self._step)
+        if carried is not None and carried.tokens:
+            asked.step = carried.step
+            asked.finished = {one.sample: one for one in carried.finished}
+        self._queue(asked, carried)
 
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         """Queues the responses of those numbers; each is a group of its own, once finished."""
-        self._queue(prompt, samples, whole=False)
+        self._queue(Asked(prompt, samples, whole=False, step=self._step))
 
-    def _queue(self, prompt: Prompt, samples: Sequence[int], whole: bool) -> None:
-        if len(prompt.tokens) == 0:
-            raise ValueError(f"prompt {prompt.id!r} has no tokens")
-        padded = pad_prompt(prompt.tokens, self._engine.max_prefill_length, self._tokenizer.pad_id)
-        self._waiting.append(_Request(prompt, samples, whole, next(self._submitted), padded))
+    def _queue(self, asked: Asked, carried: Carried | None = None) -> None:
+        tokens, engine, pad_id = asked.prompt.tokens, self._engine, self._tokenizer.pad_id
+        if len(tokens) == 0:
+            raise ValueError(f"prompt {asked.prompt.id!r} has no tokens")
+        for begun, samples in split_group(asked, carried):
+            if begun is None:
+                padded = pad_prompt(tokens, engine.max_prefill_length, pad_id)
+            else:
+                known = np.concatenate([tokens, begun.tokens])
+                padded = pad_prompt(known, engine.cache_tokens, pad_id, COARSE)
+            waiting, number = collections.deque(samples), next(self._submitted)
+            self._waiting.append(Request(asked, waiting, number, padded, begun))
 
     @property
     def held(self) -> Any:
@@ -147,6 +150,12 @@ class RolloutSampler:
     def idle(self) -> bool:
         """Nothing waits and nothing is being decoded."""
         return not self._waiting and not self._in_slot
+
+    @property
+    def room(self) -> int:
+        """Responses that could start beside those that run or wait."""
+        waiting = sum(len(request.waiting) for request in self._waiting)
+        return self._engine.max_concurrent_decodes - len(self._in_slot) - waiting
 
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Refills free slots, decodes one burst, returns the groups that it completed."""
@@ -168,11 +177,30 @@ class RolloutSampler:
         self._slot_counts_before = (int(busy), int(total))
         return self._collect([slot for slot in self._in_slot if not active[slot]])
 
+    def suspend(self) -> list[Carried]:
+        """Everything that waits or is decoded, group by group, as far as it was drawn.
+
+        Nothing is left here; a group of which nothing was drawn has no tokens.
+        """
+        parts = [(request.asked, request.begun) for request in self._waiting]
+        slots = list(self._in_slot)
+        rows = self._engine.harvest(self._running, slots) if slots else ((), ())
+        for slot, tokens, logprobs in zip(slots, *rows, strict=True):
+            (request, sample), length = self._in_slot[slot], int(self._generated[slot])
+            drawn = tokens[:length], logprobs[:length]
+            begun = completion_of(request, sample, *drawn, self._policy_step)
+            parts.append((request.asked, begun if length else None))
+            self.counts.unfinished_tokens += length - request.drawn
+            self._engine.store.release(slot)
+        self._in_slot.clear()
+        self._waiting.clear()
+        return carry_groups(parts)
+
     def abandon(self) -> None:
         """Forgets everything waiting or being decoded, and counts it."""
-        for slot in self._in_slot:
+        for slot, (request, _) in self._in_slot.items():
             self.counts.abandoned_responses += 1
-            self.counts.abandoned_tokens += int(self._generated[slot])
+            self.counts.abandoned_tokens += int(self._generated[slot]) - request.drawn
             self._engine.store.release(slot)
         self._in_slot.clear()
         self._waiting.clear()
@@ -189,7 +217,7 @@ class RolloutSampler:
 
     def _longest(self) -> int:
         return max(
-            len(request.prompt.tokens) - 1 + int(self._generated[slot])
+            len(request.asked.prompt.tokens) - 1 + int(self._generated[slot])
             for slot, (request, _) in self._in_slot.items()
         )
 
@@ -197,7 +225,7 @@ class RolloutSampler:
         """The first response that waits gets a free slot that has room for it, and so on."""
         slots = range(self._engine.max_concurrent_decodes)
         free = [slot for slot in slots if slot not in self._in_slot]
-        starting: dict[int, list[tuple[int, _Request, int]]] = {}
+        starting: dict[int, list[tuple[int, Request, int]]] = {}
         while free and self._waiting:
             request = self._waiting[0]
             slot = self._claim(free, request)
@@ -219,9 +247,9 @@ class RolloutSampler:
             if not request.waiting:
                 request.prefilled = None
 
-    def _claim(self, free: list[int], request: _Request) -> int | None:
+    def _claim(self, free: list[int], request: Request) -> int | None:
         """The first free slot whose replica has room; None if none has."""
-        tokens, full = len(request.prompt.tokens), set()
+        tokens, full = request.length, set()
         for slot in free:
             replica = self._engine.replica(slot)
             if replica in full:
@@ -231,14 +259,14 @@ class RolloutSampler:
             full.add(replica)
         return None
 
-    def _insert(self, started: list[tuple[int, _Request, int]]) -> None:
+    def _insert(self, started: list[tuple[int, Request, int]]) -> None:
         slots, requests, samples = zip(*started, strict=True)
         slots, rows = np.array(slots), [request.prefilled[1] for request in requests]
         prefix = requests[0].prefilled[0]
         self._state = self._engine.insert(
             prefix, self._running, slots, sample_index=np.array(samples), row=np.array(rows)
         )
-        self._generated[slots] = 0
+        self._generated[slots] = [request.drawn for request in requests]
 
     def _prefill_ahead(self) -> None:
         """Prefills the first prompt that waits, with others of its length that do."""
@@ -255,21 +283,22 @@ class RolloutSampler:
         prefix = engine.prefill_prompts(
             self._params,
             np.stack([request.padded for request in batch]),
-            [len(request.prompt.tokens) for request in batch],
-            [
-                sample_key(self._seed, self._purpose, self._step, request.prompt.index)
-                for request in batch
-            ],
+            [request.length for request in batch],
+            [self._key(request.asked) for request in batch],
+            [request.drawn for request in batch],
         )
         for row, request in enumerate(batch):
             request.prefilled = (prefix, row)
+
+    def _key(self, asked: Asked) -> jax.Array:
+        return sample_key(self._seed, self._purpose, asked.step, asked.prompt.index)
 
     def _make_room(self) -> None:
         """Puts the youngest responses back into the queue where the cache has no room for all."""
         self._state, stopped = self._engine.make_room(self._running, list(self._in_slot))
         for slot in stopped:
             request, sample = self._in_slot.pop(slot)
-            self.counts.put_back_tokens += int(self._generated[slot])
+            self.counts.put_back_tokens += int(self._generated[slot]) - request.drawn
             if not request.waiting:
                 self._waiting.appendleft(request)
             request.waiting.appendleft(sample)
@@ -282,22 +311,25 @@ class RolloutSampler:
         for row, slot in enumerate(slots):
             request, sample = self._in_slot.pop(slot)
             self._engine.store.release(slot)
-            drawn = tokens[row, : self._generated[slot]]
-            completion = Completion(
-                tokens=drawn,
-                sampler_logprobs=logprobs[row, : len(drawn)],
-                truncated=len(drawn) == 0 or int(drawn[-1]) not in self._tokenizer.end_ids,
-                policy_step=self._policy_step,
-                text=self._tokenizer.decode(drawn.tolist()),
-                sample=sample,
+            asked, length = request.asked, int(self._generated[slot])
+            drawn = tokens[row, :length]
+            completion = completion_of(
+                request,
+                sample,
+                drawn,
+                logprobs[row, :length],
+                self._policy_step,
+                truncated=length == 0 or int(drawn[-1]) not in self._tokenizer.end_ids,
             )
+            text = self._tokenizer.decode(completion.tokens.tolist())
+            completion = dataclasses.replace(completion, text=text)
             self.counts.responses += 1
-            self.counts.tokens += len(drawn)
-            if not request.whole:
-                groups.append((request.prompt, (completion,)))
+            self.counts.tokens += length - request.drawn
+            if not asked.whole:
+                groups.append((asked.prompt, (completion,)))
                 continue
-            request.finished[sample] = completion
-            if len(request.finished) == len(request.samples):
-                ordered = tuple(request.finished[i] for i in request.samples)
-                groups.append((request.prompt, ordered))
+            asked.finished[sample] = completion
+            if len(asked.finished) == len(asked.samples):
+                ordered = tuple(asked.finished[i] for i in asked.samples)
+                groups.append((asked.prompt, ordered))
         return groups

@@ -31,13 +31,15 @@ SHOWN += ("abandoned_tokens", "sampled_to_kept_tokens", "rows", "fill")
 
 
 def simulate(
-    args: argparse.Namespace, chips: int, learners: int, carry_over: bool = False
+    args: argparse.Namespace, chips: int, learners: int, carry_over: str = "none"
 ) -> list[Step]:
     """Steps that have so many devices for the rollout and so many for the update."""
     replicas, response = chips // args.tensor, args.max_response
     config = Config(
         data=Data(max_prompt_tokens=ROW - 20_480),
-        rollout=Rollout(args.prompts, args.samples, updates_per_rollout=args.updates),
+        rollout=Rollout(
+            args.prompts, args.samples, updates_per_rollout=args.updates, carry_over=carry_over
+        ),
         sampler=Sampler(
             slots=args.slots * replicas,
             burst_tokens=args.burst,
@@ -64,7 +66,7 @@ def simulate(
         learners=learners,
     )
     mesh = describe_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", chips)
-    simulation = Simulation(config, SHAPE, mesh, law, costs, carry_over=carry_over)
+    simulation = Simulation(config, SHAPE, mesh, law, costs)
     return [simulation.step() for _ in range(args.steps)]
 
 
@@ -103,7 +105,7 @@ def main() -> None:
     parser.add_argument("--max_response", type=int, default=20_480)
     parser.add_argument("--accuracy", type=float, default=0.5, help="of responses within the limit")
     parser.add_argument("--kept", type=float, default=0.5, help="share of groups with signal")
-    parser.add_argument("--carry_over", action="store_true", help="one more simulation")
+    parser.add_argument("--carry_over", action="store_true", help="two more simulations")
     args = parser.parse_args()
     learners = args.chips - args.samplers
     whole = simulate(args, args.chips, args.chips)
@@ -112,10 +114,10 @@ def main() -> None:
     describe(f"{args.samplers} sample, {learners} learn", apart)
     rows = [("the same", 0, whole), ("the same", 1, whole)]
     rows += [(f"{args.samplers} and {learners}", lag, apart) for lag in (0, 1)]
-    if args.carry_over:
-        carried = simulate(args, args.chips, args.chips, carry_over=True)
-        describe("all devices, carry-over (hypothetical)", carried)
-        rows.append(("the same, carry-over (hypothetical)", 0, carried))
+    for kept in ("unfinished", "all") if args.carry_over else ():
+        carried = simulate(args, args.chips, args.chips, kept)
+        describe(f"all devices, rollout.carry_over={kept}", carried)
+        rows.append((f"the same, rollout.carry_over={kept}", 0, carried))
     print("| devices | lag | seconds a step |\n|---|---|---|")
     for devices, lag, steps in rows:
         seconds = step_seconds(steps, overlapped=lag and steps is apart)

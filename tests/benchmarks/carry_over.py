@@ -1,0 +1,92 @@
+"""Trains the embedded task with each `rollout.carry_over`: what is wasted, how fast, how well.
+
+    python tests/benchmarks/carry_over.py --seeds 3 --folder runs/carry_over
+
+Resumable: what is finished is kept. Any other argument is handed to the trainer. The sums have 2 to
+8 terms and half of a batch decodes at once, so that a step without carry-over ends with most slots
+idle. Sampled tokens are those of all steps over all that was trained on; decode steps and steps per
+hour leave out the first steps, which compile.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+
+from family import RL, base_policy, python
+
+KINDS, CAP = ("none", "unfinished", "all"), 2.0
+TAIL = (
+    "--config.data.min_terms=2",
+    "--config.sampler.max_response_tokens=128",
+    "--config.sampler.slots=256",
+)
+FIRST_STEPS = 3
+HEADER = (
+    "| carry_over | held-out accuracy | sampled per trained token | decode steps a step "
+    "| steps per hour | policy lag, mean and most |\n|---|---|---|---|---|---|"
+)
+
+
+def train(root: pathlib.Path, kind: str, seed: int, extra: list[str]) -> list[dict]:
+    """The rows of a run's steps, made where it is missing."""
+    folder = root / f"{kind}_{seed}"
+    if not (folder / "summary.json").exists():
+        python(
+            "main",
+            f"--config={RL}",
+            f"--config.seed={seed}",
+            f"--config.model.folder={base_policy(root, 0)}",
+            f"--config.run_dir={folder}",
+            f"--config.algorithm.importance_cap={CAP}",
+            f"--config.rollout.carry_over={kind}",
+            *TAIL,
+            *extra,
+        )
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def waste(rows: list[dict]) -> float:
+    """Sampled tokens per trained one, over a whole run."""
+    trained = [row["trained_tokens_per_second"] * row["seconds_update"] for row in rows]
+    sampled = [row["sampled_to_kept_tokens"] * n for row, n in zip(rows, trained, strict=True)]
+    return sum(sampled) / sum(trained)
+
+
+def table_row(kind: str, runs: list[list[dict]]) -> str:
+    """Means over the seeds, the accuracies also one by one."""
+    scores = [rows[-1]["heldout_accuracy"] for rows in runs]
+    late = [row for rows in runs for row in rows[min(FIRST_STEPS, len(rows) - 1) :]]
+
+    def mean(name: str) -> float:
+        return statistics.mean(row[name] for row in late)
+
+    cells = (
+        kind,
+        f"{statistics.mean(scores):.3f} ({' '.join(f'{score:.3f}' for score in scores)})",
+        f"{statistics.mean(map(waste, runs)):.2f}",
+        f"{mean('decode_steps'):.0f}",
+        f"{3600 / mean('seconds_step'):.0f}",
+        f"{mean('policy_lag'):.2f}, {max(row['policy_lag_max'] for row in late):.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/carry_over"))
+    options, extra = parser.parse_known_args()
+    # The kinds in turn, so that whatever else the machine does hits all alike.
+    runs = {
+        (kind, seed): train(options.folder, kind, seed, extra)
+        for seed in range(options.seeds)
+        for kind in KINDS
+    }
+    print(HEADER)
+    for kind in KINDS:
+        print(table_row(kind, [runs[kind, seed] for seed in range(options.seeds)]))
+
+
+if __name__ == "__main__":
+    main()
