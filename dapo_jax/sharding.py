@@ -42,6 +42,24 @@ RULES = {
 TRAINING, DECODING = 0, 1
 
 
+def mesh_shape(
+    data: int, fsdp: int, tensor: int, devices: int, *, decode_tensor: int = 1
+) -> tuple[int, int, int, int]:
+    """Sizes of AXES; `data` or `fsdp` = -1 takes the devices that the others leave.
+
+    Raises `ConfigError` where the product is not the number of devices.
+    """
+    cut = decode_tensor * tensor
+    if data == -1:
+        data = max(1, devices // (fsdp * cut))
+    if fsdp == -1:
+        fsdp = max(1, devices // (data * cut))
+    shape = (data, fsdp, decode_tensor, tensor)
+    allowed = f"a factorisation of the {devices} devices"
+    require(data * fsdp * cut == devices, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
+    return shape
+
+
 def make_mesh(
     data: int,
     fsdp: int,
@@ -50,23 +68,13 @@ def make_mesh(
     *,
     decode_tensor: int = 1,
 ) -> Mesh:
-    """A mesh of those sizes; `fsdp = -1` takes the devices that the others leave.
+    """A mesh of those sizes (see `mesh_shape`).
 
     On TPU, neighbours in the mesh are neighbours in the torus. Axes are Auto: the compiler places
     the collectives (jax.make_mesh would make them Explicit).
-    Raises `ConfigError` where the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    others = data * decode_tensor * tensor
-    if fsdp == -1:
-        fsdp = max(1, len(devices) // others)
-    shape = (data, fsdp, decode_tensor, tensor)
-    require(
-        others * fsdp == len(devices),
-        "mesh",
-        dict(zip(AXES, shape, strict=True)),
-        f"a factorisation of the {len(devices)} devices",
-    )
+    shape = mesh_shape(data, fsdp, tensor, len(devices), decode_tensor=decode_tensor)
     if devices[0].platform == "tpu" and _fills_a_box(devices):
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:

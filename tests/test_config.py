@@ -12,6 +12,7 @@ import pytest
 from dapo_jax import cli
 from dapo_jax.experiment.config import Config, SftConfig
 from dapo_jax.experiment.settings import ConfigError, leaves
+from dapo_jax.sharding import mesh_shape
 
 ROOT = pathlib.Path(__file__).parent.parent
 RL = f"--config={ROOT}/configs/arithmetic.py"
@@ -50,6 +51,8 @@ BAD = [
     (["--config.compute.attention=cudnn"], ["attention", "cudnn", "blocked"]),
     (["--config.data.min_terms=1"], ["min_terms", "1", "from 2"]),
     (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
+    (["--config.mesh.data=0"], ["mesh.data", "0", "-1"]),
+    (["--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["mesh.fsdp", "where mesh.data is not"]),
     (
         ["--config.algorithm.old_logprobs=sampler", "--config.sampler.top_k=5"],
         ["old_logprobs", "sampler", "recompute"],
@@ -179,3 +182,10 @@ def test_a_switch_may_stand_alone_and_a_value_apart():
     loaded = load(Config, RL, *apart, "--config.critic.pretrain_steps", "-1", "--config.log.report")
     assert (loaded.log.tensorboard, loaded.seed, loaded.optimizer.eps) == (True, 3, 1e-9)
     assert loaded.critic.pretrain_steps == -1 and loaded.log.report
+
+
+def test_one_size_of_the_mesh_takes_what_the_others_leave():
+    assert mesh_shape(-1, 1, 2, 8) == (4, 1, 1, 2) and mesh_shape(2, -1, 1, 8) == (2, 4, 1, 1)
+    assert mesh_shape(-1, 2, 1, 16, decode_tensor=4) == (2, 2, 4, 1)
+    with pytest.raises(ConfigError, match="a factorisation of the 8 devices"):
+        mesh_shape(-1, 3, 1, 8)

@@ -38,7 +38,7 @@ class Packing:
 class OneMesh:
     """Device mesh. Batch is split over data x fsdp, weights over fsdp x tensor."""
 
-    data: int = setting(1, "Replicas of the weights.")
+    data: int = setting(1, "Replicas of the weights; -1 takes what is left.")
     fsdp: int = setting(-1, "Shards of weights and optimizer along embed; -1 takes what is left.")
     tensor: int = setting(1, "Shards along heads, mlp and vocabulary.")
     decode_tensor: int = setting(

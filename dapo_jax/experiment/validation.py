@@ -65,7 +65,7 @@ POSITIVE = (
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
     "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
-    "packing.row_tokens packing.rows_per_microbatch mesh.data mesh.tensor mesh.decode_tensor "
+    "packing.row_tokens packing.rows_per_microbatch mesh.tensor mesh.decode_tensor "
     "checkpoint.keep "
     "evaluation.samples_per_problem architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
@@ -130,7 +130,9 @@ def _check_terms(section: str, terms: Data | Examples) -> None:
 
 
 def _check_mesh(mesh: OneMesh) -> None:
-    require(mesh.fsdp == -1 or mesh.fsdp > 0, "mesh.fsdp", mesh.fsdp, "above 0, or -1")
+    require(mesh.data == -1 or mesh.data > 0, "mesh.data", mesh.data, "above 0, or -1")
+    rest = "above 0, or -1 where mesh.data is not"
+    require(mesh.fsdp > 0 or mesh.fsdp == -1 != mesh.data, "mesh.fsdp", mesh.fsdp, rest)
     if isinstance(mesh, Mesh):
         share = mesh.sampler_share
         require(0 <= share < 1, "mesh.sampler_share", share, "at least 0 and below 1")

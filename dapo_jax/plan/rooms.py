@@ -9,14 +9,13 @@ import numpy as np
 
 from dapo_jax.experiment.config import Config, Reward
 from dapo_jax.experiment.devices import Mesh
-from dapo_jax.experiment.settings import require
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.plan.costs import Meter
 from dapo_jax.plan.laws import Law
 from dapo_jax.rewards.rule import reward_group
 from dapo_jax.sampler.engine import PolicyEngine
 from dapo_jax.sampler.sampling import SamplingRule
-from dapo_jax.sharding import AXES
+from dapo_jax.sharding import AXES, mesh_shape
 from dapo_jax.structs import (
     Completion,
     DecodeState,
@@ -43,11 +42,8 @@ def describe_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mes
 
     Raises `ConfigError` where the product is not the number of chips.
     """
-    others = settings.data * settings.tensor * settings.decode_tensor
-    fsdp = max(1, chips // others) if settings.fsdp == -1 else settings.fsdp
-    shape = (settings.data, fsdp, settings.decode_tensor, settings.tensor)
-    allowed = f"a factorisation of the {chips} devices"
-    require(others * fsdp == chips, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
+    sizes = settings.data, settings.fsdp, settings.tensor
+    shape = mesh_shape(*sizes, chips, decode_tensor=settings.decode_tensor)
     devices = np.empty(chips, object)
     devices[:] = [_Chip(i, platform) for i in range(chips)]
     return jax.sharding.Mesh(devices.reshape(shape), AXES)
