@@ -97,6 +97,7 @@ explain() { # CODE
         2) say "a setting is wrong (exit code 2, see the line above): not tried again" ;;
         3) say "no learning signal was left (exit code 3): not tried again" ;;
         4) say "numbers are not finite (exit code 4, see the line above): not tried again" ;;
+        74) say "what the run ended with could not be saved (exit code 74): is the disk full?" ;;
         *) say "ended with exit code $1" ;;
     esac
 }
