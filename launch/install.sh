@@ -16,14 +16,15 @@ if [ -z "${python:-}" ]; then
     exit 1
 fi
 
-# One mark per set of extras, holding what setup.py was: reinstall when it changes.
+# One mark per set of extras, holding what setup.py and the versions were: reinstall when they change.
 mark=".venv/installed-${extras:-base}"
-wanted="$(cksum <setup.py)"
+wanted="$(cat setup.py launch/versions.txt | cksum)"
 fit='import sys, pip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
 if [ "$(cat "$mark" 2>/dev/null)" != "$wanted" ]; then
     echo "installing dapo_jax${extras:+[$extras]} into .venv (once) ..."
     # A half-made environment, or one of another Python, is made anew.
     .venv/bin/python -c "$fit" 2>/dev/null || "$python" -m venv --clear .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c launch/versions.txt \
+        -e ".${extras:+[$extras]}"
     echo "$wanted" >"$mark"
 fi

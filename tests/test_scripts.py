@@ -92,6 +92,10 @@ def test_our_benchmark_and_the_comparison_run():
     assert len(table) == 3 and table[-1].startswith("| uniform | step |")
 
 
+def test_fused_products_are_timed():
+    assert run("tests/benchmarks/fused.py", "--calls", 2).count("x)") == 4
+
+
 def test_the_real_workload_has_the_law_that_it_says(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")
     ours = importlib.import_module("ours")

@@ -225,8 +225,11 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="uniform")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="rollout,update,step")
+    parser.add_argument("--rows", type=int, default=0, help="per microbatch; 0: the workload's")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
+    if args.rows:
+        workload = dataclasses.replace(workload, rows_per_microbatch=args.rows)
     decoding.draw = draw_within(workload)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder))
