@@ -81,6 +81,9 @@ def check_record(
     record = dict(record)
     saved, then = record.pop("settings"), record.pop(INPUTS, {"data": {}, "code": {}})
     changed = "; ".join(_differences(inputs["data"], then["data"]))
+    if changed and config.data.heldout_problems < 0:  # of a small file a share of its size
+        saved["data.heldout_problems"] = settings["data.heldout_problems"]
+    check_same_run(settings, saved)
     if changed and config.data.changed == "refuse":
         raise ConfigError(
             f"config.data.changed = 'refuse': the data are not what the run began with: {changed}. "
@@ -88,9 +91,6 @@ def check_record(
         )
     if changed:
         warn(f"{changed}. What is held out now may have been trained on")
-        held = "data.heldout_problems"  # of a small file a share, which goes with its size
-        saved[held] = settings[held] if config.data.heldout_problems < 0 else saved[held]
-    check_same_run(settings, saved)
     for name, digest in inputs["code"].items():
         if then["code"].get(name, digest) != digest:
             warn(f"the file of {name} has changed since the run's newest checkpoint")
