@@ -242,6 +242,7 @@ for umask in '022', '002', '077':
 """
 
 
+@pytest.mark.slow  # makes every kind of file there is
 def test_files_have_the_modes_that_the_umask_allows(tmp_path):
     line = [sys.executable, "-c", WRITE_EVERYTHING, tmp_path]
     subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
