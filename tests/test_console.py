@@ -180,7 +180,8 @@ def piped(base, tmp_path_factory):
 
 
 def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
-    _, out, err = piped
+    folder, out, err = piped
+    out = out.replace(str(folder.parent), "")  # as long as pytest likes
     assert err == ""  # nothing of a third party either
     assert "\x1b" not in out and "\r" not in out
     lines = out.splitlines()

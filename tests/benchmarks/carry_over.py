@@ -75,16 +75,17 @@ def table_row(kind: str, runs: list[list[dict]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/carry_over"))
     options, extra = parser.parse_known_args()
     # The kinds in turn, so that whatever else the machine does hits all alike.
     runs = {
         (kind, seed): train(options.folder, kind, seed, extra)
         for seed in range(options.seeds)
-        for kind in KINDS
+        for kind in options.kinds
     }
     print(HEADER)
-    for kind in KINDS:
+    for kind in options.kinds:
         print(table_row(kind, [runs[kind, seed] for seed in range(options.seeds)]))
 
 
