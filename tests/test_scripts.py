@@ -10,10 +10,11 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import HURRIED
 from small_runs import make_small_base
 
 ROOT = pathlib.Path(__file__).parent.parent
-ONE_DEVICE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}  # compiles faster
+ONE_DEVICE = {"XLA_FLAGS": HURRIED + " --xla_force_host_platform_device_count=1"}
 
 
 def run(script: str, *arguments: object) -> str:
