@@ -5,10 +5,10 @@ import shutil
 import signal
 import sys
 
-# Eight devices. LLVM is told to hurry: most of these programs run once or twice.
-HURRIED = " --xla_backend_optimization_level=0"
+# LLVM is told to hurry: most programs of the tests run once or twice.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + HURRIED + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
