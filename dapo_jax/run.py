@@ -23,11 +23,12 @@ from dapo_jax.evaluation.evaluation import (
 from dapo_jax.evaluation.responses import write_responses
 from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
 from dapo_jax.finite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.folders import claim
 from dapo_jax.keeping import Keeper
+from dapo_jax.learner.skipped import write_skipped
 from dapo_jax.marks import RUN
 from dapo_jax.memory import megabytes_per_device
 from dapo_jax.parts import build, check_data, check_processes
@@ -50,6 +51,7 @@ from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
 from dapo_jax.states import first_state, save_state, saved_state
 from dapo_jax.storage import Storage, write_text
+from dapo_jax.structs import Group
 from dapo_jax.train import RunState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve
@@ -67,9 +69,6 @@ class Run:
         on_step: Callable[[int, dict[str, float]], Any] | None = None,
     ):
         self.config, self.signals, self._on_step = config, signals, on_step
-        carry, count = config.rollout.carry_over, processes.count()
-        allowed = f"'none' on {count} processes: only one has been tried"
-        require(carry == "none" or count == 1, "rollout.carry_over", carry, allowed)
         self.folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
         self.parts = build(config)
         self.parts.judge.given_up = signals.here
@@ -203,9 +202,20 @@ class Run:
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
         warn_about(step, values, self.parts.progress, self.watched)
-        if kept := self.parts.skipped.write(self.folder, step, collected.groups):
-            self.parts.progress.say(escape(f"python -m dapo_jax.replay {kept} says which tokens"))
+        self._keep_skipped(collected.groups)
         self.complete_row()
+
+    def _keep_skipped(self, groups: list[Group]) -> None:
+        """Writes the first batch of the step that was skipped, for `dapo_jax.replay`."""
+        found, step = self.parts.skipped.first(), self.state.step
+        if found is None or not self.writer:
+            return
+
+        def write() -> None:
+            if folder := write_skipped(self.folder, step, *found, groups):
+                self.parts.progress.say(escape(f"python -m dapo_jax.replay {folder} says more"))
+
+        self.storage.attempt("skipped/", write)
 
     def complete_row(self) -> None:
         """The evaluation that is due, the step's lines, and its checkpoint.

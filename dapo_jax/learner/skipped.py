@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dapo_jax import processes
 from dapo_jax.finite import path_name
 from dapo_jax.marks import Folder
 from dapo_jax.sharding import to_host
+from dapo_jax.storage import replacing, write_text
 from dapo_jax.structs import Group, Mean, Rollouts, ScoredBatch, TrainBatch
 
 FOLDER, ARRAYS, RECORD = "skipped", "batch.npz", "record.json"
@@ -46,36 +46,45 @@ class SkippedBatches:
             self._step, self._taken = step, []
         self._taken.append(taken)
 
-    def write(self, run_dir: Folder, step: int, groups: Sequence[Group]) -> Folder | None:
-        """Writes the first that was skipped; returns its folder, None where nothing was written.
+    def first(self) -> tuple[Taken, TrainBatch] | None:
+        """The first that was skipped, with what it used of its batch on the host; all forget them.
 
-        Args:
-            step: that has been made of them.
-            groups: that were trained on, in their order.
+        Every process asks.
         """
         taken, self._taken = self._taken, []
         flags = jax.device_get([one.skipped.total for one in taken])
-        first = next((i for i, flag in enumerate(flags) if flag), None)
-        if first is None:
+        found = next((one for one, flag in zip(taken, flags, strict=True) if flag), None)
+        if found is None:
             return None
-        one = taken[first]
-        batch = to_host(jax.tree.map(lambda array: array[: one.microbatches], one.batch))
-        folder = run_dir / FOLDER / f"step_{step:06d}_{one.learner}"
-        if not processes.is_first() or _is_full(run_dir / FOLDER):
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ARRAYS).open("wb") as file:
-            named = jax.tree_util.tree_leaves_with_path(batch)
-            np.savez_compressed(file, **{path_name(path): array for path, array in named})
-        record = {
-            "step": step,
-            "learner": one.learner,
-            "learning_rate": one.learning_rate,
-            # By their index in the batch.
-            "responses": [[g.prompt.id, done.sample] for g in groups for done in g.completions],
-        }
-        (folder / RECORD).write_text(json.dumps(record, indent=2))
-        return folder
+        used = jax.tree.map(lambda array: array[: found.microbatches], found.batch)
+        return found, to_host(used)
+
+
+def write_skipped(
+    run_dir: Folder, step: int, taken: Taken, batch: TrainBatch, groups: Sequence[Group]
+) -> Folder | None:
+    """Writes a batch that was skipped; its folder, None where a run has enough of them.
+
+    Args:
+        step: that has been made of it.
+        groups: that were trained on, in their order.
+    """
+    folder = run_dir / FOLDER / f"step_{step:06d}_{taken.learner}"
+    if _is_full(run_dir / FOLDER) and not folder.exists():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    named = jax.tree_util.tree_leaves_with_path(batch)
+    with replacing(folder / ARRAYS) as file:
+        np.savez_compressed(file, **{path_name(path): array for path, array in named})
+    record = {
+        "step": step,
+        "learner": taken.learner,
+        "learning_rate": taken.learning_rate,
+        # By their index in the batch.
+        "responses": [[g.prompt.id, done.sample] for g in groups for done in g.completions],
+    }
+    write_text(folder / RECORD, json.dumps(record, indent=2))
+    return folder
 
 
 def _is_full(folder: Folder) -> bool:
@@ -83,7 +92,7 @@ def _is_full(folder: Folder) -> bool:
 
 
 def read_skipped(folder: pathlib.Path) -> tuple[dict[str, Any], TrainBatch]:
-    """The record and the batch [M, R, T] that `SkippedBatches.write` wrote. Raises OSError."""
+    """The record and the batch [M, R, T] that `write_skipped` wrote. Raises OSError."""
     with np.load(folder / ARRAYS) as file:
         arrays = {name: file[name] for name in file.files}
 

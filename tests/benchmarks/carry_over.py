@@ -9,11 +9,10 @@ hour leave out the first steps, which compile.
 """
 
 import argparse
-import json
 import pathlib
 import statistics
 
-from family import RL, base_policy, python
+from family import trained
 
 KINDS, CAP = ("none", "unfinished", "all"), 2.0
 TAIL = (
@@ -31,19 +30,8 @@ HEADER = (
 def train(root: pathlib.Path, kind: str, seed: int, extra: list[str]) -> list[dict]:
     """The rows of a run's steps, made where it is missing."""
     folder = root / f"{kind}_{seed}"
-    if not (folder / "summary.json").exists():
-        python(
-            "main",
-            f"--config={RL}",
-            f"--config.seed={seed}",
-            f"--config.model.folder={base_policy(root, 0)}",
-            f"--config.run_dir={folder}",
-            f"--config.algorithm.importance_cap={CAP}",
-            f"--config.rollout.carry_over={kind}",
-            *TAIL,
-            *extra,
-        )
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+    kind_of = f"--config.algorithm.importance_cap={CAP}", f"--config.rollout.carry_over={kind}"
+    return trained(folder, seed, *kind_of, *TAIL, *extra)[1:]
 
 
 def waste(rows: list[dict]) -> float:

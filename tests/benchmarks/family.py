@@ -50,6 +50,20 @@ def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
     return folder
 
 
+def trained(folder: pathlib.Path, seed: int, *arguments: str) -> list[dict]:
+    """All rows of a run in that folder, made where it is missing, on the base policy beside it."""
+    if not (folder / "summary.json").exists():
+        python(
+            "main",
+            f"--config={RL}",
+            f"--config.seed={seed}",
+            f"--config.model.folder={base_policy(folder.parent, 0)}",
+            f"--config.run_dir={folder}",
+            *arguments,
+        )
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> dict:
     """The rows of a run's ends: before and after, steps, seconds, updates that went wrong."""
     folder = root / f"{preset}_{seed}"

@@ -13,7 +13,7 @@ import json
 import pathlib
 import statistics
 
-from family import RL, base_policy, python
+from family import trained
 
 from dapo_jax.plan.costs import overlapped_seconds
 
@@ -24,18 +24,8 @@ PARTS = ("seconds_score", "seconds_update")
 def train(root: pathlib.Path, lag: int, seed: int, extra: list[str]) -> list[dict]:
     """The rows of a run, made where it is missing."""
     folder = root / f"lag_{lag}_{seed}"
-    if not (folder / "summary.json").exists():
-        python(
-            "main",
-            f"--config={RL}",
-            f"--config.seed={seed}",
-            f"--config.model.folder={base_policy(root, 0)}",
-            f"--config.run_dir={folder}",
-            f"--config.algorithm.importance_cap={CAP}",
-            f"--config.rollout.lag={lag}",
-            *extra,
-        )
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lag_of = f"--config.algorithm.importance_cap={CAP}", f"--config.rollout.lag={lag}"
+    rows = trained(folder, seed, *lag_of, *extra)
     seconds = json.loads((folder / "summary.json").read_text())["seconds"]
     rows[-1]["wall_seconds"] = seconds
     return rows
