@@ -99,6 +99,6 @@ def get_config(variant: str = "v5p_64") -> Config:
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=20, weight_decay=0.1),
         mesh=lies.mesh,
         packing=Packing(row_tokens=PROMPT_TOKENS + RESPONSE_TOKENS, rows_per_microbatch=lies.rows),
-        checkpoint=Checkpoint(every_steps=5, keep=2, leave_seconds=240.0),
+        checkpoint=Checkpoint(every_steps=5, keep=2, keep_groups=True, leave_seconds=240.0),
         evaluation=Evaluation(every_steps=5, samples_per_problem=32, temperature=1.0, top_p=0.7),
     )

@@ -76,6 +76,6 @@ def get_config(variant: str = "v5e_1") -> Config:
         reward=Reward(verifier="math", workers=2),
         optimizer=Optimizer(learning_rate=2e-5, warmup_steps=5, weight_decay=0.0),
         packing=Packing(row_tokens=2_048, rows_per_microbatch=lies.rows),
-        checkpoint=Checkpoint(every_steps=20, keep=2),
+        checkpoint=Checkpoint(every_steps=20, keep=2, keep_groups=True),
         evaluation=Evaluation(every_steps=50, samples_per_problem=1, temperature=1.0, top_p=0.7),
     )

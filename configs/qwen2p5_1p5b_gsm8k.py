@@ -80,6 +80,6 @@ def get_config(variant: str = "v5e_8") -> Config:
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5, weight_decay=0.1),
         mesh=lies.mesh,
         packing=Packing(row_tokens=4_096, rows_per_microbatch=lies.rows),
-        checkpoint=Checkpoint(every_steps=20, keep=2),
+        checkpoint=Checkpoint(every_steps=20, keep=2, keep_groups=True),
         evaluation=Evaluation(every_steps=20, samples_per_problem=1, temperature=1.0, top_p=0.7),
     )

@@ -90,6 +90,6 @@ def get_config(variant: str = "v6e_8") -> Config:
         packing=Packing(
             row_tokens=2 * (PROMPT_TOKENS + RESPONSE_TOKENS), rows_per_microbatch=lies.rows
         ),
-        checkpoint=Checkpoint(every_steps=20, keep=2, leave_seconds=240.0),
+        checkpoint=Checkpoint(every_steps=20, keep=2, keep_groups=True, leave_seconds=240.0),
         evaluation=Evaluation(every_steps=20, samples_per_problem=4, temperature=1.0, top_p=0.7),
     )

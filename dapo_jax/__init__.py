@@ -45,6 +45,7 @@ _SECTIONS = (
     "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
 )
 _HOMES |= dict.fromkeys(_SECTIONS, "experiment.sections")
+_HOMES["Checkpoint"] = "experiment.checkpoint"
 _HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "experiment.devices")
 
 __all__ = [
@@ -82,10 +83,10 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
     from dapo_jax.algorithms import Algorithm, preset
     from dapo_jax.api import Policy, Result, evaluate, sample, train
+    from dapo_jax.experiment.checkpoint import Checkpoint
     from dapo_jax.experiment.config import Config
     from dapo_jax.experiment.devices import Compute, Mesh, Packing
     from dapo_jax.experiment.sections import (
-        Checkpoint,
         Critic,
         Data,
         Evaluation,

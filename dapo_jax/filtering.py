@@ -4,9 +4,8 @@ A group whose answers are all right or all wrong has no advantage and so no grad
 asks for prompts until enough groups are left, keeping the first that qualify in DATA order: order
 of arrival would favour short responses and depend on timing.
 
-With `rollout.carry_over` nothing that is slow is lost: the batch is full as soon as enough groups
-qualify, whichever they are, the others go on in the next step, and a step waits for those that are
-`carry_over_max_age` steps old.
+With `rollout.carry_over` the batch is full as soon as enough groups qualify, whichever they are;
+others go on in the next step, and a step waits for those that are `carry_over_max_age` steps old.
 """
 
 import dataclasses
@@ -18,6 +17,7 @@ import numpy as np
 
 from dapo_jax.carrying import carry_on
 from dapo_jax.experiment.config import Config, Reward
+from dapo_jax.finished import NOTHING, Known, recall
 from dapo_jax.structs import Carried, Completion, Group, Interrupted, Prompt, Trace
 
 Pending = TypeVar("Pending")  # what a judge keeps of a group until it is asked for it
@@ -132,6 +132,7 @@ class _Collection(Generic[Pending]):
         self._judged = {one.prompt.index: one.judged for one in carried if one.judged}
         self._reused = frozenset(self._judged)
         self._unread: list[Pending] = []
+        self._untold: list[Group] = []
 
     def _is_kept(self, group: Group) -> bool:
         filtering = self._algorithm.dynamic_sampling
@@ -163,16 +164,27 @@ class _Collection(Generic[Pending]):
         """Those that this step has judged."""
         return [group for i, group in self._judged.items() if i not in self._reused]
 
-    def ask(self, prompt: Prompt) -> None:
+    def ask(self, prompt: Prompt, known: Known) -> Prompt | None:
+        """The prompt, where responses to it are still to be drawn."""
         self._order.append(prompt)
+        if group := recall(known, prompt):
+            self._judged[prompt.index] = group
+        return None if group else prompt
 
     def finish(self, pending: Pending) -> None:
         self._unread.append(pending)
 
     def read_verdicts(self, judge: Judge[Pending]) -> None:
         """Waits for the verdicts on all groups finished so far."""
-        self._judged |= {group.prompt.index: group for group in judge.groups(self._unread)}
+        for group in judge.groups(self._unread):
+            self._judged[group.prompt.index] = group
+            self._untold.append(group)
         self._unread.clear()
+
+    def untold(self) -> list[Group]:
+        """Groups whose verdicts were read since this was asked last."""
+        groups, self._untold = self._untold, []
+        return groups
 
     def first_kept(self) -> list[Group]:
         """The first kept groups in data order, at most as many as are wanted.
@@ -208,6 +220,14 @@ class _Collection(Generic[Pending]):
 
     def exhausted(self) -> bool:
         return len(self._judged) == len(self._order) >= self._limit
+
+    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> Collected:
+        """What the step has; nothing is decoded or judged any more."""
+        if not self._carries:
+            sampler.abandon()
+            return self.result(position)
+        self.read_verdicts(judge)
+        return self.result_with(sampler.suspend())
 
     def result(self, position: int) -> Collected:
         """Without carry-over: surplus prompts are asked again."""
@@ -277,6 +297,8 @@ def collect(
     *,
     step: int = 0,
     carried: Sequence[Carried] = (),
+    known: Known = NOTHING,
+    on_judged: Callable[[list[Group]], None] = lambda _: None,
     on_burst: Callable[["_Collection"], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Collected:
@@ -287,25 +309,27 @@ def collect(
 
     Args:
         step, carried: which one this is, and what the one before left (`rollout.carry_over`).
+        known: what an earlier try of this step has finished.
+        on_judged: is told of groups when their verdicts are final.
 
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
             group has a reward.
         Interrupted: `interrupted()` said so between two bursts, or the judge while it waited.
     """
-    samples, carries = config.rollout.samples_per_prompt, config.rollout.carry_over != "none"
-    place = step, carried, prompts.position
-    collection: _Collection[Pending] = _Collection(config, kept_fraction, *place)
+    samples = config.rollout.samples_per_prompt
+    collection: _Collection[Pending]
+    collection = _Collection(config, kept_fraction, step, carried, prompts.position)
     for one in carried:
         if one.judged is None:
             sampler.submit(one.prompt, samples, one)
     while not collection.full():
         if interrupted():
             raise Interrupted
+        on_judged(collection.untold())
         while collection.wants_more(sampler):
-            prompt = next(prompts)
-            collection.ask(prompt)
-            sampler.submit(prompt, samples)
+            if prompt := collection.ask(next(prompts), known):
+                sampler.submit(prompt, samples)
         finished = sampler.decode_burst()
         collection.read_verdicts(judge)
         for prompt, completions in finished:
@@ -319,12 +343,8 @@ def collect(
         on_burst(collection)
     if interrupted():  # verdicts on the last groups may already be the interruption's
         raise Interrupted
-    if carries:
-        collection.read_verdicts(judge)
-        collected = collection.result_with(sampler.suspend())
-    else:
-        sampler.abandon()
-        collected = collection.result(prompts.position)
+    on_judged(collection.untold())
+    collected = collection.end(sampler, judge, prompts.position)
     prompts.position = collected.next_position
     _check_starved(config, collected)
     return collected

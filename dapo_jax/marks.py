@@ -17,12 +17,13 @@ from dapo_jax.experiment.settings import require
 MARK, LOCK = ".dapo_jax.json", ".dapo_jax.lock"
 OURS = ".dapo_jax."  # what these two begin with, and a mark that is being written
 RUN, EVALUATION, TRAINED, EXPORTED = "run", "evaluation", "trained model", "exported model"
-PREFERRING = "model trained on pairs"
+PREFERRING, HALFWAY = "model trained on pairs", "training that is not finished"
 ALLOWED = {
     RUN: "a new or empty folder, or that of a run",
     EVALUATION: "a new or empty folder, or that of an evaluation",
     TRAINED: "a new or empty folder, or one that holds only what dapo_jax.sft wrote",
     PREFERRING: "a new or empty folder, or one that holds only what dapo_jax.dpo wrote",
+    HALFWAY: "a new or empty folder, or what dapo_jax.sft or dapo_jax.dpo had not finished",
     EXPORTED: "a new or empty folder, or one that holds only what dapo_jax.export wrote",
 }
 REPLACED = (
@@ -31,7 +32,7 @@ REPLACED = (
     EXPORTED,
 )  # whole: the new folder is complete before the old one goes
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}
-FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "rollouts", "tensorboard")
+FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "groups", "rollouts", "tensorboard")
 FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from dapo_jax.data.turns import Example, Forms
 from dapo_jax.experiment.config import DpoConfig, Packing, SftConfig
 from dapo_jax.experiment.settings import require
 from dapo_jax.finite import check_skipped, count_skipped
+from dapo_jax.halfway import METRICS, Halfway, Stopped
 from dapo_jax.learner.packing import Segment, pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import huggingface, saving
@@ -29,9 +31,9 @@ from dapo_jax.reporting.progress import Progress
 from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.sharding import to_host, unbox
 from dapo_jax.signals import Signals
-from dapo_jax.structs import Completion, Mean, Prompt
+from dapo_jax.structs import Completion, Mean, Prompt, TrainState
 
-WRITTEN = (*saving.WRITTEN, "metrics.jsonl")
+WRITTEN = (*saving.WRITTEN, METRICS)
 # Of what an update measures, what says something where nothing was sampled.
 MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
 LINES_PER_RUN = 10
@@ -56,10 +58,6 @@ def own_segments(examples: Sequence[Example]) -> list[Segment]:
     return segments
 
 
-class Stopped(Exception):
-    """A signal, its name, asked to leave; nothing was written."""
-
-
 def stop_if(signals: Signals) -> None:
     """Raises `Stopped` on every process where one received a signal."""
     if signals():
@@ -72,9 +70,10 @@ def exit_code(work: Callable[[], Any], out: str) -> int:
         return cli.guarded(work)
     except Stopped as stopped:
         (name,) = stopped.args
-        processes.complain(
-            f"stopped by {name}: {out} is as it was. No step is kept: the same command begins anew"
-        )
+        goes_on = "No step is kept: the same command begins anew"
+        if stopped.step:
+            goes_on = f"Saved after step {stopped.step}: the same command goes on from there"
+        processes.complain(f"stopped by {name}: {out} is as it was. {goes_on}")
         return 128 + signal.Signals[name]
 
 
@@ -166,15 +165,16 @@ class Journal:
     `add` and `tell` raise `NotFinite` after `max_skipped_steps` without an update.
 
     Args:
-        folder: None where another process writes.
+        half: where the run is; its folder gets the lines.
     """
 
-    def __init__(self, folder: pathlib.Path | None, total_steps: int, max_skipped_steps: int):
-        self._writer = MetricWriter(folder, 0, tensorboard=False) if folder else None
+    def __init__(self, half: Halfway, total_steps: int, max_skipped_steps: int):
+        self._half, folder = half, half.folder
+        self._writer = MetricWriter(folder, half.step, tensorboard=False) if folder else None
         self._every, self._total = max(1, total_steps // LINES_PER_RUN), total_steps
         self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
         self._started, self._progress = time.perf_counter(), Progress()
-        self._skipped, self._max_skipped = {}, max_skipped_steps
+        self._skipped, self._max_skipped = half.skipped, max_skipped_steps
 
     def is_due(self, step: int) -> bool:
         """Whether that many finished steps are told on the console."""
@@ -183,6 +183,19 @@ class Journal:
     def add(self, step: int, values: dict[str, float], means: dict[str, Mean]) -> None:
         self._flush()
         self._pending = step, values, means
+
+    def done(self, state: TrainState) -> None:
+        """The step that was added last is done; what is saved of it has its line."""
+        if self._half.is_due(self._half.step + 1):
+            self._flush()
+        self._half.done(state, self._skipped)
+
+    def stop_if(self, signals: Signals) -> None:
+        """Between two steps: as `offline.stop_if`, once all that is done is on disk."""
+        if signals():
+            self._flush()
+            self._half.keep()
+            raise Stopped(signals.received)
 
     def tell(self, name: str, heldout: dict[str, float], shown: dict[str, str]) -> None:
         """The console line of the step that was added last.
@@ -221,11 +234,18 @@ def write_policy(
     decoder: DecoderConfig,
     tokenizer: Tokenizer,
     start: str,
+    half: Halfway,
 ) -> None:
-    """The policy's files in `folder`, which is there; None: another process writes."""
+    """The policy's files in `folder`, which is there; None: another process writes.
+
+    Args:
+        half: has the lines of the run.
+    """
     saving.save_folder(folder, params, decoder, tokenizer.end_ids)
     if folder is None:
         return
+    assert half.folder is not None  # in the process that writes
+    shutil.copyfile(half.folder / METRICS, folder / METRICS)
     if start:  # its own settings instead, and all of its tokenizer's files
         saving.save_settings_of(start, folder, "float32")
     else:

@@ -57,6 +57,8 @@ def make_rollouts(parts: Parts, order: Order, interrupted: Callable[[], bool]) -
             order.kept_fraction,
             step=order.step,
             carried=order.carried,
+            known=parts.finished.begin(order.step),
+            on_judged=parts.finished.add,
             on_burst=show,
             interrupted=interrupted,
         )

@@ -20,6 +20,7 @@ from dapo_jax.data.sources import Source
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
+from dapo_jax.finished import FinishedGroups
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.skipped import SkippedBatches
 from dapo_jax.learner.update import Learner
@@ -106,6 +107,7 @@ class Parts:
     token_weights: Callable | None  # the user's hook
     decoder: DecoderConfig
     skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
+    finished: FinishedGroups = dataclasses.field(default_factory=FinishedGroups)
 
     def first_params(self) -> Any:
         """The parameters to train as they are before it, on the mesh."""

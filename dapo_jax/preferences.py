@@ -7,8 +7,8 @@ policy, and a pass costs no second model.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.markup import escape
@@ -19,6 +19,7 @@ from dapo_jax.data.examples import Examples
 from dapo_jax.data.turns import PAIRS, Example
 from dapo_jax.experiment.config import DpoConfig
 from dapo_jax.folders import replace
+from dapo_jax.halfway import Halfway, forget, model_digests
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
@@ -33,7 +34,6 @@ from dapo_jax.offline import (
     own_segments,
     score_responses,
     starting_point,
-    stop_if,
     write_policy,
 )
 from dapo_jax.parts import check_processes, check_same_model
@@ -41,7 +41,7 @@ from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.sharding import to_host
 from dapo_jax.signals import Signals
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch, TrainState
 
 LOOKED_AT = 256  # training pairs that are measured before and after
 SHOWN = {
@@ -151,6 +151,7 @@ def prefer(config: DpoConfig) -> pathlib.Path:
     check_processes(config)
     with Signals() as signals, replace("out", config.out, PREFERRING, WRITTEN) as folder:
         train_and_write(config, folder, signals)
+    forget(config.out)
     Progress().say(f"policy written to {escape(config.out)}")
     return pathlib.Path(config.out)
 
@@ -168,13 +169,43 @@ def train_and_write(config: DpoConfig, folder: pathlib.Path | None, signals: Sig
     if other:
         frozen = huggingface.load_params(other, decoder, mesh, field="reference", cast=True)
     probe = Probe(learner, config, signals, found, frozen)
-    state = learner.start(params)
-    del params, frozen
-    journal = Journal(folder, steps, config.optimizer.max_skipped_steps)
-    before = probe.measure(state.params)
-    journal.add(0, before, {})
-    for step in range(steps):
-        stop_if(signals)
+    digests = {"data": found.digest()} | model_digests(config.start, other)
+    with Halfway(config, digests) as half:
+        state = half.begin(learner.abstract_state, lambda: learner.start(params))
+        del params, frozen
+        state = learn(config, Course(found, steps, of_step), learner, probe, state, half, signals)
+        write_policy(folder, state.params, decoder, tokenizer, config.start, half)
+
+
+class Course(NamedTuple):
+    """What a run learns from: which pairs, in how many steps, which of them in a step."""
+
+    found: Examples
+    steps: int
+    of_step: Callable[[int], list[int]]
+
+
+def learn(
+    config: DpoConfig,
+    course: Course,
+    learner: Learner,
+    probe: Probe,
+    state: TrainState,
+    half: Halfway,
+    signals: Signals,
+) -> TrainState:
+    """The state after all steps."""
+    packing, algorithm = config.packing, algorithm_of(config)
+    found, steps, of_step = course
+    journal = Journal(half, steps, config.optimizer.max_skipped_steps)
+    if half.step:
+        first = half.first_row()
+        before = {name: first[name] for name in SHOWN if name in first}
+    else:
+        before = probe.measure(state.params)
+        journal.add(0, before, {})
+    for step in range(half.step, steps):
+        journal.stop_if(signals)
         numbers = of_step(step)
         segments = pair_segments([found.training[i] for i in numbers])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
@@ -187,5 +218,6 @@ def train_and_write(config: DpoConfig, folder: pathlib.Path | None, signals: Sig
         journal.add(step + 1, {"learning_rate": rate} | told, means)
         if journal.is_due(step + 1):
             journal.tell("dpo", probe.measure_heldout(state.params), SHOWN)
+        journal.done(state)
     report(before, probe.measure(state.params), steps)
-    write_policy(folder, state.params, decoder, tokenizer, config.start)
+    return state

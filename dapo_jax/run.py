@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints
+from dapo_jax.checksums import saved_steps
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -25,12 +26,13 @@ from dapo_jax.evaluation.scores import Response
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.filtering import Interrupted, Starved
+from dapo_jax.finished import FinishedGroups
 from dapo_jax.finite import PREFIXES, check_skipped, count_skipped
 from dapo_jax.folders import claim
 from dapo_jax.keeping import Keeper
 from dapo_jax.learner.skipped import write_skipped
 from dapo_jax.marks import RUN
-from dapo_jax.memory import megabytes_per_device
+from dapo_jax.model.huggingface import fingerprint
 from dapo_jax.parts import build, check_data, check_processes
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.notices import (
@@ -46,10 +48,10 @@ from dapo_jax.reporting.tracking import Tracker
 from dapo_jax.reporting.watched import Watched
 from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
 from dapo_jax.resuming import INPUTS, SUMMARY, check_record, finished, gather_inputs
-from dapo_jax.same_run import run_settings
+from dapo_jax.same_run import run_identity, run_settings
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
-from dapo_jax.states import first_state, save_state, saved_state
+from dapo_jax.states import first_state, resident_megabytes, save_state, saved_state
 from dapo_jax.storage import Storage, write_text
 from dapo_jax.structs import Group
 from dapo_jax.train import RunState, train_step
@@ -90,6 +92,10 @@ class Run:
             config, config.data.heldout_source and config.data.heldout_count() or taken
         )
         self._inputs = gather_inputs(config, prompts)
+        if config.checkpoint.keep_groups:
+            read = self._inputs | {"model": fingerprint(config.model.folder)}
+            identity, decode = run_identity(self._settings, read), self.parts.tokenizer.decode
+            self.parts.finished = FinishedGroups(self.folder, identity, self.storage, decode)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         self._announce_policy()
@@ -127,7 +133,9 @@ class Run:
         self.parts.sampler.hold()
         trees = self.state.train.params, self.parts.frozen
         trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
-        sizes = [f"{name} {size:g}" for name, size in self.megabytes_per_device().items()]
+        sizes = [
+            f"{name} {size:g}" for name, size in resident_megabytes(self.parts, self.state).items()
+        ]
         self.parts.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
         self.parts.progress.say(fit(["MB per device:", *sizes]))
 
@@ -235,6 +243,8 @@ class Run:
         learns = not any(self.state.skipped.values())  # else older checkpoints are worth more
         wanted = last or learns and due(step, config.checkpoint.every_steps)
         self.keeper.step(wanted, self.save)
+        if config.checkpoint.keep_groups:
+            self.parts.finished.forget(max(saved_steps(config.run_dir), default=0))
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
 
@@ -250,23 +260,11 @@ class Run:
         marks = {"settings": self._settings, INPUTS: self._inputs}
         save_state(self.checkpoints, self.state, marks)
 
-    def megabytes_per_device(self) -> dict[str, float]:
-        """What stays in memory between steps."""
-        parts, policy, critic = self.parts, self.state.train, self.state.critic
-        return megabytes_per_device(
-            policy=policy.params,
-            policy_optimizer=policy.opt_state,
-            policy_frozen=parts.frozen,
-            sampler_frozen=parts.sampler.held,
-            critic=critic and critic.params,
-            critic_optimizer=critic and critic.opt_state,
-            reference=parts.reference,
-        )
-
     def keep(self) -> None:
         """Returns when the state as it is is on disk. Raises `NotSaved`."""
         with self.parts.progress.working("saving"):
             self.keeper.last(self.save)
+        self.parts.finished.forget(self.state.step)
 
     def finish(self) -> dict[str, Any]:
         """summary.json, the picture, and the last words."""
@@ -282,7 +280,7 @@ class Run:
             "heldout_accuracy_after": rows[-1].get("heldout_accuracy") if rows else None,
             "seconds": round(state.seconds, 1),
             "seed": self.config.seed,
-            "megabytes_per_device": self.megabytes_per_device(),
+            "megabytes_per_device": resident_megabytes(self.parts, self.state),
         }
         text, picture = json.dumps(summary, indent=2), self.folder / "curves.png"
         self.storage.attempt(SUMMARY, lambda: write_text(self.folder / SUMMARY, text))

@@ -1,5 +1,7 @@
 """Which settings make a run the same one: what its checkpoints remember and compare."""
 
+import hashlib
+import json
 from typing import Any
 
 from dapo_jax.experiment.combinations import READ_WHERE, is_read
@@ -97,6 +99,13 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
     if heldout_problems is not None:
         settings["data.heldout_problems"] = heldout_problems
     return settings | {frozen_content(name): found for name, found in content.items()}
+
+
+def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
+    """The same for runs that compute the same; `inputs` are digests of what they read."""
+    told = {name: value for name, value in settings.items() if not _is_free(name)}
+    text = json.dumps([told, inputs], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:

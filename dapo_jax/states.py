@@ -6,6 +6,7 @@ import numpy as np
 
 from dapo_jax.carrying import OF_ARRAYS, pack_carried, packed_tokens, unpack_carried
 from dapo_jax.checkpoints import Checkpoints
+from dapo_jax.memory import megabytes_per_device
 from dapo_jax.parts import Parts
 from dapo_jax.structs import Carried, Prompt
 from dapo_jax.train import RunState
@@ -57,3 +58,17 @@ def save_state(checkpoints: Checkpoints, state: RunState, marks: dict[str, Any])
     states: dict[str, Any] = {"state": state.train, "critic": state.critic}
     states |= {"behaviour": state.behaviour, "carried": arrays}
     checkpoints.save(state.step, states, record)
+
+
+def resident_megabytes(parts: Parts, state: RunState) -> dict[str, float]:
+    """What stays in memory between steps, by name."""
+    policy, critic = state.train, state.critic
+    return megabytes_per_device(
+        policy=policy.params,
+        policy_optimizer=policy.opt_state,
+        policy_frozen=parts.frozen,
+        sampler_frozen=parts.sampler.held,
+        critic=critic and critic.params,
+        critic_optimizer=critic and critic.opt_state,
+        reference=parts.reference,
+    )

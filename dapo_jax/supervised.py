@@ -15,10 +15,12 @@ from dapo_jax.data.turns import EXAMPLES, Example
 from dapo_jax.experiment.combinations import GENERATED
 from dapo_jax.experiment.config import Packing, SftConfig
 from dapo_jax.folders import replace
+from dapo_jax.halfway import Halfway, forget, model_digests
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
 from dapo_jax.marks import TRAINED
 from dapo_jax.offline import (
     WRITTEN,
@@ -27,14 +29,13 @@ from dapo_jax.offline import (
     own_segments,
     score_responses,
     starting_point,
-    stop_if,
     write_policy,
 )
 from dapo_jax.parts import check_processes
 from dapo_jax.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.progress import Progress
 from dapo_jax.signals import Signals
-from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
+from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch, TrainState
 
 
 def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
@@ -60,6 +61,7 @@ def make_base(config: SftConfig) -> pathlib.Path:
     check_processes(config)
     with Signals() as signals, replace("out", config.out, TRAINED, WRITTEN) as folder:
         train_and_write(config, folder, signals)
+    forget(config.out)
     Progress().say(f"policy written to {escape(config.out)}")
     return pathlib.Path(config.out)
 
@@ -77,6 +79,7 @@ class Course:
     segments: Callable[[int], list[Segment]]
     budget: int
     heldout: Sequence[Example] = ()
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)  # of files, by name
 
 
 def open_course(config: SftConfig, tokenizer: Tokenizer) -> Course:
@@ -90,7 +93,8 @@ def open_course(config: SftConfig, tokenizer: Tokenizer) -> Course:
     def segments(step: int) -> list[Segment]:
         return own_segments([found.training[i] for i in of_step(step)])
 
-    return Course(steps, segments, config.packing.row_tokens, found.heldout)
+    digests = {"data": found.digest()}
+    return Course(steps, segments, config.packing.row_tokens, found.heldout, digests)
 
 
 def imitation_batch(
@@ -118,7 +122,22 @@ def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Sig
     decoder, tokenizer, load = starting_point(config, mesh)
     course = open_course(config, tokenizer)
     learner = policy_learner(sft(), config.compute, config.optimizer, decoder, mesh)
-    state = learner.start(load())
+    with Halfway(config, course.digests | model_digests(config.start)) as half:
+        state = half.begin(learner.abstract_state, lambda: learner.start(load()))
+        state = learn(config, course, learner, state, half, signals)
+        write_policy(folder, state.params, decoder, tokenizer, config.start, half)
+
+
+def learn(
+    config: SftConfig,
+    course: Course,
+    learner: Learner,
+    state: TrainState,
+    half: Halfway,
+    signals: Signals,
+) -> TrainState:
+    """The state after all steps."""
+    packing = config.packing
 
     def heldout_nll() -> dict[str, float]:
         """A mean over tokens; nothing where nothing is held out."""
@@ -130,11 +149,12 @@ def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Sig
         total, tokens = np.sum(parts, axis=0) if parts else (0.0, 0.0)
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
-    journal = Journal(folder, course.steps, config.optimizer.max_skipped_steps)
-    if before := heldout_nll():
+    journal = Journal(half, course.steps, config.optimizer.max_skipped_steps)
+    before, after = half.first_row() or heldout_nll(), {}
+    if before and not half.step:
         journal.add(0, before, {})
-    for step in range(course.steps):
-        stop_if(signals)
+    for step in range(half.step, course.steps):
+        journal.stop_if(signals)
         batch, used = imitation_batch(course.segments(step), packing, course.budget)
         rate = learning_rate(config.optimizer, step, course.steps)
         state, means = learner.update(state, batch, used, rate)
@@ -142,7 +162,9 @@ def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Sig
         if journal.is_due(step + 1):
             after = heldout_nll()
             journal.tell("sft", after, {"policy_nll": "nll", "heldout_nll": "held-out nll"})
+        journal.done(state)
     if before:
+        after = after or heldout_nll()  # of a run that was stopped after its last step
         change = f"{before['heldout_nll']:.4f} -> {after['heldout_nll']:.4f}"
         Progress().say(f"held-out nll {change} after {course.steps} steps")
-    write_policy(folder, state.params, decoder, tokenizer, config.start)
+    return state

@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, make_prompt
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
-from dapo_jax import algorithms, cli, processes
+from dapo_jax import algorithms, cli
 from dapo_jax.experiment.config import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
@@ -194,10 +194,3 @@ def test_what_does_not_go_together_is_refused(settings, message, base, tmp_path)
         setattr(getattr(config, section), field, value)
     with pytest.raises(ConfigError, match=message):
         cli.check(config)
-
-
-def test_several_processes_are_refused(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "count", lambda: 2)
-    with pytest.raises(ConfigError, match="'all': must be 'none' on 2 processes"):
-        with open_run(make_config(base, tmp_path / "run")):
-            pass

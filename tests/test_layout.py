@@ -27,7 +27,7 @@ FLOORS = """
 verifier   extraction normalisation numerals structure units equivalence conventions trees
            tokens expressions budgets enclosures polynomials fields roots functions readings
            algebra regions judgement worker minerva verifier process remote jail
-experiment settings hooks /algorithms devices sections watch config combinations
+experiment settings hooks /algorithms devices sections watch checkpoint config combinations
            validation files
            /structs /sharding /finite /watch /processes /marks /storage /lines /folders
 prompts    sandbox rendering chat tokenizer templates
@@ -38,12 +38,12 @@ sampler    sampling pages slots page_store loading decoding jetstream engine ser
            rollout
 learner    advantages losses packing traces skipped optimizer update policy critic
 rewards    functions worker pool rule model judge
-           /carrying /filtering
+           /carrying /finished /filtering
 evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress watched notices recorded readings
            compared page
            /memory /assembly /checksums /same_run /checkpoints /keeping /explain /cli /parts
-           /signals /offline /supervised /preferences /orders /train /states /resuming /run
+           /signals /halfway /offline /supervised /preferences /orders /train /states /resuming /run
            /scoring /driving /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__
@@ -67,8 +67,8 @@ ROOMS = _rooms()
 
 # What only reinforcement learning reads does not count.
 OFFLINE_ROOMS = (
-    "offline data.turns data.examples assembly learner.update learner.policy learner.optimizer "
-    "sharding model.attention model.decoder"
+    "offline halfway data.turns data.examples assembly learner.update learner.policy "
+    "learner.optimizer sharding model.attention model.decoder"
 ).split()
 ROOMS_OF = {
     SftConfig: ["supervised", "data.arithmetic", *OFFLINE_ROOMS],

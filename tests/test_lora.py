@@ -26,6 +26,7 @@ from dapo_jax.model.trained import MATRICES, choose_trained, fresh_adapters, mer
 from dapo_jax.parts import build, load_frozen
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.scoring import evaluate
+from dapo_jax.states import resident_megabytes
 
 LORA = Lora(rank=3, alpha=6.0)
 DECODER = choose_trained(TINY, 0.0, LORA)
@@ -169,7 +170,7 @@ def run(tiny_folder, tmp_path_factory):
             run.save()
             states.append(jax.device_get(run.state.train))
         sample_from_run(run)
-        memory, reference = run.megabytes_per_device(), run.parts.reference
+        memory, reference = resident_megabytes(run.parts, run.state), run.parts.reference
         assert all(
             leaf is run.parts.frozen[name]
             for name, leaf in reference.items()

@@ -8,10 +8,10 @@ import dataclasses
 from typing import TypeVar
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.experiment.checkpoint import Checkpoint
 from dapo_jax.experiment.devices import Compute, Mesh, OneMesh, Packing
 from dapo_jax.experiment.sections import (
     Architecture,
-    Checkpoint,
     Critic,
     Data,
     Evaluation,
@@ -79,6 +79,9 @@ class SftConfig:
     start: str = setting("", "Model folder to go on from; empty: random, of `architecture`.")
     total_steps: int = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
     examples_per_step: int = setting(32, "Examples per optimizer step.")
+    save_every_steps: int = setting(
+        100, "Steps between saves of where the run is, beside `out`, until that is written."
+    )
     architecture: Architecture = _section(Architecture)
     compute: Compute = _section(Compute)
     data: OwnData = _section(OwnData)
@@ -104,6 +107,9 @@ class DpoConfig:
     beta: float = setting(0.1, "How hard a margin pulls, in 1 / nats.")
     total_steps: int = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
     pairs_per_step: int = setting(32, "Pairs per optimizer step.")
+    save_every_steps: int = setting(
+        100, "Steps between saves of where the run is, beside `out`, until that is written."
+    )
     compute: Compute = _section(Compute)
     data: OwnData = dataclasses.field(default_factory=lambda: OwnData(source="", passes=1.0))
     optimizer: Optimizer = dataclasses.field(

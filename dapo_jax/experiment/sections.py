@@ -301,19 +301,6 @@ class Critic:
 
 
 @section
-class Checkpoint:
-    """Orbax checkpoints in run_dir/checkpoints."""
-
-    every_steps: int = setting(10, "Rollout steps between saves; 0 saves only at the end.")
-    keep: int = setting(2, "How many of the newest stay.")
-    leave_seconds: float = setting(
-        30.0,
-        "What SIGTERM and Ctrl-C wait for a place to save at; then the process leaves with the "
-        "newest checkpoint. 0: as long as it takes.",
-    )
-
-
-@section
 class Evaluation:
     """Sampled accuracy on held-out problems."""
 

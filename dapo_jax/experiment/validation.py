@@ -57,7 +57,8 @@ AT_LEAST_ZERO = (
     "watch.max_verifier_failures"
 ).split()
 POSITIVE = (
-    "examples_per_step pairs_per_step beta data.passes max_response_tokens algorithm.lambda_alpha "
+    "examples_per_step pairs_per_step save_every_steps beta data.passes max_response_tokens "
+    "algorithm.lambda_alpha "
     "algorithm.preference_beta compute.logprob_chunk_tokens "
     "compute.scan_unroll data.train_problems data.few_shot data.max_prompt_tokens "
     "rollout.prompts_per_step rollout.samples_per_prompt rollout.updates_per_rollout "
@@ -210,6 +211,12 @@ def _check_pretraining(config: Config) -> None:
     )
 
 
+def _check_kept_groups(config: Config) -> None:
+    keeps, carry = config.checkpoint.keep_groups, config.rollout.carry_over
+    allowed = f"false with rollout.carry_over = {carry!r}: a step takes what is judged first"
+    require(carry == "none" or not keeps, "checkpoint.keep_groups", keeps, allowed)
+
+
 def _check_steps(total_steps: int) -> None:
     require(total_steps > 0, "total_steps", total_steps, "above 0")
 
@@ -273,4 +280,5 @@ def validate(
         check_algorithm(config)
         _check_reward(config)
         _check_pretraining(config)
+        _check_kept_groups(config)
         check_unread(config)

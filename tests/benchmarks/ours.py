@@ -13,6 +13,7 @@ of two square matrices timed in the same process; the first (compiling) call is 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +21,7 @@ import pathlib
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 
 # A device for each core, as launch/env.sh has it.
 os.environ.setdefault(
@@ -77,6 +79,8 @@ class Workload:
     new_tokens: int  # at most
     ragged: bool
     rows_per_microbatch: int
+    group: int = GROUP
+    slots: int = SLOTS
 
     @property
     def row_tokens(self) -> int:
@@ -119,26 +123,28 @@ class RandomPrompts:
         return Prompt(self.position - 1, str(self.position), "", tokens.astype(np.int32), "1", "")
 
 
-def write_folder(folder: pathlib.Path) -> None:
-    """A random model of the peers' shape with a tokenizer of 512 words."""
-    saving.save_folder(folder, nn.unbox(init_params(DECODER, jax.random.key(0))), DECODER, (END,))
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, "t0"))
+def write_folder(folder: pathlib.Path, decoder: DecoderConfig = DECODER) -> None:
+    """A random model, of the peers' shape unless another is given; a word for each token."""
+    saving.save_folder(folder, nn.unbox(init_params(decoder, jax.random.key(0))), decoder, (END,))
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(decoder.vocab)}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
     words.save(str(folder / "tokenizer.json"))
 
 
-def make_config(folder: pathlib.Path, workload: Workload) -> Config:
+def make_config(folder: pathlib.Path, workload: Workload, layers: int = DECODER.layers) -> Config:
     """One update per rollout batch, as the peers do; nothing filtered, everything trained."""
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = False
     return Config(
         algorithm=algorithm,
         model=Model(folder=str(folder)),
-        compute=Compute(scan_unroll=DECODER.layers),
+        compute=Compute(scan_unroll=layers),
         data=Data(max_prompt_tokens=PROMPT_TOKENS),
-        rollout=Rollout(workload.prompts, GROUP, updates_per_rollout=1),
-        sampler=Sampler(slots=SLOTS, burst_tokens=32, max_response_tokens=workload.new_tokens),
+        rollout=Rollout(workload.prompts, workload.group, updates_per_rollout=1),
+        sampler=Sampler(
+            slots=workload.slots, burst_tokens=32, max_response_tokens=workload.new_tokens
+        ),
         optimizer=Optimizer(learning_rate=1e-5),
         packing=Packing(workload.row_tokens, workload.rows_per_microbatch),
         mesh=Mesh(data=-1, fsdp=1),
@@ -192,10 +198,10 @@ def rollout(parts: Parts, params, step: int, workload: Workload) -> int:
     sampler, prompts = parts.sampler, RandomPrompts()
     sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
     for _ in range(workload.prompts):
-        sampler.submit(next(prompts), GROUP)
+        sampler.submit(next(prompts), workload.group)
     while not sampler.idle:
         sampler.decode_burst()
-    assert sampler.counts.responses == workload.prompts * GROUP
+    assert sampler.counts.responses == workload.prompts * workload.group
     assert sampler.counts.prefills == workload.prompts
     tokens = sampler.counts.tokens
     sampler.release()
@@ -205,7 +211,7 @@ def rollout(parts: Parts, params, step: int, workload: Workload) -> int:
 def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
     """Packed rows of a step's responses with random advantages; how many microbatches, tokens."""
     rng, prompts, segments = np.random.default_rng(0), RandomPrompts(), []
-    responses = workload.prompts * GROUP
+    responses = workload.prompts * workload.group
     for i, count in enumerate(np.asarray(workload.limits(rng.normal(size=responses)))):
         tokens = rng.integers(2, VOCAB, count).astype(np.int32)
         done = Completion(tokens, np.zeros(count, np.float32), True, 0, "")
@@ -218,6 +224,48 @@ def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
     return TrainBatch(ScoredBatch(rollouts, None), advantages, weights), used, tokens
 
 
+@contextlib.contextmanager
+def measured(name: str, rows: int = 0) -> Iterator[dict[str, Callable[[], float]]]:
+    """What is timed of a workload, by name; each call returns the tokens that it handled.
+
+    Args:
+        rows: per microbatch; 0: the workload's own.
+    """
+    workload = WORKLOADS[name]
+    if rows:
+        workload = dataclasses.replace(workload, rows_per_microbatch=rows)
+    decoding.draw = draw_within(workload)
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(pathlib.Path(folder))
+        parts = build(make_config(pathlib.Path(folder), workload))
+        parts.prompts = RandomPrompts()
+        params = parts.first_params()
+    steps = iter(range(10**9))
+    state = parts.learner.start(jax.tree.map(lambda leaf: leaf.copy(), params))
+    run = RunState(0, state, 0, 1.0)
+    batch, used, tokens = make_batch(workload)
+
+    def update() -> float:
+        train, metrics = parts.learner.update(run.train, batch, used, 1e-5)
+        run.train = train
+        jax.block_until_ready((train, metrics))
+        return tokens
+
+    def step() -> float:
+        nonlocal run
+        run, values, _ = train_step(parts, run, lambda: False)
+        jax.block_until_ready(run.train)
+        assert values["trained_groups"] == workload.prompts
+        return workload.prompts * workload.group * values["response_tokens_mean"]
+
+    yield {
+        "rollout": lambda: rollout(parts, params, next(steps), workload),
+        "update": update,
+        "step": step,
+    }
+    parts.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -227,45 +275,15 @@ def main() -> None:
     parser.add_argument("--only", default="rollout,update,step")
     parser.add_argument("--rows", type=int, default=0, help="per microbatch; 0: the workload's")
     args = parser.parse_args()
-    workload = WORKLOADS[args.workload]
-    if args.rows:
-        workload = dataclasses.replace(workload, rows_per_microbatch=args.rows)
-    decoding.draw = draw_within(workload)
-    with tempfile.TemporaryDirectory() as folder:
-        write_folder(pathlib.Path(folder))
-        parts = build(make_config(pathlib.Path(folder), workload))
-        parts.prompts = RandomPrompts()
-        params = parts.first_params()
-    products = 2 * sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(DECODER, jax.random.key(0))))
+    products = 2 * sum(leaf.size for leaf in shapes if leaf.ndim > 1)
     products -= 2 * VOCAB * DECODER.embed  # the embedding is looked up
-    steps = iter(range(10**9))
-    if "rollout" in args.only:
-        run = lambda: rollout(parts, params, next(steps), workload)  # noqa: E731
-        measure("rollout", run, args.repeats, products, args.workload)
-    state = parts.learner.start(jax.tree.map(lambda leaf: leaf.copy(), params))
-    if "update" in args.only:
-        batch, used, tokens = make_batch(workload)
-
-        def update():
-            nonlocal state
-            state, metrics = parts.learner.update(state, batch, used, 1e-5)
-            jax.block_until_ready((state, metrics))
-            return tokens
-
-        measure("update", update, args.repeats, 3 * products, args.workload)
-    if "step" in args.only:
-        run = RunState(0, state, 0, 1.0)
-
-        def step():
-            nonlocal run
-            run, values, _ = train_step(parts, run, lambda: False)
-            jax.block_until_ready(run.train)
-            assert values["trained_groups"] == workload.prompts
-            return workload.prompts * GROUP * values["response_tokens_mean"]
-
-        # A token is drawn, scored and trained on.
-        measure("step", step, args.repeats, 5 * products, args.workload)
-    parts.close()
+    # Forward and backward; of a step's tokens each is drawn, scored and trained on.
+    passes = {"rollout": 1, "update": 3, "step": 5}
+    with measured(args.workload, args.rows) as calls:
+        for name in args.only.split(","):
+            flops = passes[name] * products
+            measure(name, calls[name], args.repeats, flops, args.workload)
 
 
 if __name__ == "__main__":
