@@ -47,6 +47,7 @@ TABLES = {
     "critic.optimizer.schedule": SCHEDULES,
     "reward.verifier": VERIFIERS,
 }
+AUTO = {"packing.row_tokens": "-1"}  # what the word stands for
 
 
 def check(config: Any) -> None:
@@ -172,8 +173,23 @@ def take_file(arguments: list[str]) -> tuple[str, list[str]]:
     return file, others
 
 
+def spell_auto(arguments: list[str]) -> list[str]:
+    """The command line with the number in place of 'auto' where a setting has one for it."""
+    spelled, setting = [], ""
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        if setting in AUTO and argument == "auto":
+            argument = AUTO[setting]
+        setting = name.lstrip("-").removeprefix("config.") if name.startswith("-") else ""
+        if setting in AUTO and separator and value == "auto":
+            argument = f"{name}={AUTO[setting]}"
+        spelled.append(argument)
+    return spelled
+
+
 def override(config: Any, arguments: list[str]) -> Any:
     """`config`, changed as `--config.name=value` says. Raises `ConfigError`."""
+    arguments = spell_auto(arguments)
     _check_override_names(arguments, type(config))
     values, line = flags.FlagValues(), ["", *arguments]
     try:

@@ -121,7 +121,7 @@ def update_bytes(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh
 ) -> dict[str, float]:
     """What an update adds on one device, by name; of activations only what must be kept."""
-    packing, number = config.packing, jnp.dtype(decoder.dtype).itemsize
+    packing, number = config.rows(), jnp.dtype(decoder.dtype).itemsize
     rows = packing.rows_per_microbatch / sharding.shards(mesh, "batch")
     tokens, tensor = rows * packing.row_tokens, sharding.shards(mesh, "heads")
     kept = decoder.embed
@@ -205,7 +205,7 @@ def check_run_fits(
         f"smaller, since a rollout batch takes at least {describe(batch)} of the host's memory and "
         f"{describe(host_bytes())} are there",
     )
-    sampler, packing, prompt = config.sampler, config.packing, config.data.max_prompt_tokens
+    sampler, packing, prompt = config.sampler, config.rows(), config.data.max_prompt_tokens
     response = sampler.max_response_tokens
     held = resident_bytes(config, decoder, mesh, training)
     settings = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +19,17 @@ from dapo_jax.assembly import (
 from dapo_jax.data.pipeline import Lengths, PromptStream
 from dapo_jax.data.sources import Source
 from dapo_jax.experiment.config import Config
+from dapo_jax.experiment.devices import Packing
 from dapo_jax.experiment.hooks import resolve
 from dapo_jax.experiment.settings import ConfigError, leaves, require
 from dapo_jax.finished import FinishedGroups
 from dapo_jax.learner.critic import scalar_config
+from dapo_jax.learner.packing import Segment, choose_rows
 from dapo_jax.learner.skipped import SkippedBatches
 from dapo_jax.learner.update import Learner
 from dapo_jax.memory import check_run_fits
 from dapo_jax.model import huggingface
+from dapo_jax.model.attention import SHORT_ROW_TOKENS
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trained import (
     choose_trained,
@@ -42,6 +46,7 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.model import RewardModel
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.sampler.rollout import RolloutSampler
+from dapo_jax.sharding import shards
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (
@@ -108,6 +113,22 @@ class Parts:
     decoder: DecoderConfig
     skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
     finished: FinishedGroups = dataclasses.field(default_factory=FinishedGroups)
+    on_update: Callable[..., None] = lambda *_: None  # see `BegunSteps.done`
+
+    def rows(self, updates: Sequence[Sequence[Segment]]) -> Packing:
+        """The rows that these minibatches are packed into."""
+        config, shape = self.config, self.decoder
+        if config.packing.row_tokens > 0:
+            return config.packing
+        width = shape.heads * shape.head_dim
+        matrices = 2 * shape.embed * (width + shape.kv_heads * shape.head_dim)
+        return choose_rows(
+            updates,
+            config.rows(),
+            shards(self.learner.mesh, "batch"),
+            longest=SHORT_ROW_TOKENS if shape.attention == "plain" else sys.maxsize,
+            attention_tokens=(matrices + 3 * shape.embed * shape.mlp) / width,
+        )
 
     def first_params(self) -> Any:
         """The parameters to train as they are before it, on the mesh."""
@@ -182,7 +203,7 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
         return None
     field = "reward.model_folder"
     check_same_model(field, folder, config.model.folder)
-    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = huggingface.read_config(folder, field=field, **numbers)
     check_divisible(decoder, mesh)
     decoder = scalar_config(decoder)
@@ -190,7 +211,7 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
         huggingface.load_params(folder, decoder, mesh, field=field, cast=True),
         decoder,
         mesh,
-        config.packing.row_tokens,
+        config.rows().row_tokens,
         config.packing.rows_per_microbatch,
     )
 
@@ -225,7 +246,7 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
-    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)

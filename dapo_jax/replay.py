@@ -63,7 +63,7 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     from dapo_jax.parts import load_frozen, load_trained
     from dapo_jax.sharding import make_mesh
 
-    packing, folder = config.packing, model or config.model.folder
+    packing, folder = config.rows(), model or config.model.folder
     try:
         mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
     except ConfigError:  # here are other devices than where it ran

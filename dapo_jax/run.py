@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from rich.markup import escape
 
 from dapo_jax import processes
+from dapo_jax.begun import BegunSteps
 from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.checksums import saved_steps
 from dapo_jax.evaluation.evaluation import (
@@ -43,7 +43,6 @@ from dapo_jax.reporting.notices import (
 )
 from dapo_jax.reporting.page import write_own_page
 from dapo_jax.reporting.plots import plot_run
-from dapo_jax.reporting.progress import fit
 from dapo_jax.reporting.tracking import Tracker
 from dapo_jax.reporting.watched import Watched
 from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
@@ -51,7 +50,13 @@ from dapo_jax.resuming import INPUTS, SUMMARY, check_record, finished, gather_in
 from dapo_jax.same_run import run_identity, run_settings
 from dapo_jax.sampler.sampling import SamplingRule
 from dapo_jax.signals import Signals
-from dapo_jax.states import first_state, resident_megabytes, save_state, saved_state
+from dapo_jax.states import (
+    announce_policy,
+    first_state,
+    resident_megabytes,
+    save_state,
+    saved_state,
+)
 from dapo_jax.storage import Storage, write_text
 from dapo_jax.structs import Group
 from dapo_jax.train import RunState, train_step
@@ -92,13 +97,18 @@ class Run:
             config, config.data.heldout_source and config.data.heldout_count() or taken
         )
         self._inputs = gather_inputs(config, prompts)
+        identity = ""
         if config.checkpoint.keep_groups:
             read = self._inputs | {"model": fingerprint(config.model.folder)}
             identity, decode = run_identity(self._settings, read), self.parts.tokenizer.decode
             self.parts.finished = FinishedGroups(self.folder, identity, self.storage, decode)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
-        self._announce_policy()
+        if config.checkpoint.every_updates:
+            begun = BegunSteps(self.parts, self.folder, identity, self.storage)
+            stack.callback(begun.close)
+            self.parts.on_update, self.state = begun.done, begun.restore(self.state)
+        announce_policy(self.parts, self.state)
         self.writer = None  # the first process writes for all
         if processes.is_first():
             tracker = (
@@ -128,16 +138,6 @@ class Run:
             state = saved_state(self.parts, self.checkpoints, record)
         self.parts.progress.say(f"resuming {escape(str(self.folder))} after step {step}")
         return state
-
-    def _announce_policy(self) -> None:
-        self.parts.sampler.hold()
-        trees = self.state.train.params, self.parts.frozen
-        trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
-        sizes = [
-            f"{name} {size:g}" for name, size in resident_megabytes(self.parts, self.state).items()
-        ]
-        self.parts.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
-        self.parts.progress.say(fit(["MB per device:", *sizes]))
 
     def _last_row(self) -> int:
         """The newest row that stays; that of the checkpoint's own step may be still to come."""

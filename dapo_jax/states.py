@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from dapo_jax.carrying import OF_ARRAYS, pack_carried, packed_tokens, unpack_carried
 from dapo_jax.checkpoints import Checkpoints
 from dapo_jax.memory import megabytes_per_device
 from dapo_jax.parts import Parts
+from dapo_jax.reporting.progress import fit
 from dapo_jax.structs import Carried, Prompt
 from dapo_jax.train import RunState
 
@@ -58,6 +60,16 @@ def save_state(checkpoints: Checkpoints, state: RunState, marks: dict[str, Any])
     states: dict[str, Any] = {"state": state.train, "critic": state.critic}
     states |= {"behaviour": state.behaviour, "carried": arrays}
     checkpoints.save(state.step, states, record)
+
+
+def announce_policy(parts: Parts, state: RunState) -> None:
+    """How many parameters there are, and what they and what belongs to them take."""
+    parts.sampler.hold()
+    trees = state.train.params, parts.frozen
+    trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
+    sizes = [f"{name} {size:g}" for name, size in resident_megabytes(parts, state).items()]
+    parts.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
+    parts.progress.say(fit(["MB per device:", *sizes]))
 
 
 def resident_megabytes(parts: Parts, state: RunState) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The algorithm: prompts to update, as in DAPO's Algorithm 1. `run.py` is the run around it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from dapo_jax.learner.losses import KL_ESTIMATORS
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import (
     Segment,
+    fill,
     make_batch,
     nth,
     pack_updates,
@@ -33,6 +34,15 @@ from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.sharding import to_host
 from dapo_jax.structs import Carried, Group, Mean, ScoredBatch, Trace, TrainBatch, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """What of a step's updates was made before the run was stopped in it (`begun.py`)."""
+
+    updates: int = 0
+    means: Sequence[dict[str, Mean]] = ()  # of those that had something to learn from
+    scores: Mapping[str, Any] | None = None  # fields of ScoredBatch, from before the first of them
 
 
 @dataclasses.dataclass
@@ -51,11 +61,16 @@ class RunState:
     ahead: Gathered | None = None  # those rollouts
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
     carried: tuple[Carried, ...] = ()  # what the newest rollouts left to the next
+    started: tuple[int, float] = (0, 0.0)  # position and kept_fraction before the newest rollouts
+    begun: Begun = Begun()  # of the step that comes next
+
+    def after_step(self) -> "RunState":
+        return dataclasses.replace(self, step=self.step + 1, begun=Begun())
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
-        arrays = {"train", "critic", "behaviour", "ahead", "carried"}
-        names = {field.name for field in dataclasses.fields(self)} - arrays
+        others = {"train", "critic", "behaviour", "ahead", "carried", "started", "begun"}
+        names = {field.name for field in dataclasses.fields(self)} - others
         return {name: getattr(self, name) for name in sorted(names)}
 
 
@@ -114,8 +129,10 @@ def score(
     parts: Parts, run: RunState, updates: list[list[Segment]]
 ) -> tuple[ScoredBatch, list[int]]:
     """Packs the updates and adds what policy, reference and critic say before any of them."""
-    packing, algorithm = parts.config.packing, parts.config.algorithm
-    rollouts, used = pack_updates(updates, packing.row_tokens, packing.rows_per_microbatch)
+    algorithm = parts.config.algorithm
+    rollouts, used = pack_updates(updates, parts.rows(updates))
+    if run.begun.scores is not None:
+        return ScoredBatch(rollouts, **{"old_logprobs": None} | dict(run.begun.scores)), used
 
     def over_updates(learner: Learner, params: Any) -> jax.Array:
         return jnp.stack(
@@ -204,9 +221,9 @@ def update_policy(
     clock.lap("score")
     feedback = gather(config, scored, groups, sum(updates, []))
     advantages, returns = estimate(algorithm, feedback)
-    means, ratios, rates = [], [], learning_rates(config, run.step)
+    means, ratios, rates = [*run.begun.means], [], learning_rates(config, run.step)
     budget, planned = config.sampler.max_response_tokens, prompts_per_update(config)
-    for u, segments in enumerate(updates):
+    for u, segments in list(enumerate(updates))[run.begun.updates :]:
         part, gains, targets = nth((scored, advantages, returns), u)
         batch = make_batch(part, segments, gains, targets, algorithm, budget, planned)
         if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
@@ -220,10 +237,11 @@ def update_policy(
             ratios = trace_ratios(algorithm, batch, logprobs)
         run, mean = take_update(parts, run, batch, used[u], rates)
         means.append(mean)
+        parts.on_update(u + 1, run, scored, means, groups)
     values = {"empty_updates": float(len(updates) - len(means)), "learning_rate": rates[0]}
     values |= feedback_metrics(algorithm, feedback, advantages, returns)
-    if algorithm.critic:
-        values["value_learning_rate"] = rates[1]
+    values |= {"packing_fill": fill(scored.rollouts, used)}
+    values |= {"value_learning_rate": rates[1]} if algorithm.critic else {}
     traces = trace_responses(advantages, feedback.response_index, ratios)
     size = config.rollout.samples_per_prompt
     by_group = {g.prompt.index: traces[i * size : (i + 1) * size] for i, g in enumerate(groups)}
@@ -245,6 +263,7 @@ def take_rollouts(
         behaviour = parts.learner.copy(run.train.params)  # the update consumes them
     return gathered, dataclasses.replace(
         run,
+        started=place[:2],
         position=collected.next_position,
         kept_fraction=collected.kept_fraction,
         behaviour=behaviour,
@@ -288,4 +307,4 @@ def train_step(
     clock.lap("update")
     clock.seconds |= {"seconds_rollout": rollouts.seconds}
     values |= rollout_metrics(collected, rollouts.counts, clock, run.step)
-    return dataclasses.replace(run, step=run.step + 1), values | clock.seconds, collected
+    return run.after_step(), values | clock.seconds, collected

@@ -43,7 +43,8 @@ evaluation scores responses evaluation
 reporting  metrics tracking writers plots tables progress watched notices recorded readings
            compared page
            /memory /assembly /checksums /same_run /checkpoints /keeping /explain /cli /parts
-           /signals /halfway /offline /supervised /preferences /orders /train /states /resuming /run
+           /signals /halfway /offline /supervised /preferences /orders /train /states /begun
+           /resuming /run
            /scoring /driving /generation /serving /http_requests /http_api
 plan       compiled traffic chips cuda devices shapes programs measure laws costs rooms simulate
            calibrate roofline estimate settings advice report planning search __main__

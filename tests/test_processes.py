@@ -278,18 +278,6 @@ def test_two_processes_learn_beside_the_next_rollouts_as_one_does(base, tmp_path
 
 
 @pytest.mark.slow
-def test_two_processes_carry_over_what_one_does(base, tmp_path):
-    """They are stopped in a step, too, and go on with what their checkpoint carries."""
-    carry = "config.rollout.carry_over, config.algorithm.importance_cap = 'all', 2.0\n"
-    train_with(base, tmp_path / "one", 1, patch=carry)
-    train_with(base, tmp_path / "two", 2, patch=carry + send(IN_STEP_2, "SIGTERM", 1))
-    assert len(read_rows(tmp_path / "two")) == 2
-    train_with(base, tmp_path / "two", 2, patch=carry)
-    assert_same_run(base, tmp_path / "two", tmp_path / "one")
-    assert any(row["policy_lag"] > 0 for row in read_rows(tmp_path / "two")[1:])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_four_processes_are_gone_within_the_bound_and_two_go_on(victim, base, one, tmp_path):
     patch = send(IN_STEP_2, "SIGKILL", victim)

@@ -62,6 +62,14 @@ class Config:
     log: Log = _section(Log)
     watch: Watch = _section(Watch)
 
+    def rows(self) -> Packing:
+        """The rows that are compiled first: with packing.row_tokens 'auto' the shortest of all."""
+        if self.packing.row_tokens > 0:
+            return self.packing
+        longest = self.data.max_prompt_tokens + self.sampler.max_response_tokens
+        unit = 128 if longest > 512 else 8  # a TPU's attention takes multiples of 128
+        return dataclasses.replace(self.packing, row_tokens=-(-longest // unit) * unit)
+
     def critic_pretrain_steps(self) -> int:
         """First steps that train the critic alone: the setting, or what the algorithm says."""
         steps = self.critic.pretrain_steps

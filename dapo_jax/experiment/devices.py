@@ -30,8 +30,15 @@ class Compute:
 class Packing:
     """Rows that responses are packed into, prompt included."""
 
-    row_tokens: int = setting(256, "Length of a row; at least prompt + response budget.")
-    rows_per_microbatch: int = setting(16, "Rows whose gradient is taken at once, all devices.")
+    row_tokens: int = setting(
+        256,
+        "Length of a row; at least prompt + response budget. 'auto' (-1): that, or two to four "
+        "times that, whichever a batch fills best; each length compiles once. Not for examples.",
+    )
+    rows_per_microbatch: int = setting(
+        16,
+        "Rows whose gradient is taken at once, all devices; fewer where 'auto' makes them longer.",
+    )
 
 
 @section

@@ -49,7 +49,8 @@ AT_LEAST_ZERO = (
     "algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.value_clip "
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
-    "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps evaluation.every_steps "
+    "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps "
+    "checkpoint.every_updates evaluation.every_steps "
     "log.show_group_every_steps log.token_groups data.bad_rows_limit temperature top_k "
     "evaluation.temperature shutdown_seconds checkpoint.leave_seconds lora.rank sampler.pages "
     "sampler.prefill_chunk_tokens sampler.load_layers total_steps watch.min_entropy "
@@ -66,7 +67,7 @@ POSITIVE = (
     "sampler.slots sampler.burst_tokens sampler.first_window_tokens "
     "sampler.max_response_tokens sampler.temperature optimizer.eps reward.workers "
     "reward.timeout_seconds optimizer.learning_rate optimizer.max_grad_norm "
-    "packing.row_tokens packing.rows_per_microbatch mesh.tensor mesh.decode_tensor "
+    "packing.rows_per_microbatch mesh.tensor mesh.decode_tensor "
     "checkpoint.keep "
     "evaluation.samples_per_problem architecture.layers "
     "architecture.embed architecture.heads architecture.kv_heads architecture.head_dim "
@@ -152,12 +153,13 @@ def _check_serving(config: ServeConfig) -> None:
 
 
 def _check_shared_sections(config: Config | SftConfig, prompt_tokens: int, budget: int) -> None:
-    packing = config.packing
+    row_tokens, chooses = config.packing.row_tokens, isinstance(config, Config)
     require(
-        packing.row_tokens >= prompt_tokens + budget,
+        row_tokens >= prompt_tokens + budget or chooses and row_tokens == -1,
         "packing.row_tokens",
-        packing.row_tokens,
-        f"at least the longest prompt + the response budget = {prompt_tokens + budget}",
+        row_tokens,
+        f"at least the longest prompt + the response budget = {prompt_tokens + budget}"
+        + ", or 'auto' (-1)" * chooses,
     )
     _check_mesh(config.mesh)
 
@@ -215,6 +217,9 @@ def _check_kept_groups(config: Config) -> None:
     keeps, carry = config.checkpoint.keep_groups, config.rollout.carry_over
     allowed = f"false with rollout.carry_over = {carry!r}: a step takes what is judged first"
     require(carry == "none" or not keeps, "checkpoint.keep_groups", keeps, allowed)
+    every, lag = config.checkpoint.every_updates, config.rollout.lag
+    allowed = "0 without checkpoint.keep_groups, or with rollout.lag"
+    require(every == 0 or keeps and not lag, "checkpoint.every_updates", every, allowed)
 
 
 def _check_steps(total_steps: int) -> None:
@@ -248,6 +253,8 @@ def _check_own_data(config: SftConfig | DpoConfig) -> None:
         data.template,
         "another one: examples are no problems to be shown before others",
     )
+    rows = config.packing.row_tokens
+    require(rows > 0, "packing.row_tokens", rows, "above 0")
     held = data.heldout_examples
     require(held >= -1, "data.heldout_examples", held, "at least 0, or -1 (one in 20)")
     _check_mesh(config.mesh)

@@ -14,9 +14,13 @@ import numpy as np
 from jaxtyping import Bool
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.experiment.devices import Packing
 from dapo_jax.learner.advantages import spread
 from dapo_jax.learner.losses import response_weights
 from dapo_jax.structs import Completion, Prompt, Rollouts, ScoredBatch, TrainBatch
+
+LONGER = (1, 2, 3, 4)  # times the shortest row that holds the longest response
+WORTH_COMPILING = 0.97  # of what shorter rows take
 
 
 class Segment(NamedTuple):
@@ -108,15 +112,50 @@ def pack(
     return Rollouts(*(array.reshape(split) for array in arrays)), used
 
 
+def choose_rows(
+    updates: Sequence[Sequence[Segment]],
+    shortest: Packing,
+    shards: int,
+    longest: int,
+    attention_tokens: float,
+) -> Packing:
+    """The rows in which an update of these minibatches computes least, padding included.
+
+    They are once to four times as long as the shortest, with about as many tokens a microbatch, and
+    only as long as that saves something: each length compiles once.
+
+    Args:
+        shards: the rows of a microbatch are a multiple of it.
+        longest: a row may be, unless it is the shortest.
+        attention_tokens: of a row in which attention takes as much as all else.
+    """
+    best, least = shortest, math.inf
+    for times in LONGER:
+        row_tokens = times * shortest.row_tokens
+        rows = max(1, shortest.rows_per_microbatch // times // shards) * shards
+        if times > 1 and row_tokens > longest:
+            break
+        filled = (len(assign_rows([s.length for s in part], row_tokens)) for part in updates)
+        places = sum(math.ceil(count / rows) * rows * row_tokens for count in filled)
+        cost = places * (1 + row_tokens / attention_tokens)
+        if cost < WORTH_COMPILING * least:
+            best, least = Packing(row_tokens, rows), cost
+    return best
+
+
+def fill(rollouts: Rollouts, used: Sequence[int]) -> float:
+    """Share of the places in microbatches that hold something which are no padding."""
+    segment_ids = np.asarray(rollouts.segment_ids)
+    return float((segment_ids > 0).sum() / (sum(used) * math.prod(segment_ids.shape[2:])))
+
+
 def pack_updates(
-    updates: Sequence[Sequence[Segment]], row_tokens: int, rows_per_microbatch: int
+    updates: Sequence[Sequence[Segment]], packing: Packing
 ) -> tuple[Rollouts, list[int]]:
     """Packs the minibatches of one rollout batch: [U, M, R, T] and the microbatches each uses."""
-    microbatches = padded_microbatches(updates, row_tokens, rows_per_microbatch)
-    packed, used = zip(
-        *(pack(part, row_tokens, rows_per_microbatch, microbatches) for part in updates),
-        strict=True,
-    )
+    shape = packing.row_tokens, packing.rows_per_microbatch
+    microbatches = padded_microbatches(updates, *shape)
+    packed, used = zip(*(pack(part, *shape, microbatches) for part in updates), strict=True)
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
 
 

@@ -40,7 +40,7 @@ class Lengths:
 
 def measure_lengths(config: Config, law: Law) -> Lengths:
     """Draws one update's groups from the law, and packs them."""
-    rollout, packing = config.rollout, config.packing
+    rollout, packing = config.rollout, config.rows()
     groups = rollout.prompts_per_step // rollout.updates_per_rollout
     samples = rollout.samples_per_prompt
     drawn = [(law.prompt_tokens(i), law.draw(0, i, samples).tokens) for i in range(groups)]
@@ -75,7 +75,7 @@ def _moved(measured: Measured, part: str) -> Work:
 
 
 def _training(layout: Layout, measured: Measured) -> Estimate:
-    packing, decoder = layout.config.packing, layout.decoder
+    packing, decoder = layout.config.rows(), layout.decoder
     places = packing.rows_per_microbatch * packing.row_tokens
     if measured.name.endswith("update"):
         flops = roofline.update_flops(decoder, places, packing.row_tokens)
@@ -147,7 +147,7 @@ def step_costs(
         work: Any = getattr(estimate(layout, found[name], context), part)
         return work.bound(chip, efficiency)[1]
 
-    places = config.packing.rows_per_microbatch * config.packing.row_tokens
+    places = config.packing.rows_per_microbatch * config.rows().row_tokens
     engine, decode = layout.engine, estimate(layout, found["decode"], context).each
     reads = token_bytes(layout) / (chip.hbm_bytes_per_second * efficiency.hbm)
     slots = engine.max_concurrent_decodes / engine.replicas

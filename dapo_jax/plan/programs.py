@@ -103,7 +103,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     devices = describe(topology) if devices is None else devices
     rows = config.packing.rows_per_microbatch
     mesh, sampling_mesh = open_meshes(config.mesh, rows, devices=devices)
-    numbers = numerics(config.compute, mesh, config.packing.row_tokens)
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = read_shape(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
@@ -131,7 +131,7 @@ def scores_first(config: Config) -> bool:
 def _batch(layout: Layout, microbatches: int) -> TrainBatch:
     """Shapes of one update's rows [M, R, T]."""
     algorithm: Algorithm = layout.config.algorithm
-    packing = layout.config.packing
+    packing = layout.config.rows()
     shape = (microbatches, packing.rows_per_microbatch, packing.row_tokens)
     # Shapes, where a run has arrays.
     whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32)

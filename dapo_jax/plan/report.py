@@ -52,7 +52,7 @@ def headline(plan: Any) -> str:
     parts = [
         f"{config.model.folder} ({matrix_weights(layout.decoder) / 1e9:.2f} G weights that tokens "
         f"meet) on {topology.name}, {topology.chips} chips: {sizes or 'one device'}",
-        f"rows of {config.packing.row_tokens:,} tokens, {config.packing.rows_per_microbatch} a "
+        f"rows of {config.rows().row_tokens:,} tokens, {config.packing.rows_per_microbatch} a "
         f"microbatch, remat {config.compute.remat!r}, {config.compute.dtype}; "
         f"{config.sampler.slots} slots",
         f"compiled by {versions()} in {plan.seconds:.0f} s with {plan.host_bytes / GIB:.1f} GiB of "

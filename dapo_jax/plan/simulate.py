@@ -198,7 +198,7 @@ class Simulation:
 
 def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
     """Books score pass and updates of those groups; returns packed rows and their fill."""
-    packing, algorithm, rollout = config.packing, config.algorithm, config.rollout
+    packing, algorithm, rollout = config.rows(), config.algorithm, config.rollout
     share, models = rollout.prompts_per_step // rollout.updates_per_rollout, 1 + algorithm.critic
     old = algorithm.old_logprobs == "recompute" and (
         len(groups) > share or algorithm.kl == "reward" or algorithm.trained_responses == "pairs"

@@ -99,6 +99,8 @@ MEANINGS = {
     "skipped_for_parameters": "Only the parameters would not have been; a critic's are called "
     "`value_skipped_for_...`.",
     "empty_updates": "Minibatches without a trained token; no optimizer step was taken.",
+    "packing_fill": "Share of the places that the updates computed which held a token, not padding "
+    "(packing.row_tokens).",
     "learning_rate": "Learning rate of the step.",
     "dropped_prompts": "Prompts skipped because they are over the limit, or held out.",
     "truncated_prompts": "Prompts cut to the limit, from the left.",

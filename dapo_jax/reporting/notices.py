@@ -22,7 +22,7 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     """A value under which the prompts that were looked at fit, and what else has to be raised."""
     limit = -(-max(one.longest for one in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
     row = limit + config.sampler.max_response_tokens
-    beside = f" with packing.row_tokens of at least {row}" * (config.packing.row_tokens < row)
+    beside = f" with packing.row_tokens of at least {row}" * (config.rows().row_tokens < row)
     return f"{limit}{beside}"
 
 

@@ -163,7 +163,8 @@ class PolicyEngine(Engine):
             raise ValueError(f"prefill: true_length = {true_length}: must be {allowed}")
         if key is None:
             key = sample_key(self._seed, SAMPLE_FOR_SERVING, 0, next(self._served))
-        return self.prefill_prompts(params, np.asarray(padded_tokens)[None], [true_length], [key])
+        keys = key[None][np.zeros(self.prefilled_together(1), int)]
+        return self.prefill_prompts(params, np.asarray(padded_tokens)[None], [true_length], keys)
 
     def insert(
         self,
@@ -174,11 +175,8 @@ class PolicyEngine(Engine):
         sample_index: int | np.ndarray = 0,
         row: int | np.ndarray = 0,
     ) -> DecodeState:
-        """Starts a response of `prefix` in `slot`, or one in each of up to `most_inserted` slots.
-
-        Args:
-            row: which prompt of `prefix`, for each slot.
-        """
+        """Starts a response of `prefix` in `slot`, or one in each of up to `most_inserted` slots;
+        `row` is which prompt of `prefix`, for each slot."""
         prompts, time = prefix.caches[0].keys.shape[:2]
         decode_state = self._fit(decode_state, time)
         slots, samples = np.atleast_1d(slot), np.atleast_1d(sample_index)
@@ -275,26 +273,29 @@ class PolicyEngine(Engine):
             self.held = self._load_frozen(self._frozen)
         return self.held
 
+    def prefilled_together(self, prompts: int) -> int:
+        """Prompts that the call computes which prefills so many."""
+        return self.replicas if prompts <= self.replicas else self.prefill_width
+
     def prefill_prompts(
         self,
         params: Any,
         padded_tokens: Int[np.ndarray, "n P"],
         true_lengths: Sequence[int],
-        keys: Sequence[jax.Array],
+        keys: jax.Array,
         drawn: Sequence[int] = (),
     ) -> Prefix:
         """Keys and values of up to `prefill_width` prompts, split over the replicas.
 
         Args:
+            keys: of the prompts, and again of the last one up to `prefilled_together`.
             drawn: how many of the last tokens are those of a response that goes on; none if empty.
         """
-        width = self.replicas if len(true_lengths) <= self.replicas else self.prefill_width
-        pad = width - len(true_lengths)
+        pad = self.prefilled_together(len(true_lengths)) - len(true_lengths)
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         counts = np.asarray([true_lengths, drawn or [0] * len(true_lengths)], np.int32)
         lengths, before = np.pad(counts, ((0, 0), (0, pad)), mode="edge")
-        stacked = jnp.stack([*keys, *[keys[-1]] * pad])
-        return self._prefill(params, self._over_replicas(tokens), lengths, stacked, before)
+        return self._prefill(params, self._over_replicas(tokens), lengths, keys, before)
 
     def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
         """Room for the next burst; where there is none the youngest of `slots` are stopped.

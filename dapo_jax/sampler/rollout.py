@@ -21,7 +21,7 @@ from dapo_jax.sampler.requests import (
     pad_prompt,
     split_group,
 )
-from dapo_jax.sampler.sampling import SamplingRule, sample_key
+from dapo_jax.sampler.sampling import SamplingRule, sample_keys
 from dapo_jax.sharding import to_host
 from dapo_jax.structs import Carried, Completion, DecodeState, Prompt
 
@@ -284,14 +284,16 @@ class RolloutSampler:
             self._params,
             np.stack([request.padded for request in batch]),
             [request.length for request in batch],
-            [self._key(request.asked) for request in batch],
+            self._keys([request.asked for request in batch]),
             [request.drawn for request in batch],
         )
         for row, request in enumerate(batch):
             request.prefilled = (prefix, row)
 
-    def _key(self, asked: Asked) -> jax.Array:
-        return sample_key(self._seed, self._purpose, asked.step, asked.prompt.index)
+    def _keys(self, asked: list[Asked]) -> jax.Array:
+        asked += [asked[-1]] * (self._engine.prefilled_together(len(asked)) - len(asked))
+        places = [one.step for one in asked], [one.prompt.index for one in asked]
+        return sample_keys(self._seed, self._purpose, *places)
 
     def _make_room(self) -> None:
         """Puts the youngest responses back into the queue where the cache has no room for all."""

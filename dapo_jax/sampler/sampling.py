@@ -1,5 +1,7 @@
 """Drawing the next token of every slot, and the log-probability that is recorded for it."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,7 +128,26 @@ def draw_each(
 
 def sample_key(seed: int, purpose: int, step: int | np.uint32, index: int) -> jax.Array:
     """The key of one prompt's responses: what it is for, the policy step, its place in the data."""
-    key = jax.random.key(seed)
-    for part in (purpose, step, index):
-        key = jax.random.fold_in(key, part)
+    return _fold(_first_key(seed), np.array([purpose, step, index], np.uint32))
+
+
+def sample_keys(seed: int, purpose: int, steps: Sequence[int], indices: Sequence[int]) -> jax.Array:
+    """`sample_key` of as many prompts, [n], in one call: one by one they cost the host more than
+    their prefill costs a small policy."""
+    parts = np.array([[purpose] * len(steps), steps, indices], np.uint32)
+    return _fold_each(_first_key(seed), parts.T)
+
+
+@functools.lru_cache(maxsize=8)
+def _first_key(seed: int) -> jax.Array:
+    return jax.random.key(seed)
+
+
+def _fold_in_order(key: jax.Array, parts: Any) -> jax.Array:
+    for i in range(3):
+        key = jax.random.fold_in(key, parts[i])
     return key
+
+
+_fold = jax.jit(_fold_in_order)
+_fold_each = jax.jit(jax.vmap(_fold_in_order, (None, 0)))
