@@ -43,6 +43,14 @@ def test_what_fills_the_shortest_rows_stays_there(length):
     assert choose_rows([segments([length] * 64)], SHORTEST, **FREE) == SHORTEST
 
 
+def test_a_last_microbatch_that_is_nearly_empty_is_halved():
+    long = Packing(row_tokens=600, rows_per_microbatch=8)
+    updates = [segments([600] * 9)]
+    found = choose_rows(updates, long, **FREE)
+    assert found == Packing(row_tokens=600, rows_per_microbatch=4)
+    assert places(updates, found) == 12 * 600 < places(updates, long)
+
+
 def test_no_row_is_longer_than_attention_allows():
     updates = [segments([60] * 96)]
     assert choose_rows(updates, SHORTEST, **FREE | {"longest": 100}) == SHORTEST

@@ -22,6 +22,8 @@ from dapo_jax.sampler.sampling import (
     draw,
     draw_each,
     invert_cdf,
+    sample_key,
+    sample_keys,
     truncate,
 )
 
@@ -307,3 +309,20 @@ def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
     free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
     alone, _ = jax.jit(draw_each)(logits[::5], keys[::5], positions[::5], free)
     np.testing.assert_array_equal(alone, tokens[::5])
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1])
+def test_keys_of_several_prompts_are_those_of_each(seed):
+    def folded(purpose, step, index):
+        key = jax.random.key(seed)
+        for part in (purpose, step, index):
+            key = jax.random.fold_in(key, part)
+        return jax.random.key_data(key)
+
+    steps, indices = [3, 2**32 - 1, 0], [9, 4, 2**31 + 5]
+    together = jax.random.key_data(sample_keys(seed, 2, steps, indices))
+    for i, (step, index) in enumerate(zip(steps, indices, strict=True)):
+        expected = folded(2, np.uint32(step), np.uint32(index))
+        np.testing.assert_array_equal(together[i], expected)
+        alone = sample_key(seed, 2, np.uint32(step), index)
+        np.testing.assert_array_equal(jax.random.key_data(alone), expected)

@@ -95,6 +95,24 @@ def test_our_benchmark_and_the_comparison_run():
     assert len(table) == 3 and table[-1].startswith("| uniform | update |")
 
 
+def test_rows_are_fuller_where_they_are_chosen():
+    rows = run("tests/benchmarks/fill.py").splitlines()[2:]
+    shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
+    assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
+
+
+def test_growth_is_measured_and_drawn(tmp_path):
+    picture = tmp_path / "growth.png"
+    told = run("tests/benchmarks/growth.py", "--axes", "layers", "--most", 2, "--plot", picture)
+    assert "| layers | 2 |" in told and picture.stat().st_size > 10_000
+    assert "| 512 |" in run("tests/benchmarks/growth.py", "--axes", "grid", "--most", 512)
+
+
+def test_seconds_go_to_kinds_of_operations():
+    told = run("tests/benchmarks/operations.py", "--only", "rollout")
+    assert "| matrix products |" in told and "| waiting |" in told
+
+
 def test_fused_products_are_timed():
     assert run("tests/benchmarks/fused.py", "--calls", 2).count("x)") == 4
 

@@ -23,6 +23,7 @@ from dapo_jax.structs import Problem, Prompt
 LOOKED_AT = 500  # problems of a file whose prompts' length is looked at, at the start
 LOOKED_AT_GENERATED = 32  # the same of generated ones, some of which take long to make
 TRIED_EXAMPLES = 200  # problems that are asked for a worked solution
+REMEMBERED_PROMPTS = 4096  # as they were written
 
 
 def _fingerprints(sources: Sequence[Source]) -> set[str]:
@@ -192,6 +193,8 @@ class PromptStream:
             self._pass = math.ceil(max(passes))
             self._check_fields()
         self._check_turns()
+        # What a step asked in vain, the next one asks again.
+        self._written = functools.lru_cache(REMEMBERED_PROMPTS)(self._prompt)
 
     @property
     def template(self) -> Template:
@@ -238,7 +241,7 @@ class PromptStream:
         """
         for skipped in range(self._pass):
             index, self.position = self.position, self.position + 1
-            prompt = self._prompt(index, skipped)
+            prompt = self._written(index, skipped)
             if prompt is not None:
                 return prompt
         limit = self._data.max_prompt_tokens

@@ -20,7 +20,9 @@ from dapo_jax.learner.losses import response_weights
 from dapo_jax.structs import Completion, Prompt, Rollouts, ScoredBatch, TrainBatch
 
 LONGER = (1, 2, 3, 4)  # times the shortest row that holds the longest response
-WORTH_COMPILING = 0.97  # of what shorter rows take
+SMALLER = (1, 2)  # microbatches in place of one
+FEWEST_TOKENS = 512  # of a smaller microbatch on a device, whose products would else be small
+WORTH_COMPILING = 0.97  # of what the shape before takes
 
 
 class Segment(NamedTuple):
@@ -121,8 +123,9 @@ def choose_rows(
 ) -> Packing:
     """The rows in which an update of these minibatches computes least, padding included.
 
-    They are once to four times as long as the shortest, with about as many tokens a microbatch, and
-    only as long as that saves something: each length compiles once.
+    They are once to four times as long as the shortest, with about as many tokens a microbatch or
+    half as many (the last microbatch is seldom full), where that saves something: each shape
+    compiles once.
 
     Args:
         shards: the rows of a microbatch are a multiple of it.
@@ -132,14 +135,18 @@ def choose_rows(
     best, least = shortest, math.inf
     for times in LONGER:
         row_tokens = times * shortest.row_tokens
-        rows = max(1, shortest.rows_per_microbatch // times // shards) * shards
         if times > 1 and row_tokens > longest:
             break
-        filled = (len(assign_rows([s.length for s in part], row_tokens)) for part in updates)
-        places = sum(math.ceil(count / rows) * rows * row_tokens for count in filled)
-        cost = places * (1 + row_tokens / attention_tokens)
-        if cost < WORTH_COMPILING * least:
-            best, least = Packing(row_tokens, rows), cost
+        filled = [len(assign_rows([s.length for s in part], row_tokens)) for part in updates]
+        for parts in SMALLER:
+            share = shortest.rows_per_microbatch // (times * parts) // shards
+            if parts > 1 and share * row_tokens < FEWEST_TOKENS:
+                break
+            rows = max(1, share) * shards
+            places = sum(math.ceil(count / rows) * rows * row_tokens for count in filled)
+            cost = places * (1 + row_tokens / attention_tokens)
+            if cost < WORTH_COMPILING * least:
+                best, least = Packing(row_tokens, rows), cost
     return best
 
 

@@ -1,0 +1,55 @@
+"""How full packed rows are, as they are set and as `packing.row_tokens=auto` takes them.
+
+    python tests/benchmarks/fill.py
+
+1,024 responses to prompts of 32 tokens, limit 512, eight updates of 128, on eight devices; rows of
+544 tokens, 16 a microbatch, unless chosen. No model runs.
+"""
+
+import numpy as np
+
+from dapo_jax.experiment.config import Packing
+from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates
+from dapo_jax.structs import Completion, Prompt
+
+LIMIT, PROMPT_TOKENS, RESPONSES, UPDATES, DEVICES = 512, 32, 1024, 8, 8
+SET = Packing(row_tokens=LIMIT + PROMPT_TOKENS, rows_per_microbatch=16)
+ATTENTION_TOKENS = 7_000.0  # of a row whose attention takes as much as all else: Qwen2.5-0.5B's
+
+
+def laws(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Response lengths, by name."""
+    return {
+        "long-tailed, mean a quarter of the limit": np.ceil(
+            84 * np.exp(rng.normal(size=RESPONSES))
+        ),
+        "any up to the limit": rng.integers(1, LIMIT + 1, RESPONSES),
+        "any above half of it": rng.integers(LIMIT // 2, LIMIT + 1, RESPONSES),
+        "near 0.6 of it": rng.normal(0.6 * LIMIT, 30, RESPONSES),
+        "all at the limit": np.full(RESPONSES, LIMIT),
+    }
+
+
+def split(lengths: np.ndarray) -> list[list[Segment]]:
+    """The segments of each update."""
+    prompt = Prompt(0, "0", "", np.ones(PROMPT_TOKENS, np.int32), "", "")
+    segments = []
+    for i, count in enumerate(np.clip(lengths, 1, LIMIT).astype(int)):
+        tokens, logprobs = np.ones(count, np.int32), np.zeros(count, np.float32)
+        segments.append(Segment(prompt, Completion(tokens, logprobs, False, 0, ""), i))
+    size = RESPONSES // UPDATES
+    return [segments[i : i + size] for i in range(0, RESPONSES, size)]
+
+
+def main() -> None:
+    print("| response lengths | set | auto | its rows, a microbatch |\n|---|---|---|---|")
+    for name, lengths in laws(np.random.default_rng(0)).items():
+        updates = split(lengths)
+        chosen = choose_rows(updates, SET, DEVICES, 10**6, ATTENTION_TOKENS)
+        shares = [fill(*pack_updates(updates, packing)) for packing in (SET, chosen)]
+        shape = f"{chosen.rows_per_microbatch} of {chosen.row_tokens:,} tokens"
+        print(f"| {name} | {shares[0]:.0%} | {shares[1]:.0%} | {shape} |")
+
+
+if __name__ == "__main__":
+    main()
