@@ -31,6 +31,7 @@ from dapo_jax.structs import TrainState
 
 DAMAGED = "damaged_checkpoints"
 POLL_SECONDS = 0.1
+SETTLING_SECONDS = 0.5  # for threads of a save that failed, which may still make files
 
 
 class Checkpoints:
@@ -150,6 +151,7 @@ class Checkpoints:
         said = list(filter(None, processes.agree(error, "whether a checkpoint is saved")))
         if said:
             self._manager = None
+            time.sleep(SETTLING_SECONDS)
             with contextlib.suppress(Exception):  # else the next save does
                 self._manager = self._open()  # which removes what is half written
             raise NotSaved(f"step {self._saving}: {said[0]}")

@@ -18,10 +18,11 @@ from test_update import make_batch, make_learner, place
 
 from dapo_jax import checkpoints, cli
 from dapo_jax.checkpoints import saved_steps
-from dapo_jax.experiment.config import Checkpoint, Config, Log, Optimizer
+from dapo_jax.experiment.config import Checkpoint, Config, Log, Optimizer, SftConfig
 from dapo_jax.experiment.files import read_config
 from dapo_jax.experiment.settings import ConfigError
 from dapo_jax.finite import NotFinite, count_skipped, describe
+from dapo_jax.halfway import Halfway
 from dapo_jax.model import huggingface, saving
 from dapo_jax.offline import Journal
 from dapo_jax.replay import replay
@@ -180,11 +181,13 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
 
 def test_a_supervised_run_that_only_skips_stops(tmp_path):
     taken = {name: Mean(1.0, 1.0) for name in ("skipped_updates", "skipped_for_gradient")}
-    journal = Journal(tmp_path, 9, max_skipped_steps=2)
-    for step in range(1, 3):
-        journal.add(step, {}, taken)
-    with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):
-        journal.add(3, {}, taken)
+    config = SftConfig(out=str(tmp_path / "out"))
+    with Halfway(config, {}) as half:
+        journal = Journal(half, 9, max_skipped_steps=2)
+        for step in range(1, 3):
+            journal.add(step, {}, taken)
+        with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):
+            journal.add(3, {}, taken)
 
 
 def test_a_command_exits_4(capsys):

@@ -103,9 +103,10 @@ def test_rows_are_fuller_where_they_are_chosen():
 
 def test_growth_is_measured_and_drawn(tmp_path):
     picture = tmp_path / "growth.png"
-    told = run("tests/benchmarks/growth.py", "--axes", "layers", "--most", 2, "--plot", picture)
-    assert "| layers | 2 |" in told and picture.stat().st_size > 10_000
-    assert "| 512 |" in run("tests/benchmarks/growth.py", "--axes", "grid", "--most", 512)
+    sizes = ("--axes", "vocab", "grid", "--most", 512)
+    told = run("tests/benchmarks/growth.py", *sizes, "--plot", picture)
+    assert "| vocabulary | 512 |" in told and "rows of 160 tokens |" in told
+    assert picture.stat().st_size > 10_000
 
 
 def test_seconds_go_to_kinds_of_operations():
