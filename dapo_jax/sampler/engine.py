@@ -163,7 +163,7 @@ class PolicyEngine(Engine):
             raise ValueError(f"prefill: true_length = {true_length}: must be {allowed}")
         if key is None:
             key = sample_key(self._seed, SAMPLE_FOR_SERVING, 0, next(self._served))
-        keys = key[None][np.zeros(self.prefilled_together(1), int)]
+        keys = jnp.stack([key] * self.prefilled_together(1))
         return self.prefill_prompts(params, np.asarray(padded_tokens)[None], [true_length], keys)
 
     def insert(
