@@ -4,12 +4,13 @@
 the first of them; the rollouts themselves are among the finished groups.
 """
 
-import shutil
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from dapo_jax import processes
 from dapo_jax.checkpoints import Checkpoints
@@ -69,6 +70,7 @@ class BegunSteps:
             "kept_fraction": kept_fraction,
             "settings": {},
             "identity": self._identity,
+            "packing": dataclasses.asdict(self._parts.config.packing),
             "updates": updates,
             "means": [_numbers(one) for one in means],
             "scores": {name: np.shape(array) for name, array in scores.items()},
@@ -88,11 +90,14 @@ class BegunSteps:
             return run
         record = self._checkpoints.record()
         del record["settings"]
-        told = {name: record.pop(name) for name in ("identity", "updates", "means", "scores")}
+        names = ("identity", "packing", "updates", "means", "scores")
+        told = {name: record.pop(name) for name in names}
         groups = set(record.pop("groups"))
         known: Mapping[int, Any] = self._parts.finished.begin(record["step"])
         if (
             told["identity"] != self._identity
+            # What was said of the rollouts is packed as they were; a run may go on with other rows.
+            or told["packing"] != dataclasses.asdict(self._parts.config.packing)
             or record["step"] < run.step
             or not groups <= known.keys()
         ):
@@ -117,7 +122,7 @@ class BegunSteps:
         self._open()
 
     def _remove(self) -> None:
-        shutil.rmtree(self._folder / "checkpoints", ignore_errors=True)
+        epath.Path(self._folder).rmtree(missing_ok=True)  # which may be on an object store
 
     def close(self) -> None:
         """Waits until everything is on disk, or can't be."""

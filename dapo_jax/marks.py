@@ -32,7 +32,7 @@ REPLACED = (
     EXPORTED,
 )  # whole: the new folder is complete before the old one goes
 SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}
-FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "groups", "rollouts", "tensorboard")
+FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "groups", "rollouts", "tensorboard", "updates")
 FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 
 
