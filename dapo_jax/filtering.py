@@ -127,6 +127,8 @@ class _Collection(Generic[Pending]):
         self._step, self._start = step, position
         self._steps = {one.prompt.index: one.step for one in carried if one.tokens}
         self._limit = self._wanted * config.rollout.max_sample_rounds
+        # As are prefilled at once: later one can tell better how many it takes.
+        self._most_waiting = config.sampler.prefill_prompts * config.rollout.samples_per_prompt
         self._kept_fraction = kept_fraction
         self._order = [one.prompt for one in carried]
         self._judged = {one.prompt.index: one.judged for one in carried if one.judged}
@@ -135,8 +137,8 @@ class _Collection(Generic[Pending]):
         self._untold: list[Group] = []
 
     def _is_kept(self, group: Group) -> bool:
-        filtering = self._algorithm.dynamic_sampling
-        return not group.broken and (not filtering or carries_signal(group, self._reward))
+        every = not self._algorithm.dynamic_sampling
+        return not group.broken and (every or carries_signal(group, self._reward))
 
     def kept(self) -> int:
         return sum(map(self._is_kept, self._judged.values()))
@@ -150,15 +152,16 @@ class _Collection(Generic[Pending]):
     def wants_more(self, sampler: Sampler) -> bool:
         """Whether the prompts in flight are too few to fill the batch, as far as one can tell.
 
-        Where what is begun is carried on, also whether a slot would be idle: up to a batch ahead.
+        With carry-over also whether a slot would be idle: up to a batch ahead.
         """
         kept, share = self.kept(), self.estimate(self._new())
         target = math.ceil((self._wanted - kept) / max(share, SMALLEST_KEPT_FRACTION))
         in_flight = len(self._order) - len(self._judged)
-        if self._carries and (kept < self._wanted or self._rollout.carry_over == "all"):
-            ahead = kept + in_flight * share < 2 * self._wanted
-            target = in_flight + 1 if ahead and sampler.room > 0 else target
-        return in_flight < target and len(self._order) < self._limit
+        goes_on = self._carries and (kept < self._wanted or self._rollout.carry_over == "all")
+        if goes_on and sampler.room > 0 and kept + in_flight * share < 2 * self._wanted:
+            target = in_flight + 1
+        few = in_flight < target and len(self._order) < self._limit
+        return few and sampler.room > -self._most_waiting
 
     def _new(self) -> list[Group]:
         """Those that this step has judged."""
@@ -208,9 +211,8 @@ class _Collection(Generic[Pending]):
 
     def describe(self) -> str:
         """The state in a line, for people."""
-        groups = list(self._judged.values())
-        right = sum(bool(group.correct.all()) for group in groups)
-        wrong = sum(not group.correct.any() for group in groups)
+        right = sum(bool(group.correct.all()) for group in self._judged.values())
+        wrong = sum(not group.correct.any() for group in self._judged.values())
         return f"{self.kept()}/{self._wanted} groups kept (all right {right}, all wrong {wrong})"
 
     def all_broken(self) -> bool:
@@ -264,8 +266,7 @@ class _Collection(Generic[Pending]):
             with_signal=sum(carries_signal(group, self._reward) for group in whole),
             broken=[group for group in judged if group.broken],
             asked_prompts=len(self._order),
-            # Without carry-over of the head alone: the same whatever the slots and whoever
-            # finishes first.
+            # Without carry-over of the head alone: the same whatever the slots, whoever is fast.
             kept_fraction=self.estimate(self._new() if self._carries else used),
             next_position=following,
             dropped_prompts=sum(prompt.skipped for prompt in passed),
@@ -318,8 +319,7 @@ def collect(
         Interrupted: `interrupted()` said so between two bursts, or the judge while it waited.
     """
     samples = config.rollout.samples_per_prompt
-    collection: _Collection[Pending]
-    collection = _Collection(config, kept_fraction, step, carried, prompts.position)
+    collection = _Collection[Pending](config, kept_fraction, step, carried, prompts.position)
     for one in carried:
         if one.judged is None:
             sampler.submit(one.prompt, samples, one)

@@ -24,10 +24,10 @@ from dapo_jax.structs import Verdict
 
 
 class ScriptedSampler:
-    """Finishes prompt `index` after `bursts(index)` bursts."""
+    """Finishes prompt `index` after `bursts(index)` bursts, the first that fit into the slots."""
 
-    def __init__(self, bursts):
-        self._bursts, self._running = bursts, {}
+    def __init__(self, bursts, slots=128):
+        self._bursts, self._running, self._slots = bursts, {}, slots
         self.submitted: list[int] = []
         self.counts = SamplerCounts()
 
@@ -41,8 +41,12 @@ class ScriptedSampler:
     def idle(self):
         return not self._running
 
+    @property
+    def room(self):
+        return self._slots - sum(len(done) for *_, done in self._running.values())
+
     def decode_burst(self):
-        for entry in self._running.values():
+        for entry in list(self._running.values())[: self._slots // 2]:
             entry[0] -= 1
         finished = [entry[1:] for entry in self._running.values() if entry[0] <= 0]
         self._running = {k: v for k, v in self._running.items() if v[0] > 0}
@@ -67,7 +71,15 @@ class ScriptedPool:
 
 
 def run(
-    right, *, wanted=4, bursts=lambda i: 1, algorithm=None, fraction=0.5, prompts=None, **rollout
+    right,
+    *,
+    wanted=4,
+    bursts=lambda i: 1,
+    algorithm=None,
+    fraction=0.5,
+    prompts=None,
+    slots=128,
+    **rollout,
 ):
     config = Config(
         algorithm=algorithm or algorithms.dapo(),
@@ -77,7 +89,7 @@ def run(
         ),
     )
     prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
-    sampler, pool = ScriptedSampler(bursts), ScriptedPool(right)
+    sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right)
     decode = sampler.decode_burst
 
     def decode_in_turn():
@@ -128,6 +140,16 @@ def test_how_much_is_asked_for_follows_the_estimate():
     _, _, frugal = run(lambda i: 1, fraction=1.0, bursts=lambda i: 3)
     assert len(frugal.submitted) == 4 < len(eager.submitted) <= 16
     assert next_kept_fraction(0.5, 0, 8, 8) == pytest.approx(2 / 12)
+
+
+def test_a_wrong_estimate_asks_for_little_before_verdicts_mend_it():
+    """At most eight prompts wait for a slot; without that, all 64 of the estimate would."""
+    wrong = {"fraction": 1 / 16, "wanted": 4, "max_sample_rounds": 100}
+    collected, _, sampler = run(lambda i: 1, slots=4, **wrong)
+    assert indices(collected) == [0, 1, 2, 3]
+    assert len(sampler.submitted) <= 2 + 8 + 3
+    _, _, eager = run(lambda i: 1, **wrong)
+    assert len(eager.submitted) == 64
 
 
 @pytest.mark.parametrize(("right", "kind"), [(2, "all_right"), (0, "all_wrong")])

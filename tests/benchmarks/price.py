@@ -5,11 +5,13 @@
 
 No model: the run's own schedule under an assumed law of lengths (log-normal) and of right answers
 (a Beta by which so many groups are kept). `ideal` draws nothing but the groups up to the last one
-used; `rounds` draws whole rounds of three batches until one is full, as DAPO's released recipe.
+used: those of the run without carry-over, and for `rounds`, which draws whole rounds of three
+batches until one is full as DAPO's released recipe does, its own.
 """
 
 import argparse
 import json
+from typing import NamedTuple
 
 from pages import SHAPE
 
@@ -26,7 +28,7 @@ KINDS = ("none", "unfinished", "all")
 
 
 def fixed_rounds(law: Assumed, prompts: int, samples: int, steps: int) -> tuple[float, float]:
-    """Tokens drawn per trained one: by the ideal, and by rounds of one size."""
+    """By rounds of one size: tokens drawn per trained one, and per one that the ideal draws."""
     place = drawn = used = trained = 0
     for step in range(steps):
         kept = 0
@@ -39,25 +41,41 @@ def fixed_rounds(law: Assumed, prompts: int, samples: int, steps: int) -> tuple[
                     used += tokens
                     signal = 0 < group.correct.sum() < samples
                     kept, trained = kept + signal, trained + signal * tokens
-    return used / trained, drawn / trained
+    return drawn / trained, drawn / used
 
 
-def ours(law: Assumed, options: argparse.Namespace, kind: str) -> tuple[float, float]:
-    """Tokens drawn per trained one, and decode steps a step."""
-    budget = options.max_response
+class Cost(NamedTuple):
+    """Tokens drawn per trained one, and decode steps a step.
+
+    `ideal`: of the groups between the first and the last place that a step asked for and used.
+    """
+
+    drawn: float
+    ideal: float
+    decode_steps: float
+
+
+def ours(law: Assumed, options: argparse.Namespace, kind: str) -> Cost:
+    budget, samples = options.max_response, options.samples
     config = Config(
         algorithm=algorithms.dapo(),
         data=Data(max_prompt_tokens=law.max_prompt_tokens),
-        rollout=Rollout(options.prompts, options.samples, carry_over=kind),
+        rollout=Rollout(options.prompts, samples, carry_over=kind),
         sampler=Sampler(
             slots=options.slots, burst_tokens=options.burst, max_response_tokens=budget
         ),
     )
     mesh = describe_mesh(Mesh(fsdp=1), "cpu", 1)
     simulation = Simulation(config, SHAPE, mesh, law, Costs())
-    steps = [simulation.step() for _ in range(FIRST_STEPS + options.steps)][FIRST_STEPS:]
-    drawn = sum(step.drawn_tokens for step in steps) / sum(step.kept_tokens for step in steps)
-    return drawn, sum(step.counts["decode_step"] for step in steps) / len(steps)
+    drawn = used = trained = decoded = 0
+    for number in range(FIRST_STEPS + options.steps):
+        start, step = simulation.position, simulation.step()
+        if number >= FIRST_STEPS:
+            places = range(start, simulation.position)
+            used += sum(int(law.draw(number, i, samples).tokens.sum()) for i in places)
+            drawn, trained = drawn + step.drawn_tokens, trained + step.kept_tokens
+            decoded += step.counts["decode_step"]
+    return Cost(drawn / trained, used / trained, decoded / options.steps)
 
 
 def main() -> None:
@@ -69,7 +87,7 @@ def main() -> None:
     parser.add_argument("--median", type=float, default=30.0)
     parser.add_argument("--spread", type=float, default=0.7)
     parser.add_argument("--max_response", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--kept", type=float, nargs="*", default=(0.2, 0.3, 0.4, 0.5))
     options = parser.parse_args()
     print("| kept | ideal | rounds | " + " | ".join(KINDS) + " |\n|---" + "|---" * 5 + "|")
@@ -82,12 +100,14 @@ def main() -> None:
             max_prompt_tokens=32,
             right=right_from_kept(0.8, kept, options.samples),
         )
-        ideal, rounds = fixed_rounds(law, options.prompts, options.samples, options.steps)
+        rounds, against_ideal = fixed_rounds(law, options.prompts, options.samples, options.steps)
         found = {kind: ours(law, options, kind) for kind in KINDS}
-        cells = [f"{drawn:.2f} ({drawn / ideal:.2f})" for drawn, _ in found.values()]
-        cells.insert(0, f"{rounds:.2f} ({rounds / ideal:.2f})")
+        ideal = found["none"].ideal
+        cells = [f"{cost.drawn:.2f} ({cost.drawn / ideal:.2f})" for cost in found.values()]
+        cells.insert(0, f"{rounds:.2f} ({against_ideal:.2f})")
         print(f"| {kept} | {ideal:.2f} | " + " | ".join(cells) + " |")
-        print(json.dumps({"kept": kept} | {f"{k} steps": round(v[1]) for k, v in found.items()}))
+        steps = {f"{kind} steps": round(cost.decode_steps) for kind, cost in found.items()}
+        print(json.dumps({"kept": kept} | steps))
 
 
 if __name__ == "__main__":
