@@ -10,7 +10,7 @@ others go on in the next step, and a step waits for those that are `carry_over_m
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from dapo_jax.carrying import carry_on
 from dapo_jax.experiment.config import Config, Reward
 from dapo_jax.finished import NOTHING, Known, recall
-from dapo_jax.structs import Carried, Completion, Group, Interrupted, Prompt, Trace
+from dapo_jax.structs import Carried, Collected, Completion, Group, Interrupted, Prompt
 
 Pending = TypeVar("Pending")  # what a judge keeps of a group until it is asked for it
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
@@ -75,36 +75,6 @@ class Judge(Protocol[Pending]):
     def groups(self, pending: list[Pending]) -> list[Group]: ...
 
 
-@dataclasses.dataclass
-class Collected:
-    """What a rollout gave, in data order, and what it cost."""
-
-    groups: list[Group]  # the kept ones, at most prompts_per_step
-    judged: list[Group]  # every group before next_position; with carry-over all but the surplus
-    surplus: list[Group]  # judged and not used: those that finish fast, no fair sample
-    with_signal: int  # how many of `judged` could teach
-    broken: list[Group]  # those that a failing reward took out, wherever; in neither list
-    asked_prompts: int
-    kept_fraction: float  # the estimate for the next step
-    next_position: int  # where the data goes on; surplus prompts are asked again
-    dropped_prompts: int  # over the limit or held out, before next_position
-    truncated_prompts: int  # cut to the limit, before next_position
-    starved: bool
-    carried: tuple[Carried, ...] = ()  # what the next step begins with, in data order
-    expired: int = 0  # groups of them that were too old, and are drawn anew
-    reused: frozenset[int] = frozenset()  # places of groups that an earlier step judged
-    # Of the responses of each group that was trained, by the group's place in the data.
-    traces: dict[int, list[Trace]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def all_right(self) -> int:
-        return sum(bool(group.correct.all()) for group in self.judged)
-
-    @property
-    def all_wrong(self) -> int:
-        return sum(not group.correct.any() for group in self.judged)
-
-
 class _Collection(Generic[Pending]):
     """One step's prompts in the order they were asked for, and what became of each.
 
@@ -131,22 +101,29 @@ class _Collection(Generic[Pending]):
         self._most_waiting = config.sampler.prefill_prompts * config.rollout.samples_per_prompt
         self._kept_fraction = kept_fraction
         self._order = [one.prompt for one in carried]
-        self._judged = {one.prompt.index: one.judged for one in carried if one.judged}
+        # Of a pod's thousands of groups each is looked at once; by places in the data.
+        self._judged: dict[int, Group] = {}
+        self._kept: set[int] = set()
+        self._all_right = self._all_wrong = 0
+        for group in (one.judged for one in carried if one.judged):
+            self._note(group)
         self._reused = frozenset(self._judged)
         self._unread: list[Pending] = []
         self._untold: list[Group] = []
 
-    def _is_kept(self, group: Group) -> bool:
+    def _note(self, group: Group) -> None:
+        index, right = group.prompt.index, int(group.correct.sum())
+        self._judged[index] = group
+        self._all_right += right == len(group.correct)
+        self._all_wrong += right == 0
         every = not self._algorithm.dynamic_sampling
-        return not group.broken and (every or carries_signal(group, self._reward))
+        if not group.broken and (every or carries_signal(group, self._reward)):
+            self._kept.add(index)
 
-    def kept(self) -> int:
-        return sum(map(self._is_kept, self._judged.values()))
-
-    def estimate(self, judged: Collection[Group]) -> float:
+    def estimate(self, judged: Set[int]) -> float:
         if not self._algorithm.dynamic_sampling:
             return 1.0
-        kept = sum(map(self._is_kept, judged))
+        kept = len(self._kept & judged)
         return next_kept_fraction(self._kept_fraction, kept, len(judged), self._wanted)
 
     def wants_more(self, sampler: Sampler) -> bool:
@@ -154,7 +131,7 @@ class _Collection(Generic[Pending]):
 
         With carry-over also whether a slot would be idle: up to a batch ahead.
         """
-        kept, share = self.kept(), self.estimate(self._new())
+        kept, share = len(self._kept), self.estimate(self._new())
         target = math.ceil((self._wanted - kept) / max(share, SMALLEST_KEPT_FRACTION))
         in_flight = len(self._order) - len(self._judged)
         goes_on = self._carries and (kept < self._wanted or self._rollout.carry_over == "all")
@@ -163,15 +140,15 @@ class _Collection(Generic[Pending]):
         few = in_flight < target and len(self._order) < self._limit
         return few and sampler.room > -self._most_waiting
 
-    def _new(self) -> list[Group]:
+    def _new(self) -> Set[int]:
         """Those that this step has judged."""
-        return [group for i, group in self._judged.items() if i not in self._reused]
+        return self._judged.keys() - self._reused
 
     def ask(self, prompt: Prompt, known: Known) -> Prompt | None:
         """The prompt, where responses to it are still to be drawn."""
         self._order.append(prompt)
         if group := recall(known, prompt):
-            self._judged[prompt.index] = group
+            self._note(group)
         return None if group else prompt
 
     def finish(self, pending: Pending) -> None:
@@ -180,7 +157,7 @@ class _Collection(Generic[Pending]):
     def read_verdicts(self, judge: Judge[Pending]) -> None:
         """Waits for the verdicts on all groups finished so far."""
         for group in judge.groups(self._unread):
-            self._judged[group.prompt.index] = group
+            self._note(group)
             self._untold.append(group)
         self._unread.clear()
 
@@ -199,7 +176,7 @@ class _Collection(Generic[Pending]):
             group = self._judged.get(prompt.index)
             if len(groups) == self._wanted or (group is None and not self._carries):
                 break
-            if group is not None and self._is_kept(group):
+            if group is not None and prompt.index in self._kept:
                 groups.append(group)
         return groups
 
@@ -211,9 +188,8 @@ class _Collection(Generic[Pending]):
 
     def describe(self) -> str:
         """The state in a line, for people."""
-        right = sum(bool(group.correct.all()) for group in self._judged.values())
-        wrong = sum(not group.correct.any() for group in self._judged.values())
-        return f"{self.kept()}/{self._wanted} groups kept (all right {right}, all wrong {wrong})"
+        told = f"all right {self._all_right}, all wrong {self._all_wrong}"
+        return f"{len(self._kept)}/{self._wanted} groups kept ({told})"
 
     def all_broken(self) -> bool:
         """Whether a whole batch was judged and no reward worked: more would not help."""
@@ -242,7 +218,8 @@ class _Collection(Generic[Pending]):
         """With carry-over: `unfinished` and, where so configured, the surplus are for later."""
         groups = self.first_kept()
         used = {group.prompt.index for group in groups}
-        surplus = [g for i, g in self._judged.items() if self._is_kept(g) and i not in used]
+        left = self._kept - used
+        surplus = [group for i, group in self._judged.items() if i in left]
         begun = [one.prompt.index for one in unfinished if one.tokens]
         following = max([self._start, *(i + 1 for i in (*self._judged, *begun))])
         carried, expired = carry_on(self._rollout, self._step, surplus, unfinished, self._steps)
@@ -259,6 +236,7 @@ class _Collection(Generic[Pending]):
         passed = [prompt for prompt in self._order if self._start <= prompt.index < following]
         used = [group for group in judged if group.prompt.index not in left]
         whole = [group for group in used if not group.broken]
+        fair = {group.prompt.index for group in used}
         return Collected(
             groups=groups,
             judged=whole,
@@ -267,7 +245,7 @@ class _Collection(Generic[Pending]):
             broken=[group for group in judged if group.broken],
             asked_prompts=len(self._order),
             # Without carry-over of the head alone: the same whatever the slots, whoever is fast.
-            kept_fraction=self.estimate(self._new() if self._carries else used),
+            kept_fraction=self.estimate(self._new() if self._carries else fair),
             next_position=following,
             dropped_prompts=sum(prompt.skipped for prompt in passed),
             truncated_prompts=sum(prompt.truncated for prompt in passed),

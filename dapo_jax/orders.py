@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.filtering import Collected, collect
+from dapo_jax.filtering import collect
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.sampler.rollout import SamplerCounts
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.structs import Carried
+from dapo_jax.structs import Carried, Collected
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,6 +157,36 @@ class Trace:
 # --- device, packed -------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Collected:
+    """What a rollout gave, in data order, and what it cost."""
+
+    groups: list[Group]  # the kept ones, at most prompts_per_step
+    judged: list[Group]  # every group before next_position; with carry-over all but the surplus
+    surplus: list[Group]  # judged and not used: those that finish fast, no fair sample
+    with_signal: int  # how many of `judged` could teach
+    broken: list[Group]  # those that a failing reward took out, wherever; in neither list
+    asked_prompts: int
+    kept_fraction: float  # the estimate for the next step
+    next_position: int  # where the data goes on; surplus prompts are asked again
+    dropped_prompts: int  # over the limit or held out, before next_position
+    truncated_prompts: int  # cut to the limit, before next_position
+    starved: bool
+    carried: tuple[Carried, ...] = ()  # what the next step begins with, in data order
+    expired: int = 0  # groups of them that were too old, and are drawn anew
+    reused: frozenset[int] = frozenset()  # places of groups that an earlier step judged
+    # Of the responses of each group that was trained, by the group's place in the data.
+    traces: dict[int, list[Trace]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def all_right(self) -> int:
+        return sum(bool(group.correct.all()) for group in self.judged)
+
+    @property
+    def all_wrong(self) -> int:
+        return sum(not group.correct.any() for group in self.judged)
+
+
 class Rollouts(struct.PyTreeNode):
     """Responses packed into rows of one length, before anything was computed on them.
 

@@ -12,7 +12,7 @@ from dapo_jax import processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.hooks import describe_error
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.filtering import Collected, Interrupted, Starved
+from dapo_jax.filtering import Starved
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.losses import KL_ESTIMATORS
@@ -33,7 +33,17 @@ from dapo_jax.orders import Gathered, Order, make_rollouts
 from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
 from dapo_jax.sharding import to_host
-from dapo_jax.structs import Carried, Group, Mean, ScoredBatch, Trace, TrainBatch, TrainState
+from dapo_jax.structs import (
+    Carried,
+    Collected,
+    Group,
+    Interrupted,
+    Mean,
+    ScoredBatch,
+    Trace,
+    TrainBatch,
+    TrainState,
+)
 
 
 @dataclasses.dataclass(frozen=True)

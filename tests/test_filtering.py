@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import make_completion
 
-from dapo_jax import algorithms
+from dapo_jax import algorithms, filtering
 from dapo_jax.data.pipeline import PromptStream
 from dapo_jax.experiment.config import Config, Data, Rollout
 from dapo_jax.filtering import Interrupted, Starved, carries_signal, collect, next_kept_fraction
@@ -150,6 +150,17 @@ def test_a_wrong_estimate_asks_for_little_before_verdicts_mend_it():
     assert len(sampler.submitted) <= 2 + 8 + 3
     _, _, eager = run(lambda i: 1, **wrong)
     assert len(eager.submitted) == 64
+
+
+def test_each_group_is_looked_at_once_while_others_are_collected(monkeypatch):
+    """A pod's step judges thousands, over hundreds of bursts."""
+    looked, look = [], filtering.carries_signal
+    monkeypatch.setattr(
+        filtering, "carries_signal", lambda group, of: looked.append(group) or look(group, of)
+    )
+    collected, _, _ = run(lambda i: i % 8 == 7, wanted=8, bursts=lambda i: i + 1)
+    assert indices(collected) == list(range(7, 64, 8))
+    assert len(looked) == len(collected.judged) + len(collected.judged + collected.surplus)
 
 
 @pytest.mark.parametrize(("right", "kind"), [(2, "all_right"), (0, "all_wrong")])

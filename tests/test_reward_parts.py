@@ -14,7 +14,7 @@ from dapo_jax.filtering import carries_signal
 from dapo_jax.rewards.functions import think_format
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.rule import reward_group
+from dapo_jax.rewards.rule import repetition, reward_group
 from dapo_jax.structs import Group, Verdict
 
 OWN = """
@@ -205,6 +205,14 @@ def test_format_is_an_answer_found_and_repetition_counts_windows_of_tokens():
     np.testing.assert_allclose(group.reward_parts["format"], [2, 0])
     np.testing.assert_allclose(group.reward_parts["repetition"], [0, -0.5 * (1 - 1 / 13)])
     np.testing.assert_array_equal(group.raw_rewards, [0, 0])
+
+
+@pytest.mark.parametrize("ids", [3, 150_000])
+def test_repetition_counts_each_window_once(ids):
+    tokens = np.random.default_rng(0).integers(0, ids, 500)
+    tokens[300:320] = tokens[100:120]
+    windows = [tuple(tokens[i : i + 8]) for i in range(493)]
+    assert repetition(tokens) == 1 - len(set(windows)) / 493 > 0
 
 
 def test_dr_grpos_rule_earns_one_or_nothing():

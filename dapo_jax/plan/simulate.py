@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from dapo_jax.experiment.config import Config
-from dapo_jax.filtering import Collected, collect
+from dapo_jax.filtering import collect
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.plan.costs import LEARNING, Costs, Counts, Meter
@@ -27,7 +27,7 @@ from dapo_jax.plan.rooms import (
 )
 from dapo_jax.sampler.rollout import RolloutSampler, SamplerCounts
 from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.structs import Group
+from dapo_jax.structs import Collected, Group
 
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 

@@ -9,12 +9,11 @@ import numpy as np
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.evaluation.scores import REFLECTION
-from dapo_jax.filtering import Collected
 from dapo_jax.finite import is_reason
 from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.rewards.rule import repetition
 from dapo_jax.sampler.rollout import SamplerCounts
-from dapo_jax.structs import Completion, Group, Mean
+from dapo_jax.structs import Collected, Completion, Group, Mean
 
 # Every name that a step logs, with the sentence that docs/metrics.md shows.
 MEANINGS = {

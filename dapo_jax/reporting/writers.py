@@ -15,14 +15,13 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.filtering import Collected
 from dapo_jax.lines import BROKEN, Growing, objects, rewind, spell
 from dapo_jax.marks import Folder
 from dapo_jax.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.reporting.metrics import MEANINGS
 from dapo_jax.reporting.tracking import Tracker
 from dapo_jax.storage import Storage, reason, replacing
-from dapo_jax.structs import Completion, Trace
+from dapo_jax.structs import Collected, Completion, Trace
 
 TOKEN_DECIMALS = 3
 

@@ -38,7 +38,7 @@ def python(module: str, *arguments: object) -> str:
     print("$", *command, file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(done.stdout + f"failed: {' '.join(command)}")
+        raise SystemExit(f"{done.stdout}exit code {done.returncode}: {' '.join(command)}")
     return done.stdout
 
 
