@@ -13,7 +13,7 @@ from rich.markup import escape
 from dapo_jax import processes
 from dapo_jax.begun import BegunSteps
 from dapo_jax.checkpoints import Checkpoints
-from dapo_jax.checksums import saved_steps
+from dapo_jax.checksums import find_steps
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -57,7 +57,7 @@ from dapo_jax.states import (
     save_state,
     saved_state,
 )
-from dapo_jax.storage import Storage, write_text
+from dapo_jax.storage import Storage, overlooked, write_text
 from dapo_jax.structs import Group
 from dapo_jax.train import RunState, train_step
 
@@ -244,9 +244,14 @@ class Run:
         wanted = last or learns and due(step, config.checkpoint.every_steps)
         self.keeper.step(wanted, self.save)
         if config.checkpoint.keep_groups:
-            self.parts.finished.forget(max(saved_steps(config.run_dir), default=0))
+            self._forget_groups()
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
+
+    def _forget_groups(self) -> None:
+        if processes.is_first():
+            with overlooked():  # else after the next step
+                self.parts.finished.forget(max(find_steps(self.config.run_dir), default=0))
 
     def _check_learning(self, values: dict[str, float]) -> None:
         policy, critic = self.config.optimizer, self.config.critic.optimizer

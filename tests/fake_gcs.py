@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 NAMES = ("www.googleapis.com", "storage.googleapis.com")
 PAGE = 1000  # names in an answer to a listing
@@ -83,6 +83,7 @@ class Store:
     Attributes:
         asked: (method, name, bytes sent or received) of every request that was answered well.
         failed: how many were not, by what happened to them.
+        before: is told method and name of every request, and may change what goes wrong.
     """
 
     def __init__(self, *buckets: str):
@@ -90,6 +91,7 @@ class Store:
         self.faults, self.lock = Faults(), threading.RLock()
         self.asked: list[tuple[str, str, int]] = []
         self.failed: dict[int | str, int] = {}
+        self.before: Callable[[str, str], object] = lambda method, name: None
         self._generation, self._requests = 1_700_000_000_000_000, 0
         self.uploads: dict[str, tuple[str, str, bytearray]] = {}  # resumable ones, by number
 
@@ -181,6 +183,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _any(self) -> None:
         store: Store = self.server.store
         body = self._body()
+        address = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(address.query, keep_blank_values=True))
+        parts = [urllib.parse.unquote(part) for part in address.path.split("/")[1:]]
+        name = query.get("name") or parts[-1]
+        store.before(self.command, name)
         fate = store.fate()
         time.sleep(store.faults.latency)
         if fate == "reset":
@@ -189,16 +196,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._answer(fate, b'{"error": {"message": "so it was asked for"}}')
         if self.command in store.faults.forbidden:
             return self._answer(403, b'{"error": {"message": "the account lacks that right"}}')
-        address = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(address.query, keep_blank_values=True))
-        parts = [urllib.parse.unquote(part) for part in address.path.split("/")[1:]]
         try:
             status, content, headers = self._work(parts, query, body)
         except Refused as refused:
             status, content, headers = refused.args[0], b"", {}
         if fate == "lost":
             return self._reset()
-        store.asked.append((self.command, "/".join(parts[-2:]), len(body) + len(content)))
+        store.asked.append((self.command, name, len(body) + len(content)))
         self._answer(status, content, headers)
 
     do_GET = do_PUT = do_POST = do_DELETE = _any
