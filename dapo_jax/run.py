@@ -269,6 +269,7 @@ class Run:
         """Returns when the state as it is is on disk. Raises `NotSaved`."""
         with self.parts.progress.working("saving"):
             self.keeper.last(self.save)
+        self.storage.rested()  # what comes now has no later
         self.parts.finished.forget(self.state.step)
 
     def finish(self) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def reason(error: BaseException) -> str:
         return error.strerror
     if of_a_bucket(error):  # the answer's body says in many lines what its status does
         text = re.sub(r" with body '.*'", "", str(error), flags=re.DOTALL)
-        return f"{type(error).__name__}: {' '.join(text.split())}"[:SHOWN_CHARACTERS]
+        text = re.sub(r"^.*Error executing an HTTP request: ", "", text)
+        return " ".join(text.split())[:SHOWN_CHARACTERS]
     said = (str(error).splitlines() or [""])[0][:SHOWN_CHARACTERS]
     return said if isinstance(error, OSError) and said else f"{type(error).__name__}: {said}"
 
@@ -119,10 +120,16 @@ class Storage:
     def __init__(self, warn: Callable[[str], None] = complain):
         self.warn = warn
         self._said: dict[str, float] = {}  # when, by what failed last
+        self._rests_until = -math.inf  # of a bucket that did not answer
 
     def attempt(self, what: str, work: Callable[[], Any]) -> bool:
-        """Whether `work` was done, after a few tries; what is wrong with the program is raised."""
-        error = None
+        """Whether `work` was done, after a few tries; what is wrong with the program is raised.
+
+        A bucket that did not answer for so long is left alone for as long.
+        """
+        error, begun = None, time.monotonic()
+        if begun < self._rests_until:
+            return False
         for pause in PAUSES:
             time.sleep(pause)
             try:
@@ -132,6 +139,8 @@ class Storage:
                     raise
                 error = problem
                 if of_a_bucket(problem):
+                    now = time.monotonic()
+                    self._rests_until = now + (now - begun)
                     break
                 continue
             self.works(what)
@@ -139,6 +148,10 @@ class Storage:
         assert error is not None
         self.failed(what, reason(error))
         return False
+
+    def rested(self) -> None:
+        """The next write is tried at once."""
+        self._rests_until = -math.inf
 
     def failed(self, what: str, why: str) -> None:
         """Says so, where that was not said a short while ago."""
