@@ -243,15 +243,11 @@ class Run:
         learns = not any(self.state.skipped.values())  # else older checkpoints are worth more
         wanted = last or learns and due(step, config.checkpoint.every_steps)
         self.keeper.step(wanted, self.save)
-        if config.checkpoint.keep_groups:
-            self._forget_groups()
+        if config.checkpoint.keep_groups and processes.is_first():
+            with overlooked():  # else after the next step
+                self.parts.finished.forget(max(find_steps(config.run_dir), default=0))
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
-
-    def _forget_groups(self) -> None:
-        if processes.is_first():
-            with overlooked():  # else after the next step
-                self.parts.finished.forget(max(find_steps(self.config.run_dir), default=0))
 
     def _check_learning(self, values: dict[str, float]) -> None:
         policy, critic = self.config.optimizer, self.config.critic.optimizer

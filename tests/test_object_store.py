@@ -1,6 +1,5 @@
 """Runs whose folder is a bucket: served here, with errors, latency and outages (fake_gcs.py)."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +16,6 @@ import orbax.checkpoint as ocp
 import pytest
 from small_runs import make_quick_config, read_rollouts, read_rows
 
-from dapo_jax.checksums import OF_ORBAX
 from dapo_jax.experiment.config import Checkpoint, Data, Evaluation, Log
 
 TESTS = pathlib.Path(__file__).parent
