@@ -23,10 +23,10 @@ from dapo_jax.checksums import (
 from dapo_jax.experiment.config import Checkpoint
 from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.finite import check_state
-from dapo_jax.marks import folder_at
+from dapo_jax.marks import folder_at, is_remote
 from dapo_jax.same_run import with_defaults
 from dapo_jax.sharding import flatten
-from dapo_jax.storage import NotSaved, complain, quiet_orbax, reason
+from dapo_jax.storage import NotSaved, complain, let_orbax_use_buckets, quiet_orbax, reason
 from dapo_jax.structs import TrainState
 
 DAMAGED = "damaged_checkpoints"
@@ -82,11 +82,12 @@ class Checkpoints:
                 if aside.exists():
                     aside.rmtree()
                 epath.Path(self._folder / str(step)).rename(aside)
-        except OSError as error:
+        except Exception as error:  # of the system or a bucket's client
             return f"the damaged checkpoint of step {step} can't be moved: {reason(error)}"
         return ""
 
     def _open(self) -> ocp.CheckpointManager:
+        let_orbax_use_buckets()
         saves = self._settings is not None
         # Made in the background, folders that can't be made are waited for, for 5 minutes.
         background = ocp.AsyncOptions(
@@ -109,7 +110,10 @@ class Checkpoints:
     @staticmethod
     def exist(run_dir: str | os.PathLike) -> bool:
         """Whether a run has ever saved there; creates nothing."""
-        return processes.from_first(checkpoint_folder(run_dir).is_dir, "whether a run has saved")
+        folder = checkpoint_folder(run_dir)
+        # Of a bucket that can't be read `is_dir` says no, and a run would begin anew over its own.
+        find = folder.exists if is_remote(run_dir) else folder.is_dir
+        return processes.from_first(find, "whether a run has saved")
 
     def latest_step(self) -> int | None:
         """The step that the newest sound checkpoint goes on with; None without one."""

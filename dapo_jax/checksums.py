@@ -24,7 +24,8 @@ INCOMPLETE = "incomplete"  # half deleted, or never finished
 SEALED = "sealed"  # in the record of a checkpoint that has such a list
 RECORD = epath.Path("record") / "metadata"
 # Orbax goes on writing these two, and reading a state or record needs neither.
-OF_ORBAX = ("_CHECKPOINT_METADATA", "commit_success.txt")
+COMMITTED = "commit_success.txt"  # what makes a checkpoint complete on an object store
+OF_ORBAX = ("_CHECKPOINT_METADATA", COMMITTED)
 THREADS = 8
 CHUNK_BYTES = 1 << 22
 
@@ -53,10 +54,17 @@ def _digests(folder: epath.Path, names: list[str]) -> dict[str, list[Any]]:
 
 
 def seal(folder: epath.Path) -> None:
-    """Writes the list of all files that this process sees in the folder."""
+    """Writes the list of all files that this process sees in the folder.
+
+    Raises OSError where one can't be read: the list would call a sound checkpoint damaged.
+    """
     names = [str(path.relative_to(folder)) for path in _files(folder)]
     names = [name for name in names if name not in (CHECKSUMS, *OF_ORBAX)]
-    (folder / CHECKSUMS).write_text(json.dumps(_digests(folder, names), indent=0))
+    found = _digests(folder, names)
+    for name, digest in found.items():
+        if len(digest) == 1:
+            raise OSError(f"{name}: {digest[0]}")
+    (folder / CHECKSUMS).write_text(json.dumps(found, indent=0))
 
 
 def _changed(name: str, written: Any, found: list[Any] | None) -> str:
@@ -114,14 +122,19 @@ def checkpoint_folder(run_dir: str | os.PathLike) -> Folder:
     return folder if is_remote(run_dir) else folder.absolute()
 
 
+def find_steps(run_dir: str | os.PathLike) -> list[int]:
+    """The steps of all checkpoints, ascending, sound or not; this process alone looks."""
+    folder = checkpoint_folder(run_dir)
+    if not is_remote(run_dir):
+        return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    # One question that fails where the bucket does; `is_dir` would say that there is nothing.
+    names = [path.parent.name for path in folder.glob(f"*/{COMMITTED}")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
 def saved_steps(run_dir: str | os.PathLike) -> list[int]:
     """The steps of all checkpoints, ascending, sound or not."""
-    folder = checkpoint_folder(run_dir)
-
-    def find() -> list[int]:
-        return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
-
-    return processes.from_first(find, "checkpoints")
+    return processes.from_first(lambda: find_steps(run_dir), "checkpoints")
 
 
 def newest_sound(

@@ -34,6 +34,7 @@ from dapo_jax.marks import RUN, check_free
 from dapo_jax.prompts.templates import VERIFIERS_OF, open_template
 from dapo_jax.reporting.tracking import check_project
 from dapo_jax.rewards.functions import own_parts
+from dapo_jax.storage import UNSAVED, is_refusal, of_a_bucket, reason
 from dapo_jax.verifier.verifier import VERIFIERS
 
 # Settings whose value is a key of a table that lives beside the code it names.
@@ -258,7 +259,7 @@ def example(usage: str) -> str:
 
 
 def guarded(work: Callable[[], Any]) -> int:
-    """The exit code of `work`; what a user or numbers did wrong is a line, not a traceback."""
+    """The exit code of `work`; what users, numbers or buckets did wrong is a line, no traceback."""
     try:
         work()
     except ConfigError as error:
@@ -267,6 +268,11 @@ def guarded(work: Callable[[], Any]) -> int:
     except NotFinite as error:
         processes.complain(f"error: {error}")
         return EXIT_CODE
+    except Exception as error:
+        if not of_a_bucket(error):
+            raise
+        processes.complain(f"error: the bucket can't be read or written: {reason(error)}")
+        return 2 if is_refusal(error) else UNSAVED
     return 0
 
 

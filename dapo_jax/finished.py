@@ -4,7 +4,6 @@ What a step draws is keyed, and what it trains on is decided by the order of the
 back make the same step as groups drawn again. Only what it cost is counted from where it went on.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,7 +16,7 @@ import numpy as np
 from dapo_jax import processes
 from dapo_jax.carrying import pack_carried, unpack_carried
 from dapo_jax.marks import Folder
-from dapo_jax.storage import Storage, replacing
+from dapo_jax.storage import Storage, overlooked, replacing
 from dapo_jax.structs import Carried, Group, Prompt
 
 FOLDER = "groups"
@@ -62,7 +61,7 @@ class FinishedGroups:
         folder = self._folder / _name(step)
 
         def names() -> list[str]:
-            with contextlib.suppress(OSError):
+            with overlooked():
                 return sorted(path.name for path in folder.glob("*.npz"))
             return []
 
@@ -86,13 +85,14 @@ class FinishedGroups:
         """Those of the steps before that one, which a checkpoint has."""
         if self._folder is None or not processes.is_first():
             return
-        with contextlib.suppress(OSError):  # else the next time
+        with overlooked():  # else the next time
             for folder in list(self._folder.glob("step_*")):
                 if folder.name < _name(step):
                     for path in list(folder.iterdir()):
                         path.unlink()
                     folder.rmdir()
-            self._folder.rmdir()  # where nothing is left in it
+            if not list(self._folder.iterdir()):
+                self._folder.rmdir()
 
     def _write(self, path: Folder, groups: Sequence[Group]) -> None:
         carried = [Carried(group.prompt, self._step, judged=group) for group in groups]

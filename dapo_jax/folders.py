@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dapo_jax import processes
+from dapo_jax.experiment.settings import require
 from dapo_jax.marks import (
     LOCK,
     MARK,
@@ -32,7 +33,7 @@ from dapo_jax.marks import (
     read_mark,
     stamp,
 )
-from dapo_jax.storage import full_or_broken
+from dapo_jax.storage import full_or_broken, is_refusal, reason
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 ROOM = "a folder of storage with room"
@@ -213,6 +214,8 @@ def claim(
     holds it for all; nobody can hold one that is not of this file system.
     """
     if is_remote(value) or not processes.is_first():
+        if processes.is_first():
+            _try_to_write(folder_at(value, below), field, value)
         yield folder_at(value, below)
         return
     hold = Hold(place_of(field, value, kind, below), {"kind": kind}, exclusive)
@@ -220,6 +223,18 @@ def claim(
         yield pathlib.Path(value, below)
     finally:
         hold.close()
+
+
+def _try_to_write(folder: Folder, field: str, value: str) -> None:
+    """Raises `ConfigError` where a bucket refuses: a run would only be told when it saves."""
+    path = folder / f"{OURS}{os.getpid()}"
+    try:
+        path.write_bytes(b"")
+        path.unlink()
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_refusal(error)):
+            raise
+        require(False, field, value, f"a folder of a bucket that you may write; {reason(error)}")
 
 
 @contextlib.contextmanager

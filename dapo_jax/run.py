@@ -13,7 +13,7 @@ from rich.markup import escape
 from dapo_jax import processes
 from dapo_jax.begun import BegunSteps
 from dapo_jax.checkpoints import Checkpoints
-from dapo_jax.checksums import saved_steps
+from dapo_jax.checksums import find_steps
 from dapo_jax.evaluation.evaluation import (
     heldout_metrics,
     report_on,
@@ -57,7 +57,7 @@ from dapo_jax.states import (
     save_state,
     saved_state,
 )
-from dapo_jax.storage import Storage, write_text
+from dapo_jax.storage import Storage, overlooked, write_text
 from dapo_jax.structs import Group
 from dapo_jax.train import RunState, train_step
 
@@ -243,8 +243,9 @@ class Run:
         learns = not any(self.state.skipped.values())  # else older checkpoints are worth more
         wanted = last or learns and due(step, config.checkpoint.every_steps)
         self.keeper.step(wanted, self.save)
-        if config.checkpoint.keep_groups:
-            self.parts.finished.forget(max(saved_steps(config.run_dir), default=0))
+        if config.checkpoint.keep_groups and processes.is_first():
+            with overlooked():  # else after the next step
+                self.parts.finished.forget(max(find_steps(config.run_dir), default=0))
         if self._on_step and self._on_step(step, values) is True:
             self.signals.received = self.signals.received or "on_step"
 
@@ -264,6 +265,7 @@ class Run:
         """Returns when the state as it is is on disk. Raises `NotSaved`."""
         with self.parts.progress.working("saving"):
             self.keeper.last(self.save)
+        self.storage.rested()  # what comes now has no later
         self.parts.finished.forget(self.state.step)
 
     def finish(self) -> dict[str, Any]:

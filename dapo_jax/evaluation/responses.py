@@ -1,6 +1,7 @@
 """Judged responses on disk: a JSON line each, so that nothing has to be sampled twice."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -126,11 +127,12 @@ class ResponseFile:
         self.tidy()
 
     def append(self, response: Response) -> None:
-        """One line, on disk when this returns."""
+        """One line, on disk when this returns, or soon where that is an object store."""
         self.responses[response.index, response.sample] = response
         if self.path is not None:
             self._growing.add(_line(response, self._stamp))
-            self._storage.attempt(self.path.name, self._growing.write)
+            write = functools.partial(self._growing.write, rarely=True)
+            self._storage.attempt(self.path.name, write)
 
     def tidy(self) -> None:
         """Brings the lines into file order: they were written as responses finished."""
