@@ -107,3 +107,20 @@ def test_a_name_that_does_not_divide_is_left_out():
         )
     assert even.addressable_shards[0].data.shape == (1, 3)
     assert odd.addressable_shards[0].data.shape == (1, 7)
+
+
+@pytest.mark.parametrize(("devices", "waits"), [(1, 0), (2, 3)])
+def test_few_prefills_and_inserts_are_under_way_on_devices_of_a_cpu(
+    devices, waits, tiny_params, monkeypatch
+):
+    """With many, XLA's client has no thread left for those that others wait for."""
+    mesh = make_mesh(1, devices, 1, devices=jax.devices()[:devices])
+    engine, waited = make_engine(mesh), []
+    params = engine.load_params(place(tiny_params, TINY, mesh))
+    state = engine.init_decode_state()
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda made: waited.append(made) or wait(made))
+    for _ in range(6):
+        prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
+        state = engine.insert(prefix, state, slot=0)
+    assert len(waited) == waits

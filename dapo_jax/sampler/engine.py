@@ -96,7 +96,7 @@ class PolicyEngine(Engine):
         )
         prompts = self.prefill_width if self.store.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
-        self._frozen, self.held = frozen or {}, None
+        self._frozen, self.held, self._pace = frozen or {}, None, sharding.Pace(mesh)
         self._compile(settings, trained_on or mesh)
 
     def _compile(self, settings: Sampler, trained_on: jax.sharding.Mesh) -> None:
@@ -112,9 +112,8 @@ class PolicyEngine(Engine):
         self._load_frozen = load({path: boxed[path] for path in frozen})
         self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
         self.prefix_place = prompts = place("batch", None, "kv_heads")
-        chunk_tokens = settings.prefill_chunk_tokens
         self._prefill = jax.jit(
-            functools.partial(decoding.prefill_prefix, self.config, chunk_tokens),
+            functools.partial(decoding.prefill_prefix, self.config, settings.prefill_chunk_tokens),
             in_shardings=(None, place("batch"), None, None, None),
             out_shardings=Prefix(prompts, *[replicated] * 4),
         )
@@ -193,7 +192,7 @@ class PolicyEngine(Engine):
         # An index past the last slot is dropped by the scatter.
         slots = np.pad(slots, pad, constant_values=self._slots).astype(np.int32)
         rows, samples = (np.pad(x, pad).astype(np.int32) for x in (rows, samples))
-        return self._insert(prefix, decode_state, slots, rows, samples, fills)
+        return self._pace(self._insert(prefix, decode_state, slots, rows, samples, fills))
 
     def generate(
         self, params: Any, decode_state: DecodeState, *, longest: int | None = None
@@ -295,7 +294,8 @@ class PolicyEngine(Engine):
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         counts = np.asarray([true_lengths, drawn or [0] * len(true_lengths)], np.int32)
         lengths, before = np.pad(counts, ((0, 0), (0, pad)), mode="edge")
-        return self._prefill(params, self._over_replicas(tokens), lengths, keys, before)
+        made = self._prefill(params, self._over_replicas(tokens), lengths, keys, before)
+        return self._pace(made)
 
     def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
         """Room for the next burst; where there is none the youngest of `slots` are stopped.
