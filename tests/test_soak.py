@@ -1,12 +1,16 @@
-"""A server under rude clients for seconds; `soak_server.py` does it for hours."""
+"""A server under rude clients for seconds, for hours by `soak_server.py`; and a long run."""
 
 import os
 import sys
 
 import pytest
 from served import free_port, make_serve_config, serving
+from small_runs import make_quick_config
 from soak_clients import MODEL, Clients
-from soak_server import Progress, load, soak
+from soak_server import MOST_GROWTH, Held, Progress, load, soak
+
+from dapo_jax.experiment.config import Checkpoint, Evaluation, Log, Rollout
+from dapo_jax.run import train
 
 
 @pytest.fixture
@@ -43,3 +47,30 @@ def test_a_soak_goes_on_where_the_same_command_stopped(tmp_path):
     Progress(tmp_path / "build" / "soak.json", [100, 0]).note(40)
     assert Progress(tmp_path / "build" / "soak.json", [100, 0]).done == 40
     assert Progress(tmp_path / "build" / "soak.json", [100, 1]).done == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_two_thousand_steps_hold_no_more_than_four_hundred(base, tmp_path):
+    """With all that is written: checkpoints, responses, TensorBoard. `pytest -s` shows them."""
+    held: dict[int, Held] = {}
+
+    def look(step, _):
+        if step % 200 == 0:
+            held[step] = Held.by(os.getpid())
+            print(step, held[step])
+
+    config = make_quick_config(
+        base,
+        tmp_path / "run",
+        total_steps=2000,
+        rollout=Rollout(4, 4, 2, max_sample_rounds=2, when_starved="partial"),
+        checkpoint=Checkpoint(every_steps=10),
+        evaluation=Evaluation(every_steps=50, samples_per_problem=2),
+        log=Log(show_group_every_steps=0, report=False),
+    )
+    config.data.heldout_problems = 16
+    assert train(config, look)["steps"] == 2000
+    early, late = held[400], held[2000]
+    assert late.threads <= early.threads and late.files <= early.files
+    assert late.memory < early.memory + MOST_GROWTH
