@@ -26,6 +26,7 @@ RECORD = epath.Path("record") / "metadata"
 # Orbax goes on writing these two, and reading a state or record needs neither.
 COMMITTED = "commit_success.txt"  # what makes a checkpoint complete on an object store
 OF_ORBAX = ("_CHECKPOINT_METADATA", COMMITTED)
+MISSING = "No such file or directory"
 THREADS = 8
 CHUNK_BYTES = 1 << 22
 
@@ -43,6 +44,8 @@ def _digest(path: epath.Path) -> list[Any]:
             while chunk := file.read(CHUNK_BYTES):
                 size += len(chunk)
                 found.update(chunk)
+    except FileNotFoundError:  # of which a bucket says it in its own words
+        return [MISSING]
     except (OSError, ValueError) as error:  # of a name that was damaged, too
         return [getattr(error, "strerror", None) or str(error)]
     return [size, found.hexdigest()]
@@ -72,7 +75,7 @@ def _changed(name: str, written: Any, found: list[Any] | None) -> str:
     if found == written:
         return ""
     if found is None or len(found) == 1:
-        return f"{name}: {found[0] if found else 'No such file or directory'}"
+        return f"{name}: {found[0] if found else MISSING}"
     if isinstance(written, list) and written and written[0] != found[0]:
         return f"{name} has {found[0]} bytes, not {written[0]}"
     return f"{name} is not what was written"
