@@ -11,7 +11,6 @@ before it is taken; without one the model folder that the run began with.
 import argparse
 import dataclasses
 import math
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from dapo_jax import cli, processes
 from dapo_jax.experiment.config import Config
 from dapo_jax.experiment.files import read_config
 from dapo_jax.experiment.settings import ConfigError
+from dapo_jax.marks import Folder, folder_at
 
 MOST_TOKENS = 5  # of a row that are named
 WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
@@ -86,7 +86,7 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     return learner, params, f"{run_dir} step {saved.step}"
 
 
-def replay(folder: pathlib.Path, step: int = 0, model: str = "") -> bool:
+def replay(folder: Folder, step: int = 0, model: str = "") -> bool:
     """Whether loss and gradient of the batch are finite; prints what is not.
 
     Raises `ConfigError`.
@@ -143,7 +143,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", metavar="DIR", type=pathlib.Path)
+    parser.add_argument("folder", metavar="DIR", type=folder_at)
     parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--model", default="")
     asked, code = parser.parse_args(), 0

@@ -63,6 +63,7 @@ base=runs/arithmetic_base
 recipe() { cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py "$base/.dapo_jax.json" 2>/dev/null | cksum; }
 if [ "$folder" = "$base" ] && [ "$(cat "$base.recipe" 2>/dev/null)" != "$(recipe)" ]; then
     XLA_FLAGS="${flags-${XLA_FLAGS:-}}" .venv/bin/python -m dapo_jax.sft --config=configs/arithmetic_base.py
+    [ ! -e "$base.halfway" ] || exit 0 # a signal ended it, as it has said
     recipe >"$base.recipe"
 fi
 train=(.venv/bin/python -m dapo_jax.main "$config" "${arguments[@]+"${arguments[@]}"}")

@@ -90,7 +90,7 @@ def converted(path: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedP
     whole = [sys.executable, "-m", *command, path.name]
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     try:
-        return subprocess.run(whole, timeout=300, **options)
+        return subprocess.run(whole, timeout=120, **options)
     except subprocess.TimeoutExpired:
         return None
 
@@ -99,7 +99,7 @@ def converted(path: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedP
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     """By a user's command, with sliders, in sizes that teach nothing."""
     kept = nbformat.read(path, as_version=4)
-    done = converted(path, tmp_path) or converted(path, tmp_path)
+    done = next(filter(None, (converted(path, tmp_path) for _ in range(3))), None)
     assert done and done.returncode == 0, done and done.stderr[-3000:]
     ran = nbformat.read(tmp_path / path.name, as_version=4)
     widgets = widget_outputs(ran)

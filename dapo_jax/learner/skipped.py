@@ -1,7 +1,6 @@
 """Batches whose update was skipped, kept as files: `dapo_jax.replay` computes them again."""
 
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -91,9 +90,9 @@ def _is_full(folder: Folder) -> bool:
     return folder.exists() and sum(1 for _ in folder.iterdir()) >= MOST
 
 
-def read_skipped(folder: pathlib.Path) -> tuple[dict[str, Any], TrainBatch]:
+def read_skipped(folder: Folder) -> tuple[dict[str, Any], TrainBatch]:
     """The record and the batch [M, R, T] that `write_skipped` wrote. Raises OSError."""
-    with np.load(folder / ARRAYS) as file:
+    with (folder / ARRAYS).open("rb") as raw, np.load(raw) as file:
         arrays = {name: file[name] for name in file.files}
 
     def of(prefix: str) -> dict[str, Any]:
