@@ -19,7 +19,7 @@ from dapo_jax.keeping import Keeper
 from dapo_jax.marks import Folder
 from dapo_jax.parts import Parts
 from dapo_jax.sharding import put, to_host
-from dapo_jax.storage import Storage
+from dapo_jax.storage import Storage, overlooked
 from dapo_jax.structs import Group, Mean, ScoredBatch
 from dapo_jax.train import Begun, RunState
 
@@ -122,7 +122,8 @@ class BegunSteps:
         self._open()
 
     def _remove(self) -> None:
-        epath.Path(self._folder).rmtree(missing_ok=True)  # which may be on an object store
+        with overlooked():  # what is left there does not fit the next time either
+            epath.Path(self._folder).rmtree(missing_ok=True)  # which may be on an object store
 
     def close(self) -> None:
         """Waits until everything is on disk, or can't be."""

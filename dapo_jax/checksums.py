@@ -23,8 +23,8 @@ CHECKSUMS = "checksums.json"
 INCOMPLETE = "incomplete"  # half deleted, or never finished
 SEALED = "sealed"  # in the record of a checkpoint that has such a list
 RECORD = epath.Path("record") / "metadata"
-# Orbax goes on writing these two, and reading a state or record needs neither.
 COMMITTED = "commit_success.txt"  # what makes a checkpoint complete on an object store
+# Orbax goes on writing these two, and reading a state or record needs neither.
 OF_ORBAX = ("_CHECKPOINT_METADATA", COMMITTED)
 MISSING = "No such file or directory"
 THREADS = 8
