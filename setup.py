@@ -32,7 +32,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
-    package_data={"dapo_jax.reporting": ["page.*"]},
+    package_data={"dapo_jax.reporting.page": ["page.*"]},
+    entry_points={"console_scripts": ["dapo-jax = dapo_jax.__main__:main"]},
     install_requires=[
         "jax>=0.10.2",
         "flax>=0.12.8",
@@ -52,7 +53,7 @@ setup(
         "python-flint>=0.9",
         "rich>=15.0",
         "safetensors>=0.8",
-        "starlette>=1.10",  # light, as uvicorn: `dapo_jax.serve` answers HTTP after a plain install
+        "starlette>=1.10",  # light, as uvicorn: `dapo-jax serve` answers HTTP after a plain install
         "tensorboard>=2.21",
         "tokenizers>=0.23",
         "uvicorn>=0.54",

@@ -1,12 +1,12 @@
 """The main job on the embedded task: chains of sums, from about half right to nearly always.
 
 bash launch/local.sh
-python -m dapo_jax.main --config=configs/arithmetic.py        (the preset: dapo)
-python -m dapo_jax.main --config=configs/arithmetic.py:grpo
+dapo-jax train --config=configs/arithmetic.py        (the preset: dapo)
+dapo-jax train --config=configs/arithmetic.py:grpo
 """
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Compute,
     Config,
     Critic,

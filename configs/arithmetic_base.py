@@ -1,11 +1,11 @@
 """The base policy of the embedded task: 0.6 M parameters, made from nothing.
 
-    python -m dapo_jax.sft --config=configs/arithmetic_base.py
+    dapo-jax sft --config=configs/arithmetic_base.py
 
 About 2 minutes on 2 CPU cores.
 """
 
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Architecture,
     Compute,
     Examples,

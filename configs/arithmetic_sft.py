@@ -1,11 +1,11 @@
 """Supervised training of the base policy on worked examples without mistakes.
 
-    python -m dapo_jax.sft --config=configs/arithmetic_sft.py
+    dapo-jax sft --config=configs/arithmetic_sft.py
 
 What imitation of right answers reaches where reinforcement learning has only right and wrong.
 """
 
-from dapo_jax.experiment.config import Compute, Examples, Optimizer, Packing, SftConfig
+from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing, SftConfig
 
 
 def get_config() -> SftConfig:

@@ -1,11 +1,11 @@
 """DAPO as published: Qwen2.5-32B on DAPO-Math-17k (arXiv 2503.14476, sections 4.1 and A).
 
-python -m dapo_jax.main --config=configs/dapo_qwen2p5_32b.py:v5p_64 \
+dapo-jax train --config=configs/dapo_qwen2p5_32b.py:v5p_64 \
     --config.run_dir=gs://BUCKET/dapo_32b --config.data.folder=gs://BUCKET/data
 
 Hardware: 64 chips of v5p (the default), or 256 of v6e or v5e: a name of VARIANTS behind the colon.
 The plan's estimate, a step of full size: 1,770 s and 31 chip-hours on v5p, 639 s and 45 on v6e,
-2,275 s and 162 on v5e, by python -m dapo_jax.plan --config=configs/dapo_qwen2p5_32b.py:v5p_64
+2,275 s and 162 on v5e, by dapo-jax plan --config=configs/dapo_qwen2p5_32b.py:v5p_64
 --topology=v5p:4x4x4 (v6e_256, v6e:16x16; v5e_256, v5e:16x16; docs/pods.md has the output).
 
 Expected: AIME 2024 avg@32 of 50, which the paper reports after some 5,000 to 10,000 updates of
@@ -29,7 +29,7 @@ aime24.parquet. The numbers are the paper's. Where it leaves a choice, or we dev
 import dataclasses
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Checkpoint,
     Compute,
     Config,
@@ -43,7 +43,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import require
+from dapo_jax.runtime.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 2_048, 20_480  # of the latter 4,096 are the soft punishment's
 

@@ -1,7 +1,7 @@
 """The ablation that made DAPO (2503.14476, table 1), on sums that are hard enough to tell.
 
-python -m dapo_jax.main --config=configs/ladder.py:1_naive
-python -m dapo_jax.main --config=configs/ladder.py:clip_higher+token_level    (any of the switches)
+dapo-jax train --config=configs/ladder.py:1_naive
+dapo-jax train --config=configs/ladder.py:clip_higher+token_level    (any of the switches)
 
 The policy is that of configs/arithmetic_base.py, asked only for its longest chains, where it is
 right one time in three, under a budget that cuts its second attempts; an update sees two groups,
@@ -10,7 +10,7 @@ with seeds.
 """
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Checkpoint,
     Compute,
     Config,
@@ -23,7 +23,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import require
+from dapo_jax.runtime.settings import require
 
 NAIVE = {  # DAPO's settings with every trick off, and no KL
     "clip_high": 0.2,

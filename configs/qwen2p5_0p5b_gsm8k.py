@@ -1,10 +1,10 @@
 """Qwen2.5-0.5B on GSM8K by DAPO with low-rank adapters: one small accelerator.
 
-python -m dapo_jax.main --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1
+dapo-jax train --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1
 
 Hardware: one chip of v5e (the default) or a T4 of a free Colab (colab_t4: 16 GB, and float16 is the
 only fast number it has, so float32); see VARIANTS. The plan's estimate of a step: 12 s on v5e, by
-python -m dapo_jax.plan --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1. Of a T4
+dapo-jax plan --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1. Of a T4
 there is none.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
@@ -17,7 +17,7 @@ what all parameters would take.
 import dataclasses
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Checkpoint,
     Compute,
     Config,
@@ -31,7 +31,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import require
+from dapo_jax.runtime.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 768
 

@@ -1,9 +1,9 @@
 """Qwen2.5-1.5B on GSM8K by DAPO: the first real model, on one host.
 
-python -m dapo_jax.main --config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8
+dapo-jax train --config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8
 
 Hardware: 8 chips of v5e (the default) or v6e, or one GPU of 80 GB (gpu_80gb); see VARIANTS. The
-plan's estimate of a step: 18 s on v5e, 9 s on v6e, 25 s on one H100, by python -m dapo_jax.plan
+plan's estimate of a step: 18 s on v5e, 9 s on v6e, 25 s on one H100, by dapo-jax plan
 --config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8 --topology=v5e:2x4 (v6e_8, v6e:2x4; gpu_80gb, h100:1).
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
@@ -15,7 +15,7 @@ and gsm8k_test.jsonl. Responses of a few hundred tokens; 1,024 are allowed.
 import dataclasses
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Checkpoint,
     Compute,
     Config,
@@ -29,7 +29,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import require
+from dapo_jax.runtime.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1_024
 

@@ -1,10 +1,10 @@
 """Qwen2.5-Math-7B on the problems of MATH, by Dr. GRPO with DAPO's filter and upper clip.
 
-python -m dapo_jax.main --config=configs/qwen2p5_7b_math.py:v6e_8 \
+dapo-jax train --config=configs/qwen2p5_7b_math.py:v6e_8 \
     --config.run_dir=gs://BUCKET/math_7b --config.data.folder=gs://BUCKET/data
 
 Hardware: 8 chips of v6e (the default: one host) or of v5p, or 16 of v5e; see VARIANTS. The plan's
-estimate of a step: 71 s on v6e, 60 s on v5p, 120 s on v5e, by python -m dapo_jax.plan
+estimate of a step: 71 s on v6e, 60 s on v5p, 120 s on v5e, by dapo-jax plan
 --config=configs/qwen2p5_7b_math.py:v6e_8 --topology=v6e:2x4 (v5p_8, v5p:2x2x2; v5e_16, v5e:4x4).
 
 Expected: not yet run here. The nearest published number is MATH-500 77.2 and AIME 2024 33.3 from
@@ -20,7 +20,7 @@ sum. DAPO's soft punishment and filter stay on.
 import dataclasses
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Checkpoint,
     Compute,
     Config,
@@ -34,7 +34,7 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
-from dapo_jax.experiment.settings import require
+from dapo_jax.runtime.settings import require
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 1_024, 3_072
 

@@ -9,7 +9,7 @@
     dapo_jax.evaluate(config)                # avg@k, pass@k, maj@k on held-out problems
 
 Names are looked up when they are first used, so importing this package imports nothing heavy.
-Settings are explained by `help(dapo_jax.Sampler)` and `python -m dapo_jax.main --help`.
+Settings are explained by `help(dapo_jax.Sampler)` and `dapo-jax train --help`.
 """
 
 import importlib
@@ -28,25 +28,25 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 _ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
 # What is offered beside these rooms, and where: room, or room:name where its name differs.
 _HOMES = {
-    "train": "api",
-    "evaluate": "api",
-    "sample": "api",
-    "Policy": "api",
-    "Result": "api",
-    "Config": "experiment.config",
+    "train": "commands.api",
+    "evaluate": "commands.api",
+    "sample": "commands.api",
+    "Policy": "commands.api",
+    "Result": "commands.api",
+    "Config": "config.experiment",
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
-    "is_equivalent": "verifier.remote",
-    "ConfigError": "experiment.settings",
-    "Watch": "experiment.watch",
+    "is_equivalent": "verifier.algebra_process",
+    "ConfigError": "runtime.settings",
+    "Watch": "config.alerts",
 }
 _SECTIONS = (
     "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
 )
-_HOMES |= dict.fromkeys(_SECTIONS, "experiment.sections")
-_HOMES["Checkpoint"] = "experiment.checkpoint"
-_HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "experiment.devices")
+_HOMES |= dict.fromkeys(_SECTIONS, "config.sections")
+_HOMES["Checkpoint"] = "config.checkpoint"
+_HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "config.compute")
 
 __all__ = [
     "Algorithm",
@@ -82,11 +82,12 @@ __all__ = [
 if TYPE_CHECKING:  # the same, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
     from dapo_jax.algorithms import Algorithm, preset
-    from dapo_jax.api import Policy, Result, evaluate, sample, train
-    from dapo_jax.experiment.checkpoint import Checkpoint
-    from dapo_jax.experiment.config import Config
-    from dapo_jax.experiment.devices import Compute, Mesh, Packing
-    from dapo_jax.experiment.sections import (
+    from dapo_jax.commands.api import Policy, Result, evaluate, sample, train
+    from dapo_jax.config.alerts import Watch
+    from dapo_jax.config.checkpoint import Checkpoint
+    from dapo_jax.config.compute import Compute, Mesh, Packing
+    from dapo_jax.config.experiment import Config
+    from dapo_jax.config.sections import (
         Critic,
         Data,
         Evaluation,
@@ -98,10 +99,9 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Rollout,
         Sampler,
     )
-    from dapo_jax.experiment.settings import ConfigError
-    from dapo_jax.experiment.watch import Watch
     from dapo_jax.learner import advantages, losses
-    from dapo_jax.verifier.remote import is_equivalent
+    from dapo_jax.runtime.settings import ConfigError
+    from dapo_jax.verifier.algebra_process import is_equivalent
 
 
 def __getattr__(name: str) -> Any:

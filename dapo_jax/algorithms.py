@@ -8,7 +8,7 @@ table at the end gives the published choices. Nothing elsewhere asks for a paper
 import dataclasses
 from collections.abc import Callable
 
-from dapo_jax.experiment.settings import require, section, setting
+from dapo_jax.runtime.settings import require, section, setting
 
 
 @section

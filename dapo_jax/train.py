@@ -1,4 +1,4 @@
-"""The algorithm: prompts to update, as in DAPO's Algorithm 1. `run.py` is the run around it."""
+"""The algorithm: prompts to update, as in DAPO's Algorithm 1. `run/run.py` is the run around it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,11 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax import processes
-from dapo_jax.experiment.config import Config
-from dapo_jax.experiment.hooks import describe_error
-from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.filtering import Starved
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.user_code import describe_error
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.losses import KL_ESTIMATORS
@@ -26,13 +23,16 @@ from dapo_jax.learner.packing import (
     place_tokens,
     trained_tokens,
 )
-from dapo_jax.learner.skipped import Taken
-from dapo_jax.learner.traces import trace_ratios, trace_responses
+from dapo_jax.learner.skipped_batches import Taken
+from dapo_jax.learner.token_traces import trace_ratios, trace_responses
 from dapo_jax.learner.update import Learner
-from dapo_jax.orders import Gathered, Order, make_rollouts
-from dapo_jax.parts import Parts
 from dapo_jax.reporting.metrics import Clock, add_up, feedback_metrics, rollout_metrics
-from dapo_jax.sharding import to_host
+from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.rollout.source import Gathered, Order, make_rollouts
+from dapo_jax.run.components import Parts
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Carried,
     Collected,

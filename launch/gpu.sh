@@ -44,7 +44,7 @@ else
     (set -eu && source launch/install.sh cuda) || die 1 "installing failed"
 fi
 source launch/env.sh gpu
-train=(.venv/bin/python -m dapo_jax.main "${arguments[@]}")
+train=(.venv/bin/python -m dapo_jax train "${arguments[@]}")
 if [ -n "$dry" ]; then
     show env JAX_COMPILATION_CACHE_DIR="$JAX_COMPILATION_CACHE_DIR" XLA_FLAGS="$XLA_FLAGS" \
         XLA_PYTHON_CLIENT_MEM_FRACTION="$XLA_PYTHON_CLIENT_MEM_FRACTION" "${train[@]}"

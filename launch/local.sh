@@ -5,7 +5,7 @@
 #   bash launch/local.sh --config.seed=1 --config.run_dir=runs/seed_1
 #   bash launch/local.sh --processes=2 --devices=4 --config.total_steps=2
 #
-# Trainer arguments are those of `python -m dapo_jax.main`; --config defaults to the embedded task. Without
+# Trainer arguments are those of `python -m dapo_jax train`; --config defaults to the embedded task. Without
 # one of the three it is --gpu where nvidia-smi finds one, else --cpu. --tpu is for the TPUs of one host;
 # --tpu=v6e also sets the flags of that generation (launch/env.sh). Pods: launch/tpu_vm.sh.
 # --devices=N gives each process N virtual CPU devices; --processes=N starts that many, as a pod would.
@@ -55,18 +55,18 @@ source launch/install.sh "$extras"
 source launch/env.sh "$kind"
 
 # Settings are checked before minutes go into a base policy; the answer is the folder they name.
-folder="$(.venv/bin/python -m dapo_jax.cli "$config" "${arguments[@]+"${arguments[@]}"}")"
+folder="$(.venv/bin/python -m dapo_jax.commands.command_line "$config" "${arguments[@]+"${arguments[@]}"}")"
 
 # The embedded task's base policy is made once per recipe.
 base=runs/arithmetic_base
 # A folder's mark says which files were written when, so that the recipe is that of this very folder.
 recipe() { cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py "$base/.dapo_jax.json" 2>/dev/null | cksum; }
 if [ "$folder" = "$base" ] && [ "$(cat "$base.recipe" 2>/dev/null)" != "$(recipe)" ]; then
-    XLA_FLAGS="${flags-${XLA_FLAGS:-}}" .venv/bin/python -m dapo_jax.sft --config=configs/arithmetic_base.py
+    XLA_FLAGS="${flags-${XLA_FLAGS:-}}" .venv/bin/python -m dapo_jax sft --config=configs/arithmetic_base.py
     [ ! -e "$base.halfway" ] || exit 0 # a signal ended it, as it has said
     recipe >"$base.recipe"
 fi
-train=(.venv/bin/python -m dapo_jax.main "$config" "${arguments[@]+"${arguments[@]}"}")
+train=(.venv/bin/python -m dapo_jax train "$config" "${arguments[@]+"${arguments[@]}"}")
 [ "$processes" -gt 1 ] || exec "${train[@]}"
 
 # Several: they meet at a port of this machine that is free now.

@@ -159,7 +159,7 @@ YAML
                       asked=""
                       trap 'asked=yes; kill -TERM "\$child"' TERM
                       source launch/env.sh tpu-$type
-                      python -m dapo_jax.main "\$@" &
+                      python -m dapo_jax train "\$@" &
                       child=\$!
                       wait "\$child"; code=\$?
                       while kill -0 "\$child" 2>/dev/null; do wait "\$child"; code=\$?; done

@@ -86,7 +86,7 @@ supervise() { # ID ...
     source launch/env.sh "$flags"
     [ ! -e "$base/$id.stop" ] || { cd "$base" && end "$id" 0 stopped && exit 0; }
     trap 'why=signal' TERM INT # of a machine that shuts down; the trainer gets its own, and saves
-    .venv/bin/python -m dapo_jax.main "$@" &
+    .venv/bin/python -m dapo_jax train "$@" &
     child=$!
     echo "$child" >"$base/$id.pid"
     wait "$child"

@@ -20,13 +20,13 @@ import numpy as np
 
 import dapo_jax
 from dapo_jax import advantages
+from dapo_jax.commands.export import export
+from dapo_jax.config.experiment import ExportConfig, SftConfig
+from dapo_jax.config.sections import Architecture, Examples
 from dapo_jax.data.arithmetic import make_problem
-from dapo_jax.experiment.config import ExportConfig, SftConfig
-from dapo_jax.experiment.sections import Architecture, Examples
-from dapo_jax.export import export
-from dapo_jax.rewards.rule import reward_group
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.structs import Prompt, Verdict
-from dapo_jax.supervised import make_base
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10})
 QUICK = bool(os.environ.get("DAPO_NOTEBOOK_QUICK"))  # as the tests run it: no time to learn

@@ -37,7 +37,7 @@ PAGE = ROOT / "docs/ablation.md"
 
 def decisive(config: object) -> dict[str, object]:
     """The settings that differ from the defaults; not where it runs, nor its seed."""
-    from dapo_jax.experiment.settings import leaves
+    from dapo_jax.runtime.settings import leaves
 
     defaults = {name: value for name, _, value in leaves(type(config)())}
     differing = {name: value for name, _, value in leaves(config) if value != defaults[name]}
@@ -113,7 +113,7 @@ def run_all(wanted: list[tuple[str, int]], folder: pathlib.Path, jobs: int) -> N
 def make_base(folder: pathlib.Path) -> None:
     if not (folder / "base").exists():
         config = ["--config=configs/arithmetic_base.py", f"--config.out={folder / 'base'}"]
-        subprocess.run([sys.executable, "-m", "dapo_jax.sft", *config], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-m", "dapo_jax", "sft", *config], check=True, cwd=ROOT)
 
 
 def tables() -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from configs.ladder import RUNGS, SWITCHES
-from dapo_jax.evaluation.scores import Estimate, estimate_over_seeds
+from dapo_jax.reporting.scores import Estimate, estimate_over_seeds
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "measurements"
 KNOBS = ("clip_higher", "dynamic_sampling", "token_level", "overlong_punishment")

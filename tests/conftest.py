@@ -1,6 +1,7 @@
 """Shared fixtures: eight virtual devices, a tiny model folder, a mesh of one device."""
 
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -18,12 +19,18 @@ import numpy as np
 import pytest
 from clouds import Cloud, make_checkout
 
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.learner.critic import scalar_config
-from dapo_jax.model import saving
+from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.sharding import make_mesh
+from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
+
+# Helpers stand in support/; processes that tests start find them too.
+TESTS = pathlib.Path(__file__).parent
+HELPERS = [str(TESTS), *(str(path) for path in sorted(TESTS.iterdir()) if path.is_dir())]
+sys.path[:0] = HELPERS
+os.environ["PYTHONPATH"] = os.pathsep.join([*HELPERS, os.environ.get("PYTHONPATH", "")])
 
 # A shell's background job ignores Ctrl-C, and so would what tests start and then interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,7 +62,7 @@ def tiny_folder(tmp_path_factory, tiny_params):
     """A model folder of the tiny decoder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = arithmetic_tokenizer()
-    saving.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
+    save_huggingface.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -70,7 +77,7 @@ def score_params(tiny_params):
 def score_folder(tmp_path_factory, tiny_folder, score_params):
     """A reward model's folder with the embedded task's tokenizer."""
     folder = tmp_path_factory.mktemp("score")
-    saving.save_folder(folder, score_params, scalar_config(TINY), (1,))
+    save_huggingface.save_folder(folder, score_params, scalar_config(TINY), (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
     return folder
 
@@ -118,13 +125,13 @@ def byte_engine(byte_folder):
     """As served: an engine that takes the likeliest token, its parameters, its tokenizer."""
     from served import make_serve_config
 
-    from dapo_jax import serve
+    from dapo_jax.commands.serve import server
 
     devices = jax.devices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        opened = serve.open_engine(make_serve_config(byte_folder))
-    serve.warm_up(*opened[:2])
+        opened = server.open_engine(make_serve_config(byte_folder))
+    server.warm_up(*opened[:2])
     return opened
 
 
@@ -139,10 +146,10 @@ def byte_responses():
 @pytest.fixture
 def same_engine(byte_engine, monkeypatch):
     """Servers of the test use the engine that is compiled already; the test may change it."""
-    from dapo_jax import serve
+    from dapo_jax.commands.serve import server
 
-    monkeypatch.setattr(serve, "open_engine", lambda config: byte_engine)
-    monkeypatch.setattr(serve, "warm_up", lambda *args: None)
+    monkeypatch.setattr(server, "open_engine", lambda config: byte_engine)
+    monkeypatch.setattr(server, "warm_up", lambda *args: None)
     return byte_engine[0]
 
 
@@ -158,7 +165,7 @@ def make_completion(tokens: list[int], truncated: bool = False, logprob: float =
 
 def heldout_prompts(data, seed: int, tokenizer) -> list[Prompt]:
     """Those of an evaluation."""
-    from dapo_jax.data.pipeline import PromptStream
+    from dapo_jax.data.prompt_stream import PromptStream
 
     return PromptStream(data, seed, tokenizer, training=False).heldout_prompts()
 

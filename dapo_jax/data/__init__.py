@@ -1,0 +1,1 @@
+"""Data: problems, prompts and supervised rows."""

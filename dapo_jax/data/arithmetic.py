@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from dapo_jax.experiment.config import Data, Examples
+from dapo_jax.config.experiment import Data, Examples
 from dapo_jax.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.config import Optimizer
+from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.losses import value_loss
 from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params

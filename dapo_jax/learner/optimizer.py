@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from dapo_jax.experiment.config import Optimizer
+from dapo_jax.config.experiment import Optimizer
 from dapo_jax.model.decoder import ADAPTER_NAMES
 
 MATRICES = ("kernel", "embedding", "head", "score", *ADAPTER_NAMES)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.devices import Packing
+from dapo_jax.config.compute import Packing
 from dapo_jax.learner.advantages import spread
 from dapo_jax.learner.losses import response_weights
 from dapo_jax.structs import Completion, Prompt, Rollouts, ScoredBatch, TrainBatch

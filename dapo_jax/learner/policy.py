@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.experiment.config import Compute, Optimizer
+from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.losses import KL_ESTIMATORS, importance_weights, k3, policy_loss
 from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from dapo_jax import sharding
-from dapo_jax.experiment.config import Optimizer
-from dapo_jax.finite import REASONS
+from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.optimizer import make_optimizer
-from dapo_jax.model.trained import join, without
+from dapo_jax.model.trainable import join, without
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
 
 

@@ -1,0 +1,1 @@
+"""The decoder: families, attention, the head, weights in and out."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax import sharding
+from dapo_jax.runtime import sharding
 from dapo_jax.structs import KVCache, PageCache, PromptCache
 
 LARGEST_INT8 = 127

@@ -18,9 +18,9 @@ from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.attention import TRAINING_ATTENTION, Context
-from dapo_jax.model.blocked import ATTENTION_RESIDUALS
-from dapo_jax.sharding import constrain
+from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context
+from dapo_jax.runtime.sharding import constrain
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
 SCALE = "_scale"  # what an int8 matrix of decoding has beside it, by its own name with this
@@ -82,7 +82,7 @@ class DecoderConfig:
     remat: str = "none"
     scan_unroll: int = 1  # layers per iteration of the training scan
     frozen_layers: int = 0  # the first ones, in a subtree of their own: `frozen_layers`
-    adapters: Adapters | None = None  # then nothing else is trained (see model/trained.py)
+    adapters: Adapters | None = None  # then nothing else is trained (see model/trainable.py)
     scalar_head: bool = False  # a vector instead of a vocabulary: critics and reward models
 
 
@@ -177,7 +177,7 @@ class Block(nn.Module):
     """Attention and gated MLP, each behind an RMS norm, each added to the residual stream."""
 
     config: DecoderConfig
-    attend: Callable  # see model/attention.py and model/decode_attention.py
+    attend: Callable  # see model/training_attention.py and model/decode_attention.py
 
     def _linear(self, name: str, features: tuple[int, ...], axes: tuple[str, ...], **options):
         adapters = self.config.adapters

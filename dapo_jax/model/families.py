@@ -6,8 +6,8 @@ queries and keys, and in how rotations are scaled.
 
 from typing import Any
 
-from dapo_jax.experiment.settings import ConfigError, require
 from dapo_jax.model.decoder import DecoderConfig, RopeScaling
+from dapo_jax.runtime.settings import ConfigError, require
 
 CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # by model_type
 QWEN3_HEAD_DIM = 128  # where its config.json does not say; others divide hidden_size by the heads

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
-from dapo_jax.model.head import head_logprobs
+from dapo_jax.model.lm_head import head_logprobs
 
 
 def token_logprobs(

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.evaluation.scores import REFLECTION
-from dapo_jax.finite import is_reason
 from dapo_jax.learner.advantages import Feedback, preference_margins
-from dapo_jax.rewards.rule import repetition
-from dapo_jax.sampler.rollout import SamplerCounts
+from dapo_jax.reporting.scores import REFLECTION
+from dapo_jax.rewards.group_rewards import repetition
+from dapo_jax.rollout.scheduler import SamplerCounts
+from dapo_jax.runtime.nonfinite import is_reason
 from dapo_jax.structs import Collected, Completion, Group, Mean
 
 # Every name that a step logs, with the sentence that docs/metrics.md shows.

@@ -5,12 +5,12 @@ from typing import Any
 
 from rich.markup import escape
 
-from dapo_jax.data.pipeline import Lengths, PromptStream
-from dapo_jax.evaluation.scores import Response
-from dapo_jax.experiment.config import Config
-from dapo_jax.finite import PREFIXES, reasons
-from dapo_jax.reporting.progress import Progress
-from dapo_jax.reporting.watched import Watched
+from dapo_jax.config.experiment import Config
+from dapo_jax.data.prompt_stream import Lengths, PromptStream
+from dapo_jax.reporting.alerts import Watched
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.scores import Response
+from dapo_jax.runtime.nonfinite import PREFIXES, reasons
 
 MANY_WITHOUT_ANSWER = 0.5
 MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
@@ -67,8 +67,8 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
     choices = {
         "go on": f"--config.total_steps={2 * steps}",
         "train anew": "--config.run_dir=FOLDER",
-        "evaluate": "python -m dapo_jax.evaluate, with the same arguments",
-        "export": f"python -m dapo_jax.export --run={folder} --out=FOLDER",
+        "evaluate": "dapo-jax evaluate, with the same arguments",
+        "export": f"dapo-jax export --run={folder} --out=FOLDER",
     }
     if not longer:  # its learning rate has come to its end
         del choices["go on"]

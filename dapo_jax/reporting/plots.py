@@ -2,7 +2,7 @@
 
 import io
 
-from dapo_jax.marks import Folder
+from dapo_jax.runtime.storage.ownership import Folder
 
 PANELS = (
     ("Reward", ("reward",)),

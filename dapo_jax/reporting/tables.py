@@ -6,8 +6,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from dapo_jax.evaluation.scores import Estimate, Report, Row
-from dapo_jax.processes import printable
+from dapo_jax.reporting.scores import Estimate, Report, Row
+from dapo_jax.runtime.processes import printable
 
 BAR = 24  # characters
 EIGHTHS = " ▏▎▍▌▋▊▉"

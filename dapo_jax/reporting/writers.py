@@ -14,13 +14,13 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dapo_jax.experiment.settings import ConfigError
-from dapo_jax.lines import BROKEN, Growing, objects, rewind, spell
-from dapo_jax.marks import Folder
-from dapo_jax.prompts.tokenizer import TextStream, Tokenizer
+from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.reporting.metrics import MEANINGS
-from dapo_jax.reporting.tracking import Tracker
-from dapo_jax.storage import Storage, reason, replacing
+from dapo_jax.reporting.wandb_tracker import Tracker
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.jsonl import BROKEN, Growing, objects, rewind, spell
+from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import Collected, Completion, Trace
 
 TOKEN_DECIMALS = 3

@@ -1,5 +1,5 @@
 """Rewards: verifiers, the processes they run in, parts and their weights."""
 
-from dapo_jax.verifier.remote import is_equivalent
+from dapo_jax.verifier.algebra_process import is_equivalent
 
 __all__ = ["is_equivalent"]

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from dapo_jax.experiment.hooks import describe_error, resolve
-from dapo_jax.experiment.settings import ConfigError, require
+from dapo_jax.config.user_code import describe_error, resolve
+from dapo_jax.runtime.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
 OF_THE_TRAINER = (

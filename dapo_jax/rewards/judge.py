@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapo_jax import processes
-from dapo_jax.experiment.config import Config
-from dapo_jax.rewards.model import RewardModel
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.reward_model import RewardModel
+from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.rule import reward_group
+from dapo_jax.runtime import processes
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict
 
 LOOK_SECONDS = 0.2  # between two looks whether to wait any longer

@@ -7,14 +7,14 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dapo_jax.experiment.config import Reward
+from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.functions import GYM, HERE, compute, own_parts
+from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.structs import Verdict
 from dapo_jax.verifier import jail
-from dapo_jax.verifier.conventions import as_percentage, is_unfinished
+from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
+from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.equivalence import decide, gold_answer
-from dapo_jax.verifier.process import WorkerProcess
-from dapo_jax.verifier.remote import Memory, RemoteAlgebra
 from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
 
 WORKER = "dapo_jax.rewards.worker"

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from dapo_jax.verifier.worker import limit_process, serve
+from dapo_jax.runtime.workers.child import limit_process, serve
 
 
 def make_parts(names: list[str]) -> Callable[[dict], dict]:
@@ -28,7 +28,7 @@ def make_gym(output: int) -> Callable[[dict], dict]:
     Args:
         output: the open file to the trainer. What a scorer prints goes nowhere.
     """
-    from dapo_jax.data import gym, harmless
+    from dapo_jax.rewards.gym import answer_forms, tasks
     from dapo_jax.verifier import jail
 
     limit_process()
@@ -37,7 +37,7 @@ def make_gym(output: int) -> Callable[[dict], dict]:
     os.dup2(nowhere, 2)
     jailed, reason = True, ""
     try:
-        jail.enter_jail(gym.package_folders(), keep=[output])
+        jail.enter_jail(tasks.package_folders(), keep=[output])
     except jail.NoJail as error:
         jailed, reason = False, str(error)
     try:
@@ -46,11 +46,11 @@ def make_gym(output: int) -> Callable[[dict], dict]:
         pass  # each job says so
 
     def answer(job: dict) -> dict:
-        task = job["source"].removeprefix(gym.PREFIX)
-        if task in harmless.EVALUATING and not jailed:
+        task = job["source"].removeprefix(tasks.PREFIX)
+        if task in answer_forms.EVALUATING and not jailed:
             return {"score": 0.0, "failure": f"gym:{task} takes a jail: {reason}"}
         try:
-            return {"score": gym.gym_score(task, job["metadata"], job["answer"])}
+            return {"score": tasks.gym_score(task, job["metadata"], job["answer"])}
         except Exception as error:  # some scorers raise where an answer is junk
             return {"score": 0.0, "failure": repr(error)[:200]}
 

@@ -9,10 +9,10 @@ import re
 from fractions import Fraction
 from typing import Protocol
 
+from dapo_jax.verifier.answer_shape import Node, read
 from dapo_jax.verifier.extraction import extract
 from dapo_jax.verifier.normalisation import FORBIDDEN, normalise
 from dapo_jax.verifier.numerals import read_integer, read_number
-from dapo_jax.verifier.structure import Node, read
 from dapo_jax.verifier.units import split_unit
 
 LONGEST_COMPARED, LONGEST_NAME, MOST_ITEMS = 2_000, 200, 64  # characters; members of a set

@@ -8,8 +8,7 @@ import re
 
 from flint import fmpq
 
-from dapo_jax.verifier.tokens import FUNCTIONS, GREEK, tokens_of
-from dapo_jax.verifier.trees import (
+from dapo_jax.verifier.expression_tree import (
     EULER,
     IMAGINARY,
     INFINITY,
@@ -29,6 +28,7 @@ from dapo_jax.verifier.trees import (
     symbol,
     symbols,
 )
+from dapo_jax.verifier.tokens import FUNCTIONS, GREEK, tokens_of
 
 DEEPEST, MOST_DIGITS, LARGEST_ROOT = 40, 400, 100
 

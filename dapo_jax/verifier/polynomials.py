@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx, fmpz
 
-from dapo_jax.verifier.enclosures import Ball
+from dapo_jax.verifier.ball_arithmetic import Ball
 
 MOST_ATOMS = 32
 

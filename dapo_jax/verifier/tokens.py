@@ -2,7 +2,7 @@
 
 import re
 
-from dapo_jax.verifier.trees import Refused
+from dapo_jax.verifier.expression_tree import Refused
 
 MOST_TOKENS = 400
 _TOKEN = re.compile(

@@ -8,7 +8,7 @@
 
 import numpy as np
 
-from dapo_jax.experiment.config import Packing
+from dapo_jax.config.experiment import Packing
 from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates
 from dapo_jax.structs import Completion, Prompt
 

@@ -11,10 +11,10 @@ problems a box around their longest formula answers, by value and where unfinish
 import re
 import sys
 
-from dapo_jax.data.files import read_problems
+from dapo_jax.data.problem_files import read_problems
 from dapo_jax.structs import Problem
 from dapo_jax.verifier import is_equivalent
-from dapo_jax.verifier.conventions import is_unfinished
+from dapo_jax.verifier.answer_conventions import is_unfinished
 from dapo_jax.verifier.extraction import extract
 
 

@@ -69,7 +69,7 @@ def open_parts(decoder, workload):
     """What of a run is measured."""
     from ours import RandomPrompts, make_config, write_folder
 
-    from dapo_jax.parts import build
+    from dapo_jax.run.components import build
 
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder), decoder)
@@ -101,10 +101,10 @@ def measure(axis: str, size: int) -> dict:
     import jax
     from ours import draw_within, make_batch, rollout
 
-    from dapo_jax.sampler import decoding
+    from dapo_jax.rollout import decode_step
 
     decoder, workload = setup(axis, size)
-    decoding.draw = draw_within(workload)
+    decode_step.draw = draw_within(workload)
     parts, params = open_parts(decoder, workload)
     rollout_seconds, tokens = fastest(lambda: rollout(parts, params, 0, workload))
     batch, used, trained = make_batch(workload)

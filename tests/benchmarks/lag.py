@@ -15,7 +15,7 @@ import statistics
 
 from family import trained
 
-from dapo_jax.plan.costs import overlapped_seconds
+from dapo_jax.commands.plan.cost_model import overlapped_seconds
 
 LAGS, CAP = (0, 1), 2.0
 PARTS = ("seconds_score", "seconds_update")

@@ -14,9 +14,9 @@ import time
 import jax
 import numpy as np
 
-from dapo_jax.model import families, huggingface, names, saving
+from dapo_jax.model import families, load_huggingface, save_huggingface, weight_names
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.sharding import make_mesh
+from dapo_jax.runtime.sharding import make_mesh
 
 SHAPE = DecoderConfig(
     vocab=65_536, layers=20, embed=1024, heads=16, kv_heads=4, head_dim=64, mlp=6144
@@ -26,12 +26,12 @@ SHAPE = DecoderConfig(
 def write(folder: pathlib.Path, dtype: str) -> None:
     """A random folder of that shape, its files at most 1 GB."""
     folder.mkdir(parents=True)
-    draw, shapes = np.random.default_rng(0), names.param_shapes(SHAPE)
+    draw, shapes = np.random.default_rng(0), weight_names.param_shapes(SHAPE)
     leaves = (
-        (path, saving.layers_of(path, draw.standard_normal(shape, np.float32)))
+        (path, save_huggingface.layers_of(path, draw.standard_normal(shape, np.float32)))
         for path, shape in shapes.items()
     )
-    saving.save_weights(folder, leaves, SHAPE, dtype, max_shard_gb=1.0)
+    save_huggingface.save_weights(folder, leaves, SHAPE, dtype, max_shard_gb=1.0)
     (folder / "config.json").write_text(json.dumps(families.config_json(SHAPE)))
 
 
@@ -44,14 +44,14 @@ def memory(field: str) -> int:
 def measure(folder: pathlib.Path) -> dict[str, float]:
     """Loads the folder onto one device; sizes in 10^6 bytes."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
-    config = huggingface.read_config(folder)
+    config = load_huggingface.read_config(folder)
     before, started = memory("VmRSS"), time.perf_counter()
-    params = huggingface.load_params(folder, config, mesh)
+    params = load_huggingface.load_params(folder, config, mesh)
     seconds, arrays = time.perf_counter() - started, jax.tree.leaves(params)
     held = sum(array.nbytes for array in arrays)
     layers = params["layers"]
     largest = max(*(a[0].nbytes for a in jax.tree.leaves(layers)), params["embedding"].nbytes)
-    itemsize = {"float32": 4}.get(huggingface.stored_dtype(folder), 2)
+    itemsize = {"float32": 4}.get(load_huggingface.stored_dtype(folder), 2)
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {
         "files": files / 1e6,

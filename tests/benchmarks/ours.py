@@ -35,7 +35,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import (
+from dapo_jax.config.experiment import (
     Compute,
     Config,
     Data,
@@ -48,11 +48,11 @@ from dapo_jax.experiment.config import (
     Sampler,
 )
 from dapo_jax.learner.packing import Segment, pack
-from dapo_jax.model import saving
+from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.parts import Parts, build
-from dapo_jax.sampler import decoding
-from dapo_jax.sampler.sampling import SAMPLE_FOR_TRAINING, SamplingRule, draw
+from dapo_jax.rollout import decode_step
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule, draw
+from dapo_jax.run.components import Parts, build
 from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
 from dapo_jax.train import RunState, train_step
 
@@ -125,7 +125,9 @@ class RandomPrompts:
 
 def write_folder(folder: pathlib.Path, decoder: DecoderConfig = DECODER) -> None:
     """A random model, of the peers' shape unless another is given; a word for each token."""
-    saving.save_folder(folder, nn.unbox(init_params(decoder, jax.random.key(0))), decoder, (END,))
+    save_huggingface.save_folder(
+        folder, nn.unbox(init_params(decoder, jax.random.key(0))), decoder, (END,)
+    )
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(decoder.vocab)}, "t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.Fuse()
@@ -234,7 +236,7 @@ def measured(name: str, rows: int = 0) -> Iterator[dict[str, Callable[[], float]
     workload = WORKLOADS[name]
     if rows:
         workload = dataclasses.replace(workload, rows_per_microbatch=rows)
-    decoding.draw = draw_within(workload)
+    decode_step.draw = draw_within(workload)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder))
         parts = build(make_config(pathlib.Path(folder), workload))

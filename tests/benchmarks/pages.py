@@ -18,12 +18,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.experiment.config import Config, Data, Mesh, Rollout, Sampler
+from dapo_jax.commands.plan.cost_model import Speed, rule_of_thumb
+from dapo_jax.commands.plan.simulate import Simulation
+from dapo_jax.commands.plan.simulated_engine import describe_mesh
+from dapo_jax.commands.plan.workload import Assumed
+from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.plan.costs import Speed, rule_of_thumb
-from dapo_jax.plan.laws import Assumed
-from dapo_jax.plan.rooms import describe_mesh
-from dapo_jax.plan.simulate import Simulation
 
 GIB = 2**30
 # Terabytes a second, as far as programs reach them (assumed).

@@ -17,11 +17,11 @@ import statistics
 
 from pages import BANDWIDTHS, SHAPE
 
-from dapo_jax.experiment.config import Config, Data, Mesh, Packing, Rollout, Sampler
-from dapo_jax.plan.costs import Speed, rule_of_thumb
-from dapo_jax.plan.laws import Assumed, right_from_kept
-from dapo_jax.plan.rooms import describe_mesh
-from dapo_jax.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.cost_model import Speed, rule_of_thumb
+from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.simulated_engine import describe_mesh
+from dapo_jax.commands.plan.workload import Assumed, right_from_kept
+from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
 
 PEAKS = {"v5p": 459e12, "v6e": 918e12}  # operations a second in bfloat16, as published
 ROW = 22_528

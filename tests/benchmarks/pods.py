@@ -4,7 +4,7 @@
     python tests/benchmarks/pods.py                                   # the table of RUNS
     python tests/benchmarks/pods.py --model 7B --topology v5e:4x4 --mesh fsdp=8,tensor=2
 
-What `dapo_jax.plan` does for a config, here for shapes alone and without a word of speed. Prints a
+What `dapo-jax plan` does for a config, here for shapes alone and without a word of speed. Prints a
 line per program: peak GiB per chip; that with what else is there meanwhile (the trainer's state
 while responses are drawn); the limit; seconds to compile. Then what the compiled text holds: the
 largest arrays, any that is T x T, V x T or a copy of a cache, and what devices exchange. With
@@ -21,7 +21,11 @@ from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here is left alone
 
-from dapo_jax.experiment.config import (
+from dapo_jax.commands.plan.chips import GIB, parse
+from dapo_jax.commands.plan.compile_programs import Compiler, limit
+from dapo_jax.commands.plan.programs import Layout, Program, lay_out, programs
+from dapo_jax.commands.plan.published_shapes import config_values
+from dapo_jax.config.experiment import (
     Compute,
     Config,
     Data,
@@ -32,10 +36,6 @@ from dapo_jax.experiment.config import (
     Rollout,
     Sampler,
 )
-from dapo_jax.plan.chips import GIB, parse
-from dapo_jax.plan.measure import Compiler, limit
-from dapo_jax.plan.programs import Layout, Program, lay_out, programs
-from dapo_jax.plan.shapes import config_values
 
 TINY = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
 TINY |= {"num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 8192}

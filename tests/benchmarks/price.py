@@ -16,11 +16,11 @@ from typing import NamedTuple
 from pages import SHAPE
 
 from dapo_jax import algorithms
-from dapo_jax.experiment.config import Config, Data, Mesh, Rollout, Sampler
-from dapo_jax.plan.costs import Costs
-from dapo_jax.plan.laws import Assumed, right_from_kept
-from dapo_jax.plan.rooms import describe_mesh
-from dapo_jax.plan.simulate import Simulation
+from dapo_jax.commands.plan.cost_model import Costs
+from dapo_jax.commands.plan.simulate import Simulation
+from dapo_jax.commands.plan.simulated_engine import describe_mesh
+from dapo_jax.commands.plan.workload import Assumed, right_from_kept
+from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 
 ROUND = 3  # batches; 1,536 prompts for 512
 FIRST_STEPS = 4  # until the estimate of the kept fraction has settled

@@ -16,15 +16,15 @@ import pathlib
 import runpy
 import statistics
 
-from dapo_jax.assembly import numerics, open_mesh
-from dapo_jax.experiment.config import Checkpoint, Config, Data, Evaluation, Log, Model
-from dapo_jax.model import huggingface
-from dapo_jax.plan.calibrate import FIRST_STEPS, calibrate, replay
-from dapo_jax.plan.costs import Costs
-from dapo_jax.plan.laws import Measured
-from dapo_jax.plan.simulate import Simulation, Step
-from dapo_jax.run import Run
-from dapo_jax.signals import Signals
+from dapo_jax.commands.plan.calibrate import FIRST_STEPS, calibrate, replay
+from dapo_jax.commands.plan.cost_model import Costs
+from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.workload import Measured
+from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
+from dapo_jax.model import load_huggingface
+from dapo_jax.run.compute import numerics, open_mesh
+from dapo_jax.run.run import Run
+from dapo_jax.runtime.signals import Signals
 
 ARITHMETIC = pathlib.Path(__file__).parents[2] / "configs/arithmetic.py"
 SEEDS = 3  # of the law; the prediction is a median over them too
@@ -116,7 +116,7 @@ def main() -> None:
     seen = configs[0]
     mesh = open_mesh(seen.mesh, seen.packing.rows_per_microbatch)
     numbers = numerics(seen.compute, mesh, seen.packing.row_tokens)
-    model = huggingface.read_config(str(options.base), **numbers), mesh
+    model = load_huggingface.read_config(str(options.base), **numbers), mesh
     folder = pathlib.Path(seen.run_dir)
     costs = calibrate(seen, *model, folder)
     told = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}

@@ -13,7 +13,7 @@ import json
 import random
 import time
 
-from dapo_jax.experiment.config import Reward
+from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
 
 WORDS = "so we let the sum of all terms be equal to x and then divide both sides by two".split()

@@ -1,0 +1,55 @@
+"""The command line: `dapo-jax COMMAND`, or `python -m dapo_jax COMMAND`."""
+
+import importlib
+import signal
+import sys
+
+COMMANDS = {
+    "train": "train a policy by reinforcement learning from rewards",
+    "evaluate": "score a policy on held-out problems",
+    "sft": "train a policy on worked examples",
+    "dpo": "train a policy on pairs of a chosen and a rejected answer",
+    "export": "write a checkpoint as a model folder in the Hugging Face layout",
+    "serve": "answer requests over gRPC and OpenAI's HTTP protocol",
+    "plan": "say before a run whether it fits a machine, and what a step takes",
+    "report": "write one or more runs as a page to look at",
+    "replay": "compute a skipped batch again, to find what is not finite",
+}
+MODULES = {"serve": "serve.server", "plan": "plan.main"}  # where it is not the command's name
+
+
+def usage() -> str:
+    """Every command with a line of explanation."""
+    lines = "\n".join(f"  {name:<10}{line}" for name, line in COMMANDS.items())
+    return (
+        "usage: dapo-jax COMMAND [ARGUMENTS]\n\n"
+        f"{lines}\n\n"
+        "dapo-jax COMMAND --help explains a command and all its settings"
+    )
+
+
+def main() -> int:
+    """Runs the named command and returns its exit code; 2: there is no such command."""
+    # Until the command has handlers of its own, Ctrl-C ends it as any program, without the
+    # traceback of an import.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        from dapo_jax import __version__
+
+        print(f"dapo-jax {__version__}")
+        return 0
+    if name not in COMMANDS:
+        wrong = f"error: {name!r}: there is no such command\n\n" if name else ""
+        print(f"{wrong}{usage()}", file=sys.stderr)
+        return 2
+    sys.argv = [f"dapo-jax {name}", *sys.argv[2:]]
+    return importlib.import_module(f"dapo_jax.commands.{MODULES.get(name, name)}").main() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

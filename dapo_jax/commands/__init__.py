@@ -1,0 +1,1 @@
+"""Commands of the console and the Python API."""

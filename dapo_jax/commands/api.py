@@ -1,0 +1,328 @@
+"""What a notebook or a script calls: train, evaluate, sample. `import dapo_jax` offers all of it.
+
+Functions import what is heavy when they are called.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.compute import Packing
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.files import read_config
+from dapo_jax.config.sections import Data, Log, Model, Rollout, Sampler
+from dapo_jax.rewards.functions import RewardFunction, name_of
+from dapo_jax.runtime.settings import require
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from dapo_jax.structs import Completion, Prompt
+
+AT_LEAST = {
+    "samples": "a whole number above 0",
+    "top_k": "a whole number, at least 0",
+    "temperature": "0, or from 0.001 to 100",
+    "top_p": "a number above 0 and at most 1",
+}
+Messages = Sequence[Mapping[str, str]]
+Rewards = RewardFunction | Mapping[RewardFunction | str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a training run leaves.
+
+    Attributes:
+        run_dir: the folder with checkpoints, rollouts and metrics.
+        summary: steps, held-out accuracy before and after, seconds; None where the run was
+            stopped early. Training again with the same config then goes on.
+    """
+
+    run_dir: str
+    summary: dict[str, Any] | None
+
+    @functools.cached_property
+    def metrics(self) -> "pyarrow.Table":
+        """A row per step, step 0 being the policy before training; None where nothing was measured.
+
+        Columns are explained in docs/metrics.md; `.to_pandas()` where pandas is installed.
+        """
+        import pyarrow
+
+        text = (pathlib.Path(self.run_dir) / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+
+    @functools.cached_property
+    def policy(self) -> "Policy":
+        """The newest checkpoint's, read when it is first asked for."""
+        return Policy(self.run_dir)
+
+
+def _load(config: Config | str | os.PathLike) -> Config:
+    if isinstance(config, str | os.PathLike):
+        return read_config(Config, os.fspath(config))
+    require(isinstance(config, Config), "(config)", config, "a Config or the name of a file")
+    return config
+
+
+def _with_rewards(config: Config, reward: Rewards | None, in_process: bool) -> Config:
+    if reward is None:
+        return config
+    weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
+    named: dict[str, float] = {}
+    for part, weight in weights.items():
+        require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
+        name = part if isinstance(part, str) else name_of(part, in_process, taken=named)
+        named[name] = float(weight)
+    parts = ",".join(f"{name}={weight!r}" for name, weight in named.items())
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
+
+
+def train(
+    config: Config | str | os.PathLike,
+    *,
+    on_step: Callable[[int, dict[str, float]], Any] | None = None,
+    reward: Rewards | None = None,
+    in_process: bool = False,
+) -> Result:
+    """Trains as `dapo-jax train` does, from the newest checkpoint where there is one.
+
+    >>> config = dapo_jax.Config(
+    ...     run_dir=run_dir,
+    ...     total_steps=2,
+    ...     model=dapo_jax.Model(folder=base),
+    ...     data=dapo_jax.Data(max_terms=3, max_prompt_tokens=8, heldout_problems=0),
+    ...     rollout=dapo_jax.Rollout(prompts_per_step=4, samples_per_prompt=4),
+    ...     sampler=dapo_jax.Sampler(slots=16, max_response_tokens=24),
+    ...     packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=8),
+    ...     log=dapo_jax.Log(console=False),
+    ... )
+    >>> seen = []
+    >>> result = dapo_jax.train(config, on_step=lambda step, values: seen.append(step))
+    >>> seen
+    [1, 2]
+    >>> result.metrics["accuracy"].null_count
+    0
+
+    Args:
+        config: an experiment, or the file that holds one: `configs/arithmetic.py:grpo`, a run's
+            config.json.
+        on_step: is called with the number of each finished step and its metrics (the names of
+            docs/metrics.md). True ends the run there, saved. Of several processes each calls it.
+        reward: takes the place of `config.reward.parts`: a function `(prompt, response, answer)
+            -> float`, or weights by function and by name (`{"rule": 1, score: 0.5}`). It runs in
+            worker processes, which import it by its name. What counts as right goes by
+            `config.reward.correct` as ever.
+        in_process: run the functions in this process instead, so that they may be lambdas or
+            stand in a notebook. One that hangs then hangs the run.
+
+    Raises:
+        ConfigError: settings, model folder and run folder don't fit together, or a function has
+            no name that a worker could import it by.
+        dapo_jax.filtering.Starved: no signal was left, and the config says to stop then.
+        dapo_jax.storage.NotSaved: its last checkpoint could not be written.
+        dapo_jax.finite.NotFinite: parameters or moments are NaN or infinite, or every update was.
+    """
+    config = _with_rewards(_load(config), reward, in_process)
+    command_line.check(config)
+    command_line.check_run(config)
+    from dapo_jax.run.run import train as run
+
+    return Result(config.run_dir, run(config, on_step))
+
+
+def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str, Any] | None:
+    """Scores on the held-out problems, as `dapo-jax evaluate` shows and writes them.
+
+    >>> config = dapo_jax.Config(
+    ...     run_dir=run_dir,
+    ...     data=dapo_jax.Data(max_terms=3, max_prompt_tokens=8, heldout_problems=4),
+    ...     sampler=dapo_jax.Sampler(slots=16, max_response_tokens=24),
+    ...     packing=dapo_jax.Packing(row_tokens=64),
+    ...     log=dapo_jax.Log(console=False),
+    ... )
+    >>> scores = dapo_jax.evaluate(config, model=base)
+    >>> 0 <= scores["heldout_accuracy"] <= 1, scores["problems"]
+    (True, 4)
+
+    Args:
+        config: an experiment, or the file that holds one.
+        model: a model folder; empty: the newest checkpoint of `config.run_dir`.
+
+    Returns:
+        the main figures (those of `heldout_...` are explained in docs/metrics.md); None where a
+        signal ended it. The same call then goes on.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or settings and folders don't fit together.
+    """
+    config = _load(config)
+    if model:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=model))
+    command_line.check(config)
+    from dapo_jax.run.evaluation.evaluate import evaluate as score
+
+    return score(config, from_folder=bool(model))
+
+
+class Policy:
+    """A policy in memory, that can be asked.
+
+    >>> policy = dapo_jax.Policy(base, max_prompt_tokens=8, max_response_tokens=24, slots=8)
+    >>> [len(responses) for responses in policy.sample(["1+2=", "3+3="], samples=4)]
+    [4, 4]
+
+    Args:
+        model: a model folder, or the run_dir of a run, whose newest checkpoint is taken.
+        max_prompt_tokens, max_response_tokens: what there is room for.
+        slots: responses decoded side by side.
+        seed: key of the draws.
+
+    Raises:
+        ConfigError: no such folder, or one that can't be read.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_prompt_tokens: int = 512,
+        max_response_tokens: int = 512,
+        slots: int = 16,
+        seed: int = 0,
+    ):
+        from dapo_jax.run.components import build
+        from dapo_jax.run.evaluation.evaluate import open_checkpoints, open_policy
+
+        run = (pathlib.Path(model) / "checkpoints").is_dir()
+        of = read_config(Config, model) if run else Config(model=Model(folder=model))
+        # Of a run's settings those that say what is in its checkpoint, and where it lies: how it
+        # was trained and rewarded need not be known here.
+        config = Config(
+            run_dir=model,
+            seed=seed,
+            model=dataclasses.replace(of.model, reference_folder=""),
+            lora=of.lora,
+            compute=dataclasses.replace(of.compute, attention="auto"),
+            mesh=of.mesh,
+            optimizer=of.optimizer,
+            data=Data(max_prompt_tokens=max_prompt_tokens, heldout_problems=0),
+            rollout=Rollout(samples_per_prompt=max(slots, 2)),
+            packing=Packing(
+                row_tokens=max_prompt_tokens + max_response_tokens,
+                rows_per_microbatch=of.packing.rows_per_microbatch,
+            ),
+            log=Log(console=False),
+            sampler=Sampler(
+                slots=slots,
+                max_response_tokens=max_response_tokens,
+                first_window_tokens=max_prompt_tokens,
+            ),
+        )
+        command_line.check(config)
+        with contextlib.ExitStack() as stack:
+            checkpoints = open_checkpoints(config, not run, stack)
+            self._parts = build(config, training=False)
+            stack.callback(self._parts.close)  # nothing is judged here
+            self.name, self._params = open_policy(config, self._parts, checkpoints)
+        self.tokenizer = self._parts.tokenizer
+
+    def _prompt(self, index: int, said: str | Messages) -> "Prompt":
+        from dapo_jax.structs import Prompt
+
+        chat = self.tokenizer.chat
+        if not isinstance(said, str):
+            require(chat is not None, "model", self.name, "a folder with a chat template")
+            assert chat is not None
+            said = chat.render([dict(message) for message in said])
+        tokens = self.tokenizer.encode_prompt(said)
+        limit = self._parts.config.data.max_prompt_tokens
+        require(
+            0 < len(tokens) <= limit,
+            f"prompts[{index}]",
+            f"{len(tokens)} tokens",
+            f"from 1 to max_prompt_tokens = {limit} tokens long",
+        )
+        return Prompt(index, str(index), said, np.asarray(tokens, np.int32), "", "")
+
+    def sample(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        samples: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> "list[list[Completion]]":
+        """`samples` responses to each prompt; see `dapo_jax.sample`."""
+        from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
+
+        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
+        for name, value in {"samples": samples, "top_k": top_k}.items():
+            require(
+                type(value) is int and value >= (name == "samples"), name, value, AT_LEAST[name]
+            )
+        for name, value in {"temperature": temperature, "top_p": top_p}.items():
+            fits = type(value) in (int, float) and (
+                0 < value <= 1 if name == "top_p" else value == 0 or 0.001 <= value <= 100
+            )
+            require(fits, name, value, AT_LEAST[name])
+        sampler, rule = self._parts.sampler, SamplingRule(temperature, top_p, top_k)
+        asked = [self._prompt(i, said) for i, said in enumerate(prompts)]
+        sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
+        for prompt in asked:
+            sampler.submit(prompt, samples)
+        found: dict[int, list[Completion]] = {}
+        while not sampler.idle:
+            found |= {prompt.index: list(done) for prompt, done in sampler.decode_burst()}
+        sampler.release()
+        return [found[prompt.index] for prompt in asked]
+
+
+def sample(
+    model: str,
+    prompts: Sequence[str | Messages],
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    **limits: int,
+) -> "list[list[Completion]]":
+    """Responses of a policy to prompts. `Policy` does the same again without reading it again.
+
+    >>> answers = dapo_jax.sample(base, ["1+2="], temperature=0, max_response_tokens=24)
+    >>> answers[0][0].text.startswith("1+2=")
+    True
+
+    Args:
+        model: a model folder, or the run_dir of a run.
+        prompts: texts as the policy sees them, or lists of messages (`role` and `content`), which
+            go through the folder's chat template.
+        samples: responses to each prompt.
+        temperature: 0 takes the likeliest token.
+        top_p, top_k: what of the distribution is drawn from; 1 and 0: all.
+        limits: `max_prompt_tokens`, `max_response_tokens`, `slots`, `seed` of `Policy`.
+
+    Returns:
+        per prompt a list of responses, each with `text`, `tokens`, `sampler_logprobs` and
+        `truncated` (whether the limit cut it off).
+
+    Raises:
+        ConfigError: an argument makes no sense, or the model can't be read.
+    """
+    policy = Policy(model, **limits)
+    return policy.sample(
+        prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k
+    )

@@ -1,0 +1,58 @@
+"""Scores a policy on held-out problems: avg@k, pass@k, maj@k and what its responses look like.
+
+    dapo-jax evaluate --config=configs/arithmetic.py
+    dapo-jax evaluate --config=FILE --model=FOLDER --k=32
+    dapo-jax evaluate --config=FILE --temperature=0 --k=1   (greedy)
+
+evaluates the newest checkpoint in run_dir or, with --model, a model folder.
+Every response is written as it is finished; the same command goes on where it was stopped, and a
+larger --k adds to what is there. The last line of the output is JSON. Short flags:
+"""
+
+import json
+import sys
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Config
+from dapo_jax.reporting.console import Progress
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.storage.ownership import EVALUATION, check_free
+
+SHORT_NAMES = {
+    "model": "model.folder",
+    "data": "data.heldout_source",
+    "k": "evaluation.samples_per_problem",
+    "temperature": "evaluation.temperature",
+    "top_p": "evaluation.top_p",
+    "template": "data.template",
+    "out": "evaluation.out",
+}
+
+
+def check_folder(config: Config) -> None:
+    """Raises `ConfigError` where the evaluation must not write, or has no model."""
+    require(config.model.folder != "", "model.folder", "", "a model folder: --model=FOLDER")
+    if config.evaluation.out:
+        check_free("evaluation.out", config.evaluation.out, EVALUATION)
+    else:
+        command_line.check_run_dir(config)
+
+
+def main() -> int:
+    """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
+    config = command_line.load(Config, __doc__, SHORT_NAMES, door=check_folder)
+    from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
+
+    def show() -> None:
+        with Progress(config.log.console).working("loading the libraries"):
+            from dapo_jax.run.evaluation.evaluate import evaluate
+        scores = evaluate(config, from_folder=from_folder)
+        if scores is not None and processes.is_first():
+            print(json.dumps(scores))
+
+    return processes.run(lambda: command_line.guarded(show))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

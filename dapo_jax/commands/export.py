@@ -1,0 +1,132 @@
+"""Writes the policy of a run as a model folder in the Hugging Face layout.
+
+    dapo-jax export --run=runs/arithmetic_dapo --out=FOLDER
+
+takes the newest checkpoint, whatever mesh it was written on, and needs no accelerator. The folder
+has config.json, tokenizer and generation settings of the model that the run began with, so that
+`transformers` and servers load it like that one.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import ExportConfig, Lora
+from dapo_jax.model import load_huggingface, save_huggingface, weight_names
+from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
+from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.checkpointing.same_run import check_frozen
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.storage.output_folder import replace
+from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
+
+SHORT_NAMES = {name: name for name, _, _ in leaves(ExportConfig())}
+DTYPES = ("auto", *load_huggingface.DTYPES.values())
+
+
+def check(config: ExportConfig) -> None:
+    """Raises `ConfigError` for what the settings and the folder to write can tell."""
+    require(bool(config.run), "run", config.run, "the run_dir of a run")
+    require(bool(config.out), "out", config.out, "the folder to write")
+    require(config.dtype in DTYPES, "dtype", config.dtype, "one of " + ", ".join(DTYPES))
+    require(config.step >= 0, "step", config.step, "at least 0")
+    require(config.max_shard_gb > 0, "max_shard_gb", config.max_shard_gb, "above 0")
+    check_free("out", config.out, EXPORTED)
+
+
+def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
+    """The folder's decoder with what the run trained of it."""
+    decoder = load_huggingface.read_config(folder, field="model")
+    lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
+    return choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
+
+
+def check_same_shapes(
+    found: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
+) -> None:
+    """Raises one `ConfigError` that names every parameter that the folder's model has otherwise."""
+    shapes = weight_names.param_shapes(decoder).items()
+    expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
+    wrong = [
+        f"{path}: {found.get(path, 'missing')} in the run, {expected.get(path, 'unknown')} there"
+        for path in sorted(found | expected)
+        if found.get(path) != expected.get(path)
+    ]
+    if wrong:
+        listed = "\n  ".join(wrong)
+        raise ConfigError(f"config.model = {folder!r}: is not the model of the run:\n  {listed}")
+
+
+def merged_layer(
+    number: int, *, kernel: save_huggingface.Layers, down: Any, up: Any, adapters: Adapters
+) -> np.ndarray:
+    """One layer of a matrix with its adapter in it."""
+    return merge(kernel(number), down[number], up[number], adapters)
+
+
+def policy_layers(
+    policy: SavedPolicy, decoder: DecoderConfig, source: str
+) -> Iterator[tuple[str, save_huggingface.Layers]]:
+    """All parameters: trained ones of the checkpoint, others of the folder, adapters merged."""
+    base, trained = without_adapters(decoder), policy.shapes()
+    paths = [path for path in weight_names.param_shapes(base) if path not in trained]
+    for path, layer in load_huggingface.read_layers(source, paths, base):
+        adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
+        if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
+            down, up = map(policy.read, adapter)
+            layer = functools.partial(
+                merged_layer, kernel=layer, down=down, up=up, adapters=decoder.adapters
+            )
+        yield path, layer
+    if not decoder.adapters:
+        for path in trained:
+            yield path, save_huggingface.layers_of(path, policy.read(path))
+
+
+def export(config: ExportConfig) -> pathlib.Path:
+    """Writes the model folder and returns its path. Raises `ConfigError` at the door.
+
+    The host holds one parameter's stack of layers and the tensors of one file.
+    """
+    check(config)
+    policy = SavedPolicy(config.run, config.step)
+    settings = policy.settings()
+    source = config.model or settings["model.folder"]
+    decoder = read_decoder(settings, source)
+    check_same_shapes(policy.shapes(), decoder, source)
+    check_frozen(settings, source, "model")
+    dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
+    out = pathlib.Path(config.out).absolute()
+    needed = out.exists() and os.path.samefile(out, source)
+    require(not needed, "out", config.out, "another folder than the model's, which the run needs")
+    with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
+        assert folder is not None  # this process, being alone, writes
+        leaves = policy_layers(policy, decoder, source)
+        save_huggingface.save_weights(folder, leaves, decoder, dtype, config.max_shard_gb)
+        save_huggingface.save_settings_of(source, folder, dtype)
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(
+        f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {dtype} written to {config.out}"
+    )
+    return out
+
+
+def main() -> int:
+    """The exit code: 0 done, 2 wrong settings."""
+    config = command_line.load(ExportConfig, __doc__, SHORT_NAMES, needs_file=False)
+    return processes.run(
+        lambda: command_line.guarded(lambda: export(config)), alone="dapo-jax export"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

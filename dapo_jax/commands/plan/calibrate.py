@@ -1,0 +1,86 @@
+"""Costs fitted to a run: its schedule is replayed, and its seconds are laid on what was counted."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import scipy.optimize  # comes with jax
+
+from dapo_jax.commands.plan.cost_model import Costs, Counts
+from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.workload import Measured
+from dapo_jax.config.experiment import Config
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.runtime.settings import ConfigError
+
+FIRST_STEPS = 2  # compile
+
+
+def replay(
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    folder: pathlib.Path,
+    steps: int,
+) -> list[Step]:
+    """The run's first steps again, with the groups that it judged.
+
+    Responses that were stopped were never written: others of their step stand in for them.
+    """
+    simulation = Simulation(config, decoder, mesh, Measured(folder, replay=True), Costs())
+    return [simulation.step() for _ in range(steps)]
+
+
+def fit(
+    rows: Sequence[Counts], seconds: Sequence[float] | np.ndarray, names: Sequence[str]
+) -> dict[str, float]:
+    """Costs of those names, none below 0, under which the counts come nearest to the seconds.
+
+    Least absolute deviations: a step in which the machine did something else counts for little.
+    """
+    used = np.array([[row.get(name, 0.0) for name in names] for row in rows])
+    count = len(used)
+    apart = np.hstack([used, np.eye(count), -np.eye(count)])
+    objective = np.repeat([0.0, 1.0], [len(names), 2 * count])
+    solved = scipy.optimize.linprog(objective, A_eq=apart, b_eq=seconds)
+    return dict(zip(names, map(float, solved.x), strict=False))
+
+
+def calibrate(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, folder: pathlib.Path
+) -> Costs:
+    """Costs on the machine of a run, from its own settings, `metrics.jsonl` and `rollouts/`.
+
+    Learning goes by tokens alone: the steps of one setting hardly differ, so that what a call adds
+    could not be told from noise. Prefilling a token costs what scoring one does, the same
+    arithmetic, and so does a slot's share of a decode step at most: one setting of slots can't tell
+    it from the step's own, which is what is left over. What the host did while it did not wait for
+    decoding goes by bursts, responses and rollouts. The first steps, which compile, are left out.
+
+    Raises `ConfigError` where the run has too few steps.
+    """
+    lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["step"] > 0]
+    if len(rows) <= FIRST_STEPS:
+        raise ConfigError(f"{folder}: has {len(rows)} steps: must be more than {FIRST_STEPS}")
+    steps = replay(config, decoder, mesh, folder, len(rows))[FIRST_STEPS:]
+    counts = [step.counts for step in steps]
+
+    def seconds(name: str) -> np.ndarray:
+        return np.array([row[f"seconds_{name}"] for row in rows[FIRST_STEPS:]])
+
+    def used(name: str) -> np.ndarray:
+        return np.array([count[name] for count in counts])
+
+    found = fit(counts, seconds("update"), ("update_token",))
+    found |= fit(counts, seconds("score"), ("score_token",))
+    found |= fit(counts, seconds("rollout") - seconds("decode"), ("load", "burst", "response"))
+    token = found["prefill_token"] = found["score_token"]
+    decoding = seconds("decode") - token * used("prefill_token")
+    found |= fit(counts, decoding, ("slot_step",))
+    if found["slot_step"] > token > 0:
+        found |= fit(counts, decoding - token * used("slot_step"), ("decode_step",))
+        found["slot_step"] = token
+    return Costs(**found)

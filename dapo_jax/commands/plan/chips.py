@@ -1,0 +1,83 @@
+"""What a chip can do at best, as its maker publishes it, and the topologies it is sold in."""
+
+import dataclasses
+import math
+import re
+
+from dapo_jax.runtime.settings import ConfigError
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator.
+
+    Attributes:
+        flops_per_second: matrix products in bfloat16.
+        hbm_gib: what a program may use; of a TPU what its compiler holds it to.
+        hbm_bytes_per_second: of its own memory.
+        ici_bytes_per_second: that it sends to its neighbours, over all its links, one way.
+        ring_multiple: of chips in a dimension that is a ring.
+        dimensions: of its topologies.
+        config_name: of the chip's mode, as its compiler calls it.
+        platform: as jax calls it.
+    """
+
+    flops_per_second: float
+    hbm_gib: float
+    hbm_bytes_per_second: float
+    ici_bytes_per_second: float
+    ring_multiple: int
+    dimensions: int
+    config_name: str = "default"
+    platform: str = "tpu"
+
+
+# cpu: this machine's own devices, to try a plan out; of their speed nobody knows.
+# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
+# H200 SXM (dense; NVLink one way).
+CHIPS = {
+    "v4": Chip(275e12, 31.25, 1228e9, 300e9, 4, 3, "megacore"),
+    "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2),
+    "v5p": Chip(459e12, 95.74, 2765e9, 600e9, 4, 3, "megacore"),
+    "v6e": Chip(918e12, 31.25, 1640e9, 400e9, 16, 2),
+    "cpu": Chip(5e11, 4.0, 2e10, 1e10, 0, 1, platform="cpu"),
+    "h100": Chip(989e12, 79.1, 3350e9, 450e9, 0, 1, platform="cuda"),
+    "h200": Chip(989e12, 139.8, 4800e9, 450e9, 0, 1, platform="cuda"),
+}
+_SHAPE = re.compile(r"\d+(x\d+)*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """So many chips of a kind, and how they are wired."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+
+def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
+    """Raises `ConfigError` that names a flag of the plan, not a setting of the config."""
+    if not good:
+        raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
+
+
+def parse(name: str) -> Topology:
+    """`v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
+    kind, _, text = name.partition(":")
+    kinds = ", ".join(CHIPS)
+    check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
+    chip = CHIPS[kind]
+    example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
+    fits = bool(_SHAPE.fullmatch(text)) and text.count("x") == chip.dimensions - 1
+    sizes = tuple(int(size) for size in text.split("x")) if fits else ()
+    check_flag(
+        fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}"
+    )
+    return Topology(name, chip, sizes)

@@ -1,0 +1,223 @@
+"""Compiles programs for devices that are not here, and keeps what came out."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.commands.plan import hlo_text
+from dapo_jax.commands.plan import hlo_traffic as traffic
+from dapo_jax.commands.plan.chips import GIB
+from dapo_jax.commands.plan.hlo_traffic import Times, Traffic
+from dapo_jax.commands.plan.programs import Layout, Program, cache_elements
+from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
+
+RESERVED_GIB = 0.26  # of a TPU's memory, kept by the compiler for itself
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# What a TPU's compiler says that it would take: all, or what it adds to arguments and results.
+_ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A compiled program; bytes are of one chip.
+
+    Attributes:
+        peak: what the program takes at its worst, arguments and results among it; None where the
+            compiler gave up.
+        needs: the same where the compiler gave up, as far as it says; else `peak`.
+        alive: what exists while it runs, by part.
+        beside: of that, what the program itself does not know of.
+        contents: of its text, as lists of short lines.
+    """
+
+    name: str
+    peak: int | None
+    needs: int
+    host: int
+    alive: dict[str, int]
+    beside: int
+    traffic: Traffic
+    contents: dict[str, list[str]]
+    compile_seconds: float
+
+    @property
+    def together(self) -> int:
+        """With all that is there meanwhile."""
+        return self.needs + self.beside
+
+    def parts(self) -> dict[str, int]:
+        """`together` taken apart: what is there by name, and what the program adds of its own."""
+        return self.alive | {"temporary": max(0, self.together - sum(self.alive.values()))}
+
+
+def versions() -> str:
+    """Of what compiles."""
+    found = []
+    for name in COMPILERS:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def cache_folder() -> pathlib.Path:
+    """Where results are kept: `$XDG_CACHE_HOME`, or `.cache` in the home folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "dapo_jax" / "plan"
+
+
+class Compiler:
+    """Compiles, or reads what was found when the same text was compiled.
+
+    Args:
+        folder: of the results; None: nothing is kept.
+        options: of the compiler.
+    """
+
+    def __init__(self, layout: Layout, folder: pathlib.Path | None):
+        self._layout, self._folder = layout, folder
+        topology = layout.topology
+        self._key = f"{topology.name} {versions()} {traffic.VERSION}"
+        # Without a device nothing can be tried out; other levels would.
+        cuda = topology.chip.platform == "cuda"
+        self._options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if cuda else None
+
+    def measure(self, program: Program) -> Measured:
+        """Compiles it if that was not done before."""
+        started = time.perf_counter()
+        found = self._facts(program.lower(), program.name)
+        alive, shared = {}, set()
+        for name, tree in program.alive.items():
+            leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in shared]
+            shared |= set(map(id, leaves))
+            alive[name] = self._size(leaves)
+        beside = max(0, sum(alive.values()) - found["arguments"] - found["results"])
+        if found["peak"] is None:
+            beside = sum(alive.values()) - (0 if found["temporaries"] else found["needs"])
+            beside = max(0, beside)
+        sent = {name: Times(**times) for name, times in found["sent"].items()}
+        return Measured(
+            program.name,
+            found["peak"],
+            found["needs"],
+            found["host"],
+            alive,
+            beside,
+            Traffic(sent, Times(**found["written"])),
+            found["contents"],
+            time.perf_counter() - started,
+        )
+
+    def _size(self, leaves: list[Any]) -> int:
+        """Bytes on a chip of arrays of these shapes, places and layouts, as padded there."""
+        if self._layout.topology.chip.platform != "tpu" or not leaves:  # nothing is padded
+            shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
+            sizes = (leaf.dtype.itemsize for leaf in leaves)
+            return sum(math.prod(s) * size for s, size in zip(shapes, sizes, strict=True))
+        nothing = jax.jit(lambda arrays: jnp.zeros(()), keep_unused=True)
+        return self._facts(nothing.lower(leaves), "")["arguments"]
+
+    def _facts(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
+        text = f"{self._key}\n{name}\n{self._options}\n{lowered.as_text()}"
+        path = None
+        if self._folder is not None:
+            path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+            if path.exists():
+                return json.loads(path.read_text())
+        found = self._compile(lowered, name)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps(found))
+            temporary.replace(path)
+        return found
+
+    def _compile(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
+        empty = {"arguments": 0, "results": 0, "host": 0, "contents": {}, "sent": {}}
+        empty |= {"written": dataclasses.asdict(Times())}
+        try:
+            done = lowered.compile(compiler_options=self._options)
+        except jax.errors.JaxRuntimeError as error:
+            return empty | {"peak": None} | _missing(error)
+        memory = done.memory_analysis()
+        assert memory is not None  # every compiler that a plan asks says
+        found = empty | {
+            "peak": memory.peak_memory_in_bytes,
+            "needs": memory.peak_memory_in_bytes,
+            "arguments": memory.argument_size_in_bytes,
+            "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "host": memory.host_temp_size_in_bytes,
+        }
+        if not name:
+            return found
+        text = done.as_text()
+        assert text is not None
+        moved = traffic.read(text, self._layout.topology.chips)
+        return found | {
+            "contents": contents(self._layout, name, text),
+            "sent": {kind: dataclasses.asdict(times) for kind, times in moved.sent.items()},
+            "written": dataclasses.asdict(moved.written),
+        }
+
+
+def _missing(error: RuntimeError) -> dict[str, Any]:
+    """What a program that does not fit would take; raises the error where that is not its point."""
+    text = str(error)
+    found = _TEMPORARIES.search(text) or _ALL.search(text)
+    if "RESOURCE_EXHAUSTED" not in text or not found:
+        raise error
+    return {
+        "needs": int(float(found[1]) * _UNITS[found[2]]),
+        "temporaries": found.re is _TEMPORARIES,
+    }
+
+
+def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, list[str]]:
+    """What stands in a compiled text, as lists of short lines.
+
+    Args:
+        count: how many of the largest arrays.
+    """
+    made, config, decoder = hlo_text.instructions(text), layout.config, layout.decoder
+    sampling = name in ("load", "prefill", "insert", "decode")
+    mesh = layout.sampling_mesh if sampling else layout.mesh
+    column = DECODING if sampling else TRAINING
+    row, prompt = config.rows().row_tokens, config.data.max_prompt_tokens
+    vocab = {decoder.vocab, decoder.vocab // shards(mesh, "vocab", column)}
+    rows = config.packing.rows_per_microbatch // shards(layout.mesh, "batch")
+    found = {
+        "largest": hlo_text.largest(made, count),
+        "T x T": hlo_text.square(made, row),
+        "P x P": hlo_text.square(made, prompt),
+        "V x T": hlo_text.over(made, vocab, {row, rows * row}),
+        "kernels": hlo_text.kernels(text),
+    }
+    if not sampling:
+        return found | {
+            "head exchanges": hlo_text.collectives(made, "head"),
+            "vocabulary exchanges": hlo_text.collectives(made, sizes=vocab),
+        }
+    if name in ("insert", "decode"):
+        found["copies of a cache"] = hlo_text.copies(made, cache_elements(layout))
+    if name in ("load", "decode"):
+        found["exchanges"] = hlo_text.collectives(made, looped=name == "decode")
+    return found
+
+
+def limit(layout: Layout) -> int:
+    """Bytes of a chip that programs may use."""
+    reserved = RESERVED_GIB if layout.topology.chip.platform == "tpu" else 0.0
+    return int((layout.topology.chip.hbm_gib - reserved) * GIB)

@@ -1,0 +1,125 @@
+"""A plan: compile, add up, simulate, and say it."""
+
+import dataclasses
+import json
+import pathlib
+import resource
+import sys
+import time
+
+from dapo_jax.commands.plan import tables
+from dapo_jax.commands.plan.chips import GIB, check_flag, parse
+from dapo_jax.commands.plan.compile_programs import Compiler, Measured, cache_folder, limit
+from dapo_jax.commands.plan.cost_model import Costs
+from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.programs import Layout, lay_out, programs
+from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.step_estimate import (
+    Lengths,
+    estimate,
+    measure_lengths,
+    step_costs,
+    training_mfu,
+)
+from dapo_jax.commands.plan.workload import Law
+from dapo_jax.config.experiment import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What was found out about a run on a topology.
+
+    Attributes:
+        measured: every program that was compiled, by name.
+        limit: bytes of a chip that programs may use.
+        step: a simulated step, the second of a run; None where not everything fits.
+        mfu: of the updates.
+        seconds, host_bytes: that planning took, and the most memory of this machine.
+    """
+
+    layout: Layout
+    lengths: Lengths
+    measured: dict[str, Measured]
+    limit: int
+    costs: Costs | None
+    step: Step | None
+    mfu: float
+    seconds: float
+    host_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return all(map(self.has_room, self.measured.values()))
+
+    def has_room(self, one: Measured) -> bool:
+        """Whether a program fits beside what stays."""
+        return one.peak is not None and one.together <= self.limit
+
+
+def say(text: str) -> None:
+    """Progress, off the output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
+    """With the folder of earlier results that the settings name."""
+    folders = {"auto": cache_folder(), "none": None}
+    folder = folders[settings.cache] if settings.cache in folders else pathlib.Path(settings.cache)
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        check_flag(False, "cache", str(folder), f"a folder that can be written ({error.strerror})")
+    return Compiler(layout, folder)
+
+
+def measure_all(layout: Layout, settings: PlanSettings, microbatches: int) -> dict[str, Measured]:
+    """Every program of the run, compiled."""
+    compile_it, found = compiler(layout, settings), {}
+    for program in programs(layout, microbatches):
+        one = found[program.name] = compile_it.measure(program)
+        peak = f"{one.needs / GIB:.2f} GiB" if one.peak is not None else "does not fit"
+        say(f"compiled {program.name}: {peak}, {one.compile_seconds:.0f} s")
+    return found
+
+
+def simulate_step(layout: Layout, law: Law, costs: Costs) -> Step:
+    """The second step of a run: the first knows nothing of how many groups are kept."""
+    say("simulating a step")
+    simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, law, costs)
+    simulation.step()
+    return simulation.step()
+
+
+def make(config: Config, settings: PlanSettings) -> Plan:
+    """Compiles and simulates what the config says, and nothing else."""
+    started, topology = time.perf_counter(), parse(settings.topology)
+    law = settings.make_law(config)
+    lengths = measure_lengths(config, law)
+    say(f"describing {topology.name}")
+    layout = lay_out(config, topology)
+    found = measure_all(layout, settings, lengths.microbatches)
+    plan = Plan(layout, lengths, found, limit(layout), None, None, 0.0, 0.0, 0)
+    if plan.fits:
+        costs = step_costs(layout, found, settings.efficiency, lengths.tokens / 2)
+        step = simulate_step(layout, law, costs)
+        update = estimate(layout, found["update"], lengths.tokens / 2)
+        chip = topology.chip
+        seconds = lengths.microbatches * update.each.bound(chip, settings.efficiency)[1]
+        seconds += update.once.bound(chip, settings.efficiency)[1]
+        mfu = training_mfu(layout, lengths, seconds)
+        plan = dataclasses.replace(plan, costs=costs, step=step, mfu=mfu)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return dataclasses.replace(plan, seconds=time.perf_counter() - started, host_bytes=host)
+
+
+def plan(config: Config, settings: PlanSettings) -> int:
+    """Prints the plan; the exit code."""
+    made = make(config, settings)
+    if settings.json:
+        print(json.dumps(tables.record(made, settings)))
+    else:
+        print(tables.tables(made, settings))
+        if settings.simulate and made.costs is not None:
+            print(tables.simulations(made, settings))
+    return 0 if made.fits else 1

@@ -1,0 +1,87 @@
+"""The published shapes of Qwen2.5, Qwen3 and Llama 3.x: a plan needs no weights.
+
+Values are those of each model's own config.json (huggingface.co/Qwen, huggingface.co/meta-llama).
+"""
+
+import difflib
+import pathlib
+import re
+from typing import Any
+
+from dapo_jax.model import families, load_huggingface
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.runtime.settings import ConfigError
+
+_COLUMNS = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
+    "vocab_size tie_word_embeddings"
+).split()
+_QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
+_LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+
+
+def _scaled(factor: float) -> dict[str, Any]:
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": factor}
+    return {
+        "rope_scaling": scaling | {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    }
+
+
+_SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
+    "Qwen2.5-0.5B": (_QWEN2, (896, 24, 14, 2, 4_864, 151_936, True)),
+    "Qwen2.5-1.5B": (_QWEN2, (1_536, 28, 12, 2, 8_960, 151_936, True)),
+    "Qwen2.5-3B": (_QWEN2, (2_048, 36, 16, 2, 11_008, 151_936, True)),
+    "Qwen2.5-7B": (_QWEN2, (3_584, 28, 28, 4, 18_944, 152_064, False)),
+    "Qwen2.5-14B": (_QWEN2, (5_120, 48, 40, 8, 13_824, 152_064, False)),
+    "Qwen2.5-32B": (_QWEN2, (5_120, 64, 40, 8, 27_648, 152_064, False)),
+    "Qwen2.5-72B": (_QWEN2, (8_192, 80, 64, 8, 29_568, 152_064, False)),
+    "Qwen3-0.6B": (_QWEN3, (1_024, 28, 16, 8, 3_072, 151_936, True)),
+    "Qwen3-1.7B": (_QWEN3, (2_048, 28, 16, 8, 6_144, 151_936, True)),
+    "Qwen3-4B": (_QWEN3, (2_560, 36, 32, 8, 9_728, 151_936, True)),
+    "Qwen3-8B": (_QWEN3, (4_096, 36, 32, 8, 12_288, 151_936, False)),
+    "Qwen3-14B": (_QWEN3, (5_120, 40, 40, 8, 17_408, 151_936, False)),
+    "Qwen3-32B": (_QWEN3, (5_120, 64, 64, 8, 25_600, 151_936, False)),
+    "Llama-3-8B": (_LLAMA, (4_096, 32, 32, 8, 14_336, 128_256, False)),
+    "Llama-3-70B": (_LLAMA, (8_192, 80, 64, 8, 28_672, 128_256, False)),
+    "Llama-3.1-8B": (_LLAMA | _scaled(8.0), (4_096, 32, 32, 8, 14_336, 128_256, False)),
+    "Llama-3.1-70B": (_LLAMA | _scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
+    "Llama-3.2-1B": (_LLAMA | _scaled(32.0), (2_048, 16, 32, 8, 8_192, 128_256, True)),
+    "Llama-3.2-3B": (_LLAMA | _scaled(32.0), (3_072, 28, 24, 8, 8_192, 128_256, True)),
+    "Llama-3.3-70B": (_LLAMA | _scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
+}
+NAMES = tuple(_SHAPES)
+# Versions of a model that share its shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.
+_VERSIONS = re.compile(r"^meta-|-(math|coder|instruct|base|it)(?=-|$)", re.IGNORECASE)
+
+
+def config_values(model: str) -> dict[str, Any] | None:
+    """What the config.json of a published model says of its shape; None for one not known here.
+
+    Args:
+        model: its name, or a path that ends in it; `-Instruct`, `-Base` and `-Math` may be in it.
+    """
+    name = _VERSIONS.sub("", pathlib.PurePath(model).name)
+    known = {one.lower(): one for one in NAMES}.get(name.lower())
+    if known is None:
+        return None
+    shared, sizes = _SHAPES[known]
+    return shared | dict(zip(_COLUMNS, sizes, strict=True))
+
+
+def read_shape(model: str, **numerics: Any) -> DecoderConfig:
+    """The decoder of a folder with a config.json, or of a published model of that name.
+
+    Raises `ConfigError` naming what is near where it is neither.
+    """
+    if (pathlib.Path(model) / "config.json").exists():
+        return load_huggingface.read_config(model, **numerics)
+    values = config_values(model)
+    if values is None:
+        near = difflib.get_close_matches(pathlib.PurePath(model).name, NAMES, n=3, cutoff=0.3)
+        hint = f" (near: {', '.join(near)})" if near else ""
+        raise ConfigError(
+            f"config.model.folder = {model!r}: must be a folder with a config.json, or one of "
+            f"{', '.join(NAMES)}{hint}"
+        )
+    return families.decoder_config(values, model, "model.folder", **numerics)

@@ -1,0 +1,113 @@
+"""How long programs take at best: what they compute, move through memory and send, over what a
+chip can do of each.
+
+Nothing here was timed. A part takes the longest of its three times, each at the share of the peak
+that `Efficiency` says.
+"""
+
+import dataclasses
+
+from dapo_jax.commands.plan.chips import Chip
+from dapo_jax.model.decoder import DecoderConfig
+
+REMAT_ATTENTION = ("full", "offload")  # what recomputes attention in the backward pass
+REMAT_MATRICES = (*REMAT_ATTENTION, "attention")  # ... and a layer's other products
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiency:
+    """Shares of a peak that are assumed to be reached."""
+
+    flops: float = 0.75
+    hbm: float = 0.8
+    ici: float = 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one chip does: operations, and bytes through its memory and over its links."""
+
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    ici_bytes: float = 0.0
+
+    def seconds(self, chip: Chip, efficiency: Efficiency) -> dict[str, float]:
+        """Of each part alone."""
+        return {
+            "FLOP": self.flops / (chip.flops_per_second * efficiency.flops),
+            "HBM": self.hbm_bytes / (chip.hbm_bytes_per_second * efficiency.hbm),
+            "ICI": self.ici_bytes / (chip.ici_bytes_per_second * efficiency.ici),
+        }
+
+    def bound(self, chip: Chip, efficiency: Efficiency) -> tuple[str, float]:
+        """The part that takes longest, and its seconds."""
+        seconds = self.seconds(chip, efficiency)
+        name = max(seconds, key=seconds.__getitem__)
+        return name, seconds[name]
+
+
+def matrix_weights(config: DecoderConfig, *, head: bool = True) -> int:
+    """Weights that every token is multiplied by; the embedding is looked up."""
+    attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
+    layers = config.layers * (attention + 3 * config.embed * config.mlp)
+    return layers + (config.embed * config.vocab if head else 0)
+
+
+def adapter_weights(config: DecoderConfig) -> int:
+    """Of low-rank adapters, over all layers."""
+    if not config.adapters:
+        return 0
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    sizes = {
+        "query": (config.embed, queries),
+        "key": (config.embed, keys),
+        "value": (config.embed, keys),
+        "out": (queries, config.embed),
+        "gate": (config.embed, config.mlp),
+        "up": (config.embed, config.mlp),
+        "down": (config.mlp, config.embed),
+    }
+    pairs = (sum(sizes[name]) for name in config.adapters.targets)
+    return config.layers * config.adapters.rank * sum(pairs)
+
+
+def attention_flops(config: DecoderConfig, pairs: float) -> float:
+    """Of scores and their use, over all layers, for so many pairs of a query and a key."""
+    return 4.0 * config.layers * config.heads * config.head_dim * pairs
+
+
+def forward_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
+    """Of one pass: two for each weight and token, and attention."""
+    weights = matrix_weights(config) + adapter_weights(config)
+    return 2.0 * weights * tokens + attention_flops(config, pairs)
+
+
+def useful_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
+    """Of a forward and a backward pass, each token of which looks at its own response only.
+
+    Backward takes twice the forward pass: gradients of what a layer reads, and of its weights.
+    The second has no part for frozen weights, and neither for layers below all that is trained.
+    """
+    forward, weights = forward_flops(config, tokens, pairs), matrix_weights(config)
+    if config.adapters:
+        return 3 * forward - 2.0 * weights * tokens
+    below = (
+        config.frozen_layers
+        / config.layers
+        * (2.0 * matrix_weights(config, head=False) * tokens + attention_flops(config, pairs))
+    )
+    return 3 * forward - 2 * below
+
+
+def update_flops(config: DecoderConfig, tokens: float, row_tokens: int) -> float:
+    """That an update takes for so many places in packed rows, with padding, other responses in the
+    same row, and what backward computes again.
+    """
+    pairs, trained = tokens * row_tokens / 2, 1 - config.frozen_layers / config.layers
+    again = 2.0 * config.embed * config.vocab * tokens  # the head's logits are never kept
+    if config.remat in REMAT_MATRICES:
+        weights = matrix_weights(config, head=False) + adapter_weights(config)
+        again += trained * 2.0 * weights * tokens
+    if config.remat in REMAT_ATTENTION:
+        again += trained * attention_flops(config, pairs)
+    return useful_flops(config, tokens, pairs) + again

@@ -1,0 +1,169 @@
+"""The meshes, rows and slots of a topology that fit, the fastest and so the cheapest first."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from dapo_jax.commands.plan import plan
+from dapo_jax.commands.plan.chips import GIB, parse
+from dapo_jax.commands.plan.compile_programs import Measured, limit
+from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.programs import Layout, lay_out, sampling_programs, training_programs
+from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.commands.plan.step_estimate import measure_lengths, step_costs, token_bytes
+from dapo_jax.commands.plan.tables import table
+from dapo_jax.commands.plan.tpu_targets import describe
+from dapo_jax.config.experiment import Config
+from dapo_jax.runtime.settings import ConfigError
+
+REMATS = ("none", "attention", "full", "offload")  # from the fastest to the smallest
+MOST_ROWS = 4  # of a chip, in a microbatch
+FEWEST_SLOTS = 1  # of a replica
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A config that fits, and what a step of it takes."""
+
+    config: Config
+    seconds: float
+    update_gib: float
+    decode_gib: float
+
+    def row(self) -> list[Any]:
+        mesh = self.config.mesh
+        sizes = f"fsdp={mesh.fsdp},decode_tensor={mesh.decode_tensor},tensor={mesh.tensor}"
+        rows, slots = self.config.packing.rows_per_microbatch, self.config.sampler.slots
+        parts = [sizes, self.config.compute.remat, rows, slots]
+        return [*parts, f"{self.update_gib:.1f}", f"{self.decode_gib:.1f}", f"{self.seconds:,.1f}"]
+
+
+HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
+
+
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """The config with other values in one section."""
+    part = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: part})
+
+
+def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
+    """Every way to cut the policy: shards while training, and as many or more while decoding."""
+    for decoding in (1, 2, 4, 8, 16):
+        for training in (1, 2, 4, 8, 16):
+            fits = decoding % training == 0 and chips % decoding == 0 and kv_heads % decoding == 0
+            if fits:
+                sizes = {"tensor": training, "decode_tensor": decoding // training}
+                yield changed(config, "mesh", data=1, fsdp=chips // decoding, **sizes)
+
+
+class Search:
+    """Tries configs on a topology; everything is compiled once."""
+
+    def __init__(self, config: Config, settings: PlanSettings):
+        self._config, self._settings = config, settings
+        self._topology = parse(settings.topology)
+        self._devices, self._law = describe(self._topology), settings.make_law(config)
+
+    def _lay_out(self, config: Config) -> Layout:
+        return lay_out(config, self._topology, self._devices)
+
+    def _measure(self, layout: Layout, programs: Any, name: str) -> Measured:
+        compiler = plan.compiler(layout, self._settings)
+        (program,) = (program for program in programs if program.name == name)
+        return compiler.measure(program)
+
+    def _update(self, config: Config) -> Measured | None:
+        """The update of a config where it fits."""
+        try:
+            layout = self._lay_out(config)
+        except ConfigError:
+            return None
+        lengths = measure_lengths(config, self._law)
+        found = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
+        room = found.peak is not None and found.together <= limit(layout)
+        memory = f"{found.together / GIB:.1f} GiB" + ("" if room else ": too much")
+        plan.say(f"{Found(config, 0, 0, 0).row()[:3]} update {memory}")
+        return found if room else None
+
+    def train(self, config: Config) -> tuple[Config, Measured] | None:
+        """With the least recomputed, and then the most rows of a chip."""
+        shards_of_rows = config.mesh.fsdp * config.mesh.decode_tensor
+        config = changed(config, "packing", rows_per_microbatch=shards_of_rows)
+        for remat in REMATS:
+            tried = changed(config, "compute", remat=remat)
+            found = self._update(tried)
+            if found:
+                break
+        else:
+            return None
+        for rows in (2, MOST_ROWS):
+            more = changed(tried, "packing", rows_per_microbatch=rows * shards_of_rows)
+            fitting = self._update(more)
+            if not fitting:
+                break
+            tried, found = more, fitting
+        return tried, found
+
+    def sample(self, config: Config) -> tuple[Config, Measured] | None:
+        """With the most slots of full length: from what one leaves free, then compiled."""
+        replicas = config.mesh.fsdp
+        one = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
+        layout = self._lay_out(one)
+        found = self._measure(layout, sampling_programs(layout), "decode")
+        free = limit(layout) - found.together
+        more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
+        rollout = config.rollout  # slots for more responses than a batch has would stand idle
+        batch = rollout.prompts_per_step * rollout.samples_per_prompt
+        more = min(more, -(-batch // replicas) - FEWEST_SLOTS)
+        while found.peak is not None and free > 0:
+            slots = (FEWEST_SLOTS + more) * replicas
+            tried = changed(config, "sampler", slots=slots, pages=0)
+            layout = self._lay_out(tried)
+            found = self._measure(layout, sampling_programs(layout), "decode")
+            room = found.peak is not None and found.together <= limit(layout)
+            plan.say(f"{slots} slots: {found.together / GIB:.1f} GiB")
+            if room:
+                return tried, found
+            if not more:
+                break
+            more = more * 9 // 10
+        return None
+
+    def try_mesh(self, config: Config) -> Found | None:
+        """The best that was found on a mesh; None where nothing fits."""
+        trained = self.train(config)
+        sampled = self.sample(trained[0]) if trained else None
+        if not trained or not sampled:
+            return None
+        config, decode = sampled
+        layout = self._lay_out(config)
+        found = {"update": trained[1], "decode": decode}
+        lengths = measure_lengths(config, self._law)
+        costs = step_costs(layout, found, self._settings.efficiency, lengths.tokens / 2)
+        step = plan.simulate_step(layout, self._law, costs)
+        seconds = step.rollout_seconds + step.update_seconds
+        return Found(config, seconds, trained[1].together / GIB, decode.together / GIB)
+
+    def __call__(self) -> list[Found]:
+        """All that fit, the fastest first."""
+        chips = self._topology.chips
+        kv_heads = read_shape(self._config.model.folder).kv_heads
+        tried = (self.try_mesh(one) for one in meshes(self._config, chips, kv_heads))
+        return sorted((one for one in tried if one), key=lambda one: one.seconds)
+
+
+def search(config: Config, settings: PlanSettings) -> int:
+    """Prints what fits; the exit code."""
+    found = Search(config, settings)()
+    if settings.json:
+        rows = [dict(zip(HEADER, one.row(), strict=True)) for one in found]
+        print(json.dumps({"fits": bool(found), "found": rows}))
+    elif found:
+        print(table(HEADER, [one.row() for one in found]))
+    else:
+        print(
+            f"Nothing fits on {settings.topology}: more chips, a smaller model or config.lora.rank"
+        )
+    return 0 if found else 1

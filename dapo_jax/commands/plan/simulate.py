@@ -1,0 +1,216 @@
+"""A step without a model: the real schedule on a virtual clock, lengths and verdicts from a law.
+
+`filtering.collect`, `RolloutSampler`, the host's side of `PolicyEngine`, its cache's book and the
+packing are those of a run. What is replaced are compiled programs, by what they would have drawn
+and cost, and the judge's workers. So the counts are those of a run with the same responses.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dapo_jax.commands.plan.cost_model import LEARNING, Costs, Counts, Meter
+from dapo_jax.commands.plan.simulated_engine import (
+    Burst,
+    SimulatedEngine,
+    SimulatedJudge,
+    SimulatedPrompts,
+    Text,
+)
+from dapo_jax.commands.plan.workload import Law
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.packing import assign_rows
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.scheduler import RolloutSampler, SamplerCounts
+from dapo_jax.structs import Collected, Group
+
+FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a simulated step did. Slots are those of all replicas, seconds virtual.
+
+    Attributes:
+        seconds: by what was used (the fields of `Costs`), and `judge`: waiting for verdicts.
+        counts: how much of each was used.
+        bursts: of decoding, in order.
+        surplus: groups judged beyond the last one that is used; asked again in the next step.
+        rounds: prompts asked for, per prompt that is wanted.
+        rows, fill: packed rows of all updates; the share of trained microbatches' places in them
+            that holds a token.
+    """
+
+    seconds: Counts
+    counts: Counts
+    sampled: SamplerCounts
+    slots: int
+    bursts: list[Burst]
+    asked: int
+    judged: int
+    kept: int
+    surplus: int
+    kept_tokens: int
+    rounds: float
+    rows: int
+    fill: float
+
+    @property
+    def rollout_seconds(self) -> float:
+        return sum(value for name, value in self.seconds.items() if name not in LEARNING)
+
+    @property
+    def update_seconds(self) -> float:
+        """Scoring included."""
+        return sum(self.seconds.get(name, 0.0) for name in LEARNING)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of decode-slot steps that drew a token, the tail included."""
+        steps = self.slots * sum(burst.steps for burst in self.bursts)
+        return sum(burst.busy_slot_steps for burst in self.bursts) / steps if steps else 0.0
+
+    @property
+    def tail_seconds(self) -> float:
+        """Of bursts in which less than half of the slots drew, on average."""
+        half = self.slots / 2
+        return sum(b.seconds for b in self.bursts if b.busy_slot_steps < half * b.steps)
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Of all responses, also those that were stopped or drawn again."""
+        return self.sampled.drawn_tokens
+
+    def record(self) -> dict[str, float]:
+        """Numbers for a table or JSON."""
+        phases = {f"seconds_{name}": value for name, value in self.seconds.items()}
+        names = ("asked", "judged", "kept", "surplus", "kept_tokens", "rounds", "rows", "fill")
+        return (
+            {"seconds_rollout": self.rollout_seconds, "seconds_learning": self.update_seconds}
+            | phases
+            | {name: getattr(self, name) for name in names}
+            | {
+                "utilisation": self.utilisation,
+                "seconds_tail": self.tail_seconds,
+                "decode_steps": self.counts["decode_step"],
+                "decode_bursts": self.counts["burst"],
+                "prefills": self.sampled.prefills,
+                "tokens": self.sampled.tokens,
+                "abandoned_tokens": self.sampled.abandoned_tokens,
+                "put_back_tokens": self.sampled.put_back_tokens,
+                "sampled_to_kept_tokens": self.drawn_tokens / max(1, self.kept_tokens),
+                "tokens_per_second": self.sampled.tokens / (self.rollout_seconds or math.inf),
+            }
+        )
+
+
+class Simulation:
+    """A run's steps, one after the other.
+
+    Args:
+        config: of the run; its sections rollout, sampler, packing, algorithm and data's and
+            reward's limits are read.
+        decoder: the policy's shape, for its cache.
+        mesh: only named devices will do (`describe_mesh`).
+        reads: as for `SimulatedEngine`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: DecoderConfig,
+        mesh: jax.sharding.Mesh,
+        law: Law,
+        costs: Costs,
+        *,
+        reads: str = "auto",
+    ):
+        self._config, self._law, self._costs = config, law, costs
+        self._engine = SimulatedEngine(config, decoder, mesh, law, Meter(costs), reads)
+        self.sampler = RolloutSampler(self._engine, Text(), config.seed)
+        self._prompts, self._carried = SimulatedPrompts(law), ()
+        self._number, self._kept_fraction = 0, FIRST_KEPT_FRACTION
+
+    def _begin(self) -> Meter:
+        engine, meter = self._engine, Meter(self._costs)
+        engine.step, engine.bursts, engine.meter = self._number, [], meter
+        engine.begun = {one.prompt.index: one.step for one in self._carried if one.tokens}
+        keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
+        self.sampler.begin(None, rule=SamplingRule(), **keyed)
+        self._number += 1
+        return meter
+
+    @property
+    def position(self) -> int:
+        """Place in the data from which the next step asks."""
+        return self._prompts.position
+
+    def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
+        """The next one. Raises what `filtering.collect` raises."""
+        meter, number = self._begin(), self._number - 1
+        judge = SimulatedJudge(self._config, self._law, meter, self._engine.begun)
+        collected = collect(
+            self._config,
+            self._prompts,
+            self.sampler,
+            judge,
+            self._kept_fraction,
+            step=number,
+            carried=self._carried,
+            on_burst=on_burst,
+        )
+        self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
+        return self._describe(meter, collected.groups, collected)
+
+    def sample(self, prompts: int) -> Step:
+        """Every response to so many prompts, without filter and update."""
+        meter = self._begin()
+        for _ in range(prompts):
+            self.sampler.submit(next(self._prompts), self._config.rollout.samples_per_prompt)
+        while not self.sampler.idle:
+            self.sampler.decode_burst()
+        return self._describe(meter, [], None)
+
+    def _describe(self, meter: Meter, groups: list[Group], collected: Collected | None) -> Step:
+        rows, fill = learn(self._config, groups, meter)
+        asked = collected.asked_prompts if collected else 0
+        return Step(
+            seconds=dict(meter.seconds),
+            counts=dict(meter.counts),
+            sampled=dataclasses.replace(self.sampler.counts),
+            slots=self._engine.max_concurrent_decodes,
+            bursts=self._engine.bursts,
+            asked=asked,
+            judged=len(collected.judged) if collected else 0,
+            kept=len(groups),
+            surplus=len(collected.surplus) if collected else 0,
+            kept_tokens=sum(len(c) for group in groups for c in group.completions),
+            rounds=asked / self._config.rollout.prompts_per_step,
+            rows=rows,
+            fill=fill,
+        )
+
+
+def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
+    """Books score pass and updates of those groups; returns packed rows and their fill."""
+    packing, algorithm, rollout = config.rows(), config.algorithm, config.rollout
+    share, models = rollout.prompts_per_step // rollout.updates_per_rollout, 1 + algorithm.critic
+    old = algorithm.old_logprobs == "recompute" and (
+        len(groups) > share or algorithm.kl == "reward" or algorithm.trained_responses == "pairs"
+    )
+    passes, rows, places, tokens = old + algorithm.reference + algorithm.critic, 0, 0, 0
+    for i in range(0, len(groups), share):
+        part = groups[i : i + share]
+        lengths = [len(g.prompt.tokens) + len(c) for g in part for c in g.completions]
+        packed = len(assign_rows(lengths, packing.row_tokens))
+        microbatches = math.ceil(packed / packing.rows_per_microbatch)
+        used = microbatches * packing.rows_per_microbatch * packing.row_tokens
+        rows, places, tokens = rows + packed, places + used, tokens + sum(lengths)
+        meter.add(score_pass=passes, score_token=passes * used)
+        meter.add(update=models, update_token=models * used)
+    return rows, tokens / places if places else 0.0

@@ -1,0 +1,298 @@
+"""A plan in words and tables (Markdown), and as one record for JSON."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from dapo_jax.commands.plan import advice
+from dapo_jax.commands.plan.chips import GIB
+from dapo_jax.commands.plan.compile_programs import versions
+from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.roofline import matrix_weights
+from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.step_estimate import DECODE_OVERHEAD_SECONDS, estimate
+
+PHASES = {  # of a step: the simulator's seconds in each
+    "load the decoding weights": ("load",),
+    "prefill": ("prefill_call", "prefill_token", "insert_call", "insert"),
+    "decode": ("burst", "decode_step", "slot_step", "read_token", "response"),
+    "wait for verdicts": ("judge", "judged"),
+    "score": ("score_pass", "score_token"),
+    "update": ("update", "update_token"),
+}
+CARRYING_STEPS = 6  # whose mean is told: one that begins with much draws little
+MOST_SHOWN = 6  # kinds of collectives of a program
+WEAKER = (
+    "A GPU's memory was not enforced by its compiler and no kernel was tried out: a weaker proof "
+    "than for TPU."
+)
+
+
+def table(header: list[str], rows: list[list[Any]]) -> str:
+    """Markdown, its columns aligned."""
+    cells = [header, *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(header), rule, *map(line, cells[1:])])
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}" if size else ""
+
+
+def headline(plan: Any) -> str:
+    """What was planned, and with what."""
+    layout, topology = plan.layout, plan.layout.topology
+    config, mesh = layout.config, layout.mesh
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    parts = [
+        f"{config.model.folder} ({matrix_weights(layout.decoder) / 1e9:.2f} G weights that tokens "
+        f"meet) on {topology.name}, {topology.chips} chips: {sizes or 'one device'}",
+        f"rows of {config.rows().row_tokens:,} tokens, {config.packing.rows_per_microbatch} a "
+        f"microbatch, remat {config.compute.remat!r}, {config.compute.dtype}; "
+        f"{config.sampler.slots} slots",
+        f"compiled by {versions()} in {plan.seconds:.0f} s with {plan.host_bytes / GIB:.1f} GiB of "
+        "this machine's memory; nothing ran on a device",
+    ]
+    if layout.sampling_mesh is not layout.mesh:
+        parts.insert(1, f"{layout.mesh.size} chips learn, {layout.sampling_mesh.size} sample")
+    if topology.chip.platform != "tpu":
+        parts.append(WEAKER)
+    return "\n".join(parts)
+
+
+def memory_table(plan: Any) -> str:
+    """GiB of a chip by program and by part."""
+    found = list(plan.measured.values())
+    names = list(dict.fromkeys(name for one in found for name in one.parts()))
+    names.append(names.pop(names.index("temporary")))
+    rows = [
+        [one.name, *(_gib(one.parts().get(name, 0)) for name in names)]
+        + [_gib(one.together), "yes" if plan.has_room(one) else "NO"]
+        for one in found
+    ]
+    host = max(one.host for one in found)
+    beside = f"\n{host / GIB:.2f} GiB of a host's memory for each chip." if host else ""
+    title = f"HBM of a chip in GiB, of {plan.limit / GIB:.2f} that programs may use:\n\n"
+    return title + table(["program", *names, "together", "fits"], rows) + beside
+
+
+def roofline_table(plan: Any, settings: PlanSettings) -> str:
+    """Seconds of each program's unit by what bounds it."""
+    layout, rows = plan.layout, []
+    chip = layout.topology.chip
+    for one in plan.measured.values():
+        if one.peak is None:  # there is no text to count bytes in
+            continue
+        found = estimate(layout, one, plan.lengths.tokens / 2)
+        seconds = found.each.seconds(chip, settings.efficiency)
+        bound, longest = found.each.bound(chip, settings.efficiency)
+        rows.append(
+            [one.name, found.unit, f"{found.each.flops:.3g}"]
+            + [f"{seconds[name]:.4f}" for name in ("FLOP", "HBM", "ICI")]
+            + [bound, f"{longest:.4f}"]
+        )
+    header = ["program", "of one", "FLOP of a chip", "FLOP s", "HBM s", "ICI s", "bound by", "s"]
+    return "Roofline, seconds at the assumed shares of peak:\n\n" + table(header, rows)
+
+
+def collectives(plan: Any) -> str:
+    """What chips exchange, as the compiled texts say."""
+    rows = []
+    for one in plan.measured.values():
+        for kind, times in sorted(one.traffic.sent.items()):
+            rows.append([one.name, kind, _gib(times.once) or "0", _gib(times.each) or "0"])
+    told = [
+        f"{one.name}: {'; '.join(lines[:MOST_SHOWN])}"
+        + (f"; {len(lines) - MOST_SHOWN} more kinds (--json)" if len(lines) > MOST_SHOWN else "")
+        for one in plan.measured.values()
+        for name, lines in one.contents.items()
+        if name in ("head exchanges", "exchanges") and lines
+    ]
+    if not rows:
+        return "Nothing is sent to other chips."
+    title = "Sent by a chip in GiB, in a call and in each turn of its loop:\n\n"
+    header = ["program", "collective", "a call", "a turn"]
+    return title + table(header, rows) + "\n\n" + "\n".join(told)
+
+
+def step_table(plan: Any, settings: PlanSettings) -> str:
+    """A step's seconds, tokens and price."""
+    record = step_record(plan, settings)
+    rows = [[name, f"{value:,.1f}"] for name, value in record["phases"].items()]
+    rows.append(["a step", f"{record['seconds_step']:,.1f}"])
+    lines = [
+        f"{record['tokens_per_second']:,.0f} response tokens/s while sampling, "
+        f"{record['trained_tokens_per_second']:,.0f} tokens/s while learning; "
+        f"MFU of the update {record['update_mfu']:.0%}, of full rows "
+        f"{record['update_mfu_of_full_rows']:.0%}",
+        f"slots {record['slot_utilisation']:.0%} busy; {record['asked_groups']} groups asked for "
+        f"{record['kept_groups']} kept; {record['sampled_to_kept_tokens']:.2f} tokens drawn for "
+        f"each that is trained on; rows {record['fill']:.0%} full",
+        f"{record['chip_hours_step']:,.2f} chip-hours a step, {record['chip_hours']:,.0f} for "
+        f"{plan.layout.config.total_steps:,} steps ({record['hours']:,.1f} hours)",
+    ]
+    if settings.price:
+        lines.append(
+            f"{record['dollars_step']:,.2f} dollars a step, {record['dollars']:,.0f} in all, at "
+            f"{settings.price:g} a chip-hour"
+        )
+    return "A step:\n\n" + table(["phase", "seconds"], rows) + "\n\n" + "\n".join(lines)
+
+
+def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
+    """The same as numbers."""
+    step, config, chips = plan.step, plan.layout.config, plan.layout.topology.chips
+    phases = {
+        name: sum(step.seconds.get(part, 0.0) for part in parts) for name, parts in PHASES.items()
+    }
+    rollout, update = step.rollout_seconds, step.update_seconds
+    together = max(rollout, update) if hidden(plan) else rollout + update
+    hours = chips * together / 3600
+    return {
+        "phases": phases,
+        "seconds_step": together,
+        "tokens_per_second": step.sampled.tokens / rollout,
+        "trained_tokens_per_second": step.kept_tokens / update if update else 0.0,
+        "update_mfu": plan.mfu,
+        "update_mfu_of_full_rows": plan.mfu / plan.lengths.fill,
+        "slot_utilisation": step.utilisation,
+        "asked_groups": step.asked,
+        "kept_groups": step.kept,
+        "sampled_to_kept_tokens": step.drawn_tokens / max(1, step.kept_tokens),
+        "fill": step.fill,
+        "chip_hours_step": hours,
+        "chip_hours": hours * config.total_steps,
+        "hours": together * config.total_steps / 3600,
+        "dollars_step": settings.price * hours,
+        "dollars": settings.price * hours * config.total_steps,
+    }
+
+
+def hidden(plan: Any) -> bool:
+    """Whether learning and sampling go on at once."""
+    return (
+        bool(plan.layout.config.rollout.lag) and plan.layout.sampling_mesh is not plan.layout.mesh
+    )
+
+
+def assumptions(plan: Any, settings: PlanSettings) -> str:
+    """Everything that was not compiled or counted."""
+    chip, lengths = plan.layout.topology.chip, plan.lengths
+    law = (
+        f"as recorded in {settings.law}"
+        if settings.law
+        else (
+            f"log-normal with spread {settings.spread:g}, {settings.accuracy:.0%} right, "
+            f"{settings.kept:.0%} of groups kept"
+        )
+    )
+    return "\n".join(
+        [
+            "Assumed:",
+            f"- a chip: {chip.flops_per_second / 1e12:g} TFLOP/s in bfloat16, "
+            f"{chip.hbm_bytes_per_second / 1e9:g} GB/s of memory, "
+            f"{chip.ici_bytes_per_second / 1e9:g} GB/s over links, one way (published), of which "
+            f"{settings.flops:.0%}, {settings.hbm:.0%} and {settings.ici:.0%} are reached, each "
+            "hiding behind the longest",
+            f"- responses of {lengths.response:,.0f} tokens on average ({law})",
+            "- what a program writes to memory is read once more; a decode step has "
+            f"{DECODE_OVERHEAD_SECONDS * 1e3:g} ms of overhead; every slot is at half of a mean "
+            "response; verdicts, hosts and checkpoints cost nothing",
+        ]
+    )
+
+
+def tables(plan: Any, settings: PlanSettings) -> str:
+    """The whole plan for people."""
+    parts = [headline(plan), memory_table(plan), roofline_table(plan, settings), collectives(plan)]
+    if plan.step is not None:
+        parts.append(step_table(plan, settings))
+    else:
+        parts.append("It does not fit:\n\n" + "\n".join(advice.changes(plan)))
+    parts.append(assumptions(plan, settings))
+    return "\n\n".join(parts)
+
+
+def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
+    """The whole plan for programs; bytes and seconds."""
+    layout, context = plan.layout, plan.lengths.tokens / 2
+    chip = layout.topology.chip
+    programs = {}
+    for name, one in plan.measured.items():
+        found = estimate(layout, one, context)
+        programs[name] = {
+            "fits": plan.has_room(one),
+            "peak_bytes": one.peak,
+            "together_bytes": one.together,
+            "parts": one.parts(),
+            "host_bytes": one.host,
+            "unit": found.unit,
+            "work": dataclasses.asdict(found.each),
+            "seconds": found.each.seconds(chip, settings.efficiency),
+            "bound": found.each.bound(chip, settings.efficiency)[0],
+            "contents": one.contents,
+        }
+    return {
+        "fits": plan.fits,
+        "topology": layout.topology.name,
+        "chips": layout.topology.chips,
+        "mesh": dict(layout.mesh.shape),
+        "limit_bytes": plan.limit,
+        "versions": versions(),
+        "seconds": plan.seconds,
+        "host_bytes": plan.host_bytes,
+        "lengths": dataclasses.asdict(plan.lengths),
+        "programs": programs,
+        "step": step_record(plan, settings) if plan.step is not None else None,
+        "changes": [] if plan.fits else advice.changes(plan),
+        "settings": dataclasses.asdict(settings),
+    }
+
+
+def simulations(plan: Any, settings: PlanSettings) -> str:
+    """What a step would take with other slots, without the filter, with carry-over or a lag."""
+    config, layout = plan.layout.config, plan.layout
+    law, rows = settings.make_law(config), []
+
+    def add(name: str, changed: Any = config, count: int = 1) -> None:
+        parts = changed, layout.decoder, layout.sampling_mesh, law, plan.costs
+        simulation = Simulation(*parts)
+        simulation.step()
+        steps = [simulation.step() for _ in range(count)]
+
+        def mean(value: Callable[[Step], float]) -> float:
+            return sum(map(value, steps)) / count
+
+        rollout, update = mean(lambda s: s.rollout_seconds), mean(lambda s: s.update_seconds)
+        rows.append(
+            [name, f"{rollout + update:,.1f}", f"{rollout:,.1f}", f"{update:,.1f}"]
+            + [f"{mean(lambda s: s.utilisation):.0%}", f"{mean(lambda s: s.tail_seconds):,.1f}"]
+            + [round(mean(lambda s: s.asked)), round(mean(lambda s: s.surplus))]
+            + [f"{mean(lambda s: s.drawn_tokens) / max(1, mean(lambda s: s.kept_tokens)):.2f}"]
+        )
+
+    def change(section: str, **values: Any) -> Any:
+        part = dataclasses.replace(getattr(config, section), **values)
+        return dataclasses.replace(config, **{section: part})
+
+    add("as planned")
+    add("without dynamic sampling", change("algorithm", dynamic_sampling=False))
+    slots, replicas = config.sampler.slots, layout.engine.replicas
+    for factor in (0.5, 0.25):
+        fewer = max(replicas, int(slots * factor) // replicas * replicas)
+        add(f"{fewer} slots", change("sampler", slots=fewer))
+    for kept in ("unfinished", "all"):
+        add(f"rollout.carry_over={kept}", change("rollout", carry_over=kept), CARRYING_STEPS)
+    header = ["simulated", "step s", "rollout s", "learn s", "busy", "tail s", "asked", "surplus"]
+    told = table([*header, "drawn per trained"], rows)
+    rollout, update = plan.step.rollout_seconds, plan.step.update_seconds
+    lag = (
+        f"With rollout.lag=1 and devices of their own (this many for each): "
+        f"{max(rollout, update):,.1f} s a step."
+    )
+    return f"\n{told}\n\n{lag}"

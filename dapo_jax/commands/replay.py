@@ -1,0 +1,160 @@
+"""Computes a skipped update again, and names the rows and tokens that are not finite.
+
+    dapo-jax replay runs/arithmetic_dapo/skipped/step_000012_policy
+    dapo-jax replay DIR --step=10      (parameters of that checkpoint)
+    dapo-jax replay DIR --model=FOLDER (of a model folder, instead)
+
+A run writes such a folder where an update was skipped. Without --step the newest checkpoint from
+before it is taken; without one the model folder that the run began with.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.files import read_config
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.ownership import Folder, folder_at
+
+MOST_TOKENS = 5  # of a row that are named
+WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
+
+
+def only(batch: Any, microbatch: int, row: int, places: Any) -> Any:
+    """That microbatch, of which only these places of a row teach anything."""
+    import numpy as np
+
+    from dapo_jax.learner.packing import nth
+
+    one = nth(batch, slice(microbatch, microbatch + 1))
+    on = np.zeros(one.loss_weights.shape, bool)
+    on[0, row, places] = True
+    kept = {name: getattr(one, name) for name in WEIGHTS if getattr(one, name) is not None}
+    return dataclasses.replace(
+        one, **{name: np.where(on, array, np.zeros_like(array)) for name, array in kept.items()}
+    )
+
+
+def bisect(is_bad: Callable[[list[int]], bool], places: list[int]) -> list[int]:
+    """Places that are bad alone, at most five; all of them where they are only together."""
+    if not is_bad(places):
+        return []
+    middle, found = len(places) // 2, []
+    for half in places[:middle], places[middle:]:
+        if middle and len(found) < MOST_TOKENS:
+            found += bisect(is_bad, half)
+    return found[:MOST_TOKENS] or places
+
+
+def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int, model: str):
+    """The learner of the batch, its parameters, and where they are from. Raises `ConfigError`."""
+    import jax
+    from flax.traverse_util import unflatten_dict
+
+    from dapo_jax.model import load_huggingface
+    from dapo_jax.model.trainable import choose_trained
+    from dapo_jax.run.checkpointing.checkpoints import SavedPolicy, saved_steps
+    from dapo_jax.run.components import load_frozen, load_trained
+    from dapo_jax.run.compute import numerics, open_learners, open_mesh
+    from dapo_jax.runtime.sharding import make_mesh
+
+    packing, folder = config.rows(), model or config.model.folder
+    try:
+        mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
+    except ConfigError:  # here are other devices than where it ran
+        mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    numbers = numerics(config.compute, mesh, packing.row_tokens)
+    decoder = load_huggingface.read_config(folder, **numbers)
+    decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
+    frozen = load_frozen(folder, decoder, mesh)
+    policy, critic = open_learners(config, decoder, mesh, frozen)
+    of_critic = record["learner"] == "critic"
+    learner = critic if of_critic else policy
+    assert learner is not None  # a critic's batch comes from a run with one
+    before = [saved for saved in saved_steps(run_dir) if saved < record["step"]]
+    if model or not (step or before):
+        params = load_trained(folder, decoder, mesh, config.seed)
+        return learner, params, folder
+    saved = SavedPolicy(run_dir, step or before[-1], "critic" if of_critic else "state")
+    flat = {path: saved.read(path) for path in saved.shapes()}
+    params = jax.device_put(unflatten_dict(flat, sep="/"), learner.shardings.params)
+    return learner, params, f"{run_dir} step {saved.step}"
+
+
+def replay(folder: Folder, step: int = 0, model: str = "") -> bool:
+    """Whether loss and gradient of the batch are finite; prints what is not.
+
+    Raises `ConfigError`.
+    """
+    import jax
+    import numpy as np
+    import optax
+
+    from dapo_jax.learner.skipped_batches import read_skipped
+    from dapo_jax.runtime import nonfinite
+    from dapo_jax.runtime.sharding import to_host
+
+    try:
+        record, batch = read_skipped(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: is no folder of a skipped update: {error}") from None
+    run_dir = str(folder.parent.parent)
+    config = read_config(Config, run_dir)
+    learner, params, source = open_learner(config, record, run_dir, step, model)
+    loss, gradient = learner.loss_and_gradient(params, batch, len(batch.loss_weights))
+    norm = float(optax.tree.norm(gradient))
+    print(f"{record['learner']}'s update of step {record['step']}, parameters of {source}")
+    print(f"loss {float(loss):g}, gradient norm {norm:g}, rate {record['learning_rate']:g}")
+    for name, tree in ("parameters", params), ("gradient", gradient), ("batch", batch):
+        if said := nonfinite.describe(tree):
+            print(f"not finite in the {name}: {said}")
+    if math.isfinite(norm) and math.isfinite(loss):
+        print("all finite: with these parameters the update would be taken")
+        return True
+    scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)))
+    rollouts = batch.scored.rollouts
+    weights = batch.value_weights if record["learner"] == "critic" else batch.loss_weights
+    assert weights is not None  # a critic's batch has some
+    for m, r in np.argwhere((weights > 0).any(-1)):
+
+        def is_bad(places: list[int], m: int = m, r: int = r) -> bool:
+            one = learner.loss_and_gradient(params, only(batch, m, r, places), 1)
+            return not np.isfinite(jax.device_get([one[0], optax.tree.norm(one[1])])).all()
+
+        for t in bisect(is_bad, np.flatnonzero(weights[m, r] > 0).tolist()):
+            prompt, sample = record["responses"][rollouts.response_index[m, r, t]]
+            print(
+                f"microbatch {m} row {r} token {t} (id {rollouts.tokens[m, r, t]}, response "
+                f"{sample} to prompt {prompt}): weight {weights[m, r, t]:g}, advantage "
+                f"{batch.advantages[m, r, t]:g}, score {scores[m, r, t]:g}"
+            )
+    return False
+
+
+def main() -> int:
+    """The exit code: 0 all is finite, 2 wrong arguments, 4 something is not."""
+    parser = argparse.ArgumentParser(
+        prog="dapo-jax replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="DIR", type=folder_at)
+    parser.add_argument("--step", type=int, default=0)
+    parser.add_argument("--model", default="")
+    asked, code = parser.parse_args(), 0
+
+    def work() -> None:
+        nonlocal code
+        code = 0 if replay(asked.folder, asked.step, asked.model) else 4
+
+    return processes.run(lambda: command_line.guarded(work) or code, alone="dapo-jax replay")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

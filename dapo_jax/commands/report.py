@@ -1,0 +1,78 @@
+"""Shows a run, or several side by side, as one page that needs no network.
+
+    dapo-jax report --run=runs/arithmetic_dapo
+    dapo-jax report --run=runs/a --run=runs/b --out=compared.html
+    dapo-jax report --run='runs/dapo_seed*' --run=runs/grpo
+
+Runs whose settings differ only in their seed are one experiment, a curve with a band. A run may
+still be going on.
+"""
+
+import glob
+import pathlib
+import sys
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import ReportConfig
+from dapo_jax.reporting.page.page import MARK, page, write_page
+from dapo_jax.reporting.page.recorded_run import Recorded, read_run
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import leaves, require
+from dapo_jax.runtime.storage.ownership import is_remote
+
+SHORT_NAMES = {name: name for name, _, _ in leaves(ReportConfig())}
+BEGINNING = 1000  # characters of a page in which its mark stands
+SMALLEST_MB = 6.0  # the plotting library and little else
+
+
+def read_runs(config: ReportConfig) -> list[Recorded]:
+    """The runs that are named, each once, in order. Raises `ConfigError`."""
+    found: dict[str, Recorded] = {}
+    for name in config.run.splitlines():
+        matches = sorted(glob.glob(name)) if glob.has_magic(name) and not is_remote(name) else []
+        for folder in matches or [name]:
+            key = folder if is_remote(folder) else str(pathlib.Path(folder).resolve())
+            if key not in found:
+                found[key] = read_run(folder)
+    require(bool(found), "run", config.run, "the folder of a run: --run=FOLDER")
+    return list(found.values())
+
+
+def check_out(out: str) -> pathlib.Path:
+    """The file to write. Raises `ConfigError` where it can't be, or is somebody else's."""
+    allowed = "a new .html file in a folder that exists, or an earlier report"
+    path = pathlib.Path(out)
+    try:
+        require(path.suffix == ".html" and path.parent.is_dir(), "out", out, allowed)
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                require(MARK in file.read(BEGINNING), "out", out, f"{allowed}; this is another one")
+    except OSError as error:
+        require(False, "out", out, f"{allowed}; {error}")
+    return path
+
+
+def report(config: ReportConfig) -> None:
+    """Writes the page. Raises `ConfigError` at the door."""
+    require(config.max_mb >= SMALLEST_MB, "max_mb", config.max_mb, f"at least {SMALLEST_MB}")
+    path, runs = check_out(config.out), read_runs(config)
+    text = page(runs, config)
+    try:
+        write_page(path, text)
+    except OSError as error:
+        require(False, "out", config.out, f"a file that can be written; {error}")
+    print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {len(text) / 1e6:.1f} MB written to {path}")
+
+
+def main() -> int:
+    """The exit code: 0 done, 2 wrong settings."""
+    config = command_line.load(
+        ReportConfig, __doc__, SHORT_NAMES, needs_file=False, several=("run",)
+    )
+    return processes.run(
+        lambda: command_line.guarded(lambda: report(config)), alone="dapo-jax report"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

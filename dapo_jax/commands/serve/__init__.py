@@ -1,0 +1,1 @@
+"""The generation server: gRPC and OpenAI's protocol over one engine."""

@@ -1,0 +1,237 @@
+"""Serves a model folder: OpenAI's protocol over HTTP, JetStream's over gRPC.
+
+    dapo-jax serve --model=FOLDER --http_port=8000 --port=9000
+
+JetStream's own Driver runs over the engine that also samples while training.
+SIGTERM and Ctrl-C let running requests end and exit 0. Short flags:
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Compute, Sampler, ServeConfig
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.signals import Signals
+
+SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
+CHECK_SECONDS = 0.1
+JETSTREAM_PREFILL_LENGTHS = [2**i for i in range(4, 16)]  # it knows no other ones
+
+
+class ServingFailed(RuntimeError):
+    """A thread of JetStream ended while it was needed."""
+
+
+def rule_of(config: ServeConfig) -> Any:
+    """How responses are drawn where a request does not say."""
+    from dapo_jax.rollout.sampling import SamplingRule
+
+    return SamplingRule(config.temperature, config.top_p, config.top_k)
+
+
+def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
+    """The engine, its parameters and the tokenizer. Raises `ConfigError` at the door."""
+    from dapo_jax.commands.serve.engine import ServedEngine
+    from dapo_jax.data.prompts.tokenizer import Tokenizer
+    from dapo_jax.model import load_huggingface
+    from dapo_jax.run.compute import check_divisible, numerics
+    from dapo_jax.runtime.sharding import make_mesh
+
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    mesh = make_mesh(*sizes, decode_tensor=config.mesh.decode_tensor)
+    compute = Compute(dtype=config.dtype)
+    decoder = load_huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
+    check_divisible(decoder, mesh)
+    tokenizer = Tokenizer.from_folder(config.model, "model")
+    tokenizer.check_fits(decoder.vocab, "model", config.model)
+    if tokenizer.chat is not None:
+        tokenizer.chat.check(f"config.model = {config.model!r}")
+    # One of JetStream's lengths, with room for the token that it puts before a client's ids.
+    longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
+    settings = Sampler(cache=config.cache, weights_dtype=config.weights_dtype)
+    check_slots_fit(config, settings, decoder, mesh, longest)
+    engine = ServedEngine(
+        decoder,
+        mesh,
+        slots=config.slots,
+        burst_tokens=1,  # of several, JetStream drops those beside the one that ends a response
+        max_prompt_tokens=longest,
+        max_response_tokens=config.max_response_tokens,
+        first_window_tokens=longest + config.max_response_tokens,
+        insert_width=1,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        settings=settings,
+    )
+    engine.rule = rule_of(config)
+    params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
+    return engine, engine.load_params(params), tokenizer
+
+
+def check_slots_fit(
+    config: ServeConfig, settings: Sampler, decoder: Any, mesh: Any, prompt_tokens: int
+) -> None:
+    """Raises `ConfigError` where the cache of all slots can't fit into the devices' memory."""
+    from dapo_jax.run import memory
+
+    response = config.max_response_tokens
+    cache = memory.cache_bytes(decoder, settings, mesh, config.slots, prompt_tokens, response)
+    needs = {"weights": memory.decoding_bytes(decoder, settings, mesh), "cache": cache}
+    blamed = f"slots = {config.slots} with max_response_tokens = {response}"
+    model = f"model = {config.model!r}"
+    memory.check_fits("serving", needs, mesh, {"cache": blamed, "weights": model})
+
+
+def warm_up(engine: Any, params: Any) -> None:
+    """Compiles every length of a prompt, so that no request waits for that."""
+    import jax
+    import numpy as np
+
+    state = engine.init_decode_state()
+    for length in JETSTREAM_PREFILL_LENGTHS:
+        if length <= engine.max_prefill_length:
+            padded = np.zeros(length, np.int32)
+            key = jax.random.key(0)
+            prefix = engine.prefill(params=params, padded_tokens=padded, true_length=1, key=key)
+            state = engine.insert(prefix, state, slot=0)
+    jax.block_until_ready(engine.generate(params, state))
+
+
+@contextlib.contextmanager
+def metrics_server(config: ServeConfig):
+    """An HTTP server of JetStream's Prometheus metrics, where the config asks for one."""
+    if not config.metrics_port:
+        yield
+        return
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(config.metrics_port, addr=config.host)
+    except OSError:
+        server = None
+    require(server is not None, "metrics_port", config.metrics_port, "a port that is free")
+    assert server is not None  # or that was refused
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+def bind(config: ServeConfig, field: str) -> socket.socket:
+    """Listens on the host's port that the setting `field` says. Raises `ConfigError`."""
+    port, host = getattr(config, field), config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except socket.gaierror as error:
+        raise ConfigError(f"config.host = {config.host!r}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
+
+
+def served_name(config: ServeConfig) -> str:
+    """What clients call the model."""
+    return config.served_name or os.path.basename(os.path.abspath(config.model))
+
+
+async def answer(
+    config: ServeConfig,
+    generator: Any,
+    tokenizer: Any,
+    *,
+    leave: Callable[[], bool],
+    ready: Callable[[int, int], None],
+) -> str:
+    """Answers requests until `leave()`; returns what has failed, or an empty string.
+
+    Args:
+        generator: a `Generator`.
+        ready: is told the ports of gRPC and HTTP (0: none) once requests are answered.
+    """
+    from dapo_jax.commands.serve.generator import Limits
+    from dapo_jax.commands.serve.grpc_api import Servicer, start_grpc
+    from dapo_jax.commands.serve.openai_api import HttpApi, HttpServer
+    from dapo_jax.commands.serve.openai_requests import Served
+
+    limits = Limits(
+        prompt_tokens=config.max_prompt_tokens,
+        prompt_bytes=config.max_prompt_tokens * tokenizer.longest_token,
+        response_tokens=config.max_response_tokens,
+        vocab=tokenizer.backend.get_vocab_size(),
+        waiting=config.waiting,
+    )
+    rule, seconds = rule_of(config), config.shutdown_seconds
+    servicer = Servicer(generator, tokenizer, limits=limits, rule=rule)
+    most_bytes = int(config.max_body_mb * 1e6)
+    grpc, port = await start_grpc(servicer, f"{config.host}:{config.port}", most_bytes)
+    stops = [lambda: grpc.stop(seconds)]
+    if config.http_port:
+        served = Served(served_name(config), tokenizer, limits, rule)
+        api = HttpApi(generator, served, most_bytes)
+        stops.append(HttpServer(api, bind(config, "http_port"), seconds).stop)
+    ready(port, config.http_port)
+    while not leave() and not generator.broken():
+        await asyncio.sleep(CHECK_SECONDS)
+    await asyncio.gather(*(stop() for stop in stops))
+    await asyncio.to_thread(generator.stop)  # while the loop that it answers into still runs
+    return generator.failure
+
+
+def serve(
+    config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int, int], None]
+) -> None:
+    """Serves until `leave()`. Raises `ServingFailed` where a thread of JetStream ended.
+
+    Args:
+        ready: is told the ports of gRPC and HTTP (0: none) once requests are answered.
+    """
+    for field in ("port", "http_port", "metrics_port"):
+        bind(config, field).close()  # found before a model is loaded
+    engine, params, tokenizer = open_engine(config)
+    warm_up(engine, params)
+    from dapo_jax.commands.serve.generator import (
+        generating,  # after the engine, which keeps TensorFlow quiet
+    )
+
+    metrics = config.metrics_port > 0
+    with (
+        metrics_server(config),
+        generating(engine, params, waiting=config.waiting, metrics=metrics) as generator,
+    ):
+        broken = asyncio.run(answer(config, generator, tokenizer, leave=leave, ready=ready))
+    if broken:
+        raise ServingFailed(broken)
+
+
+def main() -> int:
+    """The exit code: 0 stopped by a signal; 1 a thread failed; 2 wrong settings."""
+    config, started = (
+        command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False),
+        time.time(),
+    )
+
+    def ready(port: int, http_port: int) -> None:
+        http = f"HTTP on http://{config.host}:{http_port}/v1, " if http_port else ""
+        seconds = time.time() - started
+        name = served_name(config)
+        print(f"serving {name}: {http}gRPC on {config.host}:{port} ({seconds:.0f} s)", flush=True)
+
+    try:
+        with processes.as_command(), Signals() as signals:
+            return command_line.guarded(lambda: serve(config, leave=signals, ready=ready))
+    except ServingFailed as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Configuration: settings by section, their rules, config files and help."""

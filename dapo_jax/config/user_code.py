@@ -1,0 +1,55 @@
+"""Code of the user's own: functions named `module:function` in the config, and their errors."""
+
+import importlib
+import pathlib
+import sysconfig
+import traceback
+from collections.abc import Callable
+
+from dapo_jax.runtime.settings import ConfigError
+
+# What lies here nobody wrote for a run: libraries, and this one.
+LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(pathlib.Path(__file__).parent.parent),
+    "<",
+)
+
+
+def short_path(file: str | pathlib.Path) -> str:
+    """Relative to the working folder where it is below it."""
+    path, here = pathlib.Path(file), pathlib.Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def describe_error(error: BaseException) -> str:
+    """`mine.py:7: return 1 / n: ZeroDivisionError: division by zero`: the user's own line first.
+
+    That is the innermost one which is in no library; without one the error stands alone.
+    """
+    text = " ".join(str(error).split())  # one line
+    said = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        said = f"{type(error).__name__}: {error.msg}"
+        return f"{short_path(error.filename)}:{error.lineno}: {(error.text or '').strip()}: {said}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(LIBRARIES):
+            return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {said}"
+    return said
+
+
+def resolve(field: str, name: str) -> Callable:
+    """The function that `name` names. Raises `ConfigError` that says what is missing.
+
+    Modules are found as by `import`: installed, or in the folder that the command runs in.
+    """
+    module, separator, function = name.partition(":")
+    if not (module and separator and function):
+        raise ConfigError(f"config.{field} = {name!r}: must be written module:function")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever a user's module may raise while it is imported
+        raise ConfigError(f"config.{field} = {name!r}: {describe_error(error)}") from None
+    if not callable(found):
+        raise ConfigError(f"config.{field} = {name!r}: is not a function")
+    return found

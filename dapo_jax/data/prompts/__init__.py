@@ -1,0 +1,1 @@
+"""Prompts: templates, chat templates and tokenizers."""

@@ -1,0 +1,69 @@
+"""The chat template of a model folder, rendered as the model's own library renders it."""
+
+import pathlib
+from typing import Any
+
+from dapo_jax.data.prompts.template_process import TemplateFails, render
+from dapo_jax.runtime.settings import ConfigError, read_json
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+
+
+class ChatTemplate:
+    """Messages to prompt text."""
+
+    def __init__(self, text: str, special_tokens: dict[str, str] | None = None):
+        self._text, self._special_tokens = text, special_tokens or {}
+
+    def render(
+        self,
+        messages: list[dict[str, str]],
+        field: str = "config.data.template = 'chat'",
+        open_answer: bool = True,
+    ) -> str:
+        """The prompt, up to where the assistant's turn begins.
+
+        Args:
+            messages: each with `role` ('system', 'user' or 'assistant') and `content`.
+            field: what asked for it.
+            open_answer: without it the text ends with the last message.
+
+        Raises:
+            ConfigError: the template is broken, refuses the messages or takes too long.
+        """
+        values = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": open_answer,
+        }
+        try:
+            return render(self._text, values | self._special_tokens)
+        except TemplateFails as error:
+            raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
+
+    def check(self, field: str) -> None:
+        """Raises `ConfigError` where the shortest conversation takes too long."""
+        try:
+            render(self._text, {"messages": [{"role": "user", "content": "1+1"}]})
+        except TemplateFails as error:
+            if error.late:
+                raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
+
+
+def _token_text(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
+    """That of chat_template.jinja, else of tokenizer_config.json; None where neither has one."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path, field) if path.exists() else {}
+    text = settings.get("chat_template")
+    if isinstance(text, list):  # several by name
+        text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        text = own.read_text(encoding="utf-8")
+    tokens = {name: _token_text(settings[name]) for name in SPECIAL_TOKENS if settings.get(name)}
+    return ChatTemplate(text, tokens) if text else None

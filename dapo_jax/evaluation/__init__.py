@@ -1,1 +1,0 @@
-"""Sampled scores on held-out problems."""

@@ -1,1 +1,0 @@
-"""What an experiment is: settings, their defaults, and what makes no sense."""

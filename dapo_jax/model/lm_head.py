@@ -1,0 +1,190 @@
+"""The head of a language model: log-probability and entropy of given tokens, cut by vocabulary.
+
+Logits come in chunks of tokens, so that [R, T, V] never exists, and each device computes those of
+its own rows over its own part of the vocabulary. The head is gathered over the rest once per call,
+and its gradient adds up in float32 over all chunks before it is reduced, once: as autodiff would
+have it, both happen in every chunk, in the compute dtype.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.runtime import sharding
+
+ROWS, WEIGHTS = ("batch", None), ("embed", "vocab")  # logical names
+
+
+class Softmax(NamedTuple):
+    """What is known of each token's distribution; float32, over the whole vocabulary."""
+
+    logprobs: Float[Array, "R T"]  # of the target
+    entropy: Float[Array, "R T"]
+    largest: Float[Array, "R T"]  # logit, after the temperature
+    log_total: Float[Array, "R T"]  # of exp(logit - largest)
+
+
+class _Share:
+    """One device's share of the head: which mesh axes its parts are exchanged over."""
+
+    def __init__(self, mesh: Any):
+        def axes(name: str) -> tuple[str, ...]:
+            return sharding.mesh_axes(name) if mesh is not None else ()
+
+        self.vocab, self.embed = axes("vocab"), axes("embed")
+        self.copies = tuple(axis for axis in axes("batch") if axis not in self.embed)
+
+    def whole(self, head: Float[Array, "d v"], dtype: Any) -> Float[Array, "D v"]:
+        head = head.astype(dtype)
+        return jax.lax.all_gather(head, self.embed, tiled=True) if self.embed else head
+
+    def reduced(self, gradient: Float[Array, "D v"]) -> Float[Array, "d v"]:
+        if self.embed:
+            gradient = jax.lax.psum_scatter(gradient, self.embed, tiled=True)
+        return jax.lax.psum(gradient, self.copies) if self.copies else gradient
+
+    def add(self, values: Array) -> Array:
+        return jax.lax.psum(values, self.vocab) if self.vocab else values
+
+    def largest(self, values: Array) -> Array:
+        return jax.lax.pmax(values, self.vocab) if self.vocab else values
+
+    def local(self, targets: Int[Array, "n"], size: int) -> Int[Array, "n"]:
+        """Targets as places in this device's part; beyond it where they are not in it."""
+        if not self.vocab:
+            return targets
+        targets = targets - jax.lax.axis_index(self.vocab) * size
+        return jnp.where((targets >= 0) & (targets < size), targets, size)
+
+
+def _chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
+    """[r, t, ...] to [chunks, tokens, ...], chunks as even as can be, the last filled up."""
+    tokens = math.prod(arrays[0].shape[:2])
+    count = math.ceil(tokens / chunk_tokens)
+    size = math.ceil(tokens / count)
+
+    def cut(array: Array) -> Array:
+        flat = array.reshape(tokens, *array.shape[2:])
+        pad = [(0, count * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
+        return jnp.pad(flat, pad).reshape(count, size, *flat.shape[1:])
+
+    return tuple(map(cut, arrays))
+
+
+def _uncut(chunks: Array, rows: int, length: int) -> Array:
+    flat = chunks.reshape(-1, *chunks.shape[2:])
+    return flat[: rows * length].reshape(rows, length, *flat.shape[1:])
+
+
+def _logits(hidden: Float[Array, "n D"], head: Float[Array, "D v"], temperature: float):
+    logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+    return logits / temperature
+
+
+def _forward(share: _Share, temperature: float, chunk_tokens: int, hidden, head, targets):
+    whole = share.whole(head, hidden.dtype)
+
+    def of_chunk(chunk):
+        logits = _logits(chunk[0], whole, temperature)
+        # Less the largest first, as the sampler: two large numbers' difference has few digits.
+        largest = share.largest(jnp.max(logits, axis=-1))
+        logits -= largest[:, None]
+        powers = jnp.exp(logits)
+        at = share.local(chunk[1], logits.shape[1])[:, None]
+        drawn = jnp.take_along_axis(logits, at, axis=-1, mode="fill", fill_value=0.0)[:, 0]
+        sums = drawn, jnp.sum(powers, axis=-1), jnp.sum(powers * logits, axis=-1)
+        drawn, total, weighted = share.add(jnp.stack(sums))
+        log_total = jnp.log(total)
+        return Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
+
+    found = jax.lax.map(of_chunk, _chunks(chunk_tokens, hidden, targets))
+    return jax.tree.map(lambda chunks: _uncut(chunks, *targets.shape), found)
+
+
+def _backward(share: _Share, temperature: float, chunk_tokens: int, hidden, head, targets, *kept):
+    """`kept`: the Softmax and the gradients of logprobs and entropy, each [r, t].
+
+    d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
+    """
+    whole = share.whole(head, hidden.dtype)
+
+    def of_chunk(gradient, chunk):
+        states, targets, softmax, of_logprob, of_entropy = chunk
+        logits = _logits(states, whole, temperature)
+        logprobs = logits - softmax.largest[:, None] - softmax.log_total[:, None]
+        slope = of_logprob[:, None] + of_entropy[:, None] * (logprobs + softmax.entropy[:, None])
+        change = -jnp.exp(logprobs) * slope
+        at = share.local(targets, logits.shape[1])
+        hit = jnp.arange(logits.shape[1])[None] == at[:, None]
+        change = (change + jnp.where(hit, of_logprob[:, None], 0.0)) / temperature
+        change = change.astype(hidden.dtype)
+        gradient += jnp.dot(states.T, change, preferred_element_type=jnp.float32)
+        back = share.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
+        return gradient, back.astype(hidden.dtype)
+
+    cut = _chunks(chunk_tokens, hidden, targets, *jax.tree.leaves(kept))
+    chunks = (*cut[:2], Softmax(*cut[2:6]), *cut[6:])
+    zeros = jnp.zeros(whole.shape, jnp.float32)
+    gradient, back = jax.lax.scan(of_chunk, zeros, chunks)
+    return _uncut(back, *targets.shape), share.reduced(gradient).astype(head.dtype)
+
+
+def _sharded(function: Callable, rows_in: int, weights_out: bool):
+    """`function(share, hidden, head, targets, *rows)` on every device's own part."""
+    mesh = sharding.active_mesh()
+    local = functools.partial(function, _Share(mesh))
+    if mesh is None:
+        return local
+    rows, weights = sharding.spec(*ROWS), sharding.spec(*WEIGHTS)
+    hidden = PartitionSpec(*rows, None)
+    return jax.shard_map(
+        local,
+        in_specs=(hidden, weights, *(rows,) * (1 + rows_in)),
+        out_specs=(hidden, weights) if weights_out else rows,
+        check_vma=False,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def head_logprobs(
+    hidden: Float[Array, "R T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "R T"],
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """Log-probability of each target under its hidden state, and the entropy there; float32.
+
+    Args:
+        chunk_tokens: tokens, per device, whose logits exist at the same time.
+    """
+    return _keep(hidden, head, targets, temperature, chunk_tokens)[0]
+
+
+def _keep(hidden, head, targets, temperature, chunk_tokens):
+    def local(share, *arrays):
+        return _forward(share, temperature, chunk_tokens, *arrays)
+
+    with jax.named_scope("head"):
+        softmax = _sharded(local, 0, False)(hidden, head, targets)
+    return (softmax.logprobs, softmax.entropy), (hidden, head, targets, softmax)
+
+
+def _gradients(temperature, chunk_tokens, kept, upstream):
+    def local(share, *arrays):
+        return _backward(share, temperature, chunk_tokens, *arrays)
+
+    hidden, head, targets, softmax = kept
+    rows = (*softmax, *upstream)
+    with jax.named_scope("head"):
+        back, gradient = _sharded(local, len(rows), True)(hidden, head, targets, *rows)
+    return back, gradient, None
+
+
+head_logprobs.defvjp(_keep, _gradients)

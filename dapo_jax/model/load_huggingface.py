@@ -1,0 +1,282 @@
+"""Model folders in the Hugging Face layout, read into device shards; `saving.py` writes them.
+
+What a device shard needs is read in blocks of rows, one published tensor after another, so the
+host holds one of them (float32, its own devices' part) beside the shards themselves.
+"""
+
+import functools
+import hashlib
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from safetensors import SafetensorError, safe_open
+
+from dapo_jax.model import families, weight_names
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
+from dapo_jax.runtime import nonfinite, sharding
+from dapo_jax.runtime.settings import ConfigError, read_json
+
+READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
+BLOCK_BYTES = 32 << 20  # read at once
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as the files call them
+Layers = Callable[[int], Any]  # number -> that layer of a parameter; 0 for what has no layers
+INDEX = "model.safetensors.index.json"
+# OWNER/NAME; not the folders that our configs and commands name.
+HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
+
+
+def read_config(
+    folder: str | pathlib.Path, *, field: str = "model.folder", **numerics: Any
+) -> DecoderConfig:
+    """The decoder that config.json describes; `numerics` are fields it does not (dtype, remat).
+
+    Raises `ConfigError` naming the setting `field`, the folder and what it lacks.
+    """
+    path = pathlib.Path(folder) / "config.json"
+    if not path.exists():
+        published = HUB_NAME.fullmatch(str(folder)) and not pathlib.Path(folder).exists()
+        raise ConfigError(
+            f"config.{field} = {str(folder)!r}: has no config.json, and nothing is downloaded "
+            f"unasked: hf download {folder if published else 'OWNER/NAME'} --local-dir {folder}"
+            + (
+                ""
+                if published
+                else "; the embedded task's policy is made by: dapo-jax sft "
+                "--config=configs/arithmetic_base.py"
+            )
+        )
+    return families.decoder_config(read_json(path, field), str(folder), field, **numerics)
+
+
+class _Tensors:
+    """Every tensor of a folder's safetensors files, by name.
+
+    Files are opened anew for each read: the pages of an open one stay mapped, and so count as
+    memory of this process.
+    """
+
+    def __init__(self, folder: pathlib.Path, field: str = "model.folder"):
+        self.folder, self.problems = folder, []
+        self._files: dict[str, pathlib.Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        for path in paths:
+            self._open(path)
+        if not paths:
+            self.problems.append("no *.safetensors file")
+        self._check_index(field)
+
+    def _open(self, path: pathlib.Path) -> None:
+        try:
+            file = safe_open(path, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            self.problems.append(f"{path.name}: {error}")
+            return
+        for name in file.keys():
+            if name in self._files:
+                self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
+            part = file.get_slice(name)
+            self._files[name], self.shapes[name] = path, tuple(part.get_shape())
+            self.dtypes[name] = part.get_dtype()
+
+    def _check_index(self, field: str) -> None:
+        """What the index promises must be where it says."""
+        path = self.folder / INDEX
+        places = read_json(path, field).get("weight_map", {}) if path.exists() else {}
+        for name, file in places.items():
+            if name not in self._files or self._files[name].name != file:
+                self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
+
+    def read(self, name: str, *index: slice) -> np.ndarray:
+        """That part of a tensor, in the file's dtype."""
+        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
+
+
+def _check_names(
+    tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
+) -> None:
+    """Raises one error that names every missing, unknown or wrongly made tensor."""
+    problems = list(tensors.problems)
+    # May be there unread: a tied embedding repeated, a critic's policy.
+    head, unread = weight_names.TOP_NAMES["head"], (config.vocab, config.embed)
+    known = {head}
+    if tensors.shapes.get(head, unread) != unread:
+        problems.append(f"{head}: shape {tensors.shapes[head]}, expected {unread}")
+    for path, shape in shapes.items():
+        wanted = weight_names.published_shape(
+            path, shape[1:] if weight_names.below_stack(path) else shape
+        )
+        for name in weight_names.published_names(path, config):
+            known.add(name)
+            if name not in tensors.shapes:
+                problems.append(f"{name}: missing")
+                continue
+            found, dtype = tensors.shapes[name], tensors.dtypes[name]
+            if found != wanted:
+                problems.append(f"{name}: shape {found}, expected {wanted}")
+            if dtype not in DTYPES:
+                problems.append(f"{name}: dtype {dtype}, expected {', '.join(DTYPES)}")
+    problems += [f"{name}: unknown" for name in sorted(tensors.shapes.keys() - known)]
+    if problems:
+        listed = "\n  ".join(dict.fromkeys(problems))
+        raise ConfigError(f"config.{field} = '{tensors.folder}': can't be read:\n  {listed}")
+
+
+def _read_part(
+    tensors: _Tensors, name: str, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """The part `index` of the parameter of `shape` that is published as `name`; float32."""
+    if len(tensors.shapes[name]) == 1 or path == "score":
+        return tensors.read(name).reshape(shape)[index].astype(np.float32)
+    inputs = weight_names.contracted(path)
+    cut = inputs or 1  # where our dimensions fall into those two of the published matrix
+    first = weight_names.merged_slice(index[:cut], shape[:cut])
+    second = weight_names.merged_slice(index[cut:], shape[cut:])
+    out = np.empty((first.stop - first.start, second.stop - second.start), np.float32)
+    rows, columns, published = (second, first, out.T) if inputs else (first, second, out)
+    step = max(1, BLOCK_BYTES // (4 * published.shape[1]))
+    for start in range(rows.start, rows.stop, step):
+        block = slice(start, min(start + step, rows.stop))
+        place = slice(block.start - rows.start, block.stop - rows.start)
+        published[place] = tensors.read(name, block, columns)
+    wanted = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+    return out.reshape(wanted)
+
+
+def _to_devices(
+    shape: tuple[int, ...],
+    place: jax.sharding.Sharding,
+    dtype: Any,
+    read: Callable[[tuple], np.ndarray],
+) -> jax.Array:
+    """A sharded array; what several devices hold is read once."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # jax says None of no array that has a shape
+        key = tuple((one.start, one.stop) for one in index)
+        if key not in parts:
+            parts[key] = read(index).astype(dtype, copy=False)
+        return parts[key]
+
+    # Waiting keeps the next tensor from being read while this one is still on the host.
+    return jax.make_array_from_callback(shape, place, part).block_until_ready()
+
+
+def _set_layer(stack: jax.Array, layer: jax.Array, number: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+
+
+def _load_stack(
+    tensors: _Tensors,
+    path: str,
+    shape: tuple[int, ...],
+    place: jax.sharding.NamedSharding,
+    dtype: Any,
+    config: DecoderConfig,
+) -> jax.Array:
+    """A stack of layers, filled in place on the devices, one layer after another."""
+    of_layer = jax.sharding.NamedSharding(place.mesh, jax.P(*place.spec[1:]))
+    set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=place)
+    stack = jnp.zeros(shape, dtype, device=place)
+    for number, name in enumerate(weight_names.published_names(path, config)):
+        layer = _to_devices(
+            shape[1:],
+            of_layer,
+            dtype,
+            lambda index, name=name: _read_part(tensors, name, path, shape[1:], index),
+        )
+        stack = set_layer(stack, layer, number).block_until_ready()
+    return stack
+
+
+def load_params(
+    folder: str | pathlib.Path,
+    config: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    field: str = "model.folder",
+    wanted: Callable[[str], bool] = lambda path: True,
+    cast: bool = False,
+    fresh_score: bool = False,
+) -> Any:
+    """Parameters of a model folder, each shard read straight onto its device.
+
+    Args:
+        wanted: which are read, by path; the names and shapes of all are checked.
+        cast: to what a forward pass alone needs (`forward_dtype`), instead of float32.
+        field: the setting that names the folder, for the error message.
+        fresh_score: a folder without a scalar head (a policy's) gets one of zeros.
+    """
+    tensors = _Tensors(pathlib.Path(folder), field)
+    boxed, shapes = abstract_params(config), weight_names.param_shapes(config)
+    places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    arrays = {}
+    if fresh_score and weight_names.TOP_NAMES["score"] not in tensors.shapes:
+        arrays["score"] = jax.device_put(np.zeros(shapes.pop("score"), np.float32), places["score"])
+    _check_names(tensors, shapes, config, field)
+    for path, shape in shapes.items():
+        if not wanted(path):
+            continue
+        dtype = forward_dtype(path, config) if cast else jnp.float32
+        if weight_names.below_stack(path):
+            arrays[path] = _load_stack(tensors, path, shape, places[path], dtype, config)
+            continue
+        (name,) = weight_names.published_names(path, config)
+        arrays[path] = _to_devices(
+            shape,
+            places[path],
+            dtype,
+            lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
+        )
+    if found := nonfinite.describe(arrays):
+        raise ConfigError(
+            f"config.{field} = '{tensors.folder}': holds numbers that are not finite: {found}"
+        )
+    return traverse_util.unflatten_dict(arrays, sep="/")
+
+
+def read_layers(
+    folder: str | pathlib.Path, paths: Iterable[str], config: DecoderConfig
+) -> Iterator[tuple[str, Layers]]:
+    """Parameters of a model folder on the host, float32, each layer read as it is asked for."""
+    tensors, shapes = _Tensors(pathlib.Path(folder)), weight_names.param_shapes(config)
+
+    def layer(path: str, number: int) -> np.ndarray:
+        shape = shapes[path][1:] if weight_names.below_stack(path) else shapes[path]
+        name = weight_names.published_names(path, config)[number]
+        return _read_part(tensors, name, path, shape, (slice(None),) * len(shape))
+
+    for path in paths:
+        yield path, functools.partial(layer, path)
+
+
+def stored_dtype(folder: str | pathlib.Path) -> str:
+    """The dtype of a folder's weights; float32 where there are several."""
+    dtypes = set(_Tensors(pathlib.Path(folder)).dtypes.values())
+    return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
+
+
+def fingerprint(folder: str | pathlib.Path, field: str = "model.folder") -> str:
+    """Tells one model from another without reading all its gigabytes.
+
+    From the shape that config.json describes and the *.safetensors files: their names and sizes,
+    and all their bytes or, of large ones, the first 64 kB of every 4 MB.
+    """
+    shape = families.config_json(read_config(folder, field=field))
+    digest = hashlib.sha256(repr(shape).encode())
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, READ_BYTES if size <= READ_WHOLE else READ_EVERY):
+                file.seek(start)
+                digest.update(file.read(READ_BYTES))
+    return digest.hexdigest()[:16]

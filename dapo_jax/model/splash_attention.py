@@ -1,0 +1,64 @@
+"""Attention over packed rows by JAX's splash kernel for TPU, on the heads of one device."""
+
+from typing import cast
+
+import jax
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+
+LANES = 128  # of a TPU's vector unit: rows and blocks are multiples of it
+MAX_BLOCK = 1024  # tokens; with blocks of 2048 the scores overflow a core's memory
+MAX_COMPUTE_BLOCK = 512
+
+
+def _largest_divisor(length: int, limit: int) -> int:
+    """The largest multiple of LANES up to `limit` that divides `length`."""
+    lanes = length // LANES
+    return LANES * max(n for n in range(1, limit // LANES + 1) if lanes % n == 0)
+
+
+def _block_sizes(row_tokens: int) -> splash.BlockSizes:
+    """Unfused backward: the fused one holds five times as much."""
+    block = _largest_divisor(row_tokens, MAX_BLOCK)
+    compute = _largest_divisor(block, MAX_COMPUTE_BLOCK)
+    return splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=compute,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=compute,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+
+def splash_attention(
+    queries: Float[Array, "B T H E"],
+    keys: Float[Array, "B T K E"],
+    values: Float[Array, "B T K E"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    interpret: bool,
+) -> Float[Array, "B T H E"]:
+    """Causal attention inside segments; T is a multiple of 128.
+
+    Args:
+        interpret: run the kernel's steps as plain operations (off TPU: slow, for tests).
+    """
+    _, length, heads, width = queries.shape
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    kernel = splash.make_splash_mha(
+        mask,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_block_sizes(length),
+        residual_checkpoint_name=ATTENTION_RESIDUALS,
+        interpret=interpret,
+    )
+    heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
+    segments = splash.SegmentIds(q=segment_ids, kv=segment_ids)
+    # Its residuals, the other thing that a kernel may return, are not asked for.
+    return cast(Array, jax.vmap(kernel)(*heads_first, segments)).swapaxes(1, 2)

@@ -1,0 +1,97 @@
+"""The one name table between parameter paths and published tensors, with shapes and layouts.
+
+A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors; others are one.
+Published matrices are [out, in] with heads merged; ours are [in, out] with heads apart.
+"""
+
+import math
+
+import numpy as np
+
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.runtime.sharding import flatten, unbox
+
+# our path below a stack of layers: published name below `model.layers.N`
+LAYER_NAMES = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "query/kernel": "self_attn.q_proj.weight",
+    "query/bias": "self_attn.q_proj.bias",
+    "query_norm/scale": "self_attn.q_norm.weight",
+    "key/kernel": "self_attn.k_proj.weight",
+    "key/bias": "self_attn.k_proj.bias",
+    "key_norm/scale": "self_attn.k_norm.weight",
+    "value/kernel": "self_attn.v_proj.weight",
+    "value/bias": "self_attn.v_proj.bias",
+    "out/kernel": "self_attn.o_proj.weight",
+    "out/bias": "self_attn.o_proj.bias",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "gate/kernel": "mlp.gate_proj.weight",
+    "gate/bias": "mlp.gate_proj.bias",
+    "up/kernel": "mlp.up_proj.weight",
+    "up/bias": "mlp.up_proj.bias",
+    "down/kernel": "mlp.down_proj.weight",
+    "down/bias": "mlp.down_proj.bias",
+}
+TOP_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head": "lm_head.weight",
+    "score": "score.weight",
+}
+
+
+def param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape by path of every parameter."""
+    abstract = flatten(unbox(abstract_params(config)))
+    return {path: leaf.shape for path, leaf in abstract.items()}
+
+
+def below_stack(path: str) -> str | None:
+    """The path below a stack of layers; None for what is in none."""
+    stack, _, below = path.partition("/")
+    return below if stack in ("layers", "frozen_layers") else None
+
+
+def published_names(path: str, config: DecoderConfig) -> list[str]:
+    """The published tensors of a parameter, first layer first."""
+    below = below_stack(path)
+    if below is None:
+        return [TOP_NAMES[path]]
+    frozen = path.startswith("frozen_layers")
+    numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
+    return [f"model.layers.{i}.{LAYER_NAMES[below]}" for i in numbers]
+
+
+def contracted(path: str) -> int:
+    """How many leading dimensions a matrix contracts with its input; 0: not a matrix product."""
+    if path == "head":
+        return 1
+    return 0 if not path.endswith("kernel") else 2 if path.endswith("out/kernel") else 1
+
+
+def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape as published of one tensor that here has `shape`, without the layer dimension."""
+    inputs = contracted(path)
+    if inputs:
+        return (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+    if path.endswith("bias"):
+        return (math.prod(shape),)
+    return (1, *shape) if path == "score" else shape
+
+
+def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+    """The part `index` of dimensions `shape`, as a slice of those dimensions merged into one.
+
+    Only the first of them may be cut; the mesh never cuts another.
+    """
+    inner = math.prod(shape[1:])
+    start, stop, _ = index[0].indices(shape[0])
+    return slice(start * inner, stop * inner)
+
+
+def to_published(path: str, array: np.ndarray) -> np.ndarray:
+    """One layer's array, or one outside layers, in its published layout."""
+    rows, *columns = published_shape(path, array.shape)
+    if contracted(path):
+        return np.ascontiguousarray(array.reshape(*columns, rows).T)
+    return np.ascontiguousarray(array.reshape(rows, *columns))

@@ -1,1 +1,0 @@
-"""From problems to tokens: tokenizers, chat templates, the papers' templates."""

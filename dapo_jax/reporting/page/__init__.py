@@ -1,0 +1,1 @@
+"""The run report as an HTML page."""

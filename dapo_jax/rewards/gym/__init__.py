@@ -1,0 +1,1 @@
+"""Tasks of reasoning-gym: problems and scorers."""

@@ -1,0 +1,1 @@
+"""Rollouts: engine, caches, scheduler, dynamic sampling, carry-over."""

@@ -1,0 +1,158 @@
+"""Decode slots as pure functions of `DecodeState`: empty, filled, a burst of tokens further."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dapo_jax.model import inference
+from dapo_jax.model.decode_attention import SlotContext, at_each
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.paged_cache import Fills
+from dapo_jax.rollout.sampling import SamplingRule, draw, draw_each
+from dapo_jax.structs import DecodeState, Prefix
+
+
+def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int) -> DecodeState:
+    """Every slot free."""
+    counts = jnp.zeros(slots, jnp.int32)
+    return DecodeState(
+        caches=caches,
+        tables=tables,
+        last_token=counts,
+        length=counts,
+        generated=counts,
+        active=jnp.zeros(slots, bool),
+        key=jax.random.split(jax.random.key(0), slots),
+        tokens=jnp.zeros((slots, max_response_tokens), jnp.int32),
+        logprobs=jnp.zeros((slots, max_response_tokens), jnp.float32),
+        busy_slot_steps=jnp.zeros((), jnp.int32),
+        slot_steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def prefill_prefix(
+    config: DecoderConfig,
+    chunk_tokens: int,
+    params: Any,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, "B"],
+    keys: jax.Array,
+    drawn: Int[Array, "B"],
+) -> Prefix:
+    """Keys and values of prompts padded on the right; the last `drawn` tokens are a response's."""
+    caches = inference.prefill(params, config, tokens, lengths, chunk_tokens)
+    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+    return Prefix(caches, last, lengths, keys, drawn)
+
+
+def start_responses(
+    prefix: Prefix,
+    state: DecodeState,
+    slots: Int[Array, "n"],
+    rows: Int[Array, "n"],
+    samples: Int[Array, "n"],
+    fills: Fills | None,
+    *,
+    take_up: Callable,
+    in_turn: bool = False,
+) -> DecodeState:
+    """Sample `samples[i]` of prompt `rows[i]` begins in `slots[i]`; one past the last is dropped.
+
+    Of a response that goes on what was drawn before is on the host: only its count is written.
+
+    Args:
+        take_up: the store's; `fills` is for it.
+        in_turn: layer after layer: else XLA:TPU gathers all prompts of all layers at once. A CPU
+            would copy the caches.
+    """
+
+    def place(array, value):
+        return array.at[slots].set(value, mode="drop")
+
+    keys = jax.vmap(jax.random.fold_in)(prefix.key[rows], samples)
+    caches = []
+    for cache, new in zip(state.caches, prefix.caches, strict=True):
+        if in_turn and caches:
+            new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
+        caches.append(take_up(cache, new, slots, rows, fills))
+    return state.replace(
+        caches=tuple(caches),
+        last_token=place(state.last_token, prefix.last_token[rows]),
+        length=place(state.length, prefix.true_length[rows] - 1),
+        generated=place(state.generated, prefix.drawn[rows]),
+        active=place(state.active, True),
+        key=place(state.key, keys),
+        rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),
+    )
+
+
+def stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
+    """Those slots draw nothing more."""
+    return state.replace(active=state.active.at[slots].set(False, mode="drop"))
+
+
+def decode_one(
+    params: Any,
+    config: DecoderConfig,
+    attend: Callable,
+    state: DecodeState,
+    end_ids: Int[Array, "e"],
+    rule: SamplingRule,
+    columns: int | None,
+) -> DecodeState:
+    """One token for every active slot; the others run along and change nothing that counts.
+
+    Nothing here is a sum over slots: on a mesh that would be a reduction over it for every token.
+
+    Args:
+        rule: of every slot, where the state has none for each.
+        columns: how many of a slot's pages attention has to read.
+    """
+    tables = None if state.tables is None else state.tables[:, :columns]
+    context = SlotContext(state.length[:, None], state.active, tables)
+    logits, caches = inference.decode_step(
+        params, config, attend, state.last_token, context, state.caches
+    )
+    if state.rules is None:
+        tokens, logprobs = draw(logits, state.key, state.generated, rule)
+    else:
+        tokens, logprobs = draw_each(logits, state.key, state.generated, state.rules)
+    limit = state.tokens.shape[1]
+    at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
+    step = state.active.astype(jnp.int32)
+    generated = state.generated + step
+    ended = (tokens[:, None] == end_ids).any(axis=-1)
+    return state.replace(
+        caches=caches,
+        last_token=jnp.where(state.active, tokens, state.last_token),
+        length=state.length + step,
+        generated=generated,
+        active=state.active & ~ended & (generated < limit),
+        tokens=at_each(state.tokens, (at,), tokens),
+        logprobs=at_each(state.logprobs, (at,), logprobs),
+    )
+
+
+def decode_burst(
+    one: Callable[[DecodeState], DecodeState], state: DecodeState, tokens: int, *, early: bool
+) -> DecodeState:
+    """`tokens` times `one`, and what that cost.
+
+    Args:
+        early: stop where no slot is active; asked after every token, which on more than one
+            replica would make all of them wait for each other.
+    """
+
+    def more(carry):
+        step, state = carry
+        return (step < tokens) & (state.active.any() if early else True)
+
+    before = state.generated
+    steps, state = jax.lax.while_loop(more, lambda c: (c[0] + 1, one(c[1])), (0, state))
+    return state.replace(
+        busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
+        slot_steps=state.slot_steps + steps * len(before),
+    )

@@ -1,0 +1,98 @@
+"""What JetStream's side of the engine needs: its classes, a tokenizer, its layout of results.
+
+Importing JetStream pulls TensorFlow in, which is kept quiet and off the GPU.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.structs import DecodeState
+
+
+@contextlib.contextmanager
+def _standard_error_muted() -> Iterator[None]:
+    """TensorFlow reports the GPUs it does not find on standard error, whatever its log level."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+with _standard_error_muted():
+    import tensorflow
+    from jetstream.engine import token_utils, tokenizer_api
+    from jetstream.engine.engine_api import Engine, ResultTokens
+    from jetstream.engine.tokenizer_pb2 import (
+        TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
+    )
+
+    tensorflow.config.set_visible_devices([], "GPU")
+
+__all__ = ["Engine", "JetStreamTokenizer", "ResultTokens", "TokenizerParameters", "result_tokens"]
+
+NO_TOKEN = -1
+
+
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
+    """The tokenizer of a model folder, as JetStream's threads ask for one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, s: str, **options: Any) -> tuple[Array | np.ndarray, int]:
+        """Ids of the prompt `s`, padded on the right, and how many they are."""
+        ids = np.array(self._tokenizer.encode_prompt(s), np.int32)
+        options["is_bos"] = False
+        return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set(self._tokenizer.end_ids)
+
+    @property
+    def pad_id(self) -> int:
+        return self._tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        return self._tokenizer.end_ids[0]
+
+    @property
+    def bos_id(self) -> int:
+        """Policies begin without one, but JetStream puts it before ids: `prefill` takes it off."""
+        return NO_TOKEN
+
+
+def result_tokens(state: DecodeState, started_at: Int[Array, "S"], columns: int) -> ResultTokens:
+    """The last burst's token columns with their validity, in JetStream's one-array layout.
+
+    Args:
+        started_at: how many tokens each slot's response had before it.
+        columns: tokens of a burst.
+    """
+    at = started_at[:, None] + jnp.arange(columns)
+    valid = at < state.generated[:, None]
+    at = jnp.minimum(at, state.tokens.shape[1] - 1)
+    tokens = jnp.where(valid, jnp.take_along_axis(state.tokens, at, axis=1), 0)
+    data = jnp.concatenate([tokens, valid, state.generated[:, None]], axis=1)
+    return ResultTokens(
+        data=data.astype(jnp.int32),
+        tokens_idx=(0, columns),
+        valid_idx=(columns, 2 * columns),
+        length_idx=(2 * columns, 2 * columns + 1),
+        samples_per_slot=1,
+    )

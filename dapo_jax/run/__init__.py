@@ -1,0 +1,1 @@
+"""A run: its components, state, files and loop."""

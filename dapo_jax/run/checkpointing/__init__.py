@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, when they are saved, whether they fit."""

@@ -1,0 +1,274 @@
+"""Orbax checkpoints: parameters, optimizer, and where the run is. Complete or absent."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from flax import traverse_util
+
+from dapo_jax.config.experiment import Checkpoint
+from dapo_jax.run.checkpointing.integrity import (
+    SEALED,
+    checkpoint_folder,
+    damage,
+    newest_sound,
+    saved_steps,
+    seal,
+)
+from dapo_jax.run.checkpointing.same_run import with_defaults
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.nonfinite import check_state
+from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.sharding import flatten
+from dapo_jax.runtime.storage.ownership import folder_at, is_remote
+from dapo_jax.runtime.storage.retries import (
+    NotSaved,
+    complain,
+    let_orbax_use_buckets,
+    quiet_orbax,
+    reason,
+)
+from dapo_jax.structs import TrainState
+
+DAMAGED = "damaged_checkpoints"
+POLL_SECONDS = 0.1
+SETTLING_SECONDS = 0.5  # for threads of a save that failed, which may still make files
+
+
+class Checkpoints:
+    """Saves and restores `TrainState` with a small JSON record beside it, on any process count.
+
+    Every process calls every method. A context manager: leaving it closes. What is restored is of
+    the newest checkpoint whose files are what was written; where this saves, those after it are
+    moved to `damaged_checkpoints`.
+
+    Args:
+        settings: of the run that saves; left out, checkpoints are only read.
+        warn: is told of damaged ones.
+
+    Raises:
+        ConfigError: there are checkpoints, and none is sound.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike,
+        settings: Checkpoint | None = None,
+        warn: Callable[[str], None] = complain,
+    ):
+        self._folder, self._settings = checkpoint_folder(run_dir), settings
+        self._step = newest_sound(run_dir, warn)
+        self._saving = 0  # the step of the newest save
+        if settings is not None:
+            quiet_orbax()
+            later = [step for step in saved_steps(run_dir) if step > (self._step or 0)]
+            error = processes.from_first(
+                lambda: self._set_aside(later, run_dir), "damaged checkpoints"
+            )
+            require(not error, "run_dir", str(run_dir), f"a folder to write; {error}")
+        self._manager: ocp.CheckpointManager | None = None
+        try:
+            self._manager = self._open()
+        except OSError as error:
+            raise ConfigError(
+                f"config.run_dir = {str(run_dir)!r}: {self._folder}: {reason(error)}"
+            ) from None
+
+    def _set_aside(self, steps: list[int], run_dir: str | os.PathLike) -> str:
+        """What went wrong; Orbax saves no step before its newest one, damaged or not."""
+        try:
+            for step in steps:
+                aside = epath.Path(folder_at(run_dir, DAMAGED)) / str(step)
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                if aside.exists():
+                    aside.rmtree()
+                epath.Path(self._folder / str(step)).rename(aside)
+        except Exception as error:  # of the system or a bucket's client
+            return f"the damaged checkpoint of step {step} can't be moved: {reason(error)}"
+        return ""
+
+    def _open(self) -> ocp.CheckpointManager:
+        let_orbax_use_buckets()
+        saves = self._settings is not None
+        # Made in the background, folders that can't be made are waited for, for 5 minutes.
+        background = ocp.AsyncOptions(
+            post_finalization_callback=self._seal,
+            create_directories_asynchronously=False,
+        )
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._settings.keep if self._settings else None,
+            create=saves,
+            cleanup_tmp_directories=saves,  # what a kill during a save left behind
+            async_options=background,
+        )
+        return ocp.CheckpointManager(self._folder, options=options)
+
+    def _seal(self) -> None:
+        """Before Orbax gives the folder its name or, on an object store, its mark of success."""
+        unnamed = list(epath.Path(self._folder).glob(f"{self._saving}.*tmp*"))
+        seal(unnamed[0] if unnamed else epath.Path(self._folder) / str(self._saving))
+
+    @staticmethod
+    def exist(run_dir: str | os.PathLike) -> bool:
+        """Whether a run has ever saved there; creates nothing."""
+        folder = checkpoint_folder(run_dir)
+        # Of a bucket that can't be read `is_dir` says no, and a run would begin anew over its own.
+        find = folder.exists if is_remote(run_dir) else folder.is_dir
+        return processes.from_first(find, "whether a run has saved")
+
+    def latest_step(self) -> int | None:
+        """The step that the newest sound checkpoint goes on with; None without one."""
+        return self._step
+
+    def save(self, step: int, states: dict[str, TrainState | None], record: dict[str, Any]) -> None:
+        """Starts writing in the background; a step that is already there is left alone.
+
+        Args:
+            states: by entry ("state" is the policy's); None has no entry.
+
+        Raises:
+            NotSaved: it could not be begun; later `done` and `wait` say so.
+            NotFinite: such a state would one day be the only one that is kept.
+        """
+        check_state(states, f"step {step} is not saved")
+        with contextlib.suppress(NotSaved):  # of whoever saved that, and did not ask
+            self.wait()
+        self._saving = step
+        self._try(lambda: self._start(step, states, record))
+
+    def _start(
+        self, step: int, states: dict[str, TrainState | None], record: dict[str, Any]
+    ) -> None:
+        self._manager = self._manager or self._open()
+        if step in self._manager.all_steps():
+            return
+        entries = {name: ocp.args.StandardSave(state) for name, state in states.items() if state}
+        record_args = ocp.args.JsonSave(record | {SEALED: True})
+        self._manager.save(step, args=ocp.args.Composite(**entries, record=record_args))
+
+    def _try(self, work: Callable[[], Any]) -> None:
+        """Raises `NotSaved` on every process where one fails; nothing half written stays."""
+        try:
+            work()
+            error = ""
+        except Exception as problem:  # of Orbax, TensorStore or a bucket's client
+            error = reason(problem)
+        said = list(filter(None, processes.agree(error, "whether a checkpoint is saved")))
+        if said:
+            self._manager = None
+            time.sleep(SETTLING_SECONDS)
+            with contextlib.suppress(Exception):  # else the next save does
+                self._manager = self._open()  # which removes what is half written
+            raise NotSaved(f"step {self._saving}: {said[0]}")
+
+    def done(self, seconds: float) -> bool:
+        """Whether everything is on disk, after so many seconds at most. Raises `NotSaved`."""
+        ends = time.monotonic() + seconds
+        while self._is_saving():
+            if not processes.from_first(lambda: time.monotonic() < ends, "patience"):
+                return False
+            time.sleep(POLL_SECONDS)
+        self.wait()
+        return True
+
+    def _is_saving(self) -> bool:
+        saving = self._manager is not None and self._manager.is_saving_in_progress()
+        return any(processes.agree(saving, "whether a checkpoint is being saved"))
+
+    def record(self) -> dict[str, Any]:
+        """The record of the newest sound checkpoint."""
+        record = self._restore("record", ocp.args.JsonRestore())
+        record.pop(SEALED, None)
+        return record | {"settings": with_defaults(record["settings"])}
+
+    def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
+        """An entry of that checkpoint, on the mesh that `abstract_state` names.
+
+        Raises `NotFinite`.
+        """
+        restored = self._restore(entry, ocp.args.StandardRestore(abstract_state))
+        # Once somebody has moved that folder away, an older one is the newest.
+        check_state({entry: restored}, str(self._folder / str(self._step)))
+        return restored
+
+    def _restore(self, entry: str, args: Any) -> Any:
+        assert self._manager is not None  # nothing has been saved yet
+        composite = ocp.args.Composite(**{entry: args})
+        try:
+            return self._manager.restore(self._step, args=composite)[entry]
+        except Exception as error:  # of a checkpoint without checksums, most likely
+            raise ConfigError(
+                f"config.run_dir: {self._folder / str(self._step)} can't be read "
+                f"({reason(error)}): move it away, and the one before it is used"
+            ) from error
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or processes.count() == 1:  # others may not be here to be waited for
+            self.close()
+
+    def wait(self) -> None:
+        """Returns when everything is on disk. Raises `NotSaved`."""
+        self._try(lambda: self._manager and self._manager.wait_until_finished())
+
+    def close(self) -> None:
+        """Waits until everything is on disk, or can't be."""
+        with contextlib.suppress(NotSaved):
+            self.wait()
+        if self._manager:
+            self._manager.close()
+
+
+class SavedPolicy:
+    """The policy of one checkpoint, read parameter by parameter; the run may go on meanwhile.
+
+    Args:
+        step: 0 takes the newest.
+        entry: of the checkpoint; a critic's is read as a policy's.
+
+    Raises:
+        ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike, step: int = 0, entry: str = "state"):
+        folder, steps = epath.Path(checkpoint_folder(run_dir)), saved_steps(run_dir)
+        self._entry = entry
+        require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
+        self.step = step or newest_sound(run_dir, field="run") or 0
+        listed = ", ".join(map(str, steps))
+        require(self.step in steps, "step", step, f"0 or one of {listed}")
+        self._folder = folder / str(self.step)
+        wrong = damage(self._folder) if step else ""
+        require(not wrong, "step", step, f"0 or one of {listed} that is not damaged ({wrong})")
+        self._handler = ocp.PyTreeCheckpointHandler()
+
+    def settings(self) -> dict[str, Any]:
+        """Those of the run, by dotted name."""
+        found = ocp.JsonCheckpointHandler().restore(self._folder / "record")["settings"]
+        return with_defaults(found)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape by path (`layers/query/kernel`) of every parameter."""
+        tree = self._handler.metadata(self._folder / self._entry).tree["params"]
+        return {path: leaf.shape for path, leaf in flatten(tree).items()}
+
+    def read(self, path: str) -> np.ndarray:
+        """One parameter, whole, on the host, from whatever mesh it was written."""
+
+        def only(value: Any) -> Any:
+            return {"params": traverse_util.unflatten_dict({path: value}, sep="/")}
+
+        args = ocp.args.PyTreeRestore(
+            item=only(np.zeros(())),
+            restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
+            partial_restore=True,
+        )
+        found = self._handler.restore(self._folder / self._entry, args=args)["params"]
+        return flatten(found)[path]

@@ -1,0 +1,136 @@
+"""Groups of a step that is not finished yet, on disk, so that a kill costs no response that ended.
+
+What a step draws is keyed, and what it trains on is decided by the order of the data: groups read
+back make the same step as groups drawn again. Only what it cost is counted from where it went on.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.rollout.carry_over import pack_carried, unpack_carried
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.retries import Storage, overlooked, replacing
+from dapo_jax.structs import Carried, Group, Prompt
+
+FOLDER = "groups"
+RECORD = "record"
+# By place in the data, with the digest of its prompt's tokens.
+Known = Mapping[int, tuple[str, Group]]
+NOTHING: Known = MappingProxyType({})
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:16]
+
+
+class FinishedGroups:
+    """Keeps the judged groups of a step until a checkpoint has it. Every process calls `begin`.
+
+    A file holds what a burst of decoding finished, and is there whole or not at all.
+
+    Args:
+        folder: of the run; None keeps nothing.
+        identity: of the run; groups of another are no groups of this one.
+        storage: is told of what could not be written.
+        decode: a response's tokens to text.
+    """
+
+    def __init__(
+        self,
+        folder: Folder | None = None,
+        identity: str = "",
+        storage: Storage | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+    ):
+        self._folder = folder / FOLDER if folder else None
+        self._identity, self._storage, self._decode = identity, storage, decode
+        self._step = 0
+
+    def begin(self, step: int) -> Known:
+        """What an earlier try of that step has finished."""
+        self._step = step
+        if self._folder is None:
+            return NOTHING
+        folder = self._folder / _name(step)
+
+        def names() -> list[str]:
+            with overlooked():
+                return sorted(path.name for path in folder.glob("*.npz"))
+            return []
+
+        found: dict[int, tuple[str, Group]] = {}
+        for name in processes.from_first(names, "finished groups"):
+            found |= self._read(folder / name)
+        # A file that one process can't read is read by none.
+        readable = [set(one) for one in processes.agree(sorted(found), "finished groups")]
+        return {place: found[place] for place in set.intersection(*readable)}
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Those that were judged since; groups without a reward are left out."""
+        whole = [group for group in groups if not group.broken]
+        if self._folder is None or not whole or not processes.is_first():
+            return
+        assert self._storage is not None  # with a folder
+        path = self._folder / _name(self._step) / f"{whole[0].prompt.index:012d}.npz"
+        self._storage.attempt(f"{FOLDER}/", lambda: self._write(path, whole))
+
+    def forget(self, step: int) -> None:
+        """Those of the steps before that one, which a checkpoint has."""
+        if self._folder is None or not processes.is_first():
+            return
+        with overlooked():  # else the next time
+            for folder in list(self._folder.glob("step_*")):
+                if folder.name < _name(step):
+                    for path in list(folder.iterdir()):
+                        path.unlink()
+                    folder.rmdir()
+            if not list(self._folder.iterdir()):
+                self._folder.rmdir()
+
+    def _write(self, path: Folder, groups: Sequence[Group]) -> None:
+        carried = [Carried(group.prompt, self._step, judged=group) for group in groups]
+        arrays, record = pack_carried(carried)
+        prompts = [_digest(group.prompt.tokens) for group in groups]
+        told = {"identity": self._identity, "prompts": prompts, "groups": record}
+        members: dict[str, Any] = arrays | {RECORD: np.frombuffer(json.dumps(told).encode(), "u1")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            np.savez_compressed(file, **members)
+
+    def _read(self, path: Folder) -> dict[int, tuple[str, Group]]:
+        assert self._decode is not None  # with a folder
+        try:
+            with path.open("rb") as file, np.load(file) as saved:
+                arrays = {name: saved[name] for name in saved.files}
+            told: dict[str, Any] = json.loads(arrays.pop(RECORD).tobytes())
+            if told["identity"] != self._identity:
+                return {}
+            groups = unpack_carried(arrays, told["groups"], _somewhere, self._decode)
+            pairs = zip(told["prompts"], groups, strict=True)
+            return {one.prompt.index: (digest, one.judged) for digest, one in pairs if one.judged}
+        except Exception:  # whatever numpy and zipfile make of an archive that is damaged
+            return {}
+
+
+def recall(known: Known, prompt: Prompt) -> Group | None:
+    """The finished group of that prompt, where the place in the data still has it."""
+    digest, group = known.get(prompt.index, ("", None))
+    if group is None or digest != _digest(prompt.tokens):
+        return None
+    return dataclasses.replace(group, prompt=prompt)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _somewhere(index: int) -> Prompt:
+    """Stands for the prompt until the data say it again."""
+    return Prompt(index, "", "", np.zeros(0, np.int32), "", "")

@@ -1,0 +1,277 @@
+"""The rooms of one run, built from its config: what training and evaluation share."""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dapo_jax.config.compute import Packing
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.user_code import resolve
+from dapo_jax.data.prompt_stream import Lengths, PromptStream
+from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.data.sources import Source
+from dapo_jax.learner.critic import scalar_config
+from dapo_jax.learner.packing import Segment, choose_rows
+from dapo_jax.learner.reward_model import RewardModel
+from dapo_jax.learner.skipped_batches import SkippedBatches
+from dapo_jax.learner.update import Learner
+from dapo_jax.model import load_huggingface
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.trainable import (
+    choose_trained,
+    fresh_adapters,
+    is_trained,
+    join,
+    without_adapters,
+)
+from dapo_jax.model.training_attention import SHORT_ROW_TOKENS
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.notices import MOST_CUT, fitting
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.run.checkpointing.rollout_journal import FinishedGroups
+from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
+from dapo_jax.run.memory import check_run_fits
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.sharding import shards
+
+# Settings that name a model folder.
+MODEL_FOLDERS = (
+    "model.folder model.reference_folder reward.model_folder critic.folder start reference".split()
+)
+
+
+def check_processes(config: Any) -> None:
+    """Raises `ConfigError` where processes were started with other settings, models or code."""
+
+    def content(digest: Callable[[str], str], name: str) -> str:
+        try:
+            return digest(name)
+        except (ConfigError, OSError) as error:
+            return str(error)
+
+    def values() -> dict[str, Any]:
+        settings = {name: value for name, _, value in leaves(config)}
+        read: dict[str, Callable[[str], str]]
+        read = {name: load_huggingface.fingerprint for name in MODEL_FOLDERS}
+        read["data.template"] = lambda name: open_template(name).digest
+        found = {name: content(read[name], settings[name]) for name in read if settings.get(name)}
+        return (
+            {f"config.{name}": value for name, value in settings.items()}
+            | {f"the content of config.{name}": digest for name, digest in found.items()}
+            | {"dapo_jax's code": processes.code_digest(), "jax's version": jax.__version__}
+        )
+
+    processes.check_same(values)
+
+
+def check_data(sources: Sequence[Source]) -> None:
+    """Raises `ConfigError` where processes read other problems under the same names."""
+    processes.check_same(lambda: {f"the data of {one.name}": one.digests() for one in sources})
+
+
+def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
+    """Raises `ConfigError` where most of what a prompt asks would be cut off."""
+    for one in lengths if config.data.overlong_prompts == "truncate_left" else ():
+        require(
+            one.over <= MOST_CUT * one.looked_at,
+            "data.max_prompt_tokens",
+            config.data.max_prompt_tokens,
+            f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
+            f"beginning ({one.describe()}); data.overlong_prompts = 'drop' skips them instead",
+        )
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a rollout step works with; None for what the algorithm has not."""
+
+    config: Config
+    tokenizer: Tokenizer
+    prompts: PromptStream
+    sampler: RolloutSampler
+    judge: Judge
+    learner: Learner
+    progress: Progress
+    critic: Learner | None
+    frozen: Any  # the policy's parameters that are never trained, in their forward dtype
+    reference: Any  # all parameters in their forward dtype
+    token_weights: Callable | None  # the user's hook
+    decoder: DecoderConfig
+    skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
+    finished: FinishedGroups = dataclasses.field(default_factory=FinishedGroups)
+    on_update: Callable[..., None] = lambda *_: None  # see `BegunSteps.done`
+
+    def rows(self, updates: Sequence[Sequence[Segment]]) -> Packing:
+        """The rows that these minibatches are packed into."""
+        config, shape = self.config, self.decoder
+        if config.packing.row_tokens > 0:
+            return config.packing
+        width = shape.heads * shape.head_dim
+        matrices = 2 * shape.embed * (width + shape.kv_heads * shape.head_dim)
+        return choose_rows(
+            updates,
+            config.rows(),
+            shards(self.learner.mesh, "batch"),
+            longest=SHORT_ROW_TOKENS if shape.attention == "plain" else sys.maxsize,
+            attention_tokens=(matrices + 3 * shape.embed * shape.mlp) / width,
+        )
+
+    def first_params(self) -> Any:
+        """The parameters to train as they are before it, on the mesh."""
+        config = self.config
+        return load_trained(config.model.folder, self.decoder, self.learner.mesh, config.seed)
+
+    def critic_params(self) -> Any:
+        """The critic's parameters before training: a policy's folder, or a reward model's."""
+        folder, field = self.config.critic.folder, "critic.folder"
+        if not folder:
+            folder, field = self.config.model.folder, "model.folder"
+        return load_huggingface.load_params(
+            folder, scalar_config(self.decoder), self.learner.mesh, field=field, fresh_score=True
+        )
+
+    def close(self) -> None:
+        """Ends the reward workers."""
+        self.judge.close()
+
+
+def load_trained(
+    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, **options: Any
+) -> Any:
+    """What of a folder's policy is trained, or the adapters that are; float32."""
+    if decoder.adapters:
+        return fresh_adapters(decoder, mesh, seed)
+    return load_huggingface.load_params(
+        folder, decoder, mesh, wanted=lambda path: is_trained(path, decoder), **options
+    )
+
+
+def load_frozen(
+    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, field: str = "model.folder"
+) -> Any:
+    """What of a folder's policy is never trained; nothing is read where that is nothing."""
+    if not decoder.adapters and not decoder.frozen_layers:
+        return {}
+    return load_huggingface.load_params(
+        folder,
+        without_adapters(decoder),
+        mesh,
+        field=field,
+        wanted=lambda path: not is_trained(path, decoder),
+        cast=True,
+    )
+
+
+def load_reference(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+) -> Any:
+    """The frozen reference, sharded as the policy, with which it shares `frozen` where it can.
+
+    None if not asked for.
+    """
+    if not config.algorithm.reference:
+        return None
+    folder, policy = config.model.reference_folder, config.model.folder
+    if folder and folder != policy:
+        field = "model.reference_folder"
+        check_same_model(field, folder, policy, lambda shape: shape)
+        frozen = load_frozen(folder, decoder, mesh, field)
+    else:
+        folder, field = policy, "model.folder"
+    rest = load_trained(folder, decoder, mesh, config.seed, field=field, cast=True)
+    return join(frozen, rest)
+
+
+def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
+    """The learned reward, where the config asks for one."""
+    folder = config.reward.model_folder
+    if not folder:
+        return None
+    field = "reward.model_folder"
+    check_same_model(field, folder, config.model.folder)
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
+    decoder = load_huggingface.read_config(folder, field=field, **numbers)
+    check_divisible(decoder, mesh)
+    decoder = scalar_config(decoder)
+    return RewardModel(
+        load_huggingface.load_params(folder, decoder, mesh, field=field, cast=True),
+        decoder,
+        mesh,
+        config.rows().row_tokens,
+        config.packing.rows_per_microbatch,
+    )
+
+
+def check_same_model(
+    field: str,
+    folder: str,
+    policy: str,
+    shape: Callable[[DecoderConfig], Any] = lambda config: config.vocab,
+) -> None:
+    """Raises `ConfigError` where tokens mean something else there, or `shape` differs."""
+    mine, theirs = (
+        load_huggingface.read_config(policy),
+        load_huggingface.read_config(folder, field=field),
+    )
+    require(shape(mine) == shape(theirs), field, folder, f"a folder with the shape of {policy}")
+    mine, theirs = (pathlib.Path(path) / "tokenizer.json" for path in (policy, folder))
+    if theirs.exists():
+        same = mine.read_bytes() == theirs.read_bytes()
+        require(same, field, folder, f"a folder with the tokenizer of {policy}")
+
+
+def build(config: Config, *, training: bool = True) -> Parts:
+    """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
+
+    Args:
+        training: without it there are no training prompts and no reference policy.
+    """
+    progress = Progress(config.log.console)
+    with progress.working(f"loading {config.model.folder}"):
+        return _build(config, progress, training)
+
+
+def _build(config: Config, progress: Progress, training: bool) -> Parts:
+    hook = config.algorithm.token_weights
+    token_weights = resolve("algorithm.token_weights", hook) if hook else None
+    mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens)
+    decoder = load_huggingface.read_config(config.model.folder, **numbers)
+    decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
+    check_divisible(decoder, mesh)
+    check_run_fits(config, decoder, mesh, sampling_mesh, training)
+    tokenizer = Tokenizer.from_folder(config.model.folder)
+    tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
+    needs = config.reward.needs_answer()
+    prompts = PromptStream(
+        config.data, config.seed, tokenizer, needs_answer=needs, training=training
+    )
+    check_lengths(config, prompts.lengths)
+    frozen = load_frozen(config.model.folder, decoder, mesh)
+    engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
+    if config.critic.folder:
+        check_same_model("critic.folder", config.critic.folder, config.model.folder, scalar_config)
+    learner, critic = open_learners(config, decoder, mesh, frozen)
+    reward_model = load_reward_model(config, mesh)
+    return Parts(
+        config=config,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        sampler=RolloutSampler(engine, tokenizer, config.seed),
+        judge=Judge(config, RewardPool(config.reward), reward_model),
+        learner=learner,
+        progress=progress,
+        critic=critic,
+        frozen=frozen,
+        reference=load_reference(config, decoder, mesh, frozen) if training else None,
+        token_weights=token_weights,
+        decoder=decoder,
+    )

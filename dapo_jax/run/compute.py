@@ -1,0 +1,152 @@
+"""Meshes, learners and engine of a run, from its config and its policy's shape; loads nothing.
+
+`run/components.py` adds what they work on; `plan` compiles them for devices that are not here.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
+from dapo_jax.data.prompts.tokenizer import Ends
+from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
+from dapo_jax.model import training_attention
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
+
+HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
+SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
+
+
+def open_mesh(
+    settings: OneMesh, rows_per_microbatch: int, devices: Sequence | None = None
+) -> jax.sharding.Mesh:
+    """The mesh that learns, of all devices or these, checked against the rows it has to split."""
+    sizes = settings.data, settings.fsdp, settings.tensor
+    mesh = make_mesh(*sizes, devices, decode_tensor=settings.decode_tensor)
+    pieces = shards(mesh, "batch")
+    require(
+        rows_per_microbatch % pieces == 0,
+        "packing.rows_per_microbatch",
+        rows_per_microbatch,
+        f"a multiple of data x fsdp x decode_tensor = {pieces}",
+    )
+    return mesh
+
+
+def open_meshes(
+    settings: Mesh,
+    rows_per_microbatch: int,
+    training: bool = True,
+    devices: Sequence | None = None,
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    """The mesh that learns and the mesh that samples.
+
+    The same one without `sampler_share`, and where nothing is learned.
+    """
+    block = settings.decode_tensor * settings.tensor
+    devices = jax.devices() if devices is None else devices
+    learning, sampling = split_devices(devices, settings.sampler_share if training else 0, block)
+    mesh = open_mesh(settings, rows_per_microbatch, learning)
+    if sampling is learning:
+        return mesh, mesh
+    cut = {"tensor": settings.tensor, "decode_tensor": settings.decode_tensor}
+    return mesh, make_mesh(1, -1, devices=sampling, **cut)
+
+
+def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:
+    """The fields of `DecoderConfig` that the run chooses, not the model folder.
+
+    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training.
+    """
+    device = mesh.devices.flat[0]
+    chosen = training_attention.choose(compute.attention, device.platform, row_tokens)
+    require(
+        chosen != "splash" or device.platform == "tpu",
+        "compute.attention",
+        compute.attention,
+        f"'auto', 'plain' or 'blocked' on {device.platform}",
+    )
+    require(
+        chosen != "splash" or row_tokens % training_attention.LANES == 0,
+        "packing.row_tokens",
+        row_tokens,
+        f"a multiple of {training_attention.LANES} with "
+        f"compute.attention = {compute.attention!r} on TPU",
+    )
+    require(
+        compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories()),
+        "compute.remat",
+        compute.remat,
+        f"another one on {device.platform}, which has no {HOST} memory",
+    )
+    return {
+        "dtype": jnp.dtype(compute.dtype),
+        "remat": compute.remat,
+        "scan_unroll": compute.scan_unroll,
+        "attention": chosen,
+    }
+
+
+def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
+    """Raises `ConfigError` where the mesh can't cut the model evenly, to train it or to decode."""
+    for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
+        size, pieces = getattr(decoder, name), shards(mesh, name, column)
+        require(
+            size % pieces == 0,
+            "mesh",
+            dict(mesh.shape),
+            f"one whose {pieces} shards divide the model's {name} = {size}",
+        )
+
+
+def open_engine(
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    sampling_mesh: jax.sharding.Mesh,
+    tokenizer: Ends,
+    frozen: Any,
+) -> PolicyEngine:
+    """The engine that draws for training and evaluation.
+
+    Args:
+        mesh: of the parameters to load; `sampling_mesh`: where they decode.
+    """
+    sampler = config.sampler
+    group = max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem)
+    return PolicyEngine(
+        decoder,
+        sampling_mesh,
+        slots=sampler.slots,
+        burst_tokens=sampler.burst_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=sampler.max_response_tokens,
+        first_window_tokens=sampler.first_window_tokens,
+        insert_width=min(sampler.slots, group),
+        tokenizer=tokenizer,
+        frozen=frozen,
+        settings=sampler,
+        trained_on=mesh,
+    )
+
+
+def open_learners(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+) -> tuple[Learner, Learner | None]:
+    """The policy's learner, and the critic's where the algorithm has one."""
+    algorithm, compute = config.algorithm, config.compute
+    temperature, critic = config.sampler.temperature, None
+    if algorithm.critic:
+        critic = critic_learner(algorithm, config.critic.optimizer, scalar_config(decoder), mesh)
+    policy = policy_learner(
+        algorithm, compute, config.optimizer, decoder, mesh, temperature, frozen
+    )
+    return policy, critic

@@ -1,0 +1,253 @@
+"""The evaluation command: which policy, where its responses go, and going on with them."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.markup import escape
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.model.trainable import join
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.notices import announce_data
+from dapo_jax.reporting.scores import Response
+from dapo_jax.rollout.dynamic_sampling import Interrupted
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.compatibility import warn_about_heldout
+from dapo_jax.run.checkpointing.same_run import check_frozen
+from dapo_jax.run.components import Parts, build, check_data, check_processes
+from dapo_jax.run.evaluation.heldout import (
+    evaluation_rule,
+    heldout_metrics,
+    report_on,
+    sample_responses,
+    stamp,
+)
+from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.output_folder import claim
+from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, Folder
+from dapo_jax.runtime.storage.retries import Storage, write_text
+from dapo_jax.structs import Prompt
+
+# Besides the policy and the problems, what decides the responses and their verdicts.
+DECIDING = (
+    "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
+    "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
+    "reward.percent reward.correct reward.threshold reward.parts"
+).split()
+
+
+@jax.jit
+def _checksums(params: Any) -> Any:
+    """A sum modulo 2^32 of each leaf's bits as float32, each place with an odd factor."""
+
+    def of(leaf: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+        place = jnp.zeros(leaf.shape, jnp.uint32)
+        for axis in range(leaf.ndim):
+            place = place * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(of, params)
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of something that JSON can hold."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def params_digest(params: Any) -> str:
+    """Tells parameters apart by their values, wherever they lie and however sharded."""
+    sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
+    return digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
+
+
+def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
+    """All that a resumed evaluation must share with the one it goes on with."""
+    problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
+    return {
+        "policy_digest": params_digest(params),
+        "problems": len(problems),
+        "problems_digest": digest(problems),
+    } | {name: value for name, _, value in leaves(config) if name in DECIDING}
+
+
+def open_checkpoints(
+    config: Config, from_folder: bool, stack: contextlib.ExitStack
+) -> Checkpoints | None:
+    """Those of run_dir; None where the policy to evaluate is the model folder's.
+
+    Raises `ConfigError` where run_dir has none: it is not the model folder that was asked for.
+    """
+    if from_folder:
+        return None
+    if Checkpoints.exist(config.run_dir):
+        warn = Progress(config.log.console).warn
+        checkpoints = stack.enter_context(
+            Checkpoints(config.run_dir, warn=lambda text: warn(escape(text)))
+        )
+        if checkpoints.latest_step() is not None:
+            return checkpoints
+    raise ConfigError(
+        f"config.run_dir = {config.run_dir!r}: holds no checkpoint to evaluate; --model=FOLDER "
+        "evaluates a model folder"
+    )
+
+
+def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -> tuple[str, Any]:
+    """A description and the trained parameters of the policy to evaluate."""
+    if checkpoints is None:
+        return config.model.folder, parts.first_params()
+    settings = checkpoints.record()["settings"]
+    for name, _, asked in leaves(config):
+        if name == "model.freeze_layers" or name.startswith("lora."):
+            saved = settings[name]
+            require(asked == saved, name, asked, f"{saved!r}, as in the run")
+    check_frozen(settings, config.model.folder, "model.folder")
+    params = checkpoints.state(parts.learner.abstract_state).params
+    return f"{config.run_dir} step {checkpoints.latest_step()}", params
+
+
+def claim_folder(
+    config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
+) -> Folder:
+    """Where responses and report go, this evaluation's until the stack is closed.
+
+    Below run_dir, which a run may be writing meanwhile, it is named after what is most often
+    varied. Raises `ConfigError` where it must not be written.
+    """
+    data, evaluation = config.data, config.evaluation
+    if evaluation.out:
+        return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION))
+    model = pathlib.Path(config.model.folder).absolute().name
+    name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
+    name += [pathlib.Path(data.heldout_source or data.source).stem]
+    own = open_template(data.template).digest
+    name += [f"template-{own}" if own else data.template] if data.template != "none" else []
+    name += [f"T{evaluation.temperature:g}", f"p{evaluation.top_p:g}"]
+    below = f"evaluations/{'_'.join(name)}"
+    stack.enter_context(claim("run_dir", config.run_dir, RUN, exclusive=False))
+    return stack.enter_context(claim("run_dir", config.run_dir, EVALUATION, below))
+
+
+def sample_missing(
+    file: ResponseFile,
+    params: Any,
+    prompts: list[Prompt],
+    parts: Parts,
+    interrupted: Callable[[], bool],
+) -> list[Response]:
+    """k responses to each prompt, those from `file` and what it lacks. Raises `Interrupted`.
+
+    Of several processes only the first one has also those that were there.
+    """
+    config, progress = parts.config, parts.progress
+    there = processes.from_first(lambda: list(file.responses), "responses that are there")
+    found = {tuple(key) for key in there}
+    numbers = range(config.evaluation.samples_per_problem)
+    asked = {prompt.index: [(prompt.index, j) for j in numbers] for prompt in prompts}
+    missing = [
+        (prompt, [j for i, j in asked[prompt.index] if (i, j) not in found]) for prompt in prompts
+    ]
+    wanted = [(prompt, samples) for prompt, samples in missing if samples]
+    total = len(prompts) * len(numbers)
+    done = total - sum(len(samples) for _, samples in wanted)
+    if done:
+        progress.say(f"{done} of {total} responses are there already, in {escape(str(file.path))}")
+    rule = evaluation_rule(config)
+    judges = parts.sampler, parts.judge
+    with progress.evaluating(done, total) as show:
+        for response in sample_responses(params, wanted, *judges, rule, interrupted):
+            file.append(response)
+            show(response)
+    file.tidy()
+    keys = (key for keys in asked.values() for key in keys)
+    return [file.responses[key] for key in keys if key in file.responses]
+
+
+def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
+    """Scores of the newest checkpoint in run_dir, or of the model folder.
+
+    Shows the report, writes it beside the responses, and returns its main figures; None where a
+    signal ended it early. The same call goes on from there.
+
+    Args:
+        from_folder: the model folder, not run_dir's checkpoint.
+
+    Raises:
+        ConfigError: run_dir has no checkpoint, or settings, model folder and what was written so
+            far don't fit together.
+    """
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
+        check_processes(config)
+        checkpoints = open_checkpoints(config, from_folder, stack)
+        folder = claim_folder(config, checkpoints, stack)
+        parts = build(config, training=False)
+        stack.callback(parts.close)
+        parts.judge.given_up = signals.here
+        stack.enter_context(parts.progress.compilation())
+        with parts.progress.working("loading the policy"):
+            policy, params = open_policy(config, parts, checkpoints)
+        prompts = parts.prompts.heldout_prompts()
+        require(
+            bool(prompts),
+            "data.heldout_problems",
+            config.data.heldout_problems,
+            "more, or with shorter prompts: no problem is left to evaluate on",
+        )
+        check_data(parts.prompts.heldout)
+        announce_data(config, parts.prompts, parts.progress)
+        if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
+            parts.progress.warn("temperature 0 draws k times the same response; --k=1 says as much")
+        marks = stamp(config, policy)
+        deciding = deciding_settings(config, join(parts.frozen, params), prompts)
+        storage = Storage(lambda text: parts.progress.warn(escape(text)))
+        if checkpoints is not None:
+            warn_about_heldout(config, checkpoints.record(), parts.prompts.digests, storage.warn)
+        own = folder if processes.is_first() else None
+        file = ResponseFile(own, deciding, marks, storage)
+        try:
+            responses = sample_missing(file, params, prompts, parts, signals)
+        except Interrupted:
+            parts.progress.say(
+                f"stopped by {signals.received} with {len(file.responses)} responses in "
+                f"{escape(str(folder))}. The same command goes on from there"
+            )
+            return None
+        return processes.from_first(
+            lambda: write_report(responses, marks, folder, parts, storage), "the report"
+        )
+
+
+def write_report(
+    responses: list[Response],
+    marks: dict[str, Any],
+    folder: Folder,
+    parts: Parts,
+    storage: Storage,
+) -> dict[str, Any]:
+    """The report on disk and on the console; returns its main figures."""
+    config = parts.config
+    report = report_on(responses, config)
+    data = config.data.heldout_source or config.data.source
+    everything = marks | {"data": data} | dataclasses.asdict(report)
+    text, path = json.dumps(everything, indent=2), folder / "report.json"
+    storage.attempt(path.name, lambda: write_text(path, text))
+    parts.progress.report(report, marks | {"data": data})
+    parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
+    return {
+        "policy": marks["policy"],
+        "problems": report.problems,
+        "samples_per_problem": report.samples_per_problem,
+    } | heldout_metrics(report)

@@ -1,0 +1,119 @@
+"""Sampled scores on held-out problems. `run/evaluation/evaluate.py` is the command around it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.reporting.scores import Report, Response, make_report
+from dapo_jax.rewards.judge import Judge, Pending
+from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.run.evaluation.response_file import responses_of
+from dapo_jax.runtime import processes
+from dapo_jax.structs import Interrupted, Prompt
+from dapo_jax.verifier.algebra_process import same_answer
+
+LAST_SECONDS = 2.0  # for verdicts that are under way when an evaluation is stopped
+
+
+def evaluation_rule(config: Config) -> SamplingRule:
+    """How held-out responses are drawn."""
+    return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
+
+
+def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+    """Those whose verdicts can be read without waiting, and the others."""
+    lists: tuple[list[Pending], list[Pending]] = [], []
+    judged = processes.share_out(
+        [one.prompt.index for one in pending],
+        lambda i: all(verdict.done() for verdict in pending[i].verdicts),
+        "which are judged",
+    )
+    for one, done in zip(pending, judged, strict=True):
+        lists[not done].append(one)
+    return lists
+
+
+def sample_responses(
+    params: Any,
+    wanted: Sequence[tuple[Prompt, Sequence[int]]],
+    sampler: RolloutSampler,
+    judge: Judge,
+    rule: SamplingRule,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Response]:
+    """Judged responses as they finish, to each prompt those of the numbers beside it.
+
+    Draws are keyed by prompt and number alone, so two policies are compared on the same random
+    numbers, and what is asked for later is what would have come at once. Raises `Interrupted`
+    where `interrupted()` says so between two bursts, after what was judged until then.
+    """
+    sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
+    for prompt, samples in wanted:
+        sampler.submit_each(prompt, samples)
+    pending: list[Pending] = []
+    while not sampler.idle and not interrupted():
+        pending += [judge.submit(*finished) for finished in sampler.decode_burst()]
+        judged, pending = split_judged(pending)
+        for group in judge.groups(judged):
+            yield from responses_of(group)
+    stopped = not sampler.idle
+    sampler.release()
+    if stopped:
+        futures.wait([verdict for one in pending for verdict in one.verdicts], LAST_SECONDS)
+        pending, _ = split_judged(pending)
+    for group in judge.groups(pending):
+        yield from responses_of(group)
+    if stopped:
+        raise Interrupted
+
+
+def sample_heldout(
+    config: Config,
+    params: Any,
+    prompts: list[Prompt],
+    sampler: RolloutSampler,
+    judge: Judge,
+    interrupted: Callable[[], bool],
+) -> list[Response]:
+    """k judged responses to each prompt, all in memory. Raises `Interrupted`."""
+    numbers = range(config.evaluation.samples_per_problem)
+    wanted = [(prompt, numbers) for prompt in prompts]
+    rule = evaluation_rule(config)
+    return list(sample_responses(params, wanted, sampler, judge, rule, interrupted))
+
+
+def report_on(responses: Sequence[Response], config: Config) -> Report:
+    """Their scores, with the config's seed for the bootstrap."""
+    return make_report(responses, same_answer, config.seed)
+
+
+def heldout_metrics(report: Report) -> dict[str, float]:
+    """What a step logs of a report."""
+    values = {
+        "heldout_accuracy": report.accuracy.value,
+        "heldout_accuracy_low": report.accuracy.low,
+        "heldout_accuracy_high": report.accuracy.high,
+        "heldout_pass_at_k": report.pass_at_k[max(report.pass_at_k)].value,
+        "heldout_majority": report.majority.value,
+        "heldout_answer_not_found_rate": report.answer_not_found_rate,
+        "heldout_truncated_fraction": report.truncated_fraction,
+        "heldout_response_tokens": report.response_tokens,
+        "heldout_repetition": report.repetition,
+        "heldout_reflection_fraction": report.reflection_fraction,
+        "heldout_entropy": report.entropy,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def stamp(config: Config, policy: str) -> dict[str, Any]:
+    """What every line of responses says about where it comes from."""
+    evaluation = config.evaluation
+    return {
+        "policy": policy,
+        "seed": config.seed,
+        "temperature": evaluation.temperature,
+        "top_p": evaluation.top_p,
+        "template": config.data.template,
+    }

@@ -1,0 +1,227 @@
+"""How much memory a run takes at least: counted before anything is compiled, and while it runs."""
+
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.sections import Sampler
+from dapo_jax.learner.critic import scalar_config
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
+from dapo_jax.model.trainable import is_trained
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError, require
+
+REAL = 4  # bytes of a float32
+DRAWN = 8  # bytes of a drawn token and its log-prob
+RESPONSE = 1000  # bytes of a response on the host, however short
+MEMINFO = pathlib.Path("/proc/meminfo")
+# What a container may take: of the two generations of control groups.
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def megabytes_per_device(**held: Any) -> dict[str, float]:
+    """Of trees of arrays by name; what two of them share is counted with the first."""
+    sizes, counted = {}, set()
+    for name, tree in held.items():
+        arrays = {id(array): array for array in jax.tree.leaves(tree)}
+        shards = (arrays[i].addressable_shards[0] for i in arrays.keys() - counted)
+        sizes[name] = round(sum(shard.data.nbytes for shard in shards) / 1e6, 2)
+        counted |= arrays.keys()
+    return {name: size for name, size in sizes.items() if size}
+
+
+def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> float:
+    """Of keys and values of a token, all layers, on one of the devices that share them."""
+    int8 = sampler.cache_dtype == "int8"
+    number = 1 + REAL / decoder.head_dim if int8 else jnp.dtype(decoder.dtype).itemsize
+    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * number / pieces
+
+
+def cache_bytes(
+    decoder: DecoderConfig,
+    sampler: Sampler,
+    mesh: jax.sharding.Mesh,
+    slots: int,
+    prompt_tokens: int,
+    response_tokens: int,
+) -> float:
+    """Of keys, values and drawn tokens of all slots at full length, on one device."""
+    replicas = sharding.shards(mesh, "batch", sharding.DECODING)
+    pieces = mesh.size // replicas
+    held = slots * (prompt_tokens + response_tokens)
+    if sampler.pages and sampler.cache != "slots":
+        held = min(held, sampler.pages * sampler.page_tokens)
+    cached = held * token_bytes(decoder, sampler, pieces)
+    return (cached + slots * response_tokens * DRAWN) / replicas
+
+
+def params_bytes(
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    itemsize: Callable[[str], float] = lambda path: REAL,
+    column: int = sharding.TRAINING,
+) -> float:
+    """Of parameters on one device.
+
+    Args:
+        itemsize: bytes of a number, by path; 0: not counted.
+        column: of the table of mesh axes, for training or for decoding.
+    """
+    boxed = abstract_params(decoder)
+    places = sharding.flatten(sharding.tree_shardings(mesh, boxed, column))
+    shapes = sharding.flatten(sharding.unbox(boxed))
+    return sum(
+        math.prod(places[path].shard_shape(leaf.shape)) * itemsize(path)
+        for path, leaf in shapes.items()
+    )
+
+
+def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.Mesh) -> float:
+    """Of the weights that decode, on one device."""
+
+    def itemsize(path: str) -> float:
+        int8 = sampler.weights_dtype == "int8" and path.endswith("kernel")
+        return 1 if int8 else jnp.dtype(forward_dtype(path, decoder)).itemsize
+
+    return params_bytes(decoder, mesh, itemsize, sharding.DECODING)
+
+
+def resident_bytes(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, training: bool
+) -> dict[str, float]:
+    """What a device that learns always holds, by name."""
+
+    def forward(path: str) -> float:
+        return jnp.dtype(forward_dtype(path, decoder)).itemsize
+
+    def of(wanted: bool, itemsize: Callable[[str], float]) -> float:
+        def counted(path: str) -> float:
+            return itemsize(path) if is_trained(path, decoder) == wanted else 0.0
+
+        return params_bytes(decoder, mesh, counted)
+
+    trained = of(True, lambda path: REAL)
+    held = {"parameters": trained, "frozen parameters": of(False, forward)}
+    if training:
+        held["optimizer"] = 2 * trained
+        held["reference"] = of(True, forward) * config.algorithm.reference
+        held["policy before the update"] = trained * bool(config.rollout.lag)
+        if config.algorithm.critic:
+            held["critic and optimizer"] = 3 * params_bytes(scalar_config(decoder), mesh)
+    return held
+
+
+def update_bytes(
+    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh
+) -> dict[str, float]:
+    """What an update adds on one device, by name; of activations only what must be kept."""
+    packing, number = config.rows(), jnp.dtype(decoder.dtype).itemsize
+    rows = packing.rows_per_microbatch / sharding.shards(mesh, "batch")
+    tokens, tensor = rows * packing.row_tokens, sharding.shards(mesh, "heads")
+    kept = decoder.embed
+    if decoder.remat == "none":
+        inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp
+        kept += inner / tensor
+    layers = decoder.layers * (decoder.remat != "offload")
+    scores = rows * decoder.heads / tensor * packing.row_tokens**2 * number
+    chunk = min(tokens, config.compute.logprob_chunk_tokens)
+    return {
+        "activations": layers * tokens * kept * number
+        + scores * (decoder.attention == "plain") * (layers if decoder.remat == "none" else 1),
+        "logits": chunk * decoder.vocab / sharding.shards(mesh, "vocab") * REAL,
+    }
+
+
+def host_bytes() -> float:
+    """Memory of this machine that a new process may take."""
+    if not MEMINFO.exists():
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    found = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+    free = 1024.0 * sum(int(found[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    for path in map(pathlib.Path, LIMITS):
+        if path.exists() and (limit := path.read_text().strip()).isdecimal():
+            free = min(free, float(limit))
+    return free
+
+
+def available_bytes(mesh: jax.sharding.Mesh) -> float:
+    """That one device of the mesh may take; infinite where nobody says."""
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        return host_bytes() / len(devices)
+    return float((devices[0].memory_stats() or {}).get("bytes_limit", math.inf))
+
+
+def describe(size: float) -> str:
+    """As in `2.5 GB`."""
+    for unit, scale in ("TB", 1e12), ("GB", 1e9):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size / 1e6:,.1f} MB"
+
+
+def check_fits(
+    what: str, needs: dict[str, float], mesh: jax.sharding.Mesh, settings: dict[str, str]
+) -> None:
+    """Raises `ConfigError` with the estimate where a device has less memory than that.
+
+    Args:
+        needs: bytes on one device, by name.
+        settings: what decides about a part, as `sampler.slots = 9 ...`, by its name; the largest
+            part with one is to blame.
+    """
+    total, there = sum(needs.values()), available_bytes(mesh)
+    if total <= there:
+        return
+    largest = sorted(needs, key=lambda name: -needs[name])
+    blamed = next(settings[name] for name in largest if name in settings)
+    parts = ", ".join(f"{name} {describe(needs[name])}" for name in largest if needs[name])
+    raise ConfigError(
+        f"config.{blamed}: must be smaller, since {what} takes at least {describe(total)} on each "
+        f"of {mesh.size} device{'s' * (mesh.size > 1)} and {describe(there)} are there: {parts}",
+        blamed.partition(" ")[0],
+    )
+
+
+def check_run_fits(
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    sampling_mesh: jax.sharding.Mesh,
+    training: bool,
+) -> None:
+    """Raises `ConfigError` where sampling or learning can't fit into the devices' memory."""
+    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * RESPONSE
+    require(
+        batch <= host_bytes(),
+        "rollout.prompts_per_step",
+        config.rollout.prompts_per_step,
+        f"smaller, since a rollout batch takes at least {describe(batch)} of the host's memory and "
+        f"{describe(host_bytes())} are there",
+    )
+    sampler, packing, prompt = config.sampler, config.rows(), config.data.max_prompt_tokens
+    response = sampler.max_response_tokens
+    held = resident_bytes(config, decoder, mesh, training)
+    settings = {
+        "cache": f"sampler.slots = {sampler.slots} of data.max_prompt_tokens = {prompt} and "
+        f"sampler.max_response_tokens = {response}",
+        "activations": f"packing.rows_per_microbatch = {packing.rows_per_microbatch} of "
+        f"packing.row_tokens = {packing.row_tokens}",
+        "logits": f"compute.logprob_chunk_tokens = {config.compute.logprob_chunk_tokens}",
+        "parameters": f"model.folder = {config.model.folder!r}",
+    }
+    drawing = {
+        "decoding weights": decoding_bytes(decoder, sampler, sampling_mesh),
+        "cache": cache_bytes(decoder, sampler, sampling_mesh, sampler.slots, prompt, response),
+    }
+    beside = held if sampling_mesh is mesh else {}
+    check_fits("sampling", beside | drawing, sampling_mesh, settings)
+    if training:
+        needs = held | {"gradient": held["parameters"]} | update_bytes(config, decoder, mesh)
+        check_fits("an update", needs, mesh, settings)

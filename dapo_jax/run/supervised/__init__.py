@@ -1,0 +1,1 @@
+"""Supervised training: SFT and DPO on given examples."""

@@ -1,0 +1,1 @@
+"""Runtime services: mesh and sharding, processes, heartbeat, signals, storage, workers."""

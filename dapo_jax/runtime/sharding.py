@@ -1,0 +1,281 @@
+"""The mesh, and the ONE table from logical axis names to mesh axes.
+
+Modules name their axes; nothing else in the project knows what a mesh axis is called. Training and
+decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
+them layer by layer, decoding keeps them whole there (a gather per token would dominate). The axis
+`decode_tensor` is the same devices used differently: it joins fsdp in training, tensor in decoding.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import traverse_util
+from flax.linen import spmd
+from jax.experimental import mesh_utils
+from jax.experimental.layout import Format
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
+
+from dapo_jax.runtime.settings import require
+
+AXES = ("data", "fsdp", "decode_tensor", "tensor")
+
+# logical name: (while training, while decoding)
+RULES = {
+    "batch": (("data", "fsdp", "decode_tensor"), ("data", "fsdp")),  # rows, decode slots
+    "length": ("tensor", None),  # of the residual stream, which would else be repeated
+    "embed": (("fsdp", "decode_tensor"), None),
+    "heads": ("tensor", ("tensor", "decode_tensor")),
+    "kv_heads": ("tensor", ("tensor", "decode_tensor")),
+    "mlp": ("tensor", ("tensor", "decode_tensor")),
+    "vocab": ("tensor", ("tensor", "decode_tensor")),
+    "layers": (None, None),
+    "norm": (None, None),
+    "head_dim": (None, None),
+    "rank": (None, None),
+}
+TRAINING, DECODING = 0, 1
+
+
+def mesh_shape(
+    data: int, fsdp: int, tensor: int, devices: int, *, decode_tensor: int = 1
+) -> tuple[int, int, int, int]:
+    """Sizes of AXES; `data` or `fsdp` = -1 takes the devices that the others leave.
+
+    Raises `ConfigError` where the product is not the number of devices.
+    """
+    cut = decode_tensor * tensor
+    if data == -1:
+        data = max(1, devices // (fsdp * cut))
+    if fsdp == -1:
+        fsdp = max(1, devices // (data * cut))
+    shape = (data, fsdp, decode_tensor, tensor)
+    allowed = f"a factorisation of the {devices} devices"
+    require(data * fsdp * cut == devices, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
+    return shape
+
+
+def make_mesh(
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: Sequence | None = None,
+    *,
+    decode_tensor: int = 1,
+) -> Mesh:
+    """A mesh of those sizes (see `mesh_shape`).
+
+    On TPU, neighbours in the mesh are neighbours in the torus. Axes are Auto: the compiler places
+    the collectives (jax.make_mesh would make them Explicit).
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(data, fsdp, tensor, len(devices), decode_tensor=decode_tensor)
+    if devices[0].platform == "tpu" and _fills_a_box(devices):
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _fills_a_box(devices: Sequence) -> bool:
+    """Whether chips lie without gaps in their torus, so that neighbours are known."""
+    coordinates = np.array([device.coords for device in devices])
+    extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
+    return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
+
+
+def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
+    """Those that learn and those that sample: of each process's devices the last ones.
+
+    Args:
+        share: of the devices that sample; 0: all do both.
+        block: devices that hold the decoding weights once. Each process must have whole blocks on
+            both sides, so that new weights go from one to the other inside it.
+
+    Raises `ConfigError` where the devices can't be shared out so.
+    """
+    if share == 0:
+        return devices, devices
+    owned: dict[int, list] = {}
+    for device in devices:
+        owned.setdefault(device.process_index, []).append(device)
+    learning, sampling = [], []
+    for mine in owned.values():
+        count = round(share * len(mine))
+        require(
+            abs(count - share * len(mine)) < 1e-6
+            and 0 < count < len(mine)
+            and count % block == (len(mine) - count) % block == 0,
+            "mesh.sampler_share",
+            share,
+            f"0, or a share that gives learner and sampler multiples of decode_tensor x tensor = "
+            f"{block} of a process's {len(mine)} devices",
+        )
+        learning += mine[:-count]
+        sampling += mine[-count:]
+    flat = devices[0].platform == "tpu" and "lite" in devices[0].device_kind  # a torus of two axes
+    require(
+        not flat or (_fills_a_box(learning) and _fills_a_box(sampling)),
+        "mesh.sampler_share",
+        share,
+        f"0 on several hosts of {devices[0].device_kind}, whose compiler joins no chips with gaps "
+        "between them",
+    )
+    return learning, sampling
+
+
+def move(tree: Any, places: Any) -> Any:
+    """Copies arrays to other devices that are cut alike; each process copies what it has.
+
+    Args:
+        places: for each array a sharding, with or without a layout in memory, whose every piece a
+            device of this process has already, in that layout.
+    """
+
+    def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
+        here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
+        where = place.sharding if isinstance(place, Format) else place
+        assert isinstance(where, Sharding)  # a format's may also be left to the compiler
+        pieces = [
+            jax.device_put(here[str(at)], device)  # which keeps the layout
+            for device, at in where.addressable_devices_indices_map(leaf.shape).items()
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, where, pieces)
+
+    return jax.tree.map(move_one, tree, places)
+
+
+def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
+    """The table in the form `flax.linen.logical_axis_rules` takes."""
+    return [(name, axes[column]) for name, axes in RULES.items()]
+
+
+def mesh_axes(logical_name: str, column: int = TRAINING) -> tuple[str, ...]:
+    """The mesh axes that cut a dimension of that name, outermost first."""
+    axes = RULES[logical_name][column]
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
+    """The partition of an array whose dimensions carry these logical names."""
+    return PartitionSpec(*(None if name is None else RULES[name][column] for name in names))
+
+
+def sharding(mesh: Mesh, *names: str | None, column: int = TRAINING) -> NamedSharding:
+    """The sharding of an array whose dimensions carry these logical names."""
+    return NamedSharding(mesh, spec(*names, column=column))
+
+
+def tree_shardings(mesh: Mesh, boxed: Any, column: int = TRAINING) -> Any:
+    """Shardings of a tree whose leaves carry logical names (flax `LogicallyPartitioned`)."""
+    return spmd.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules(column))
+
+
+def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
+    """Into how many pieces the mesh cuts a dimension of that name."""
+    return int(np.prod([mesh.shape[axis] for axis in mesh_axes(logical_name, column)]))
+
+
+def active_mesh() -> Any:
+    """The mesh that the code being traced will run on; None where it is on one device anyway."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def constrain(array: Array, *names: str | None) -> Array:
+    """Lays an array out by the table, inside jit; a name that does not divide is left out.
+
+    Does nothing where no mesh is active or it is one device.
+    """
+    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
+    if mesh is None or not table:
+        return array
+
+    def divides(size: int, name: str | None) -> bool:
+        axes = (table.get(name) if name else None) or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        return size % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
+
+    kept = (
+        name if divides(size, name) else None for size, name in zip(array.shape, names, strict=True)
+    )
+    return spmd.with_logical_constraint(array, tuple(kept))
+
+
+def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
+    """Host arrays to the mesh, every leaf with the same logical names."""
+    place = sharding(mesh, *names)
+    if place.is_fully_addressable:
+        return jax.device_put(tree, place)
+
+    def put_one(leaf: Any) -> jax.Array:  # device_put would compare the processes' host arrays
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, place)
+        return jax.make_array_from_callback(np.shape(leaf), place, lambda part: leaf[part])
+
+    return jax.tree.map(put_one, tree)
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of the mesh as host arrays, whole on every process, which must all ask for them."""
+    leaves, structure = jax.tree.flatten(tree)
+    spread = [i for i, leaf in enumerate(leaves) if not _is_here(leaf)]
+    if spread:
+        mesh = leaves[spread[0]].sharding.mesh
+        for i, leaf in zip(spread, _replicated(mesh)([leaves[i] for i in spread]), strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(structure, map(np.asarray, leaves))
+
+
+def _is_here(leaf: Any) -> bool:
+    spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return not spread or leaf.is_fully_replicated
+
+
+@functools.cache
+def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda arrays: arrays, out_shardings=sharding(mesh))
+
+
+class Pace:
+    """Waits now and then for what is under way, so that it is never much.
+
+    XLA's client of CPUs takes 32 programs for each device. One more waits on a thread, of which
+    there is one for each core: with a device for each core, those under way get none, and the
+    process aborts after a minute (jaxlib 0.10.2). Elsewhere nothing is waited for.
+    """
+
+    MOST = 4  # calls of some programs each
+
+    def __init__(self, mesh: Mesh):
+        self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._calls = itertools.count(1)
+
+    def __call__(self, made: Any) -> Any:
+        """What a call has made, perhaps once it is there."""
+        if self._waits and next(self._calls) % self.MOST == 0:
+            jax.block_until_ready(made)
+        return made
+
+
+def unbox(tree: Any) -> Any:
+    """The tree without its logical axis names."""
+    return nn.unbox(tree)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of nested dictionaries by path, as in `layers/query/kernel`."""
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+@contextlib.contextmanager
+def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
+    """Makes the mesh and the table known to the logical constraints inside modules."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules(column)):
+        yield

@@ -1,0 +1,1 @@
+"""Storage: retries, output folders with their locks, JSON lines."""

@@ -1,0 +1,306 @@
+"""Folders that commands write: made, marked, and held against other processes.
+
+`ownership.py` says which may be written at all. Nothing else is, so that a mistyped name costs
+nobody a file.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.storage.ownership import (
+    LOCK,
+    MARK,
+    OURS,
+    Folder,
+    Place,
+    check_free,
+    entries,
+    folder_at,
+    is_ours,
+    is_remote,
+    is_written,
+    place_of,
+    read_mark,
+    stamp,
+)
+from dapo_jax.runtime.storage.retries import full_or_broken, is_refusal, reason
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+ROOM = "a folder of storage with room"
+TRIES = 9  # each is lost only to a process that leaves the same folder at the same moment
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
+
+_locks: set[int] = set()  # open file descriptors
+
+
+def _forget_locks() -> None:
+    """A forked child that outlives a killed parent does not keep its folders."""
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def write_mark(folder: pathlib.Path, mark: dict[str, Any]) -> None:
+    """Complete or absent, also where another process writes it too."""
+    temporary = folder / f"{OURS}{os.getpid()}"
+    temporary.write_text(json.dumps(mark, indent=2), encoding="utf-8")
+    os.replace(temporary, folder / MARK)
+
+
+def is_at(path: pathlib.Path, descriptor: int) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+class Hold:
+    """A folder of ours, made and marked where it was missing, locked until `close`.
+
+    Args:
+        mark: what a new one is marked with.
+        exclusive: without it there is no lock, and several processes may hold it.
+
+    Raises `ConfigError` where it must not be written or another process holds it.
+    """
+
+    def __init__(self, place: Place, mark: dict[str, Any], exclusive: bool = True):
+        self.path, self._place, self._lock = place.path, place, -1
+        self._made: list[pathlib.Path] = []  # go at `close` if they are empty, the deepest first
+        self._fresh = False  # whether the mark goes too, if nothing came beside it
+        try:
+            place.check()
+            if exclusive:
+                self._take()
+                place.check()  # as it is now that no other command can change it
+            else:
+                self._make()
+            if not (self.path / MARK).exists():
+                self._fresh = True
+                write_mark(self.path, mark)
+        except OSError as error:
+            self.close()
+            place.refuse(f"{str(self.path)!r} can't be written: {error.strerror}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        way = (self.path, *self.path.parents)
+        self._made += [one for one in way if one not in self._made and not one.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def _take(self) -> None:
+        for _ in range(TRIES):
+            self._make()
+            with contextlib.suppress(FileNotFoundError):
+                if self._locked():
+                    return
+        raise OSError(errno.EAGAIN, "other processes make and remove it at the same time")
+
+    def _locked(self) -> bool:
+        """Whether the lock is ours; False where its holder took the file away meanwhile."""
+        path = self.path / LOCK
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace") or "another process"
+            os.close(lock)
+            reason = f"{str(self.path)!r} is being written by {holder}"
+            self._place.refuse(reason, "a folder that no other process writes")
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(lock)
+                raise
+            warning = f"{path} can't be locked ({error.strerror}): start nothing else there"
+            print(f"warning: {warning}", file=sys.stderr)
+        if not is_at(path, lock):
+            os.close(lock)
+            return False
+        self._lock = lock
+        _locks.add(lock)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
+        return True
+
+    def close(self) -> None:
+        """Lets others have the folder; one that nothing came into leaves no trace."""
+        with contextlib.suppress(OSError):
+            if self._fresh and not entries(self.path):
+                (self.path / MARK).unlink()
+        if self._lock in _locks:  # it is ours, and this is no forked child
+            with contextlib.suppress(OSError):
+                if is_at(self.path / LOCK, self._lock):
+                    (self.path / LOCK).unlink()
+            _locks.remove(self._lock)
+            os.close(self._lock)
+            self._lock = -1
+        with contextlib.suppress(OSError):
+            for made in self._made:
+                made.rmdir()
+
+    def clear(self) -> None:
+        """Removes what a command wrote, and no other file; what is then empty goes at `close`."""
+        self._made = list(dict.fromkeys([self.path, *self._made]))
+        self._fresh = True
+        mark = read_mark(self.path) or {}
+        for entry in entries(self.path):
+            if is_written(entry, mark):
+                os.unlink(entry)
+        for path in self.path.glob(f"{OURS}*"):
+            if is_ours(path.name) and path.name not in (MARK, LOCK):  # a kill left it half written
+                path.unlink()
+
+    def finish(self, mark: dict[str, Any]) -> None:
+        """Lists in the mark what was written, all of it on disk: the folder is complete."""
+        files = {}
+        for entry in entries(self.path):
+            if is_written(entry, mark):
+                descriptor = os.open(entry.path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+                files[entry.name] = stamp(entry)
+        write_mark(self.path, {"kind": mark["kind"], "files": files})
+        self._made, self._fresh = [], False
+
+    def take_place(self, place: Place, old: "Hold | None") -> None:
+        """Takes the name of `place`; `old`, which has it now, then has the one of this."""
+        if old is None or not place.path.exists():
+            self.path.rename(place.path)
+            self.path = place.path
+            return
+        self.path.chmod(old.path.stat().st_mode & 0o7777)
+        if not exchange(self.path, old.path):
+            aside = place.beside("replaced").path
+            old.path.rename(aside)
+            try:
+                self.path.rename(old.path)
+            except OSError:
+                aside.rename(old.path)
+                raise
+            aside.rename(self.path)
+        self.path, old.path = old.path, self.path
+
+
+def exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Swaps two names in one step; False where the system has no such step."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return call is not None and call(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0
+
+
+@contextlib.contextmanager
+def claim(
+    field: str, value: str, kind: str, below: str = "", *, exclusive: bool = True
+) -> Iterator[Folder]:
+    """The folder, made and marked where it was missing; arguments as for `check_free` and `Hold`.
+
+    What is still empty when the block ends is taken away again. Of several processes the first one
+    holds it for all; nobody can hold one that is not of this file system.
+    """
+    if is_remote(value) or not processes.is_first():
+        if processes.is_first():
+            _try_to_write(folder_at(value, below), field, value)
+        yield folder_at(value, below)
+        return
+    hold = Hold(place_of(field, value, kind, below), {"kind": kind}, exclusive)
+    try:
+        yield pathlib.Path(value, below)
+    finally:
+        hold.close()
+
+
+def _try_to_write(folder: Folder, field: str, value: str) -> None:
+    """Raises `ConfigError` where a bucket refuses: a run would only be told when it saves."""
+    path = folder / f"{OURS}{os.getpid()}"
+    try:
+        path.write_bytes(b"")
+        path.unlink()
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_refusal(error)):
+            raise
+        require(False, field, value, f"a folder of a bucket that you may write; {reason(error)}")
+
+
+@contextlib.contextmanager
+def replace(
+    field: str, value: str, kind: str, writes: Sequence[str]
+) -> Iterator[pathlib.Path | None]:
+    """An empty folder to write, which takes the place of the one named when the block ends well.
+
+    Killed at whatever moment, this leaves under that name the old folder or the new one, complete.
+    (Where the system can't exchange two names there is a moment between two renames with none: the
+    old one then stands beside it, and the next command puts it back.)
+
+    Args:
+        field, value, kind: as for `check_free`.
+        writes: patterns of the names of files that the block writes; no other is ever removed.
+
+    Yields None on processes beside the first, which write nothing.
+    """
+    if not processes.is_first():
+        yield None
+        return
+    check_free(field, value, kind)
+    place, mark = place_of(field, value, kind), {"kind": kind, "writes": list(writes)}
+    with contextlib.ExitStack() as stack:
+        new = Hold(place.beside("unfinished"), mark)  # while it is held nobody else gets here
+        stack.callback(new.close)
+        try:
+            _put_back(place)
+            new.clear()
+            write_mark(new.path, mark)
+        except OSError as error:
+            place.refuse(f"{str(new.path)!r} can't be written: {error.strerror}")
+        old = Hold(place, {"kind": kind}) if place.path.exists() else None
+        if old:
+            stack.callback(old.close)
+        try:
+            yield new.path
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                new.clear()
+            if cause := full_or_broken(error):
+                place.refuse(f"{str(new.path)!r} can't be written: {cause}", ROOM)
+            raise
+        try:
+            new.finish(mark)
+        except OSError as error:
+            place.refuse(f"{str(new.path)!r} can't be written: {error.strerror}", ROOM)
+        hint = f"; what was written is complete in {str(new.path)!r}"
+        place.check(hint)  # somebody may have put something there since
+        try:
+            new.take_place(place, old)
+        except OSError as error:
+            place.refuse(f"{error}{hint}")
+        with contextlib.suppress(OSError):
+            if old and old.path != place.path:
+                old.clear()
+
+
+def _put_back(place: Place) -> None:
+    """Ends an exchange in several steps that was killed between them."""
+    aside = place.beside("replaced")
+    if read_mark(aside.path) is None:
+        return
+    if not place.path.exists():
+        aside.path.rename(place.path)
+        return
+    hold = Hold(aside, {})
+    hold.clear()
+    hold.close()

@@ -1,0 +1,335 @@
+"""Functions of elements, and trees to elements.
+
+Integer variables may be looked at by their remainders: `Field.moduli` says which would help.
+"""
+
+import math
+
+from flint import acb, arb, fmpq
+
+from dapo_jax.verifier.ball_arithmetic import LARGEST_FLOORED, Undefined, whole_part, with_bits
+from dapo_jax.verifier.expression_tree import Refused
+from dapo_jax.verifier.number_field import BITS, Field
+from dapo_jax.verifier.polynomials import (
+    ONE,
+    Atom,
+    Element,
+    Poly,
+    as_rational,
+    constant,
+    monomial,
+    powers_of,
+    rational,
+)
+from dapo_jax.verifier.roots import (
+    content_of,
+    imaginary,
+    is_real,
+    minus_one_to,
+    opaque,
+    prime_powers,
+    root,
+    sign,
+)
+from dapo_jax.verifier.work_budget import Undecided
+
+INTEGERS = "nmkN"  # letters that stand for whole numbers where floors and (-1)^n ask
+COMPLEX = "zw"  # letters that need not be real
+LARGEST_POWER, LARGEST_SHIFT, LARGEST_CHOICE = 1_000, 20, 50
+
+
+def symbol(field: Field, name: str) -> Element:
+    """A variable; in a case of remainders, modulus * another + remainder."""
+    if name in field.residues:
+        modulus, remainder = field.residues[name]
+        if modulus == 0:
+            return rational(remainder)
+        inner = field.atom("symbol", name, constant=False, whole=name)
+        return field.add(field.scale(inner, modulus), rational(remainder))
+    whole = name if name in INTEGERS else None
+    return field.atom("symbol", name, constant=False, real=name[0] not in COMPLEX, whole=whole)
+
+
+def pi(field: Field) -> Element:
+    """The circle's number."""
+
+    def value(bits: int) -> acb:
+        with with_bits(bits):
+            return acb.pi()
+
+    return field.atom("pi", "", value=value)
+
+
+def _ask_for_remainders(field: Field, names: set[str], modulus: int) -> None:
+    for name in names:
+        field.moduli[name] = math.lcm(field.moduli.get(name, 1), modulus)
+
+
+def _integers_in(field: Field, powers: dict[int, int]) -> set[str] | None:
+    """The variables of a term that is a whole number; None where others occur."""
+    names = {field.atoms[number].whole for number in powers}
+    return None if None in names else names
+
+
+def floor(field: Field, a: Element) -> Element:
+    """The largest whole number that is at most a; a is real."""
+    if field.is_constant(a):
+        return _floor_of_constant(field, a)
+    if a.below != ONE:
+        return opaque(field, "floor", a)
+    whole, rest = constant(0), a.above
+    for exponents, coefficient in a.above.terms():
+        powers = powers_of(exponents)
+        names = _integers_in(field, powers)
+        if names is None:
+            continue
+        if names and coefficient.q != 1:
+            _ask_for_remainders(field, names, int(coefficient.q))
+            continue
+        part = monomial(powers) * fmpq(coefficient.p // coefficient.q)
+        whole, rest = whole + part, rest - part
+    if as_rational(rest) is None:  # else from 0 to 1
+        return field.add(Element(whole, ONE), opaque(field, "floor", Element(rest, ONE)))
+    return Element(whole, ONE)
+
+
+def _floor_of_constant(field: Field, a: Element) -> Element:
+    if not is_real(field, a):
+        raise Undecided("the floor of what may not be real")
+    for bits in BITS:
+        try:
+            with with_bits(bits):
+                real = field.value(a, bits).real
+                whole = whole_part(acb(real)).unique_fmpz()
+                assert whole is not None  # whole_part looked
+                return rational(whole)
+        except Undefined:
+            if not abs(real) < LARGEST_FLOORED:
+                raise Undecided("a huge number's floor") from None
+            with with_bits(bits):
+                near = (real.mid() + arb(0.5)).floor().unique_fmpz()
+            if near is not None and field.vanishes(field.subtract(a, rational(near)).above):
+                return rational(near)
+    raise Undecided("a floor on the edge")
+
+
+# --- exponentials and logarithms ----------------------------------------------------------------
+
+
+def exp(field: Field, a: Element) -> Element:
+    """e^a, as a product over the terms of a."""
+    result = rational(1)
+    for exponents, coefficient in a.above.terms():
+        one = _exp_of_term(field, powers_of(exponents), coefficient, a.below)
+        result = field.multiply(result, one)
+    return result
+
+
+def _is_imaginary(atom: Atom) -> bool:
+    return atom.kind == "root" and atom.degree == 2 and atom.radicand == -ONE
+
+
+def _exp_of_term(field: Field, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
+    """exp(c * a product of atoms / below)."""
+    atoms = {field.atoms[number].kind: number for number, n in powers.items() if n == 1}
+    if below == ONE and len(powers) == 1 and "log" in atoms:
+        return power_of(field, field.atoms[atoms["log"]].argument, c)
+    turns = below == ONE and {"root", "pi"} <= set(atoms)
+    if turns and _is_imaginary(field.atoms[atoms["root"]]):
+        others = {n: k for n, k in powers.items() if n not in (atoms["root"], atoms["pi"])}
+        if not others:
+            return field.power(minus_one_to(field, int(c.q)), int(c.p) % (2 * int(c.q)))
+        names = _integers_in(field, others)
+        if names is not None:
+            if c.q == 1 and c.p % 2 == 0:
+                return rational(1)
+            _ask_for_remainders(field, names, 2 * int(c.q))
+    return _power_of_exp(field, powers, c, below)
+
+
+def _power_of_exp(field: Field, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
+    """The same as a power of one atom, exp(product / (below * step))."""
+    key = f"{sorted(powers.items())} {below}"
+    number, step = field.exponentials.get(key, (None, 1))
+    if number is None or step % int(c.q):
+        older = {}
+        if number is not None:
+            older["degree"] = math.lcm(step, int(c.q)) // step
+            older["radicand"] = field.atoms[number].generator
+        step = math.lcm(step, int(c.q))
+        argument = Element(monomial(powers) / step, below)
+        found = field.atom("exp", f"{key} {step}", **_exp_fields(field, argument), **older)
+        ((number, _),) = field.atoms_in(found.above)
+        field.exponentials[key] = number, step
+    power = c * step
+    if abs(power) > LARGEST_POWER:
+        raise Undecided("a high power of an exponential")
+    return field.power(Element(field.atoms[number].generator, ONE), int(power))
+
+
+def _exp_fields(field: Field, argument: Element) -> dict:
+    above, below = ([atom for _, atom in field.atoms_in(poly)] for poly in argument)
+    # The argument is one product over `below`: with i in the one and real atoms beside, i times
+    # a real number, whose exponential lies on the unit circle.
+    turns = [_is_imaginary(atom) for atom in above]
+    rest = [atom for atom, turn in zip(above, turns, strict=True) if not turn]
+    on_circle = any(turns) and all(atom.real for atom in (*rest, *below))
+
+    def value(bits: int) -> acb:
+        with with_bits(bits):
+            return field.value(argument, bits).exp()
+
+    return {
+        "argument": argument,
+        "constant": field.is_constant(argument),
+        "real": all(atom.real for atom in (*above, *below)),
+        "value": value,
+        "inverse_is_conjugate": on_circle,
+    }
+
+
+def power_of(field: Field, base: Element, q: fmpq) -> Element:
+    """base ** q, principal."""
+    if abs(q.p) > LARGEST_POWER or q.q > LARGEST_POWER:
+        raise Undecided("a high power")
+    return field.power(base if q.q == 1 else root(field, base, int(q.q)), int(q.p))
+
+
+def power(field: Field, base: Element, exponent: Element) -> Element:
+    """base ** exponent, principal: exp(exponent * log base)."""
+    q = as_rational(exponent.above) if exponent.below == ONE else None
+    if q is not None:
+        return power_of(field, base, q)
+    if _is_whole(field, exponent):
+        return exp(field, field.multiply(exponent, _sum_of_logs(field, base)))
+    return exp(field, field.multiply(exponent, log(field, base)))
+
+
+def _is_whole(field: Field, a: Element) -> bool:
+    """Whether it is a whole number for all whole values of its letters."""
+    terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
+    whole = (c.q == 1 and _integers_in(field, powers) is not None for powers, c in terms)
+    return a.below == ONE and all(whole)
+
+
+def _sum_of_logs(field: Field, a: Element) -> Element:
+    """Logarithms of the factors of a: their sum is one of log a's values, n times it all the same
+    n-th power for a whole n."""
+    total = rational(0)
+    for poly, way in ((a.above, 1), (a.below, -1)):
+        field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
+        unit, factors = poly.factor()
+        parts = [(constant(unit), 1), *factors] if unit != 1 else factors
+        for factor, power in parts:
+            one = log(field, Element(factor, ONE))
+            total = field.add(total, field.scale(one, way * power))
+    return total
+
+
+def log(field: Field, a: Element) -> Element:
+    """The principal logarithm."""
+    number = as_rational(a.above) if a.below == ONE else None
+    if number is None:
+        return _log_of_constant(field, a) if field.is_constant(a) else _log_of_variable(field, a)
+    if number == 0:
+        raise Refused("the logarithm of 0")
+    result = rational(0)
+    for prime, n in prime_powers(field, abs(number)):
+        one = _log_atom(field, rational(prime), real=True)
+        result = field.add(result, field.scale(one, n))
+    return result if number > 0 else field.add(result, _half_turn(field))
+
+
+def _half_turn(field: Field) -> Element:
+    return field.multiply(imaginary(field), pi(field))
+
+
+def _log_of_variable(field: Field, a: Element) -> Element:
+    terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
+    atoms = [(field.atoms[number], n) for number, n in terms[0][0].items()]
+    if len(terms) == 1 and a.below == ONE and terms[0][1] > 0:  # ln(c e^x) for a real x
+        if all(atom.kind == "exp" and atom.real for atom, _ in atoms):
+            total = log(field, rational(terms[0][1]))
+            for atom, n in atoms:
+                total = field.add(total, field.scale(atom.argument, n))
+            return total
+    content = content_of(a.above) / content_of(a.below)
+    rest = _log_atom(field, field.scale(a, 1 / content), real=False)
+    return rest if content == 1 else field.add(rest, log(field, rational(content)))
+
+
+def _log_of_constant(field: Field, a: Element) -> Element:
+    found = _log_of_monomial(field, a) if len(a.above) == 1 and a.below == ONE else None
+    if found is not None:
+        return found
+    if not is_real(field, a):
+        return _log_atom(field, a, real=False)
+    direction = sign(field, a)
+    if direction == 0:
+        raise Refused("the logarithm of 0")
+    if direction < 0:
+        return field.add(log(field, field.scale(a, -1)), _half_turn(field))
+    return _log_atom(field, a, real=True)
+
+
+def _log_of_monomial(field: Field, a: Element) -> Element | None:
+    """Of a number times positive roots of numbers and roots of -1; None for another product."""
+    ((exponents, coefficient),) = a.above.terms()
+    total, turn = log(field, rational(abs(coefficient))), fmpq(int(coefficient < 0))
+    for number, n in powers_of(exponents).items():
+        atom = field.atoms[number]
+        base = as_rational(atom.radicand) if atom.kind == "root" else None
+        if base == -1:
+            turn += fmpq(n, atom.degree)
+        elif base is not None and base > 0:
+            one = field.scale(log(field, rational(base)), fmpq(n, atom.degree))
+            total = field.add(total, one)
+        else:
+            return None
+    turn -= 2 * (turn / 2).floor()
+    turn -= 2 * int(turn > 1)  # from -1, left out, to 1
+    return field.add(total, field.scale(_half_turn(field), turn)) if turn else total
+
+
+def _log_atom(field: Field, a: Element, *, real: bool) -> Element:
+    def value(bits: int) -> acb:
+        with with_bits(bits):
+            return field.value(a, bits).log()
+
+    constant = field.is_constant(a)
+    return field.atom("log", str(a), argument=a, constant=constant, real=real, value=value)
+
+
+# --- factorials ---------------------------------------------------------------------------------
+
+
+def factorial(field: Field, a: Element) -> Element:
+    """a!, and (x + c)! as a product with x!."""
+    number = as_rational(a.above) if a.below == ONE else None
+    if number is not None:
+        if number.q != 1 or not 0 <= number <= LARGEST_POWER:
+            raise Undecided("a factorial of no small whole number")
+        return rational(math.factorial(int(number.p)))
+    fixed = {powers_of(e) == {}: c for e, c in a.above.terms()}.get(True, fmpq(0))
+    shift = int(fixed.floor()) if a.below == ONE else 0
+    if abs(shift) > LARGEST_SHIFT:
+        raise Undecided("a factorial far from its variable")
+    base = field.subtract(a, rational(shift))
+    result = opaque(field, "factorial", base)
+    for j in range(shift):
+        result = field.multiply(result, field.add(base, rational(j + 1)))
+    for j in range(-shift):
+        result = field.divide(result, field.subtract(base, rational(j)))
+    return result
+
+
+def binomial(field: Field, above: Element, below: Element) -> Element:
+    """above over below: a product for a small whole number below, else by factorials."""
+    k = as_rational(below.above) if below.below == ONE else None
+    if k is not None and k.q == 1 and 0 <= k <= LARGEST_CHOICE:
+        result = rational(1)
+        for j in range(int(k.p)):
+            result = field.multiply(result, field.subtract(above, rational(j)))
+        return field.scale(result, fmpq(1, math.factorial(int(k.p))))
+    rest = factorial(field, field.subtract(above, below))
+    return field.divide(factorial(field, above), field.multiply(factorial(field, below), rest))

@@ -1,0 +1,272 @@
+"""Sets of real numbers: intervals, unions and inequalities in one variable.
+
+A set is a sorted list of pieces that don't touch; ends are compared by proof, never by rounding.
+Runs in a worker process.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from dapo_jax.verifier.answer_shape import Node
+from dapo_jax.verifier.equivalence import REALS, compact
+from dapo_jax.verifier.expression_tree import Refused, Tree, add, negate, nodes, symbols
+from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.number_field import Field
+from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
+from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
+from dapo_jax.verifier.tree_to_element import read
+from dapo_jax.verifier.work_budget import Undecided
+
+MOST_PIECES = 32  # of a union
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+MOST_SIGNS = 4  # of absolute values in one relation
+
+
+class End(NamedTuple):
+    """An end of a piece. infinite: -1 or 1 where it has no value."""
+
+    value: Element | None
+    open: bool
+    infinite: int = 0
+
+
+class Piece(NamedTuple):
+    """The numbers between two ends; a point where both are the same closed one."""
+
+    low: End
+    high: End
+
+
+Pieces = list[Piece]
+LOWEST, HIGHEST = End(None, True, -1), End(None, True, 1)
+EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
+
+
+def _divides_by_variable(node: Tree) -> bool:
+    """Where it is not defined would have to be left out."""
+    if node.kind == "quotient":
+        return bool(symbols(node.parts[1]))
+    exponent = node.parts[1] if node.kind == "power" else None
+    below = exponent is not None and (exponent.kind != "number" or exponent.rational < 0)
+    return below and bool(symbols(node))
+
+
+class Regions:
+    """Sets over one field, whose budget pays for every comparison."""
+
+    def __init__(self, field: Field):
+        self.field = field
+
+    # --- arithmetic of sets --------------------------------------------------------------------
+
+    def compare(self, a: End, b: End) -> int:
+        """-1, 0 or 1 as the value of `a` is below, at or above that of `b`."""
+        if a.infinite or b.infinite:
+            return (a.infinite > b.infinite) - (a.infinite < b.infinite)
+        assert a.value is not None and b.value is not None  # being finite
+        if a.value == b.value:
+            return 0
+        return sign(self.field, self.field.subtract(a.value, b.value))
+
+    def _is_empty(self, low: End, high: End) -> bool:
+        order = self.compare(low, high)
+        return order > 0 or order == 0 and (low.open or high.open)
+
+    def _later(self, a: End, b: End) -> End:
+        """The low end of what both begin."""
+        order = self.compare(a, b)
+        return a if order > 0 or order == 0 and a.open else b
+
+    def _earlier(self, a: End, b: End) -> End:
+        order = self.compare(a, b)
+        return a if order < 0 or order == 0 and a.open else b
+
+    def intersection(self, a: Pieces, b: Pieces) -> Pieces:
+        found = []
+        for one, other in itertools.product(a, b):
+            low, high = self._later(one.low, other.low), self._earlier(one.high, other.high)
+            if not self._is_empty(low, high):
+                found.append(Piece(low, high))
+        return self.union(found)
+
+    def union(self, pieces: Pieces) -> Pieces:
+        """The same numbers in pieces that are sorted and don't touch."""
+        joined: Pieces = []
+        for piece in sorted(pieces, key=functools.cmp_to_key(self._order_of_lows)):
+            last = joined[-1] if joined else None
+            gap = 1 if last is None else self.compare(piece.low, last.high)
+            if last is None or gap > 0 or gap == 0 and piece.low.open and last.high.open:
+                joined.append(piece)
+                continue
+            order = self.compare(piece.high, last.high)
+            wider = order > 0 or order == 0 and last.high.open
+            joined[-1] = Piece(last.low, piece.high if wider else last.high)
+        return joined
+
+    def _order_of_lows(self, a: Piece, b: Piece) -> int:
+        return self.compare(a.low, b.low) or a.low.open - b.low.open
+
+    def complement(self, pieces: Pieces) -> Pieces:
+        """What is left of the real numbers; `pieces` are sorted and don't touch."""
+        found, low = [], LOWEST
+        for piece in pieces:
+            high = piece.low._replace(open=not piece.low.open or bool(piece.low.infinite))
+            if piece.low.infinite == 0:
+                found.append(Piece(low, high))
+            low = piece.high._replace(open=not piece.high.open)
+        return found if low.infinite > 0 else [*found, Piece(low, HIGHEST)]
+
+    def same(self, a: Pieces, b: Pieces) -> bool:
+        return len(a) == len(b) and all(
+            one.open == other.open and self.compare(one, other) == 0
+            for mine, gold in zip(a, b, strict=True)
+            for one, other in zip(mine, gold, strict=True)
+        )
+
+    # --- from text -----------------------------------------------------------------------------
+
+    def _end(self, text: str, *, is_open: bool) -> End:
+        tree = parse(text)
+        if tree.kind == "infinity":
+            return HIGHEST
+        if tree.kind == "product" and tree.parts[1].kind == "infinity":
+            return LOWEST
+        value = read(self.field, tree)
+        if symbols(tree) or not is_real(self.field, value):
+            raise Refused("an end that is no real number")
+        return End(value, is_open)
+
+    def _point(self, text: str) -> Piece:
+        end = self._end(text, is_open=False)
+        if end.infinite:
+            raise Refused("infinity is no member")
+        return Piece(end, end)
+
+    def read(self, node: Node) -> Pieces:
+        """The set that a node describes. Raises `Refused`."""
+        if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
+            left, right = node.marks
+            low = self._end(node.items[0].text, is_open=left == "(")
+            high = self._end(node.items[1].text, is_open=right == ")")
+            if self.compare(low, high) >= 0:
+                raise Refused("an interval without length")
+            if low.infinite and left == "[" or high.infinite and right == "]":
+                raise Refused("infinity is no member")
+            return [Piece(low, high)]
+        if node.kind in ("set", "union", "intersection", "difference", "list"):
+            return self._of_members(node)
+        if node.kind == "relation":
+            if node.marks == ("in",):
+                return self.read(node.items[1])
+            found = EVERYTHING
+            for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
+                difference = add([parse(left.text), negate(parse(right.text))])
+                found = self.intersection(found, self.solve(difference, mark))
+            return found
+        if compact(node.text) == REALS:
+            return EVERYTHING
+        if compact(node.text) == r"\emptyset":
+            return []
+        raise Refused("no region")
+
+    def _of_members(self, node: Node) -> Pieces:
+        if len(node.items) > MOST_PIECES:
+            raise Refused("too many pieces")
+        if node.kind == "set":
+            return self.union([self._point(item.text) for item in node.items])
+        if node.kind == "list" and node.marks == (",",):
+            raise Refused("a comma between regions says neither 'and' nor 'or'")
+        parts = [self.read(item) for item in node.items]
+        if node.kind == "difference":
+            return self.intersection(parts[0], self.complement(parts[1]))
+        if node.kind == "intersection" or node.marks == ("and",):
+            return functools.reduce(self.intersection, parts)
+        return self.union([piece for part in parts for piece in part])
+
+    # --- solving -------------------------------------------------------------------------------
+
+    def solve(self, difference: Tree, mark: str) -> Pieces:
+        """Where `difference mark 0`, of degree 1 or 2 on either side of the corners it has."""
+        if len(symbols(difference)) != 1 or mark not in ("=", *FLIPPED):
+            raise Refused("no relation in one variable")
+        if any(map(_divides_by_variable, nodes(difference))):
+            raise Refused("a variable below")
+        try:
+            found = read(self.field, difference)
+        except NeedsSign as case:
+            return self._by_sign(case, lambda: self.solve(difference, mark))
+        return self._solve_poly(self.field.divide(found, rational(1)), mark)
+
+    def _by_sign(self, case: NeedsSign, solve) -> Pieces:
+        signs = self.field.signs
+        if len(signs) == MOST_SIGNS:
+            raise Undecided("too many cases")
+        pieces = []
+        for way, mark in ((1, ">="), (-1, "<")):
+            side = self._solve_poly(Element(case.poly, ONE), mark)
+            signs[case.name] = way
+            pieces += self.intersection(side, solve())
+            del signs[case.name]
+        return self.union(pieces)
+
+    def _coefficients(self, found: Element) -> list[Element]:
+        """Those of 1, x and x^2; everything else is constant."""
+        varying = [number for number, atom in self.field.atoms_in(found.above) if not atom.constant]
+        kinds = {self.field.atoms[number].kind for number in varying}
+        if len(varying) > 1 or kinds - {"symbol"}:
+            raise Refused("no polynomial")
+        parts = self.field.coefficients(found.above, lambda atom: not atom.constant)
+        powers: dict[int, Poly] = {
+            dict(key).get(varying[0], 0) if varying else 0: part for key, part in parts.items()
+        }
+        if max(powers, default=0) > 2:
+            raise Refused("a high power")
+        below = Element(found.below, ONE)
+        return [
+            self.field.divide(Element(powers[n], ONE), below) if n in powers else rational(0)
+            for n in range(3)
+        ]
+
+    def _solve_poly(self, found: Element, mark: str) -> Pieces:
+        c, b, a = self._coefficients(found)
+        if any(not is_real(self.field, one) for one in (a, b, c)):
+            raise Refused("not real")
+        leading = sign(self.field, a)
+        if leading == 0 and sign(self.field, b) == 0:  # no variable is left
+            holds = {-1: ("<", "<=", "!="), 0: ("=", "<=", ">="), 1: (">", ">=", "!=")}
+            return EVERYTHING if mark in holds[sign(self.field, c)] else []
+        roots, above = self._roots(a, b, c, leading)
+        points = self.union([Piece(End(r, False), End(r, False)) for r in roots])
+        if mark == "=":
+            return points
+        if mark == "!=":
+            return self.complement(points)
+        positive = self._where_positive(roots, above, quadratic=leading != 0)
+        zero_or_positive = self.union([*positive, *points])
+        kind = {">": positive, ">=": zero_or_positive}
+        if mark in kind:
+            return kind[mark]
+        return self.complement(zero_or_positive if mark == "<" else positive)
+
+    def _roots(self, a: Element, b: Element, c: Element, leading: int) -> tuple[list[Element], int]:
+        """The real zeros, in order, and the sign beyond the last of them."""
+        field = self.field
+        if leading == 0:
+            return [field.scale(field.divide(c, b), -1)], sign(field, b)
+        under = field.subtract(field.multiply(b, b), field.scale(field.multiply(a, c), 4))
+        kind = sign(field, under)
+        middle = field.divide(field.scale(b, -1), field.scale(a, 2))
+        if kind <= 0:
+            return [middle] if kind == 0 else [], leading
+        half = field.divide(root(field, under, 2), field.scale(a, 2 * leading))
+        return [field.subtract(middle, half), field.add(middle, half)], leading
+
+    def _where_positive(self, roots: list[Element], above: int, *, quadratic: bool) -> Pieces:
+        ends = [LOWEST, *(End(r, True) for r in roots), HIGHEST]
+        signs = [above]
+        for _ in roots:
+            flips = not quadratic or len(roots) == 2
+            signs.insert(0, -signs[0] if flips else signs[0])
+        pairs = zip(ends, ends[1:], signs, strict=False)
+        return [Piece(low, high) for low, high, direction in pairs if direction > 0]

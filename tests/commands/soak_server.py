@@ -1,0 +1,199 @@
+"""Soaks a served policy in short requests, rude clients among them, and measures it under load.
+
+    cd tests/commands
+    python soak_server.py --requests 100000              for hours; the same command goes on
+    python soak_server.py --requests 20000 --switch 1e-6 threads of the server change places
+    python soak_server.py --requests 0 --load 1,8,32,128 latencies and tokens per second
+
+A tenth of the requests are given up half-way, some are read slowly. Every other answer must be the
+one that the same request got alone. Exit code 1 where one is not, where the
+server exits or fails, or where threads, open files or memory grow.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+from served import BUDGET, free_port, make_byte_folder
+from soak_clients import MODEL, Case, Clients, Web, Wrong
+
+SLOT_FLAGS = ["--slots=8", "--max_prompt_tokens=20", f"--max_response_tokens={BUDGET}"]
+SETTLING_SECONDS = 3.0  # for connections that were dropped to be seen as such
+MOST_GROWTH = 32 << 20  # bytes of memory, from the first quarter of the requests to their end
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """What a process holds: threads, open files, bytes of memory."""
+
+    threads: int
+    files: int
+    memory: int
+
+    @classmethod
+    def by(cls, process: int) -> "Held":
+        place = pathlib.Path(f"/proc/{process}")
+        pages = int((place / "statm").read_text().split()[1])
+        count = [sum(1 for _ in (place / name).iterdir()) for name in ("task", "fd")]
+        return cls(*count, pages * 4096)
+
+
+@contextlib.contextmanager
+def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """`dapo-jax serve` in a process of its own: its id, and its ports of gRPC and HTTP."""
+    port, http_port = free_port(), free_port()
+    command = [sys.executable, __file__, "--serve", str(switch), f"--model={folder}", *SLOT_FLAGS]
+    command += [f"--port={port}", f"--http_port={http_port}", f"--served_name={MODEL}"]
+    command += ["--temperature=0", *flags]
+    alone = os.environ | {"XLA_FLAGS": ""}  # those of the tests make eight devices
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone)
+    try:
+        assert process.stdout is not None and "serving" in process.stdout.readline()
+        yield process.pid, (port, http_port)
+        process.terminate()
+        if code := process.wait(60):
+            raise Wrong(f"the server left with exit code {code}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serve(switch: str, arguments: list[str]) -> int:
+    """The command, with threads that change places so often."""
+    from dapo_jax.commands.serve import server as serve
+
+    if float(switch):
+        sys.setswitchinterval(float(switch))
+    sys.argv = ["serve", *arguments]
+    return serve.main()
+
+
+# --- soaking --------------------------------------------------------------------------------------
+
+
+class Progress:
+    """How many of the requests were answered rightly, also by earlier calls of the same command."""
+
+    def __init__(self, path: pathlib.Path, asked: list[object]):
+        self._path, self._asked = path, asked
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.done = found["done"] if found.get("asked") == asked else 0
+
+    def note(self, done: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"asked": self._asked, "done": done}))
+
+
+def soak(
+    process: int,
+    clients: Clients,
+    numbers: range,
+    *,
+    threads: int,
+    note: Callable[[int], object] = lambda done: None,
+    every: int = 1000,
+) -> None:
+    """Asks all of them. Raises at the first that goes wrong, or where the server holds more."""
+    first, began = None, time.monotonic()
+    for start in range(numbers.start, numbers.stop, every):
+        some = range(start, min(start + every, numbers.stop))
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(clients.ask, some):
+                pass
+        clients.leave()
+        note(some.stop)
+        done, seconds = some.stop - numbers.start, time.monotonic() - began
+        if 4 * done >= len(numbers) and (first is None or some.stop == numbers.stop):
+            time.sleep(SETTLING_SECONDS)
+        held = Held.by(process)
+        if 4 * done >= len(numbers):
+            first = first or held
+        print(f"{some.stop} requests, {done / seconds:.0f}/s, the server: {held}", flush=True)
+    assert first is not None
+    # gRPC makes a thread more where so many ask at once; one for each request would be a leak.
+    if held.threads > first.threads + threads or held.files > first.files:
+        raise Wrong(f"the server holds more and more: {first}, then {held}")
+    if held.memory > first.memory + MOST_GROWTH:
+        raise Wrong(f"the server's memory grows: {first}, then {held}")
+    print(f"right: {dict(Counter(clients.said))}")
+
+
+def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
+    """Prints latencies and tokens per second where so many clients ask at once."""
+    print("clients  requests/s  tokens/s  first token p50, p99 ms  whole p50, p99 ms")
+    body = Case("3+4=", BUDGET).body(stream_options={"include_usage": True})
+
+    def client(until: float) -> list[tuple[float, float, int]]:
+        web, found = Web(ports[1]), []
+        while (began := time.monotonic()) < until:
+            first, tokens = 0.0, 0
+            for chunk in web.events(body):
+                first = first or time.monotonic() - began
+                tokens = (chunk["usage"] or {}).get("completion_tokens", 0)
+            found.append((first, time.monotonic() - began, tokens))
+        web.drop()
+        return found
+
+    for count in counts:
+        with ThreadPoolExecutor(count) as pool:
+            began = time.monotonic()
+            each = pool.map(client, [began + seconds] * count)
+            found = [one for some in each for one in some]
+            took = time.monotonic() - began
+        firsts, wholes, tokens = zip(*found, strict=True)
+        p = [1000 * cut for x in (firsts, wholes) for cut in np.percentile(x, (50, 99))]
+        print(
+            f"{count:7}  {len(found) / took:10.1f}  {sum(tokens) / took:8.0f}  "
+            f"{p[0]:15.0f} {p[1]:7.0f}  {p[2]:9.0f} {p[3]:7.0f}",
+            flush=True,
+        )
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--serve"]:
+        return serve(sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--switch", type=float, default=0.0, help="seconds; 0: Python's own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--load", default="", help="numbers of clients, as 1,8,32,128")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of clients")
+    parser.add_argument("--state", type=pathlib.Path, default="build/soak_server.json")
+    parser.add_argument("flags", nargs="*", help="of dapo_jax.serve, after --")
+    args = parser.parse_args()
+    progress = Progress(args.state, [args.requests, args.seed, args.switch, *args.flags])
+    if progress.done == args.requests > 0:
+        print(f"all have been asked; without {args.state} they are again")
+    with tempfile.TemporaryDirectory() as folder:
+        make_byte_folder(pathlib.Path(folder))
+        try:
+            with server(folder, args.switch, args.flags) as (process, ports):
+                if numbers := range(progress.done, args.requests):
+                    clients = Clients(ports, args.seed)
+                    soak(process, clients, numbers, threads=args.clients, note=progress.note)
+                if args.load:
+                    load(ports, [int(count) for count in args.load.split(",")], args.seconds)
+        except (Wrong, OSError, grpc.RpcError, http.client.HTTPException) as error:
+            print(f"failed: {type(error).__name__}: {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""From a run's checkpoint to a model folder."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
+
+from dapo_jax import algorithms
+from dapo_jax.commands.export import export
+from dapo_jax.config.experiment import Checkpoint, Compute, Config, ExportConfig, Model, Optimizer
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.model import load_huggingface
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
+from dapo_jax.run.checkpointing.same_run import frozen_content
+from dapo_jax.run.components import load_frozen, load_trained
+from dapo_jax.runtime.settings import ConfigError, leaves
+
+ROOT = pathlib.Path(__file__).parents[2]
+OTHER = ROOT / "tests/fixtures/models/llama3"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder, eight_devices, tmp_path_factory):
+    """Two checkpoints of a policy on eight devices, the first layer frozen; and its folder."""
+    source, run_dir = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("run")
+    shutil.copytree(tiny_folder, source, dirs_exist_ok=True)
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    values = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 77}
+    (source / "config.json").write_text(json.dumps(values))
+    half = dataclasses.replace(TINY, frozen_layers=1)
+    frozen = load_frozen(source, half, eight_devices)
+    learner = policy_learner(
+        algorithms.dapo(), Compute(), Optimizer(), half, eight_devices, frozen=frozen
+    )
+    state = learner.start(load_trained(source, half, eight_devices, seed=0))
+    config = Config(model=Model(folder=str(source), freeze_layers=0.5))
+    settings = {name: value for name, _, value in leaves(config)}
+    settings[frozen_content("model.folder")] = load_huggingface.fingerprint(source)
+    checkpoints = Checkpoints(run_dir, Checkpoint())
+    for step in (1, 2):
+        state = state.replace(params=jax.tree.map(lambda leaf: leaf * 1.01, state.params))
+        record = {"settings": settings}
+        checkpoints.save(step, {"state": state, "critic": None}, record)
+    checkpoints.close()
+    return str(run_dir), source
+
+
+def test_a_checkpoint_of_eight_devices_is_exported_by_a_process_of_one(run, tmp_path, one_device):
+    run_dir, source = run
+    line = [
+        sys.executable,
+        "-m",
+        "dapo_jax.export",
+        f"--run={run_dir}",
+        f"--out={tmp_path / 'out'}",
+    ]
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2" in done.stdout and "float32" in done.stdout
+    policy, config = SavedPolicy(run_dir), load_huggingface.read_config(tmp_path / "out")
+    assert config == load_huggingface.read_config(source) and config.frozen_layers == 0
+    exported = flatten_dict(
+        load_huggingface.load_params(tmp_path / "out", config, one_device), sep="/"
+    )
+    before = flatten_dict(load_huggingface.load_params(source, config, one_device), sep="/")
+    for path, array in exported.items():
+        saved = policy.read(path)
+        if path.startswith("layers/"):  # the first stayed what it was and is in no checkpoint
+            np.testing.assert_array_equal(array[0], before[path][0])
+            array, before[path] = array[1:], before[path][1:]
+        np.testing.assert_array_equal(array, saved)
+        np.testing.assert_allclose(array, before[path] * 1.01**2, rtol=1e-6)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 77
+
+
+def test_dtype_step_and_file_size_are_as_asked_for(run, tmp_path):
+    asked = ExportConfig(run[0], str(tmp_path / "out"), step=1, dtype="bfloat16", max_shard_gb=1e-5)
+    export(asked)
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    stored = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        stored |= load_file(path)
+    assert {str(tensor.dtype) for tensor in stored.values()} == {"bfloat16"}
+    exact = SavedPolicy(run[0], 1).read("embedding")
+    rounded = exact.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(stored["model.embed_tokens.weight"], rounded)
+    newest = SavedPolicy(run[0]).read("embedding")
+    assert not np.array_equal(exact, newest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run": "nowhere"}, "config.run = 'nowhere': must be the run_dir of a run that has saved"),
+        ({"step": 9}, "config.step = 9: must be 0 or one of 1, 2"),
+        ({"dtype": "int8"}, "config.dtype = 'int8': must be one of auto, float32"),
+        (
+            {"model": str(OTHER)},
+            r"is not the model of the run:\n  embedding: \(32, 32\) in the run, ",
+        ),
+        ({"max_shard_gb": 0.0}, "config.max_shard_gb"),
+    ],
+)
+def test_what_cannot_be_exported_leaves_nothing_behind(run, tmp_path, changes, words):
+    asked = dataclasses.replace(ExportConfig(run[0], str(tmp_path / "out")), **changes)
+    with pytest.raises(ConfigError, match=words):
+        export(asked)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_something_is_not_written_over(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="config.out.*new or empty"):
+        export(ExportConfig(run[0], str(tmp_path)))

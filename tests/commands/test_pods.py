@@ -1,0 +1,73 @@
+"""The programs of a run, compiled for a TPU pod that is not there. Needs libtpu (the tpu extra)."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from dapo_jax.commands.plan import hlo_text
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "pods.py"
+TEXT = """
+%fused.1 (p: f32[8]) -> f32[64,64] {
+  %inner = f32[64,64]{1,0} broadcast(%p)
+}
+%body.2 (p: f32[16]) -> f32[16] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %s = f32[16]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%sum
+}
+ENTRY %main (a: f32[8]) -> f32[64,64] {
+  %a = f32[8]{0} parameter(0)
+  %out = bf16[64,32]{1,0} fusion(%a), kind=kLoop, calls=%fused.1
+  %g = f32[16,96]{1,0} all-gather(%a), replica_groups=[2,4]<=[8], metadata={op_name="f/jvp(head)/x"}
+  %r = f32[16]{0} all-reduce(%a), replica_groups=mesh['x'=2,'y'=8] {'y'}, metadata={op_name="f/mlp"}
+  %w = f32[16]{0} while(%r), condition=%more, body=%body.2
+  %c = bf16[4,8,32]{2,1,0} copy(%g)
+  %d = bf16[64,32]{0,1} copy(%out)
+}
+"""
+
+
+def test_what_a_compiled_text_says_is_read_from_it():
+    made = hlo_text.instructions(TEXT)
+    expected = ["all-reduce", "fusion", "all-gather", "all-reduce", "copy", "copy"]
+    assert [one.operation for one in made] == expected
+    assert hlo_text.largest(made, 1) == ["all-gather f32[16,96] 0.00 GiB (f/jvp(head)/x)"]
+    assert hlo_text.square(made, 64) == []  # only inside a fusion, so never in memory
+    assert hlo_text.over(made, {96}, {16}) == ["all-gather f32[16,96]"]
+    assert hlo_text.copies(made, 1024) == ["1 x copy bf16[4,8,32]"]  # and no matrix
+    assert hlo_text.copies(made, 1025) == []
+    assert hlo_text.collectives(made, "head") == ["1 x all-gather f32[16,96] over 4"]
+    assert hlo_text.collectives(made, sizes={96}) == ["1 x all-gather f32[16,96] over 4"]
+    assert hlo_text.collectives(made, looped=True) == ["1 x all-reduce f32[16] over 2"]
+    assert "1 x all-reduce f32[16] over 8" in hlo_text.collectives(made)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize("mesh", ["fsdp=8,tensor=2", "fsdp=8,decode_tensor=2"])
+def test_a_small_model_fits_a_pod_without_a_square_of_the_length(mesh):
+    shape = ["--row_tokens", "2048", "--prompt_tokens", "256", "--microbatches", "4"]
+    run = ["--model", "tiny", "--topology", "v5e:4x4", "--mesh", mesh, "--remat", "attention"]
+    command = [sys.executable, SCRIPT, *run, *shape, "--json", "--load_layers", "1"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+    lines = {line["program"]: line for line in map(json.loads, told.stdout.splitlines())}
+    assert set(lines) == {"update", "score", "load", "prefill", "insert", "decode"}
+    for line in lines.values():
+        assert line["fits"] and line["peak_gib"] <= line["together_gib"] < 1
+        assert not line["T x T"] and not line["V x T"]
+        assert not line.get("copies of a cache")
+    update = lines["update"]
+    # Attention is kept, so its forward kernel is in the program once.
+    assert [name.split("_segmented")[0] for name in update["kernels"]] == [
+        "1 x splash_mha_dkv",
+        "1 x splash_mha_dq",
+        "1 x splash_mha_fwd",
+    ]
+    gathers = [one for one in update["head exchanges"] if "all-gather" in one]
+    assert len(gathers) == 1 and gathers[0].startswith("1 x all-gather bf16[512,")
+    # No row is gathered from all devices: 8 or 16 rows of 2,048 tokens.
+    assert not any("16384" in one or "32768" in one for one in update["largest"])

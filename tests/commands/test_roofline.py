@@ -1,0 +1,112 @@
+"""What a plan counts: operations of a policy, and the traffic that a compiled text speaks of."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.commands.plan import hlo_traffic, roofline
+from dapo_jax.commands.plan.hlo_traffic import Times
+from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.runtime.sharding import unbox
+
+
+def test_operations_agree_with_a_count_by_hand():
+    """Of Qwen2.5-32B and of the embedded policy: each matrix and each score, by hand."""
+    large = dataclasses.replace(read_shape("Qwen2.5-32B"), remat="full")
+    tokens, row = 22_528.0, 22_528
+    attention = 2 * 5120 * (40 + 8 + 8) * 128 + 2 * 40 * 128 * 5120
+    layer = attention + 3 * 2 * 5120 * 27_648
+    head = 2 * 5120 * 152_064
+    scores = 64 * 2 * 2 * 40 * 128 * (tokens * row / 2)
+    forward = tokens * (64 * layer + head) + scores
+    by_hand = 3 * forward + tokens * (64 * layer + head) + scores  # all is computed again
+    assert roofline.update_flops(large, tokens, row) == pytest.approx(by_hand, rel=0.02)
+    assert roofline.forward_flops(large, tokens, tokens * row / 2) == pytest.approx(
+        forward, rel=0.02
+    )
+    # One pass over one token without attention is two operations for each weight but the lookup.
+    assert roofline.forward_flops(large, 1, 0) / 2 == pytest.approx(31.98e9, rel=0.02)
+
+
+def test_operations_of_the_embedded_policy_agree_with_a_count_by_hand():
+    """3 layers of 128, 4 heads of 32 with 2 of keys, mlp 384, vocabulary 23, rows of 160."""
+    decoder = DecoderConfig(
+        vocab=23, layers=3, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=384, remat="none"
+    )
+    layer = 128 * 4 * 32 + 2 * 128 * 2 * 32 + 4 * 32 * 128 + 3 * 128 * 384
+    forward = 16 * 160 * 2 * (3 * layer + 128 * 23) + 3 * 2 * 2 * 4 * 32 * 16 * 160 * 160 / 2
+    head_again = 16 * 160 * 2 * 128 * 23
+    found = roofline.update_flops(decoder, 16 * 160, 160)
+    assert found == pytest.approx(3 * forward + head_again, rel=0.02)
+
+
+def test_operations_of_a_small_policy_are_those_that_xla_counts():
+    decoder = dataclasses.replace(
+        read_shape("Qwen2.5-0.5B"), layers=1, vocab=512, scan_unroll=1, attention="plain"
+    )
+    params = unbox(abstract_params(decoder))
+
+    def forward(params, tokens, segments, positions):
+        return token_logprobs(
+            params, decoder, tokens, segments, positions, temperature=1.0, chunk_tokens=80
+        )[0]
+
+    whole = jax.ShapeDtypeStruct((1, 80), np.int32)
+    counted = jax.jit(forward).lower(params, whole, whole, whole).compile().cost_analysis()
+    # XLA computes both halves of the scores; the half above the diagonal is masked.
+    by_plan = roofline.forward_flops(decoder, 80, 80 * 80)
+    assert by_plan == pytest.approx(counted["flops"], rel=0.02)
+
+
+TEXT = """
+%fused.1 (p: f32[8,64], u: f32[1,64]) -> f32[8,64] {
+  %p = f32[8,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0} parameter(1)
+  ROOT %dus = f32[8,64]{1,0} dynamic-update-slice(%p, %u, s32[] %c)
+}
+%all-reduce-scatter.1 (x: bf16[64,64]) -> bf16[16,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %ar = bf16[64,64]{1,0} all-reduce(%x), channel_id=7, replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %s = bf16[16,64]{1,0} dynamic-slice(%ar, s32[] %z)
+}
+%inner (t: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
+  %w = f32[8,64]{1,0} fusion(%g, %h), kind=kLoop, calls=%fused.1
+  %a = bf16[32,64]{1,0} all-gather(%b), channel_id=3, replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %r = (s32[], f32[8,64]) tuple(%i, %w)
+}
+%inner_cond (t: (s32[], f32[8,64])) -> pred[] {
+  %n = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+%outer (t: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
+  %l = (s32[], f32[8,64]) while(%t), condition=%inner_cond, body=%inner
+  %rs = bf16[16,64]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %r = (s32[], f32[8,64]) tuple(%i, %w)
+}
+%outer_cond (t: (s32[], f32[8,64])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %m), direction=LT
+}
+ENTRY %main (a: f32[8,64]) -> f32[8,64] {
+  %a = f32[8,64]{1,0} parameter(0)
+  %c = f32[8,64]{1,0:S(1)} copy(%a)
+  %d = f32[8,64]{1,0} add(%a, %c)
+  %l = (s32[], f32[8,64]) while(%t), condition=%outer_cond, body=%outer
+  ROOT %o = f32[] all-reduce(%d), channel_id=9, to_apply=%add
+}
+"""
+
+
+def test_traffic_of_a_text_is_counted_as_often_as_its_loops_run():
+    found = hlo_traffic.read(TEXT, 8)
+    gathered = 32 * 64 * 2 * 3 / 4  # of which a chip sends three quarters, in a ring of 4
+    assert found.sent["all-gather"] == Times(0.0, 5 * gathered)
+    assert found.sent["reduce-scatter"] == Times(0.0, 16 * 64 * 2 * 3)
+    assert found.sent["all-reduce"] == Times(2 * 4 * 7 / 8, 0.0)  # over all 8
+    # Written: the add and the sum around the loop; inside it a row in place, what was gathered,
+    # and what was scattered. What stays on the chip, S(1), is not.
+    assert found.written == Times(8 * 64 * 4 + 4, 5 * (64 * 4 + 32 * 64 * 2) + 16 * 64 * 2)
+    assert found.written.total(3) == 2052 + 3 * found.written.each

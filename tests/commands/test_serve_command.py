@@ -1,0 +1,106 @@
+"""`dapo-jax serve` as a user runs it."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from served import Client, free_port, make_openai
+from small_runs import ROOT
+
+from dapo_jax.config.experiment import Architecture, Examples, Mesh, Optimizer, Packing, SftConfig
+from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.run.supervised.sft import make_base
+
+TESTS = (
+    "rollout/test_jetstream commands/test_http commands/test_http_trouble commands/test_serving "
+    "commands/test_serving_trouble rollout/test_sampler"
+).split()
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "dapo_jax", "serve", *flags]
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--port=70000", "config.port = 70000: must be from 0 to 65535"),
+        ("--temperature=-1", "config.temperature = -1.0: must be at least 0"),
+        ("--max_prompt_tokens=32768", "config.max_prompt_tokens = 32768: must be from 1 to 32767"),
+        ("--http_port=9000", "config.http_port = 9000: must be another one than port"),
+        ("--max_body_mb=0", "config.max_body_mb = 0.0: must be above 0"),
+        ("--config.slot=3", "config.slot: there is no such setting; did you mean slots"),
+        ("--model=", "config.model = '': must be a model folder: --model=FOLDER"),
+        ("--model=nowhere", "config.model = 'nowhere': has no config.json"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(flag, message, monkeypatch, capsys):
+    from dapo_jax.commands.serve import server
+
+    monkeypatch.setattr(sys, "argv", ["serve", "--model=x", flag])
+    try:
+        code = server.main()
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert code == 2 and message in error and len(error.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A policy that adds two or three digits without mistakes."""
+    return make_base(
+        SftConfig(
+            out=str(tmp_path_factory.mktemp("trained")),
+            total_steps=500,
+            architecture=Architecture(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16),
+            examples=Examples(errors=False, min_terms=2, max_terms=3),
+            max_response_tokens=24,
+            optimizer=Optimizer(learning_rate=5e-3, warmup_steps=5, schedule="cosine"),
+            packing=Packing(row_tokens=64, rows_per_microbatch=32),
+            mesh=Mesh(data=8, fsdp=1, tensor=1),
+        )
+    )
+
+
+@pytest.mark.slow
+def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigterm(trained):
+    http_port = free_port()
+    flags = [f"--model={trained}", "--port=0", "--slots=8", "--max_response_tokens=24"]
+    flags += [f"--http_port={http_port}", "--served_name=sums"]
+    process = subprocess.Popen(
+        command(*flags, "--temperature=0"), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        line = process.stdout.readline()
+        client = Client(int(line.split("gRPC on 127.0.0.1:")[1].split()[0]))
+        problems = [make_problem("heldout", 0, i, 2, 3) for i in range(32)]
+        with ThreadPoolExecutor(32) as pool:
+            answers = list(pool.map(lambda p: client.ask(p.text, 24)[0], problems))
+        found = [answer.rpartition("#### ")[2] for answer in answers]
+        assert found == [problem.answer for problem in problems]
+        texts = [problem.text for problem in problems]
+        again = make_openai(http_port).completions.create(model="sums", prompt=texts)
+        assert [choice.text for choice in again.choices] == answers
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_serving_works_on_python_3_12_and_its_newest_jax(tmp_path):
+    """Installs into an environment of its own: minutes, and it needs a package index."""
+    python = shutil.which("python3.12")
+    if python is None or subprocess.run([python, "-c", "import venv"]).returncode:
+        pytest.skip("there is no python3.12")
+    subprocess.run([python, "-m", "venv", tmp_path / "env"], check=True)
+    python = tmp_path / "env/bin/python"
+    install = [python, "-m", "pip", "install", "--quiet", "--upgrade", "-e", ".[test]"]
+    subprocess.run(install, cwd=ROOT, check=True)
+    subprocess.run([python, "-c", "import jax; print('jax', jax.__version__)"], check=True)
+    files = [f"tests/{name}.py" for name in TESTS]
+    subprocess.run([python, "-m", "pytest", "-q", *files], cwd=ROOT, check=True)

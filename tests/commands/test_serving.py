@@ -1,0 +1,170 @@
+"""A served policy seen by clients: what they are answered, and what they are refused."""
+
+import socket
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from served import (
+    BUDGET,
+    PROMPTS,
+    TOKENIZER,
+    code_and_details,
+    free_port,
+    likeliest,
+    make_serve_config,
+    messages,
+    read,
+    serving,
+)
+
+from dapo_jax.commands.serve import server as serve
+from dapo_jax.runtime.settings import ConfigError
+
+
+@pytest.fixture(scope="module")
+def metrics_port():
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(byte_folder, byte_engine, metrics_port):
+    """A server that takes the likeliest token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "open_engine", lambda config: byte_engine)
+        config = make_serve_config(byte_folder, metrics_port=metrics_port)
+        with serving(config) as server:
+            yield server
+
+
+def test_text_is_streamed_and_joins_to_the_whole(server, byte_responses):
+    for prompt, ids in byte_responses.items():
+        text, answered = server.client.ask(prompt, BUDGET)
+        assert answered == ids
+        assert text == TOKENIZER.decode(ids)
+    pieces = [r.stream_content.samples[0].text for r in server.client.stream("Tell me!", BUDGET)]
+    assert sum(piece != "" for piece in pieces) >= 8
+
+
+def test_ids_are_answered_by_ids_alone(server, byte_responses):
+    for prompt in PROMPTS:
+        text, ids = server.client.ask(TOKENIZER.encode(prompt), BUDGET)
+        assert (text, ids) == ("", byte_responses[prompt])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 23, 24])
+def test_a_response_has_no_more_than_max_tokens(server, byte_responses, max_tokens):
+    assert server.client.ask("3+4=", max_tokens)[1] == byte_responses["3+4="][:max_tokens]
+
+
+def test_thirty_two_at_once_are_answered_as_each_alone(server, byte_responses):
+    asked = [(PROMPTS[i % len(PROMPTS)], 1 + (5 * i) % BUDGET) for i in range(32)]
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda request: server.client.ask(*request), asked))
+    for (prompt, budget), (text, ids) in zip(asked, answers, strict=True):
+        assert ids == byte_responses[prompt][:budget]
+        assert text == TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ("", {}, "text_content.text has 0 tokens: must have from 1 to 20"),
+        ("x" * 21, {}, "text_content.text has 21 tokens: must have from 1 to 20"),
+        ([], {}, "token_content.token_ids has 0 tokens: must have from 1 to 20"),
+        ([7, 257], {}, "token_content.token_ids[1] = 257: must be from 0 to 256"),
+        ([-1, 7], {}, "token_content.token_ids[0] = -1: must be from 0 to 256"),
+        ("x", {"max_tokens": 0}, "max_tokens = 0: must be from 1 to 24"),
+        ("x", {"max_tokens": -3}, "max_tokens = -3: must be from 1 to 24"),
+        ("x", {"max_tokens": 25}, "max_tokens = 25: must be from 1 to 24"),
+        ("x", {"session_cache": "here"}, "session_cache = 'here': must be empty; none is kept"),
+        ("x", {"priority": 3}, "priority = 3: must be 0; requests are served as they come"),
+        ("x" * 9000, {}, "text_content.text has 9000 bytes: must have at most 140, what 20 tokens"),
+        (None, {}, "content is missing: must be text_content or token_content"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field_value_and_allowed(server, prompt, fields, message):
+    fields = {"max_tokens": 5} | fields
+    if prompt is None:
+        call = server.client.stub.Decode(messages.DecodeRequest(**fields))
+    else:
+        call = server.client.stream(prompt, **fields)
+    code, details = code_and_details(call)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and details.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (b"\xff\xff\xff", "the message is no DecodeRequest"),
+        (b"\x2a\x03\x0a\x01\xff", "the message is no DecodeRequest"),  # no UTF-8
+        (b"\x40\x02", "num_samples = 2: is not served"),
+        (b"\x4a\x01a", "lora_adapter_id = b'a': is not served"),
+        (b"\x58\x01", "field 11 = 1: is not served"),
+        (b"\x2a" + b"x" * 1_000_000, None),
+    ],
+)
+def test_what_newer_or_broken_clients_send_is_refused_by_name(server, capfd, more, message):
+    content = messages.DecodeRequest.TextContent(text="3+4=")
+    right = messages.DecodeRequest(text_content=content, max_tokens=2).SerializeToString()
+    code, details = code_and_details(server.client.send(right + more, timeout=60))
+    if message is None:  # by the library, unread
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
+    else:
+        assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+    assert server.client.ask("3+4=", 2)[0]
+    assert capfd.readouterr().err == ""
+
+
+def test_what_newer_clients_say_without_asking_for_more_is_served(server, byte_responses):
+    content = messages.DecodeRequest.TextContent(text="3+4=")
+    right = messages.DecodeRequest(text_content=content, max_tokens=2).SerializeToString()
+    started_one_sample = b"\x3a\x05\x0d\x00\x00\x80\x3f" + b"\x40\x01"
+    answers = map(
+        messages.DecodeResponse.FromString, server.client.send(right + started_one_sample)
+    )
+    assert read(answers)[1] == byte_responses["3+4="][:2]
+
+
+def test_the_longest_prompt_is_answered_whole(server):
+    ids = TOKENIZER.encode("0123456789abcdefghij")
+    wanted = likeliest(ids, 4)
+    assert server.client.ask("0123456789abcdefghij", 4)[1] == wanted
+    assert server.client.ask(ids, 4)[1] == wanted
+
+
+def test_health_and_metrics_are_jetstreams(server, metrics_port):
+    assert server.client.is_live()
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
+        text = page.read().decode()
+    assert "jetstream_prefill_backlog_size{" in text
+    assert "jetstream_slots_available_percentage{" in text
+
+
+def test_only_this_machine_is_listened_to(server, metrics_port):
+    others = [a[4][0] for a in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    for address in {a for a in others if not a.startswith("127.")}:
+        with pytest.raises(OSError):
+            socket.create_connection((address, metrics_port), timeout=2)
+        with pytest.raises(OSError):
+            socket.create_connection((address, server.client.port), timeout=2)
+
+
+@pytest.mark.parametrize("field", ["port", "http_port", "metrics_port"])
+def test_a_taken_port_is_named_before_a_model_is_loaded(field, server):
+    port = server.client.port
+    config = make_serve_config("no such folder", **{field: port})
+    with pytest.raises(ConfigError, match=f"config.{field} = {port}: on 127.0.0.1: .*in use"):
+        with serving(config):
+            pass
+
+
+def test_sampled_responses_differ_and_a_seed_repeats_them(byte_folder, same_engine, monkeypatch):
+    runs = []
+    for _ in range(2):
+        monkeypatch.setattr(same_engine, "_served", iter(range(99)))
+        with serving(make_serve_config(byte_folder, temperature=1.0)) as server:
+            runs.append([server.client.ask("3+4=", 12)[1] for _ in range(6)])
+    assert runs[0] == runs[1]
+    assert len(set(map(tuple, runs[0]))) >= 5

@@ -1,0 +1,137 @@
+"""A server in trouble: overload, clients that leave, signals, threads that die."""
+
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from served import BUDGET, code_and_details, make_serve_config, serving, slow_down
+
+from dapo_jax.commands.serve import server as serve
+
+
+def test_too_many_requests_are_refused_and_the_others_answered(
+    byte_folder, same_engine, byte_responses
+):
+    config = make_serve_config(byte_folder, waiting=2)
+    with serving(config) as server, ThreadPoolExecutor(64) as pool:
+
+        def ask(_):
+            try:
+                return server.client.ask("3+4=", BUDGET)[1]
+            except grpc.RpcError as error:
+                return error.code()
+
+        answers = list(pool.map(ask, range(64)))
+    refused = answers.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert refused > 0
+    assert answers.count(byte_responses["3+4="]) == 64 - refused >= config.slots
+
+
+def test_requests_that_were_given_up_keep_nobody_out(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    config = make_serve_config(byte_folder, waiting=2)
+    with serving(config) as server, ThreadPoolExecutor(4) as pool:
+        for _ in range(12):  # slots, queue and more; each is gone before the next comes
+            call = server.client.stream("3+4=", BUDGET)
+            threading.Event().wait(0.05)
+            call.cancel()
+        threading.Event().wait(0.3)
+        answers = [pool.submit(server.client.ask, "a", BUDGET) for _ in range(2)]
+        threading.Event().wait(0.3)
+        gate.set()
+        assert [answer.result()[1] for answer in answers] == 2 * [byte_responses["a"]]
+
+
+def test_a_cancelled_request_gives_its_slot_back(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    gate = threading.Event()
+    steps = slow_down(same_engine, monkeypatch, gate)
+    with serving(make_serve_config(byte_folder)) as server:
+        calls = [server.client.stream("3+4=", BUDGET) for _ in range(same_engine._slots)]
+        while not steps:
+            threading.Event().wait(0.01)
+        for call in calls:
+            call.cancel()
+        threading.Event().wait(0.3)
+        gate.set()
+        assert server.client.ask("a", 2)[1] == byte_responses["a"][:2]
+        assert len(steps) < BUDGET  # nobody waited for 24 tokens that nobody reads
+
+
+def test_the_last_slot_may_be_freed_while_a_thread_looks_for_work(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    get = queue.Queue.get
+
+    def get_slowly(self, block=True, timeout=None):
+        try:
+            return get(self, block, timeout)
+        except queue.Empty:
+            time.sleep(0.05)  # in which the response that is decoded ends
+            raise
+
+    monkeypatch.setattr(queue.Queue, "get", get_slowly)
+    with serving(make_serve_config(byte_folder)) as server:
+        for _ in range(3):
+            assert server.client.ask("3+4=", 2)[1] == byte_responses["3+4="][:2]
+    assert server.error is None
+
+
+def test_running_requests_are_finished_when_the_server_is_asked_to_leave(
+    byte_folder, same_engine, byte_responses, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    with serving(make_serve_config(byte_folder)) as server, ThreadPoolExecutor(8) as pool:
+        answer = pool.submit(server.client.ask, "3+4=", BUDGET)
+        threading.Event().wait(0.3)
+        server.stop(wait=False)
+        threading.Event().wait(0.5)
+        code, _ = code_and_details(server.client.stream("a", BUDGET))
+        assert code == grpc.StatusCode.UNAVAILABLE
+        gate.set()
+        assert answer.result()[1] == byte_responses["3+4="]
+        server.join()
+    assert server.error is None
+
+
+def test_requests_that_take_too_long_are_cancelled_when_the_server_leaves(
+    byte_folder, same_engine, monkeypatch
+):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
+    with serving(make_serve_config(byte_folder, shutdown_seconds=0.2)) as server:
+        call = server.client.stream("3+4=", BUDGET)
+        threading.Event().wait(0.3)
+        server.stop(wait=False)
+        code, _ = code_and_details(call)
+        assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+        gate.set()
+        server.join()
+    assert server.error is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("call", ["prefill", "insert", "generate"])
+def test_clients_are_told_when_a_thread_of_jetstream_fails(
+    byte_folder, same_engine, monkeypatch, call
+):
+    with serving(make_serve_config(byte_folder)) as server:
+        assert server.client.is_live()
+
+        def fail(*args, **options):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(same_engine, call, fail)
+        code, details = code_and_details(server.client.stream("3+4=", BUDGET))
+        assert code == grpc.StatusCode.INTERNAL
+        assert "JetStream's thread" in details and "has failed" in details
+        server.join()
+    assert isinstance(server.error, serve.ServingFailed)

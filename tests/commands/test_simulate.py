@@ -1,0 +1,274 @@
+"""The simulator: hand-computed steps, what is conserved, and the counts of a real run."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_runs import make_quick_config, open_run
+
+from dapo_jax import algorithms
+from dapo_jax.commands.plan import simulate
+from dapo_jax.commands.plan.calibrate import calibrate, fit, replay
+from dapo_jax.commands.plan.cost_model import Costs, Speed, overlapped_seconds, rule_of_thumb
+from dapo_jax.commands.plan.simulate import Simulation
+from dapo_jax.commands.plan.simulated_engine import describe_mesh
+from dapo_jax.commands.plan.workload import Assumed, Drawn, Measured, kept_fraction, right_from_kept
+from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.runtime.settings import ConfigError
+
+SHAPE = DecoderConfig(
+    vocab=2, layers=1, embed=128, heads=2, kv_heads=2, head_dim=128, mlp=1, dtype=jnp.bfloat16
+)
+LAW = Assumed(40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, right=(0.4, 0.6))
+COSTS = Costs(burst=1e-3, decode_step=2e-3, read_token=1e-6, response=1e-3, update_token=1e-5)
+
+
+class Constant:
+    """Every response has so many tokens, every other one is right."""
+
+    def __init__(self, tokens: int):
+        self._tokens = tokens
+
+    def prompt_tokens(self, index):
+        return 5
+
+    def draw(self, step, index, samples):
+        right = np.arange(samples) % 2 == 0
+        return Drawn(np.full(samples, self._tokens), np.zeros(samples, bool), right)
+
+
+def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over="none", **sampler):
+    algorithm = algorithms.dapo()
+    algorithm.dynamic_sampling = filtered
+    sizes = {"slots": 16, "burst_tokens": 8, "max_response_tokens": 200, "page_tokens": 8}
+    config = Config(
+        algorithm=algorithm,
+        data=Data(max_prompt_tokens=56),
+        rollout=Rollout(prompts_per_step=16, samples_per_prompt=4, carry_over=carry_over),
+        sampler=Sampler(**sizes | sampler),
+    )
+    mesh = describe_mesh(Mesh(fsdp=replicas), "tpu", replicas)
+    return Simulation(config, SHAPE, mesh, law, costs)
+
+
+def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
+    """64 responses of 20 tokens in 16 slots: 4 waves, each of bursts of 8, 8 and (it stops) 4."""
+    step = make_simulation(Constant(20), filtered=False).step()
+    assert step.counts["decode_step"] == 4 * 20 and step.counts["burst"] == 4 * 3
+    assert step.utilisation == 1 and step.tail_seconds == 0 and step.kept == step.asked == 16
+    # The first token of a response finds its 4 kept prompt tokens and itself, and so on.
+    assert step.counts["read_token"] == 64 * sum(range(5, 25))
+    expected = 12 * 1e-3 + 80 * 2e-3 + step.counts["read_token"] * 1e-6 + 64 * 1e-3
+    assert math.isclose(step.rollout_seconds, expected)
+    # A row of 256 places holds ten responses of 25; each of 4 updates has 16, so two rows of 16.
+    assert step.rows == 4 * 2 and math.isclose(step.fill, 64 * 25 / (4 * 16 * 256))
+    assert math.isclose(step.update_seconds, 4 * 16 * 256 * 1e-5)
+
+
+def test_several_replicas_do_not_stop_a_burst_early():
+    step = make_simulation(Constant(20), filtered=False, replicas=2).step()
+    assert step.counts["decode_step"] == 4 * 24 and step.utilisation == 20 / 24
+
+
+def test_a_filter_that_keeps_all_asks_by_the_estimate_and_stops_when_it_has_enough():
+    step = make_simulation(Constant(20), slots=64).step()
+    assert step.asked == 32 and step.kept == 16  # half are expected to stay
+    # The first 16 groups end after 20 steps; their verdicts are read after one more burst.
+    assert step.counts["decode_step"] == 20 + 8 and step.surplus == 0
+    assert step.sampled.abandoned_tokens == 64 * 8
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_every_token_that_is_drawn_is_accounted_for(cache):
+    pages = 64 if cache == "paged" else 0
+    simulation = make_simulation(cache=cache, slots=32, pages=pages)
+    for _ in range(3):
+        step = simulation.step()
+        busy = sum(burst.busy_slot_steps for burst in step.bursts)
+        assert busy == step.drawn_tokens > step.kept_tokens > 0
+        assert (step.sampled.put_back_tokens > 0) == (cache == "paged")
+    whole = simulation.sample(40)
+    law = [
+        LAW.draw(3, i, 4).tokens.sum() for i in range(simulation.position - 40, simulation.position)
+    ]
+    assert whole.sampled.tokens == sum(law)
+
+
+def test_more_slots_never_take_more_steps():
+    steps = [
+        make_simulation(filtered=False, slots=slots, cache="slots").step().counts["decode_step"]
+        for slots in (2, 4, 8, 16, 32, 64, 128)
+    ]
+    assert steps == sorted(steps, reverse=True) and steps[0] > 5 * steps[-1]
+
+
+def test_pages_decode_more_side_by_side_than_slots_in_the_same_memory():
+    slots = make_simulation(cache="slots", slots=8).sample(32)
+    paged = make_simulation(cache="paged", slots=32, pages=8 * 256 // 8).sample(32)
+    assert paged.sampled.tokens == slots.sampled.tokens
+    assert paged.counts["decode_step"] < slots.counts["decode_step"] / 2
+
+
+def test_slow_verdicts_cost_time_and_change_nothing_else():
+    quick, slow = (make_simulation(costs=Costs(judged=cost)).step() for cost in (0.0, 1.0))
+    assert slow.seconds["judge"] > quick.seconds["judge"] == 0
+    assert slow.counts == quick.counts
+
+
+@pytest.mark.parametrize("kind", ["unfinished", "all"])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_with_carry_over_every_prompt_is_used_once_and_every_token_drawn_once(
+    filtered, kind, monkeypatch
+):
+    """Half a batch decodes at once. `unfinished` draws its few surplus groups anew."""
+    plain = make_simulation(filtered=filtered, slots=32)
+    plain = [plain.step() for _ in range(8)]
+    seen, collect = [], simulate.collect
+    keep = lambda *args, **known: seen.append(collect(*args, **known)) or seen[-1]  # noqa: E731
+    monkeypatch.setattr(simulate, "collect", keep)
+    made = make_simulation(filtered=filtered, carry_over=kind, slots=32)
+    steps = [made.step() for _ in range(8)]
+    used = [group for collected in seen for group in collected.judged]
+    places = {group.prompt.index for group in used}
+    left = {one.prompt.index for one in seen[-1].carried}
+    assert len(places) == len(used) and left.isdisjoint(places)
+    assert left | places == set(range(made.position))
+    assert all(step.kept == 16 for step in steps)
+    lags = [
+        number - policy
+        for number, collected in enumerate(seen)
+        for group in collected.groups
+        for done in group.completions
+        for policy, _ in done.drawn_by
+    ]
+    assert max(lags) in (1, 2) and min(lags) == 0
+    drawn, before = (sum(step.drawn_tokens for step in run) for run in (steps, plain))
+    spent = sum(len(done) for group in used for done in group.completions)
+    spent += sum(one.tokens for one in seen[-1].carried)
+    assert drawn == spent if kind == "all" else spent <= drawn < 1.1 * spent
+    assert not filtered or drawn < before
+    took, before = (sum(step.counts["decode_step"] for step in run) for run in (steps, plain))
+    assert took < 0.8 * before
+
+
+def test_a_lag_hides_the_shorter_of_rollout_and_update():
+    rollouts, updates = [5.0, 3.0, 4.0], [2.0, 6.0, 1.0]
+    hidden = min(3, 2) + min(4, 6)
+    assert overlapped_seconds(rollouts, updates, 0) == 21
+    assert overlapped_seconds(rollouts, updates, 1) == 21 - hidden
+
+
+def test_a_chip_reads_weights_and_cache_or_computes_longer():
+    size = {"parameters": 1e9, "token_bytes": 1000, "chips": 8, "replicas": 2}
+    chip = Speed(1e12, 1e14, utilisation=0.5, step_seconds=1e-3)
+    costs = rule_of_thumb(chip, slots=16, **size)
+    assert math.isclose(costs.decode_step, 1e-3 + 2e9 / 4 / 1e12)
+    assert math.isclose(costs.read_token, 1000 / 4 / 1e12)
+    assert math.isclose(costs.update_token, 6e9 / 8 / 5e13)
+    many = rule_of_thumb(chip, slots=1000, **size)
+    assert math.isclose(many.decode_step, 1e-3 + 1000 * 2e9 / 4 / 1e14)
+
+
+def test_the_share_of_kept_groups_is_that_of_the_law():
+    right = right_from_kept(0.6, 0.5, 8)
+    assert math.isclose(kept_fraction(right, 8), 0.5) and math.isclose(right[0] / sum(right), 0.6)
+    law = Assumed(10, 0.1, 200, right=right)
+    counts = [law.draw(0, i, 8).correct.sum() for i in range(4000)]
+    assert abs(np.mean([0 < count < 8 for count in counts]) - 0.5) < 0.03
+    with pytest.raises(ConfigError, match="at most 0.651"):
+        right_from_kept(0.9, 0.8, 10)
+
+
+def test_costs_are_found_again_whatever_one_step_did():
+    rng = np.random.default_rng(0)
+    rows = [{"load": 1.0, "slot_step": float(n)} for n in rng.integers(50, 99, 9)]
+    seconds = [0.3 + 0.02 * row["slot_step"] for row in rows]
+    seconds[4] += 7  # the machine did something else
+    found = fit(rows, seconds, ("load", "slot_step"))
+    assert found == pytest.approx({"load": 0.3, "slot_step": 0.02})
+
+
+# --- against a run ------------------------------------------------------------------------------
+
+
+class Known:
+    """What was really drawn."""
+
+    def __init__(self, groups: dict, prompt_tokens: dict[int, int]):
+        self._groups, self._prompt_tokens = groups, prompt_tokens
+
+    def prompt_tokens(self, index):
+        return self._prompt_tokens[index]
+
+    def draw(self, step, index, samples):
+        completions, correct = self._groups[index]
+        lengths = np.array([len(done) for done in completions])
+        return Drawn(lengths, np.array([done.truncated for done in completions]), correct)
+
+
+def draw_all(run, prompts: int) -> Known:
+    """Every response to the first prompts, as the first step would draw it."""
+    parts = run.parts
+    rule, keyed = SamplingRule(), {"purpose": SAMPLE_FOR_TRAINING, "step": 0}
+    parts.sampler.begin(run.state.train.params, rule=rule, **keyed)
+    parts.prompts.position = 0
+    asked = [next(parts.prompts) for _ in range(prompts)]
+    for prompt in asked:
+        parts.sampler.submit(prompt, run.config.rollout.samples_per_prompt)
+    done = []
+    while not parts.sampler.idle:
+        done += [parts.judge.submit(*group) for group in parts.sampler.decode_burst()]
+    groups = {g.prompt.index: (g.completions, g.correct) for g in parts.judge.groups(done)}
+    parts.prompts.position = 0
+    return Known(groups, {prompt.index: len(prompt.tokens) for prompt in asked})
+
+
+SAME = "decode_steps decode_bursts prefills abandoned_tokens put_back_tokens".split()
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_path):
+    sampler = Sampler(slots=16, burst_tokens=4, max_response_tokens=24, cache=cache)
+    if cache == "paged":
+        sampler.page_tokens, sampler.pages = 4, 40
+    config = make_quick_config(
+        base,
+        tmp_path / "run",
+        sampler=sampler,
+        log=Log(show_group_every_steps=0, tensorboard=False),
+    )
+    with open_run(config) as run:
+        model = run.parts.decoder, run.parts.learner.mesh
+        law = draw_all(run, config.rollout.prompts_per_step * config.rollout.max_sample_rounds)
+        run.step()
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    step = Simulation(config, *model, law, Costs()).step()
+    found = step.record()
+    assert [found[name] for name in SAME] == [row[name] for name in SAME]
+    assert step.sampled.occupancy == row["slot_occupancy"]
+    assert (step.kept, step.surplus) == (row["trained_groups"], row["surplus_groups"])
+    assert math.isclose(found["sampled_to_kept_tokens"], row["sampled_to_kept_tokens"])
+    assert row["abandoned_tokens"] > 0 and (row["put_back_tokens"] > 0) == (cache == "paged")
+    # What the run wrote down, with others in place of what it stopped.
+    (again,) = replay(config, *model, tmp_path / "run", 1)
+    assert again.kept_tokens == step.kept_tokens and again.surplus == step.surplus
+    with pytest.raises(ConfigError, match="has 1 steps"):
+        calibrate(config, *model, tmp_path / "run")
+
+
+def test_a_folder_without_rollouts_is_no_law(tmp_path):
+    with pytest.raises(ConfigError, match="holds no rollouts"):
+        Measured(tmp_path)
+
+
+def test_what_no_law_and_no_mesh_has_stops_at_the_door():
+    with pytest.raises(ConfigError, match="law.spread = 0"):
+        Assumed(10, 0, 100)
+    with pytest.raises(ConfigError, match="law.right"):
+        Assumed(10, 1, 100, right=(0.0, 1.0))
+    with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
+        describe_mesh(Mesh(tensor=4), "tpu", 6)

@@ -1,0 +1,191 @@
+"""Bad settings stop at the door, with the field, its value and what is allowed."""
+
+import dataclasses
+import importlib
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Config, SftConfig
+from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.runtime.sharding import mesh_shape
+
+ROOT = pathlib.Path(__file__).parents[2]
+RL = f"--config={ROOT}/configs/arithmetic.py"
+BASE = f"--config={ROOT}/configs/arithmetic_base.py"
+
+
+def load(kind, *arguments, usage=""):
+    with mock.patch.object(sys, "argv", ["prog", *arguments]):
+        return command_line.load(kind, usage)
+
+
+BAD = [
+    (["--config.algorithm.clip_hgih=0.3"], ["clip_hgih", "clip_high"]),
+    (["--config.seed=abc"], ["seed", "abc"]),
+    (["--config.sampler.slots=1.5"], ["slots", "1.5"]),
+    (["--config.algorithm.advantage=zscore"], ["advantage", "'zscore'", "group_zscore"]),
+    (["--config.algorithm.aggregate=mean"], ["aggregate", "'mean'", "token_mean"]),
+    (["--config.rollout.when_starved=wait"], ["when_starved", "'wait'", "partial"]),
+    (["--config.sampler.top_p=1.5"], ["top_p", "1.5", "at most 1.0"]),
+    (["--config.sampler.top_p=0"], ["top_p", "0.0", "above 0.0"]),
+    (["--config.sampler.burst_tokens=0"], ["burst_tokens", "0", "above 0"]),
+    (["--config.optimizer.learning_rate=nan"], ["learning_rate", "nan", "finite"]),
+    (["--config.algorithm.dual_clip=1.1"], ["dual_clip", "1.1", "1 + clip_high"]),
+    (["--config.rollout.samples_per_prompt=1"], ["samples_per_prompt", "1", "at least 2"]),
+    (["--config.rollout.updates_per_rollout=5"], ["updates_per_rollout", "5", "divisor"]),
+    (
+        [
+            "--config.algorithm.ratio=none",
+            "--config.algorithm.clip=false",
+            "--config.algorithm.dual_clip=0",
+        ],
+        ["updates_per_rollout", "4", "ratio"],
+    ),
+    (["--config.packing.row_tokens=79"], ["row_tokens", "79", "80"]),
+    (["--config.algorithm.reward_wrong=2"], ["reward_correct", "1.0", "2.0"]),
+    (["--config.compute.attention=cudnn"], ["attention", "cudnn", "blocked"]),
+    (["--config.data.min_terms=1"], ["min_terms", "1", "from 2"]),
+    (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
+    (["--config.mesh.data=0"], ["mesh.data", "0", "-1"]),
+    (["--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["mesh.fsdp", "where mesh.data is not"]),
+    (
+        ["--config.algorithm.old_logprobs=sampler", "--config.sampler.top_k=5"],
+        ["old_logprobs", "sampler", "recompute"],
+    ),
+    (["unexpected"], ["unexpected"]),
+    (["--config.seed=-1"], ["seed", "-1", "4294967295"]),
+    (["--config.optimizer.eps=0"], ["eps", "0.0", "above 0"]),
+    (["--config.optimizer.beta2=1"], ["beta2", "1.0", "below 1"]),
+    (
+        ["--config.algorithm.advantage=one"],
+        ["trained_responses", "'all'", "'correct'", "imitates wrong"],
+    ),
+    (["--config.data.template=dapo"], ["reward.verifier", "final_number", "dapo"]),
+    (["--config.data.source=gsm8k=0"], ["data.source", "gsm8k=0", "above 0"]),
+    (["--config.data.heldout_source=a,a"], ["data.heldout_source", "a,a", "each once"]),
+    (["--config.data.system_prompt=Hi"], ["data.system_prompt", "Hi", "empty", "none"]),
+    (["--config.data.few_shot=0"], ["data.few_shot", "0", "above 0"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=lambda v: " ".join(v))
+def test_bad_settings_name_field_value_and_allowed(overrides, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, RL, *overrides)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert all(word in message for word in words), message
+    assert "Traceback" not in message
+
+
+def test_a_missing_or_wrong_config_file_is_one_line(capsys):
+    for arguments in ([RL.replace(".py", "_no.py")], ["--config.seed=1"], [BASE]):
+        with pytest.raises(SystemExit):
+            load(Config, *arguments)
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and len(message.splitlines()) == 1
+
+
+def other_value(value):
+    """A legal value of the same type that differs from `value`."""
+    if isinstance(value, bool):
+        return not value
+    return value * 2 + 1 if isinstance(value, int | float) else f"{value}x"
+
+
+@pytest.mark.parametrize(("kind", "file"), [(Config, RL), (SftConfig, BASE)])
+def test_every_setting_can_be_overridden(kind, file, monkeypatch):
+    monkeypatch.setattr(command_line, "check", lambda config: None)
+    for name, _, value in leaves(load(kind, file)):
+        new = other_value(value)
+        loaded = load(kind, file, f"--config.{name}={new}")
+        assert dict((n, v) for n, _, v in leaves(loaded))[name] == new, name
+
+
+def test_every_config_builds_and_validates():
+    for path in sorted((ROOT / "configs").glob("*.py")):
+        kind = SftConfig if path.stem.endswith(("_base", "_sft")) else Config
+        assert isinstance(load(kind, f"--config={path}"), kind)
+
+
+def test_dapo_is_grpo_with_the_four_tricks_and_without_kl():
+    dapo = load(Config, f"{RL}:dapo").algorithm
+    grpo = load(Config, f"{RL}:grpo").algorithm
+    changed = {
+        field.name
+        for field in dataclasses.fields(dapo)
+        if getattr(dapo, field.name) != getattr(grpo, field.name)
+    }
+    tricks = {"clip_high", "aggregate", "dynamic_sampling", "overlong_punishment"}
+    assert changed == tricks | {"dual_clip"} | {"reference", "kl", "kl_coefficient"}
+
+
+def test_an_unknown_preset_lists_the_known(capsys):
+    with pytest.raises(SystemExit):
+        load(Config, f"{RL}:ppoo")
+    message = capsys.readouterr().err
+    assert "dapo" in message and len(message.splitlines()) == 1
+
+
+def test_no_device_is_touched_before_the_check():
+    code = (
+        "import sys; sys.argv = ['x', '--config=%s', '--config.sampler.slots=-1']\n"
+        "import jax\nfrom dapo_jax.commands import train\n"
+        "try: train.main()\n"
+        "except SystemExit as e: assert e.code == 2\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, 'a backend was started'\n"
+        "assert 'tensorflow' not in sys.modules, 'TensorFlow was imported'\n"
+    ) % (ROOT / "configs/arithmetic.py")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_help_lists_every_setting(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, "--help", usage="The usage.")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and "The usage." in shown
+    assert all(f"--config.{name}=" in shown for name, _, _ in leaves(Config()))
+
+
+def test_config_errors_are_value_errors():
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize("command", "main evaluate sft dpo export serve plan.__main__".split())
+def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"dapo_jax.{command}").main()
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and shown.index("Changed most") < len(shown) / 2
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+def test_help_shows_a_section_alone_with_the_files_values(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, f"{RL}:ppo", "--help=algorithm", "--config.algorithm.gamma=0.9")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and "config.sampler" not in shown
+    assert "--config.algorithm.gamma=0.9  (default 1.0)" in shown
+    assert "--config.algorithm.critic=True  (default False)" in shown
+    assert "One of: k1, k2, k3." in shown
+
+
+def test_a_switch_may_stand_alone_and_a_value_apart():
+    apart = ["--config.log.tensorboard", "--config.seed", "3", "--config.optimizer.eps", "1e-9"]
+    loaded = load(Config, RL, *apart, "--config.critic.pretrain_steps", "-1", "--config.log.report")
+    assert (loaded.log.tensorboard, loaded.seed, loaded.optimizer.eps) == (True, 3, 1e-9)
+    assert loaded.critic.pretrain_steps == -1 and loaded.log.report
+
+
+def test_one_size_of_the_mesh_takes_what_the_others_leave():
+    assert mesh_shape(-1, 1, 2, 8) == (4, 1, 1, 2) and mesh_shape(2, -1, 1, 8) == (2, 4, 1, 1)
+    assert mesh_shape(-1, 2, 1, 16, decode_tensor=4) == (2, 2, 4, 1)
+    with pytest.raises(ConfigError, match="a factorisation of the 8 devices"):
+        mesh_shape(-1, 3, 1, 8)

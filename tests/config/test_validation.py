@@ -1,0 +1,266 @@
+"""Combinations of settings that make no sense, preset by preset, as a command line gives them."""
+
+import dataclasses
+
+import pytest
+from test_config import BASE, RL, load
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Config, SftConfig
+
+# preset, overrides below `config.`, and what the message has to name: field, value, what is allowed
+REFUSED = {
+    # choices and ranges
+    "kl is no place": ("grpo", "algorithm.kl=loss+reward", "algorithm.kl 'loss+reward' none"),
+    "correct is no judge": ("grpo", "reward.correct=model", "reward.correct 'model' threshold"),
+    "kl estimator": ("grpo", "algorithm.kl_estimator=k4", "kl_estimator 'k4' k1 k2 k3"),
+    "trained responses": (
+        "grpo",
+        "algorithm.trained_responses=best",
+        "trained_responses 'best' all correct pairs",
+    ),
+    "critic's schedule": (
+        "ppo",
+        "critic.optimizer.schedule=step",
+        "critic.optimizer.schedule 'step' linear",
+    ),
+    "critic's rate": (
+        "ppo",
+        "critic.optimizer.learning_rate=0",
+        "critic.optimizer.learning_rate 0.0 above",
+    ),
+    "critic's beta": ("ppo", "critic.optimizer.beta1=1", "critic.optimizer.beta1 1.0 below"),
+    "critic's warm-up": (
+        "ppo",
+        "critic.optimizer.warmup_steps=-1",
+        "critic.optimizer.warmup_steps -1 least",
+    ),
+    "value clip": ("ppo", "algorithm.value_clip=-0.1", "value_clip -0.1 least"),
+    # what float32 can't compute with
+    "cold": ("dapo", "sampler.temperature=1e-30", "sampler.temperature 1e-30 from 0.001 to 100"),
+    "cold evaluation": (
+        "dapo",
+        "evaluation.temperature=1e-40",
+        "evaluation.temperature 1e-40 0, from 0.001 100",
+    ),
+    "rate": ("dapo", "optimizer.learning_rate=1e30", "learning_rate 1e+30 from 1e-30 to 1"),
+    "critic's eps": ("ppo", "critic.optimizer.eps=1e-40", "optimizer.eps 1e-40 from 1e-30 1e+30"),
+    "huge": ("grpo", "algorithm.kl_coefficient=1e31", "kl_coefficient 1e+31 0, from 1e-30 1e+30"),
+    "heavy part": ("grpo", "reward.parts=rule=1e31", "reward.parts 'rule=1e31' at most 1e30"),
+    "leaving": ("dapo", "checkpoint.leave_seconds=-1", "checkpoint.leave_seconds -1.0 least"),
+    "threshold": ("dapo", "watch.max_all_right=-1", "watch.max_all_right -1.0 least"),
+    "kl coefficient": ("grpo", "algorithm.kl_coefficient=-1", "kl_coefficient -1.0 least"),
+    "nll coefficient": (
+        "vapo",
+        "algorithm.positive_nll_coefficient=-1",
+        "positive_nll_coefficient -1.0 least",
+    ),
+    "no such cache": ("dapo", "sampler.cache=heap", "sampler.cache 'heap' auto slots paged"),
+    "no such cache dtype": ("dapo", "sampler.cache_dtype=int4", "cache_dtype 'int4' auto int8"),
+    "no such weights": ("dapo", "sampler.weights_dtype=int4", "weights_dtype 'int4' auto int8"),
+    "empty pages": ("dapo", "sampler.page_tokens=0", "page_tokens 0 above"),
+    "fewer than no pages": ("dapo", "sampler.pages=-1", "sampler.pages -1 least"),
+    "pages of slots": ("dapo", "sampler.cache=slots sampler.pages=9", "sampler.pages 9 nothing"),
+    "no prompts": ("dapo", "sampler.prefill_prompts=0", "prefill_prompts 0 above"),
+    "chunks": ("dapo", "sampler.prefill_chunk_tokens=-1", "prefill_chunk_tokens -1 least"),
+    "cap": ("dapo", "algorithm.importance_cap=-2", "importance_cap -2.0 least"),
+    "spread": ("dapo", "reward.min_spread=-1", "reward.min_spread -1.0 least"),
+    "pretraining": ("ppo", "critic.pretrain_steps=-2", "critic.pretrain_steps -2 least -1"),
+    "preset's pretraining": (
+        "ppo",
+        "algorithm.critic_pretrain_steps=-1",
+        "algorithm.critic_pretrain_steps -1 least",
+    ),
+    "alpha": ("vapo", "algorithm.lambda_alpha=0", "lambda_alpha 0.0 above"),
+    "beta": ("dpo", "algorithm.preference_beta=0", "preference_beta 0.0 above"),
+    "no discount": ("ppo", "algorithm.gamma=0", "algorithm.gamma 0.0 above"),
+    "growing rewards": ("ppo", "algorithm.gamma=1.5", "algorithm.gamma 1.5 most"),
+    "policy's lambda": ("ppo", "algorithm.lambda_policy=1.5", "lambda_policy 1.5 from"),
+    "critic's lambda": ("ppo", "algorithm.lambda_value=-1", "lambda_value -1.0 from"),
+    "freeze everything": ("dapo", "model.freeze_layers=1", "model.freeze_layers 1.0 below"),
+    "unfreeze": ("dapo", "model.freeze_layers=-0.5", "model.freeze_layers -0.5 least"),
+    # estimators and what they need
+    "gae without critic": ("ppo", "algorithm.critic=false", "algorithm.critic False True 'gae'"),
+    "adaptive gae without critic": (
+        "vapo",
+        "algorithm.critic=false",
+        "algorithm.critic False True 'length_adaptive_gae'",
+    ),
+    "critic without gae": (
+        "grpo",
+        "algorithm.critic=true",
+        "algorithm.critic True False 'group_zscore'",
+    ),
+    "statistics of one": ("grpo", "rollout.samples_per_prompt=1", "samples_per_prompt 1 least"),
+    "rest of one": ("rloo", "rollout.samples_per_prompt=1", "samples_per_prompt 1 least"),
+    "pairs of one": ("dpo", "rollout.samples_per_prompt=1", "samples_per_prompt 1 least"),
+    "filter of one": (
+        "reinforce",
+        "rollout.samples_per_prompt=1 algorithm.dynamic_sampling=true",
+        "samples_per_prompt 1 least",
+    ),
+    "off-policy rloo": ("rloo", "rollout.updates_per_rollout=4", "updates_per_rollout 4 'none'"),
+    "off-policy dpo": ("dpo", "rollout.updates_per_rollout=2", "updates_per_rollout 2 'none'"),
+    "imitate everything": (
+        "rft",
+        "algorithm.trained_responses=all",
+        "trained_responses 'all' 'correct' 'one'",
+    ),
+    "sft on rewards": ("sft", "", "trained_responses 'all' 'correct' 'one'"),
+    "preference without pairs": (
+        "dpo",
+        "algorithm.trained_responses=all",
+        "trained_responses 'all' 'pairs' 'preference'",
+    ),
+    "pairs without preference": (
+        "grpo",
+        "algorithm.trained_responses=pairs",
+        "trained_responses 'pairs' 'preference'",
+    ),
+    "preference per token": (
+        "dpo",
+        "algorithm.aggregate=token_mean",
+        "aggregate 'token_mean' 'pair_sum' 'preference'",
+    ),
+    "sum over no pairs": (
+        "grpo",
+        "algorithm.aggregate=pair_sum",
+        "aggregate 'pair_sum' 'preference'",
+    ),
+    "whitened preference": ("dpo", "algorithm.whiten=true", "whiten True false 'preference'"),
+    "whitened imitation": ("rft", "algorithm.whiten=true", "whiten True false 'one'"),
+    "whitened right answers": (
+        "reinforce_pp",
+        "algorithm.whiten=true algorithm.trained_responses=correct",
+        "whiten True false 'correct'",
+    ),
+    "preference by ratio": ("dpo", "algorithm.ratio=token", "ratio 'token' 'none' 'preference'"),
+    # ratios and clips
+    "clip below zero": ("grpo", "algorithm.clip_low=1.5", "clip_low 1.5 most"),
+    "clip of no ratio": ("rloo", "algorithm.clip=true", "algorithm.clip True false 'none'"),
+    "dual clip in the clip": ("dapo", "algorithm.dual_clip=1.28", "dual_clip 1.28 above"),
+    "dual clip alone": ("rloo", "algorithm.dual_clip=3", "dual_clip 3.0 0 algorithm.clip"),
+    "one ratio, many advantages": (
+        "ppo",
+        "algorithm.ratio=sequence",
+        "algorithm.ratio 'sequence' 'token' 'gae'",
+    ),
+    "one ratio, rewards to go": (
+        "reinforce_pp",
+        "algorithm.ratio=sequence",
+        "algorithm.ratio 'sequence' 'token' 'reward_to_go'",
+    ),
+    "nucleus against the sampler": (
+        "gspo",
+        "algorithm.old_logprobs=sampler sampler.top_p=0.9",
+        "old_logprobs 'sampler' 'recompute' top_p",
+    ),
+    "cap twice": (
+        "dapo",
+        "algorithm.old_logprobs=sampler algorithm.importance_cap=2",
+        "importance_cap 2.0 0 'sampler'",
+    ),
+    # reference and KL
+    "kl without reference": ("grpo", "algorithm.reference=false", "reference False true KL"),
+    "preference without reference": (
+        "dpo",
+        "algorithm.reference=false",
+        "reference False true preference",
+    ),
+    "nobody reads the reference": ("dapo", "algorithm.reference=true", "reference True false"),
+    "folder of no reference": (
+        "dapo",
+        "model.reference_folder=elsewhere",
+        "model.reference_folder 'elsewhere' empty algorithm.reference",
+    ),
+    "kl of weight zero": ("grpo", "algorithm.kl_coefficient=0", "kl_coefficient 0.0 above"),
+    "weight of no kl": ("dapo", "algorithm.kl_coefficient=0.1", "kl_coefficient 0.1 0 'none'"),
+    "k1 in the loss": ("grpo", "algorithm.kl_estimator=k1", "kl_estimator 'k1' k2 k3 'loss'"),
+    "kl in an unread reward": (
+        "dpo",
+        "algorithm.kl=reward algorithm.kl_coefficient=0.1",
+        "algorithm.kl 'reward' 'none' 'loss' 'preference'",
+    ),
+    "kl in an imitated reward": (
+        "rft",
+        "algorithm.reference=true algorithm.kl=reward algorithm.kl_coefficient=0.1",
+        "algorithm.kl 'reward' 'none' 'loss' 'one'",
+    ),
+    # rewards and critics
+    "weights without names": ("dapo", "reward.parts=1", "reward.parts '1' name=weight"),
+    "model without folder": (
+        "dapo",
+        "reward.parts=rule=1,model=1",
+        "reward.model_folder '' folder 'model'",
+    ),
+    "folder without model": (
+        "dapo",
+        "reward.model_folder=elsewhere",
+        "reward.model_folder 'elsewhere' 'model'",
+    ),
+    "critic to the end": ("ppo", "critic.pretrain_steps=30", "critic.pretrain_steps 30 below"),
+    "critic to the end, by the preset": (
+        "vapo",
+        "critic.pretrain_steps=-1",
+        "critic.pretrain_steps -1 below total_steps 30 algorithm.critic_pretrain_steps 50",
+    ),
+    "pretrain no critic": ("grpo", "critic.pretrain_steps=1", "critic.pretrain_steps 1 0 critic"),
+    "folder of no critic": ("grpo", "critic.folder=elsewhere", "critic.folder 'elsewhere' empty"),
+}
+
+
+@pytest.mark.parametrize(("preset", "overrides", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_senseless_combination_names_field_value_and_allowed(preset, overrides, words, capsys):
+    arguments = [f"--config.{override}" for override in overrides.split()]
+    with pytest.raises(SystemExit) as stopped:
+        load(Config, f"{RL}:{preset}", *arguments)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and len(message.splitlines()) == 1
+    field, allowed = message.split("must be", 1)
+    name, value, *rest = words.split()
+    assert field.endswith(f"{name} = {value}: "), message
+    assert all(word in allowed for word in rest), message
+
+
+@pytest.mark.parametrize("preset", sorted(set(algorithms.PRESETS) - {"sft"}))
+def test_every_preset_of_rewards_is_a_valid_run(preset):
+    config = load(Config, f"{RL}:{preset}")
+    alpha = 1.0 if preset == "vapo" else 0.05
+    assert config.algorithm == dataclasses.replace(algorithms.preset(preset), lambda_alpha=alpha)
+    assert config.rollout.updates_per_rollout == (1 if config.algorithm.ratio == "none" else 4)
+
+
+ALLOWED = [
+    ("reinforce", "rollout.samples_per_prompt=1"),
+    ("ppo", "rollout.samples_per_prompt=1"),
+    ("ppo", "critic.pretrain_steps=29 critic.folder=elsewhere"),
+    ("vapo", "critic.pretrain_steps=-1 total_steps=51"),
+    ("grpo", "critic.pretrain_steps=0"),
+    ("grpo", "critic.pretrain_steps=-1"),
+    ("ppo", "algorithm.lambda_policy=0 algorithm.lambda_value=0 algorithm.value_clip=0"),
+    ("dapo", "algorithm.dual_clip=1.29 algorithm.importance_cap=2"),
+    ("grpo", "model.reference_folder=elsewhere algorithm.kl_estimator=k2"),
+    ("grpo", "algorithm.ratio=sequence algorithm.old_logprobs=sampler"),
+    ("rft", "algorithm.reference=true algorithm.kl=loss algorithm.kl_coefficient=0.1"),
+    ("gspo", "model.freeze_layers=0.99 reward.parts=rule=1,think_format=-2,format=0.1"),
+    ("dapo", "reward.parts=model=1 reward.model_folder=elsewhere reward.correct=threshold"),
+]
+
+
+@pytest.mark.parametrize(("preset", "overrides"), ALLOWED)
+def test_the_other_side_of_a_refusal_is_allowed(preset, overrides):
+    load(Config, f"{RL}:{preset}", *(f"--config.{text}" for text in overrides.split()))
+
+
+def test_a_supervised_run_is_refused_what_it_can_not_use(capsys):
+    for override, words in (
+        ("examples.min_terms=1", ("examples.min_terms = 1", "from 2")),
+        ("examples.max_terms=60", ("packing.row_tokens = 88", "192")),
+        ("architecture.kv_heads=3", ("architecture.kv_heads = 3", "divisor", "4")),
+        ("architecture.head_dim=15", ("architecture.head_dim = 15", "even")),
+        ("architecture.rope_theta=1", ("architecture.rope_theta = 1.0", "above 1")),
+    ):
+        with pytest.raises(SystemExit):
+            load(SftConfig, BASE, f"--config.{override}")
+        message = capsys.readouterr().err
+        assert all(word in message for word in words), message

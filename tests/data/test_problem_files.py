@@ -1,0 +1,292 @@
+"""Files of problems in their published formats, and what is wrong with some rows."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pytest
+from etils.epath import backend, gpath
+from pyarrow import csv, feather, parquet
+
+from dapo_jax.data.problem_files import Loaded, find_files, read_problems
+from dapo_jax.data.prompts.templates import DAPO
+from dapo_jax.data.row_formats import MalformedRow, NoAnswer, read_row
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.verifier.extraction import extract
+
+ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
+
+
+def dapo_row(text: str, answer: str, index: int, wording: str = DAPO) -> dict:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": wording.replace("{problem}", text)}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"uuid-{index}"},
+    }
+
+
+def write_lines(path, rows) -> str:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def load(*paths: str, limit: int = 0) -> Loaded:
+    return read_problems(paths, "set", limit)
+
+
+PUBLISHED = {
+    "gsm8k": (
+        {"question": "How many?", "answer": "2*600=<<2*600=1200>>1200 in all.\n#### 1,200"},
+        {"text": "How many?", "answer": "1200", "solution": "2*600=1200 in all."},
+    ),
+    "MATH": (
+        {
+            "problem": "Find $x$.",
+            "level": "Level 5",
+            "type": "Algebra",
+            "solution": "First $\\boxed{1}$, no: $x = \\boxed{\\frac{1}{\\{2\\}}}$.",
+        },
+        {"answer": "\\frac{1}{\\{2\\}}", "level": "5", "subject": "Algebra"},
+    ),
+    "MATH-500": (
+        {"problem": "P", "solution": "$\\boxed{1}$", "answer": "\\$3.50", "subject": "Algebra"}
+        | {"level": 2, "unique_id": "test/algebra/7.json"},
+        {"answer": "\\$3.50", "level": "2", "subject": "Algebra", "id": "set-test/algebra/7.json"},
+    ),
+    "AIME": ({"id": 60, "problem": "P", "answer": "025"}, {"answer": "025", "id": "set-60"}),
+    "AIME, other spelling": (
+        {"ID": "2024-I-1", "Problem": "P", "Solution": "S", "Answer": 204},
+        {"answer": "204", "id": "set-2024-I-1"},
+    ),
+    "AMC": ({"id": 0, "problem": "P", "question": "P", "answer": 27.0}, {"answer": "27"}),
+    "Minerva": (
+        {"problem": "P", "solution": "so \\boxed{4.5e33} ergs", "type": "Astronomy", "idx": 3},
+        {"answer": "4.5e33", "subject": "Astronomy", "id": "set-3"},
+    ),
+    "OlympiadBench": (
+        {"id": 7, "question": "Find all.", "context": "Let n > 0.", "subfield": "Algebra"}
+        | {"final_answer": ["$69$,$84$", "$-1$."], "unit": "km", "solution": ["a", "b"]},
+        {"text": "Let n > 0.\n\nFind all.", "answer": "69,84, -1", "solution": "a\n\nb"},
+    ),
+    "DAPO": (
+        dapo_row("Is {x} 1?", "34", 5),
+        {"text": "Is {x} 1?", "answer": "34", "source": "math_dapo", "id": "set-uuid-5"},
+    ),
+    "DAPO's schema, other wording": (
+        dapo_row("P", "34", 5, "{problem} Let's think step by step."),
+        {"text": "P Let's think step by step."},
+    ),
+    "plain": ({"problem": " P ", "answer": -0.5}, {"text": "P", "answer": "-0.5", "id": "set-9"}),
+    "plain question": ({"question": "P", "answer": "yes"}, {"text": "P", "answer": "yes"}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_are_read_as_published(name):
+    row, expected = PUBLISHED[name]
+    problem = read_row(row, "set", 9)
+    assert {field: getattr(problem, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Prove it.", "final_answer": None},
+        {"question": "Prove it.", "final_answer": []},
+        {"problem": "P", "solution": "no box"},
+        {"problem": "P", "answer": None, "solution": "cut \\boxed{1"},
+    ],
+)
+def test_a_row_without_an_answer_is_not_malformed(row):
+    with pytest.raises(NoAnswer):
+        read_row(row, "set", 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"problem": "", "answer": "1"}, "problem is empty"),
+        ({"problem": 3, "answer": "1"}, "problem is int, not text"),
+        ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
+        ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
+        ({"problem": "P", "answer": float("nan")}, "not a finite number"),
+        ({"problem": "\ud800", "answer": "1"}, "surrogate"),
+        ({"text": "P", "label": "1"}, "says the problem: text, label"),
+        ({}, "says the problem: it has none"),
+        ([1], "is list, not an object"),
+        (dapo_row("P", "1", 1) | {"prompt": []}, "no message of the role"),
+        (dapo_row("P", "1", 1) | {"reward_model": "1"}, "reward_model is not"),
+    ],
+)
+def test_a_malformed_row_says_why(row, reason):
+    with pytest.raises(MalformedRow, match=reason):
+        read_row(row, "set", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        ("\\boxed 7$ and", "7"),
+        ("\\fbox{a \\} b}", "a \\} b"),
+        ("\\boxed{1}, \\boxed{2", None),
+        ("\\boxed{\\begin{pmatrix} 1 \\\\{2} \\end{pmatrix}}", "\\begin{pmatrix} 1 \\\\{2} "),
+        ("none", None),
+    ],
+)
+def test_the_last_box_is_matched_by_its_braces(text, box):
+    found = extract(text, "box").text
+    assert found == box if box is None else found.startswith(box)
+
+
+def test_every_kind_of_file_gives_the_same_problems(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    write_lines(tmp_path / "lines.jsonl", ROWS)
+    write_lines(tmp_path / "lines.json", ROWS)
+    (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=2))
+    csv.write_csv(table, tmp_path / "table.csv")
+    for name in ("lines.jsonl", "array.json", "table.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    parquet.write_table(table, tmp_path / "table.parquet", row_group_size=2)
+    feather.write_feather(table, tmp_path / "table.feather")
+    for name, kind in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
+        with kind(str(tmp_path / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 11
+    expected = load(str(tmp_path / "lines.jsonl")).problems
+    assert [problem.text for problem in expected] == [row["problem"] for row in ROWS]
+    for path in files:
+        assert load(str(path)).problems == expected, path
+
+
+def test_malformed_rows_are_named_by_file_and_line_up_to_a_limit(tmp_path):
+    rows = [ROWS[0], '{"problem": "cut', "", '{"problem": 1, "answer": 2}', ROWS[1]]
+    path = write_lines(tmp_path / "bad.jsonl", rows)
+    loaded = load(path, limit=2)
+    assert [problem.answer for problem in loaded.problems] == ["1", "2"]
+    assert loaded.counts["malformed"] == 2 and loaded.counts["rows"] == 4
+    assert "bad.jsonl line 2: is not JSON" in loaded.complaints[0]
+    assert "bad.jsonl line 4: problem is int" in loaded.complaints[1]
+    with pytest.raises(ConfigError, match="bad_rows_limit = 1.*bad.jsonl line 2.*line 4"):
+        load(path, limit=1)
+
+
+def test_malformed_rows_of_tables_are_named_by_row_over_all_groups(tmp_path):
+    rows = [*ROWS[:3], {"problem": "", "answer": "1"}, ROWS[4]]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet", row_group_size=2)
+    assert "t.parquet row 4: problem is empty" in load(str(tmp_path / "t.parquet"), limit=1)[2][0]
+
+
+def test_a_file_that_is_no_table_is_a_clear_error(tmp_path):
+    (tmp_path / "t.parquet").write_text("hello")
+    with pytest.raises(ConfigError, match=r"t.parquet can't be read: .*[Pp]arquet"):
+        load(str(tmp_path / "t.parquet"))
+
+
+def test_repeats_are_dropped_and_conflicting_answers_too(tmp_path):
+    rows = [dapo_row(f"P{i}", str(i), i) for i in range(4)] * 3
+    rows += [dapo_row("P2", "9", 7), dapo_row("  P1 ", "1", 8), dapo_row("P4", "4", 4)]
+    rows += [{"question": "Prove.", "final_answer": None}]
+    loaded = load(write_lines(tmp_path / "d.jsonl", rows))
+    assert [problem.id for problem in loaded.problems] == ["set-uuid-0", "set-uuid-1"] + [
+        "set-uuid-3",
+        "set-uuid-4",
+    ]
+    assert loaded.counts == {"rows": 16, "repeats": 9, "conflicts": 2, "without answer": 1}
+    assert "line 13: the answer '9' to a problem that set-uuid-2" in loaded.complaints[0]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    names = "gsm8k_train.jsonl gsm8k_test.jsonl aime24_test.jsonl math500.json a-1.json a-2.json"
+    for name in names.split():
+        write_lines(tmp_path / name, [{"problem": name, "answer": "1"}])
+    shards = tmp_path / "DAPO-Math"
+    shards.mkdir()
+    for i in range(2):
+        parquet.write_table(pa.Table.from_pylist(ROWS), shards / f"{i}.parquet")
+    (shards / "state.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "found"),
+    [
+        ("gsm8k", "train", "gsm8k_train.jsonl"),
+        ("gsm8k", "test", "gsm8k_test.jsonl"),
+        ("GSM8K_test", "train", "gsm8k_test.jsonl"),
+        ("aime24", "train", "aime24_test.jsonl"),
+        ("dapo", "train", "DAPO-Math/0.parquet DAPO-Math/1.parquet"),
+        ("{}/gsm8k_*.jsonl", "train", "gsm8k_test.jsonl gsm8k_train.jsonl"),
+        ("{}/*/1.parquet", "train", "DAPO-Math/1.parquet"),
+        ("{}/DAPO-Math", "train", "DAPO-Math/0.parquet DAPO-Math/1.parquet"),
+    ],
+)
+def test_names_find_their_files(folder, name, split, found):
+    paths = find_files("data.source", name.format(folder), str(folder), split)
+    assert paths == tuple(str(folder / one) for one in found.split())
+
+
+@pytest.mark.parametrize("name", ["math", "a", "nothing", "{}/**/1.parquet"])
+def test_a_name_of_no_single_file_lists_what_is_there(folder, name):
+    expected = "without \\*\\*" if "**" in name else "holds DAPO-Math, a-1.json, .*math500.json"
+    with pytest.raises(ConfigError, match=f"config.data.source = .*{expected}"):
+        find_files("data.source", name.format(folder), str(folder), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("{}/gsm8k_trian.jsonl", "no such file; did you mean .*/gsm8k_train.jsonl"),
+        ("gsm9k.csv", "no such file"),
+        ("{}/nowhere/x", "no such file$"),
+        ("owner/set", "no such file; .*: hf download owner/set --repo-type dataset --local-dir /"),
+        ("{}/*.npy", "no file of .parquet, .* matches"),
+        ("{}/DAPO-Math/notes.txt", "must end in .parquet"),
+        ("{}/none", "holds no file of .parquet"),
+    ],
+)
+def test_a_path_without_a_file_says_so(folder, name, reason):
+    (folder / "DAPO-Math/notes.txt").write_text("")
+    (folder / "none").mkdir()
+    with pytest.raises(ConfigError, match=f"^config.data.source = '[^']*': {reason}"):
+        find_files("data.source", name.format(folder), str(folder), "train")
+
+
+class Bucket:
+    """A folder that answers to gs://bucket, as etils asks its backends."""
+
+    def __init__(self, folder):
+        self._folder = str(folder)
+
+    def __getattr__(self, name):
+        def call(*paths, **options):
+            local = [str(path).replace("gs://bucket", self._folder) for path in paths]
+            found = getattr(backend.os_backend, name)(*local, **options)
+            if isinstance(found, list):
+                return [str(path).replace(self._folder, "gs://bucket") for path in found]
+            return found
+
+        return call
+
+
+def test_buckets_are_read_like_folders(folder, monkeypatch):
+    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, "gs", Bucket(folder))
+    for name in ("gs://bucket/DAPO-Math", "gs://bucket/DAPO-Math/*.parquet"):
+        paths = find_files("data.source", name, "data", "train")
+        assert paths == tuple(f"gs://bucket/DAPO-Math/{i}.parquet" for i in range(2))
+        loaded = load(*paths)
+        assert len(loaded.problems) == 5 and loaded.counts["repeats"] == 5
+    paths = find_files("data.source", "aime24", "gs://bucket", "test")
+    assert load(*paths).problems[0].text == "aime24_test.jsonl"
+
+
+def test_one_gold_written_in_two_ways_is_no_conflict(tmp_path):
+    rows = [{"problem": "P", "answer": a} for a in ("1/2", r"\frac{1}{2}", "0.5", "0.50")]
+    write_lines(tmp_path / "set.jsonl", [*rows, {"problem": "Q", "answer": "1"}])
+    loaded = read_problems((str(tmp_path / "set.jsonl"),), "set", 0)
+    assert len(loaded.problems) == 2
+    assert loaded.counts["repeats"] == 3 and not loaded.counts["conflicts"]

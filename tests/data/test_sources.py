@@ -1,0 +1,293 @@
+"""Sources by name, mixed by weight; what is held out; the order that all processes follow."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+import types
+
+import pytest
+from conftest import heldout_prompts
+
+from dapo_jax.config.experiment import Data, Reward
+from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.data.sources import heldout_sources, parse_sources
+from dapo_jax.rewards.gym import tasks
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.settings import ConfigError
+
+TOKENIZER = arithmetic_tokenizer()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Data settings over a folder with `one` of 40 problems and `two_train` and `two_test`."""
+
+    def write(name: str, texts: list[str]) -> None:
+        rows = [json.dumps({"problem": text, "answer": text[-1]}) for text in texts]
+        (tmp_path / name).write_text("\n".join(rows))
+
+    write("one.jsonl", [f"{i}+{i}" for i in range(40)])
+    write("two_train.jsonl", [f"{i}+0" for i in range(10)])
+    write("two_test.jsonl", ["1+0", "3 + 3", "$5$+5", "9+9+9"])
+
+    def make(source: str, **settings) -> Data:
+        return Data(source=source, folder=str(tmp_path), **{"heldout_problems": 8} | settings)
+
+    make.write = write
+    return make
+
+
+def read(data: Data, count: int, seed: int = 0, start: int = 0) -> list:
+    stream = PromptStream(data, seed, TOKENIZER)
+    stream.position = start
+    return list(itertools.islice(stream, count))
+
+
+def test_sources_are_names_or_paths_with_weights():
+    assert parse_sources("data.source", "arithmetic") == {"arithmetic": 1.0}
+    text = " a/b.parquet=0.8, gym:chain_sum , gs://x/date=2024/y=2"
+    found = {"a/b.parquet": 0.8, "gym:chain_sum": 1.0, "gs://x/date=2024/y": 2.0}
+    assert parse_sources("data.source", text) == found
+    assert parse_sources("data.source", "gs://x/date=2024/y") == {"gs://x/date=2024/y": 1.0}
+
+
+@pytest.mark.parametrize("text", ["", "a,", "a,a=2", "a=0", "a=-1", "a=nan", "a=inf", "=1"])
+def test_sources_that_say_nothing_are_refused(text):
+    with pytest.raises(ConfigError, match="config.data.source = "):
+        parse_sources("data.source", text)
+
+
+def test_sources_are_mixed_in_proportion_and_each_is_gone_through_whole(settings):
+    data = settings("one=3,two=1,arithmetic=0.5", heldout_problems=9, train_problems=100)
+    prompts = read(data, 9 * 40)
+    by_source = {name: [p for p in prompts if p.source == name] for name in ("one", "two")}
+    assert {name: len(found) for name, found in by_source.items()} == {"one": 240, "two": 80}
+    for prompts in by_source.values():  # in whole passes, each in an order of its own
+        size = len({p.id for p in prompts})
+        first, second = ([p.id for p in prompts[i : i + size]] for i in (0, size))
+        assert sorted(first) == sorted(second) and first != second and len(set(first)) == size
+
+
+def test_the_mixed_order_depends_on_seed_and_position_alone(settings):
+    data = settings("one=3,two=1,arithmetic=0.5")
+    whole = read(data, 60)
+    assert [p.index for p in whole] == list(range(60))
+    assert [p.id for p in read(data, 30, start=30)] == [p.id for p in whole[30:]]
+    assert [p.id for p in read(data, 60, seed=1)] != [p.id for p in whole]
+
+
+def test_the_order_goes_on_from_any_place_and_counts_what_it_skips(settings):
+    data = settings("one=3,two=1", overlong_prompts="drop", max_prompt_tokens=4)
+    whole = read(data, 60)
+    cut = whole[7].index + 1
+    assert [p.id for p in read(data, 10, start=cut)] == [p.id for p in whole[8:18]]
+    assert sum(p.skipped for p in whole) == whole[-1].index + 1 - 60 > 0
+
+
+def test_a_digest_tells_problems_apart(settings):
+    one, two = (heldout_sources(settings(name), 0)[0].digests() for name in ("one", "two"))
+    again = heldout_sources(settings("one"), 1)[0].digests()
+    assert one == again != two
+
+
+def test_heldout_problems_of_a_file_do_not_depend_on_seed_or_order(settings):
+    data = settings("one")
+    first, again = (heldout_prompts(data, seed, TOKENIZER) for seed in (0, 1))
+    assert len(first) == 8 and [p.id for p in first] == [p.id for p in again]
+    assert [p.index for p in first] == list(range(8)) and first[0].id.startswith("one-")
+    by_path = heldout_prompts(settings(f"{data.folder}/one.jsonl"), 0, TOKENIZER)
+    assert [p.id for p in by_path] == [p.id for p in first]
+    held = {p.problem for p in first}
+    assert not held & {p.problem for p in read(data, 100)}
+    settings.write("turned.jsonl", [f"{i}+{i}" for i in reversed(range(40))])
+    turned = heldout_prompts(settings("turned"), 0, TOKENIZER)
+    assert {p.problem for p in turned} == held
+
+
+def test_nothing_of_a_heldout_source_is_trained_on(settings):
+    data = settings("one,two", heldout_source="two")
+    held = heldout_prompts(data, 0, TOKENIZER)
+    assert [p.problem for p in held] == ["1+0", "3 + 3", "$5$+5", "9+9+9"]  # the whole test file
+    stream = PromptStream(data, 0, TOKENIZER)
+    trained = {next(stream).problem for _ in range(100)}
+    assert len(trained) == 40 + 10 - 4 and not trained & {"1+0", "3+3", "5+5"}
+    counts = [source.counts for source in stream.sources]
+    assert [count["held out"] for count in counts] == [2, 1]
+    assert counts[1]["repeats"] == 1  # 0+0 is in the first source
+
+
+def test_generated_problems_that_are_held_out_are_skipped(settings):
+    data = settings("arithmetic", min_terms=2, max_terms=2, heldout_problems=30)
+    settings.write("sums.jsonl", [f"{i} + {j} =" for i in range(10) for j in range(4)])
+    prompts = read(settings("arithmetic", min_terms=2, max_terms=2, heldout_source="sums"), 200)
+    assert all(int(p.problem[2]) >= 4 for p in prompts) and sum(p.skipped for p in prompts) > 100
+    assert not any(p.skipped for p in read(data, 200))  # its own held-out split is disjoint
+
+
+def test_shares_of_several_sources_add_up_to_the_held_out_problems(settings):
+    held = heldout_sources(settings("one=3,two=1,arithmetic", heldout_problems=11), 0)
+    assert [len(source.problems) for source in held] == [7, 2, 2]
+    assert heldout_sources(settings("one", heldout_problems=0), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("one", {"heldout_problems": 40}, "heldout_problems = 40: must be below the 40 problems"),
+        ("two", {"heldout_source": "two_train"}, "every problem is held out"),
+        ("three", {}, "data.source = 'three': must be arithmetic, .*holds empty.jsonl, one"),
+        ("one", {"heldout_source": "three"}, "data.heldout_source = 'three': must be"),
+        ("empty", {}, "data.source = 'empty': holds no rows"),
+        ("two", {"template": "few_shot", "few_shot": 9, "heldout_problems": 1}, "below the 9"),
+    ],
+)
+def test_impossible_sources_stop_at_the_door(settings, source, more, message):
+    settings.write("empty.jsonl", [])
+    with pytest.raises(ConfigError, match=message):
+        PromptStream(settings(source, **more), 0, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "held"),
+    [
+        ("one", {}, "one: 8 problems, a fifth (data.heldout_problems)"),
+        ("many", {}, "many: 256 problems"),
+        ("one,many", {}, "one: 8 problems, a fifth (data.heldout_problems); many: 128 problems"),
+        ("few", {}, "few: 0 problems, a fifth (data.heldout_problems)"),
+        ("one", {"heldout_problems": 39}, "one: 39 problems"),
+        ("arithmetic", {}, "arithmetic: 256 problems"),
+    ],
+)
+def test_a_small_file_is_not_all_held_out(settings, source, more, held):
+    settings.write("many.jsonl", [f"{i}+{i}" for i in range(100, 1380)])
+    settings.write("few.jsonl", ["1+1", "2+2"])
+    stream = PromptStream(settings(source, **{"heldout_problems": -1} | more), 0, TOKENIZER)
+    assert stream.describe().endswith(f". Held out: {held}")
+    held = {prompt.problem for prompt in stream.heldout_prompts()}
+    assert not held & {next(stream).problem for _ in range(100)}
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("odd", {}, "of its first 11 rows none is .*odd.jsonl line 1: .*the problem: text, label"),
+        ("odd", {"fields": "problem=q"}, r"no row has all that config.data.fields = 'problem=q'"),
+        ("one", {"fields": "answer=gold"}, "data.fields = 'answer=gold': .*; one has others"),
+        ("unsolved", {}, "of its first 2 rows none is a problem: the answer is empty"),
+    ],
+)
+def test_a_file_that_can_not_be_read_says_what_is_in_it(settings, source, more, message):
+    rows = [json.dumps({"text": "1+1", "label": "2"})] * 20
+    (pathlib.Path(settings("one").folder) / "odd.jsonl").write_text("\n".join(rows))
+    rows = [json.dumps({"problem": text, "answer": ""}) for text in ("1+1", "2+2")]
+    (pathlib.Path(settings("one").folder) / "unsolved.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match=message) as stopped:
+        PromptStream(settings(source, **more), 0, TOKENIZER)
+    assert "\n" not in str(stopped.value) and "data.fields" in str(stopped.value)
+
+
+def test_files_of_other_fields_are_mixed_with_named_ones(settings):
+    rows = [json.dumps({"q": f"{i}+{i}", "gold": i}) for i in range(50, 60)]
+    (pathlib.Path(settings("one").folder) / "mine.jsonl").write_text("\n".join(rows))
+    data = settings("mine,one", fields="problem=q,answer=gold", heldout_source="two")
+    stream = PromptStream(data, 0, TOKENIZER)
+    assert {next(stream).source for _ in range(9)} == {"mine", "one"}
+    named = [source.named for source in [*stream.sources, *stream.heldout]]
+    assert named == [True, False, False]
+    assert stream.describe().count("by its own names of fields, not data.fields") == 2
+    data = dataclasses.replace(data, source="one")  # nor is the held-out file read by the names
+    with pytest.raises(ConfigError, match="one, two has others"):
+        PromptStream(data, 0, TOKENIZER)
+
+
+def test_the_console_says_what_was_left_out(settings):
+    settings.write("long.jsonl", [f"{i}+{i}" for i in range(30)] + ["1+1"] * 5 + ["0+1+2+3+4"])
+    data = settings("long", heldout_source="two", max_prompt_tokens=6)
+    assert PromptStream(data, 0, TOKENIZER).describe() == (
+        "long: 29 problems of 36 rows (5 repeats, 2 held out), over max_prompt_tokens and cut: "
+        "1 of 29 looked at. Held out: two: 4 problems of 4 rows"
+    )
+
+
+def make_fake_gym(monkeypatch) -> None:
+    """A package of one task: numbers, scored by their distance."""
+
+    class Numbers:
+        category = "counting"
+
+        def __init__(self, seed: int = 0, size: int = 5):
+            self._seed = seed
+
+        def __getitem__(self, index: int) -> dict:
+            number = (self._seed + index) % 7
+            return {"question": f"{number}?", "answer": str(number), "metadata": {"at": (number,)}}
+
+        def score_answer(self, answer: str, entry: dict) -> float:
+            return float(entry["metadata"]["at"] == (int(answer),)) or 0.1
+
+    def create_dataset(name: str, **settings) -> Numbers:
+        if name != "numbers":
+            raise ValueError(f"Dataset {name!r} not registered")
+        return Numbers(**settings)
+
+    factory = types.SimpleNamespace(create_dataset=create_dataset, DATASETS={"numbers": Numbers})
+    monkeypatch.setattr(tasks, "_factory", lambda *_: factory)
+    tasks._scorer.cache_clear()
+
+
+def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
+    make_fake_gym(monkeypatch)
+    data = settings("gym:numbers", heldout_problems=2, train_problems=50)
+    prompts = read(data, 40)
+    heldout = heldout_prompts(data, 0, TOKENIZER)
+    assert [p.id for p in heldout] == [
+        "gym:numbers-50",
+        "gym:numbers-51",
+    ]  # after those of training
+    held = {p.problem for p in heldout}
+    assert len(held) == 2 and len({p.problem for p in prompts}) == 5
+    assert not held & {p.problem for p in prompts} and sum(p.skipped for p in prompts) > 0
+    prompt = prompts[0]
+    assert (prompt.source, prompt.subject) == ("gym:numbers", "counting")
+    assert tasks.gym_score("numbers", prompt.metadata, prompt.answer) == 1.0
+    assert tasks.gym_score("numbers", prompt.metadata, "8") == 0.1
+    assert tasks.gym_score("numbers", prompt.metadata, None) == 0.0
+    with pytest.raises(ConfigError, match="data.source = 'gym:letters': .*not registered.*numbers"):
+        PromptStream(settings("gym:letters"), 0, TOKENIZER)
+    tasks._scorer.cache_clear()
+
+
+def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dapo_jax\[gym\]'"):
+        PromptStream(settings("gym:leg_counting"), 0, TOKENIZER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["leg_counting", "chain_sum", "rearc", "countdown", "sudoku"])
+def test_the_real_gym_scores_its_own_answers(task, settings):
+    pytest.importorskip("reasoning_gym")
+    data = settings(f"gym:{task}", heldout_problems=3, train_problems=20, max_prompt_tokens=9999)
+    for prompt in [*read(data, 5), *heldout_prompts(data, 0, TOKENIZER)]:
+        assert tasks.gym_score(task, prompt.metadata, prompt.answer) == 1.0
+        assert tasks.gym_score(task, prompt.metadata, "no answer at all") < 1.0
+    assert [p.problem for p in read(data, 5)] == [p.problem for p in read(data, 5)]
+
+
+@pytest.mark.slow
+def test_a_worker_scores_a_gym_problem_by_its_own_scorer(settings):
+    pytest.importorskip("reasoning_gym")
+    data = settings("gym:leg_counting", heldout_problems=1, train_problems=20)
+    prompt, other = read(data, 2)
+    pool = RewardPool(Reward(verifier="math", parts="gym=1"))
+    where = prompt.source, prompt.metadata
+    texts = [f"\\boxed{{{prompt.answer}}}", "\\boxed{-1}", "no answer\nat all"]
+    found = [pool.submit("", text, prompt.answer, *where).result() for text in texts]
+    plain = pool.submit("", "\\boxed{7}", "7").result()
+    pool.close()
+    assert [one.correct for one in found] == [True, False, False]
+    assert [one.decided for one in found] == ["scorer", "scorer", "no_marker"]
+    assert found[0].parts == plain.parts == {"gym": 1.0} and found[2].parts == {"gym": 0.0}

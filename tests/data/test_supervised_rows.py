@@ -1,0 +1,345 @@
+"""Rows of a user's own examples and pairs: their tokens, and what is wrong with some."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from served import byte_tokenizer
+from test_problem_files import write_lines
+from tokenizers import processors
+
+from dapo_jax.config.experiment import Data, OwnData
+from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.data.prompts.chat_template import ChatTemplate
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.data.row_formats import MalformedRow, parse_fields
+from dapo_jax.data.supervised_examples import endless_order, read_examples
+from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, Writer
+from dapo_jax.runtime.settings import ConfigError
+
+PLAIN_CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As models that think: what came before the bar is not shown again in later turns.
+FORGETTING_CHAT = PLAIN_CHAT.replace(
+    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('|')[-1] }}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "well|2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "hm|4"},
+    {"role": "user", "content": "never answered"},
+]
+
+
+def tokenizer_with(chat: str = PLAIN_CHAT, begin: bool = False):
+    tokenizer = byte_tokenizer()
+    if begin:
+        tokenizer.backend.post_processor = processors.TemplateProcessing(
+            single="<|end|> $A", special_tokens=[("<|end|>", 256)]
+        )
+        tokenizer = type(tokenizer)(tokenizer.backend, (256,), 0)
+    tokenizer.chat = ChatTemplate(chat) if chat else None
+    return tokenizer
+
+
+def own(path="", **changes) -> OwnData:
+    return OwnData(source=str(path), **{"heldout_examples": 0, "bad_rows_limit": 0} | changes)
+
+
+def write(row, forms=EXAMPLES, tokenizer=None, **changes):
+    return Writer(own(**changes), tokenizer or tokenizer_with(), forms).write(row)
+
+
+def text_of(tokens) -> str:
+    return byte_tokenizer().backend.decode(list(tokens), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(("chat", "parts"), [(PLAIN_CHAT, 1), (FORGETTING_CHAT, 2)])
+@pytest.mark.parametrize("begin", [False, True])
+def test_every_answer_is_learned_behind_what_the_sampler_sees(chat, parts, begin):
+    tokenizer = tokenizer_with(chat, begin)
+    example = write({"messages": TALK}, tokenizer=tokenizer)
+    assert len(example.turns) == parts
+    found = []
+    for prompt, response, trained in example.turns:
+        whole, learned = np.concatenate([prompt, response]).tolist(), np.append(False, trained)
+        starts = np.flatnonzero(learned[1:] & ~learned[:-1]) + len(prompt)
+        ends = np.flatnonzero(learned[:-1] & ~learned[1:]) + len(prompt)
+        ends = [*ends, len(whole)][: len(starts)]
+        found += [
+            (whole[:start], whole[start:end]) for start, end in zip(starts, ends, strict=True)
+        ]
+    expected = [
+        (
+            tokenizer.encode_prompt(tokenizer.chat.render(TALK[:place])),
+            [*tokenizer.encode(TALK[place]["content"]), 256],
+        )
+        for place in (2, 4)
+    ]
+    assert found == expected
+
+
+ROW = {"prompt": " 1+1? ", "response": "2"}
+SAME_ROWS = {
+    "completion": ({"prompt": "1+1?", "completion": "2"}, {}),
+    "solution": ({"Problem": "1+1?", "solution": "2", "answer": "3"}, {}),
+    "answer": ({"question": "1+1?", "answer": "2"}, {}),
+    "fields": (
+        {"q": "1+1?", "meta": {"gold": "2"}, "messages": TALK},
+        {"fields": "prompt=q,response=meta.gold"},
+    ),
+    "its own end token": ({"prompt": "1+1?", "response": "2<|end|>"}, {}),
+}
+ASKED, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+SAME_CHATS = {
+    "messages": ({"messages": [ASKED, ANSWER]}, {}),
+    "None fields": ({"messages": [ASKED | {"tool_calls": None}, ANSWER]}, {}),
+    "messages named": ({"talk": [ASKED, ANSWER]}, {"fields": "messages=talk"}),
+    "lists": ({"prompt": [ASKED], "completion": [ANSWER]}, {}),
+    "list and text": ({"prompt": [ASKED], "response": "2"}, {}),
+    "texts": (ROW, {"template": "chat"}),
+}
+
+
+@pytest.mark.parametrize("template", ["none", "chat"])
+def test_one_example_in_every_form_is_the_same_tokens(template):
+    rows = SAME_ROWS if template == "none" else SAME_CHATS
+    prompt = "1+1?" if template == "none" else "<user>1+1?<|end|>\n<assistant>"
+    for name, (row, changes) in rows.items():
+        (turns,) = write(row, **{"template": template} | changes).turns
+        assert (text_of(turns.prompt), text_of(turns.response)) == (prompt, "2<|end|>"), name
+        assert turns.trained.all()
+
+
+def test_a_system_message_is_the_rows_own_or_that_of_the_config():
+    chat = {"template": "chat", "system_prompt": "Config."}
+    for row, system, changes in (
+        (ROW, "Config.", {}),
+        (ROW | {"system": "Row."}, "Row.", {}),
+        (ROW | {"s": "Row."}, "Row.", {"fields": "prompt=prompt,response=response,system=s"}),
+        ({"messages": TALK[:3]}, "Be brief.", {}),
+        ({"messages": TALK[1:3]}, "Config.", {}),
+    ):
+        text = write(row, **chat | changes).text
+        assert text.startswith(f"<system>{system}<|end|>\n<user>") and text.count("<system>") == 1
+
+
+OWN_TEMPLATES = ["Q: {problem}\nA:", "{{ system }}|{{ problem }}"]
+
+
+@pytest.mark.parametrize("template", ["none", "dapo", "r1", "qwen_math", "chat", *OWN_TEMPLATES])
+@pytest.mark.parametrize("begin", [False, True])
+def test_prompts_are_those_of_reinforcement_learning(template, begin, tmp_path):
+    rows = [{"problem": f" {i}+1=? ", "solution": "so", "answer": "1"} for i in range(5)]
+    source = write_lines(tmp_path / "own.jsonl", rows)
+    shown = {
+        "template": template,
+        "system_prompt": "Hi." if template in ("chat", OWN_TEMPLATES[1]) else "",
+    }
+    tokenizer = tokenizer_with(begin=begin)
+    data = Data(source=source, heldout_problems=0, max_prompt_tokens=999, **shown)
+    stream = PromptStream(data, 0, tokenizer)
+    theirs = {tuple(next(stream).tokens) for _ in rows}
+    mine = read_examples(own(source, **shown), tokenizer, 999, EXAMPLES).training
+    assert {tuple(one.turns[0].prompt) for one in mine} == theirs and len(theirs) == 5
+
+
+GOOD, BAD = ANSWER, {"role": "assistant", "content": "22"}
+SAME_PAIRS = {
+    "texts": ({"prompt": "1+1?", "chosen": "2", "rejected": "22"}, {"template": "chat"}),
+    "lists": ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, {}),
+    "prompt in them": ({"prompt": "1+1? ", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
+    "no prompt": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, {}),
+    "prompt as a list, too": (
+        {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {},
+    ),
+    "named": (
+        {"q": [ASKED], "yes": [GOOD], "no": [BAD]},
+        {"fields": "prompt=q,chosen=yes,rejected=no"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME_PAIRS)
+def test_one_pair_in_every_form_is_the_same_tokens(name):
+    row, changes = SAME_PAIRS[name]
+    chosen, rejected = write(row, PAIRS, **changes).turns
+    assert text_of(chosen.prompt) == text_of(rejected.prompt) == "<user>1+1?<|end|>\n<assistant>"
+    assert (text_of(chosen.response), text_of(rejected.response)) == ("2<|end|>", "22<|end|>")
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_whole_texts_are_split_where_their_tokens_part(begin):
+    row = {"chosen": "Human: 1+1? Assistant: 2", "rejected": "Human: 1+1? Assistant: 3 or so"}
+    tokenizer = tokenizer_with(begin=begin)
+    chosen, rejected = write(row, PAIRS, tokenizer).turns
+    for one, name in ((chosen, "chosen"), (rejected, "rejected")):
+        whole = [*tokenizer.encode_prompt(row[name]), 256]
+        assert [*one.prompt, *one.response] == whole
+    assert text_of(chosen.response) == "2<|end|>"
+    assert text_of(rejected.response) == "3 or so<|end|>"
+
+
+USER = TALK[1]
+MALFORMED = {  # row, forms, settings, words
+    "no object": (3, EXAMPLES, {}, "is int, not an object"),
+    "other fields": ({"a": 1}, EXAMPLES, {}, "has the fields a, not messages, prompt+response"),
+    "no field": (ROW, EXAMPLES, {"fields": "prompt=prompt,response=x.y"}, "has no x.y; its fields"),
+    "empty": (ROW | {"prompt": " "}, EXAMPLES, {}, "prompt is empty"),
+    "number": (ROW | {"response": 4}, EXAMPLES, {}, "response is 4, neither text nor messages"),
+    "surrogate": (ROW | {"response": "\ud800"}, EXAMPLES, {}, "half of a surrogate pair"),
+    "end inside": (ROW | {"response": "a<|end|>b"}, EXAMPLES, {}, "the end token before its end"),
+    "nobody answers": ({"messages": [USER]}, EXAMPLES, {}, "has no message of the role 'assist"),
+    "no question": ({"messages": [ANSWER]}, EXAMPLES, {}, "begins with a message of the role"),
+    "no messages": ({"messages": []}, EXAMPLES, {}, "messages is [], neither text nor messages"),
+    "no role": ({"messages": ["hi"]}, EXAMPLES, {}, "holds 'hi', no message with role and"),
+    "no content": (
+        {"messages": [USER | {"content": None}]},
+        EXAMPLES,
+        {},
+        "the user's message in messages is NoneType, not text",
+    ),
+    "chat by wording": ({"messages": TALK}, EXAMPLES, {"template": "dapo"}, "template = 'dapo'"),
+    "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIRS, {}, "are the same"),
+    "other prompts": (
+        {"chosen": [ASKED, GOOD], "rejected": [TALK[3], BAD]},
+        PAIRS,
+        {},
+        "differ before their last message",
+    ),
+    "no common": ({"chosen": "a", "rejected": "b"}, PAIRS, {}, "share no beginning"),
+    "user last": ({"chosen": [USER], "rejected": [USER]}, PAIRS, {}, "chosen ends with no message"),
+    "another prompt": (
+        {"prompt": "7?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+        PAIRS,
+        {},
+        "chosen begins neither with the prompt nor with an answer",
+    ),
+    "whole texts by wording": (
+        {"chosen": "ab", "rejected": "ac"},
+        PAIRS,
+        {"template": "dapo"},
+        "has no prompt for data.template = 'dapo'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_row_says_why(name):
+    row, forms, changes, words = MALFORMED[name]
+    with pytest.raises(MalformedRow) as raised:
+        write(row, forms, **changes)
+    assert words in str(raised.value)
+
+
+def test_templates_that_can_not_show_an_answer_make_malformed_rows():
+    for chat, words in (
+        ("", "the model folder has no chat template"),
+        ("{{ raise_exception('no') }}", "chat template fails: no"),
+        ("{{ messages | length }}{{ add_generation_prompt }}", "elsewhere than behind its prompt"),
+    ):
+        with pytest.raises(MalformedRow, match=words):
+            write({"messages": TALK}, tokenizer=tokenizer_with(chat))
+    with pytest.raises(MalformedRow, match="letters that the tokenizer has no token for"):
+        write({"prompt": "1+1=", "response": "two"}, tokenizer=arithmetic_tokenizer())
+    with pytest.raises(ConfigError, match="data.template = 'chat': the model folder has no chat"):
+        Writer(own(template="chat"), tokenizer_with(""), EXAMPLES)
+
+
+def test_bad_rows_are_named_up_to_a_limit_and_long_ones_counted(tmp_path):
+    rows = [{"prompt": f"{i}", "response": "12345678"[: i + 1]} for i in range(8)]
+    source = write_lines(tmp_path / "own.jsonl", [*rows[:2], '{"prompt": 1', *rows[2:]])
+    with pytest.raises(ConfigError) as raised:
+        read_examples(own(source), tokenizer_with(), 99, EXAMPLES)
+    message = str(raised.value)
+    assert (
+        "config.data.bad_rows_limit = 0" in message and f"{source} line 3: is not JSON" in message
+    )
+    data = own(source, bad_rows_limit=1)
+    found = read_examples(data, tokenizer_with(), 6, EXAMPLES)  # prompt, answer and end token
+    assert [one.length for one in found.training] == [3, 4, 5, 6]
+    assert "4 examples of 9 rows (1 malformed), 14 tokens to learn. Held out: 0" in found.notes
+    assert "line 3" in found.warnings[0]
+    assert "4 of 9 examples exceed packing.row_tokens = 6 (0 cut, 4 dropped)" in found.warnings[1]
+    assert "the longest has 10 tokens" in found.warnings[1]
+    data.overlong = "cut"
+    found = read_examples(data, tokenizer_with(), 6, EXAMPLES)
+    assert [one.length for one in found.training] == [3, 4, 5, *[6] * 5]
+    assert text_of(found.training[-1].turns[0].response) == "12345"  # and no end token
+    for row_tokens in (2, 1):
+        data.overlong = "drop"
+        with pytest.raises(ConfigError, match="holds no examples: .*line 3.*8 of 9 examples exc"):
+            read_examples(data, tokenizer_with(), row_tokens, EXAMPLES)
+
+
+def test_pairs_that_a_cut_makes_the_same_are_dropped(tmp_path):
+    rows = [
+        {"prompt": "p", "chosen": "aaab", "rejected": "aaac"},
+        {"prompt": "p", "chosen": "x", "rejected": "aaac"},
+        {"prompt": "pppp", "chosen": "x", "rejected": "y"},
+    ]
+    data = own(write_lines(tmp_path / "own.jsonl", rows), overlong="cut")
+    (left,) = read_examples(data, tokenizer_with(), 4, PAIRS).training
+    assert [text_of(one.response) for one in left.turns] == ["x<|end|>", "aaa"]
+
+
+def test_held_out_prompts_are_never_trained_on_whatever_the_order(tmp_path):
+    rows = [{"prompt": f"{i % 60}?", "response": str(i)} for i in range(100)]  # 40 prompts twice
+    rows[70]["prompt"] = " 10 ? "  # the same but for blanks
+    found = []
+    for order in (rows, rows[::-1]):
+        source = write_lines(tmp_path / "own.jsonl", order)
+        one = read_examples(own(source, heldout_examples=30), tokenizer_with(), 99, EXAMPLES)
+        training, heldout = ({e.text.replace(" ", "") for e in part} for part in one[:2])
+        assert not training & heldout and len(one.training) + len(one.heldout) == 100
+        assert len(one.heldout) == 30
+        found.append(heldout)
+    assert found[0] == found[1]
+    sizes = {count: (own(source, heldout_examples=count)) for count in (-1, 99, 100)}
+    assert len(read_examples(sizes[-1], tokenizer_with(), 99, EXAMPLES).heldout) == 5
+    assert read_examples(sizes[99], tokenizer_with(), 99, EXAMPLES).training
+    with pytest.raises(ConfigError, match="heldout_examples = 100: must be below the 100 examples"):
+        read_examples(sizes[100], tokenizer_with(), 99, EXAMPLES)
+    source = write_lines(tmp_path / "same.jsonl", [ROW] * 40)
+    assert not read_examples(own(source, heldout_examples=-1), tokenizer_with(), 99, EXAMPLES)[1]
+
+
+def test_every_pass_has_each_example_once_in_an_order_of_its_own():
+    order, again, other = endless_order(50, 1), endless_order(50, 1), endless_order(50, 2)
+    passes = [[order(place) for place in range(50 * n, 50 * n + 50)] for n in range(3)]
+    assert all(sorted(one) == list(range(50)) for one in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    assert [again(place) for place in range(149, 99, -1)][::-1] == passes[2]  # by place alone
+    assert [other(place) for place in range(50)] != passes[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["prompt", "prompt=", "prompt=a,prompt=b", "prompt=a,,", "gold=a", "=a"]
+)
+def test_fields_are_keys_and_names(text):
+    assert parse_fields("data.fields", "", ["prompt"]) == {}
+    assert parse_fields("data.fields", "prompt = a.b", ["prompt"]) == {"prompt": "a.b"}
+    with pytest.raises(ConfigError, match="config.data.fields = .*must be KEY=FIELD"):
+        parse_fields("data.fields", text, ["prompt", "response"])
+
+
+def test_other_kinds_of_files_are_read_alike(tmp_path):
+    rows = [{"messages": [ASKED, ANSWER]}, {"messages": TALK}]
+    lines = write_lines(tmp_path / "own.jsonl", rows)
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
+    digests = {
+        read_examples(own(path), tokenizer_with(), 999, EXAMPLES).digest()
+        for path in (lines, tmp_path / "own.json", tmp_path / "own.parquet")
+    }
+    assert len(digests) == 1
+    (tmp_path / "own.csv").write_text("prompt,response\n1+1?,2\n")
+    found = read_examples(own(tmp_path / "own.csv"), tokenizer_with(), 99, EXAMPLES).training
+    assert [text_of(one.turns[0].response) for one in found] == ["2<|end|>"]

@@ -1,0 +1,163 @@
+"""Prompt templates, the model's own included."""
+
+import json
+
+import pytest
+from conftest import heldout_prompts
+
+from dapo_jax.config.experiment import Data
+from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.data.prompts import template_process
+from dapo_jax.data.prompts.chat_template import ChatTemplate, read_chat_template
+from dapo_jax.data.prompts.templates import TEMPLATES, VERIFIERS_OF, Beside
+from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Problem
+
+CHATML = (
+    "{%- for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
+)
+EXAMPLES = (
+    Problem("1", "What is 1+1?", "2", "x", solution="One and one: $\\boxed{2}$"),
+    Problem("2", "What is 2+2?", "4", "x", solution="Twice two."),
+    Problem("3", "What is 3+3?", "6", "x"),
+)
+BESIDE = Beside(ChatTemplate(CHATML), "Be brief.", EXAMPLES, shots=2)
+
+
+def render(template: str, text: str, beside: Beside = BESIDE) -> str:
+    return TEMPLATES[template](Problem("p", text, "", ""), beside)
+
+
+def ask(text: str, system: str = "") -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_leave_braces_of_the_problem_alone(name):
+    text = r"\frac{1}{2} {x} {problem} {{ y }} {% z %}"
+    assert text in render(name, text)
+
+
+def test_templates_ask_in_the_published_words():
+    dapo = render("dapo", "1+1?")
+    assert dapo.startswith("Solve the following math problem step by step. The last line of your")
+    assert dapo.endswith('1+1?\n\nRemember to put your answer on its own line after "Answer:".')
+    r1 = render("r1", "1+1?")
+    assert r1.startswith("A conversation between User and Assistant. The user asks a question")
+    assert r1.endswith("<answer> answer here </answer>.\nUser: 1+1?\nAssistant:")
+    assert render("qwen_math", "1+1?") == (
+        "<|im_start|>system\nPlease reason step by step, and put your final answer within "
+        "\\boxed{}.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert set(VERIFIERS_OF) <= set(TEMPLATES)
+
+
+def test_few_shot_shows_worked_examples_that_end_in_a_box():
+    assert render("few_shot", "5+5?") == (
+        "Problem:\nWhat is 1+1?\n\nSolution:\nOne and one: $\\boxed{2}$\n\n\n"
+        "Problem:\nWhat is 2+2?\n\nSolution:\nTwice two.\nThe answer is $\\boxed{4}$.\n\n\n"
+        "Problem:\n5+5?\n\nSolution:"
+    )
+
+
+def test_few_shot_never_shows_the_asked_problem():
+    text = render("few_shot", "what is  $2+2$?")
+    assert "Twice two" not in text and text.count("Solution:") == 3
+    assert "What is 3+3?\n\nSolution:\nThe answer is $\\boxed{6}$." in text
+
+
+def test_chat_renders_system_and_user_and_opens_the_answer():
+    opened = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render("chat", "Hi") == "<|im_start|>system\nBe brief.<|im_end|>\n" + opened
+    assert render("chat", "Hi", Beside(ChatTemplate(CHATML))) == opened
+
+
+def test_chat_templates_may_use_what_transformers_offers():
+    text = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ m | tojson }}{% endfor %}{{ strftime_now('%d %b %Y') }}"
+        "{% generation %}-{% endgeneration %}\n    {% if tools %}tools{% endif %}\n"
+    )
+    rendered = ChatTemplate(text, {"bos_token": "<s>"}).render(ask("<é>"))
+    assert rendered == '<s>{"role": "user", "content": "<é>"}26 Jul 2024-'
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ messages.__class__.__mro__ }}", "__class__"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 'a' * 10**13 }}", "MemoryError"),
+        ("{{ 'a' * 2**21 }}", "writes 2097152 characters: at most 1048576"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_one_clear_line(template, reason):
+    with pytest.raises(ConfigError, match=f"chat template fails: .*{reason}"):
+        ChatTemplate(template).render(ask("Hi"))
+
+
+def test_a_template_that_computes_for_ever_is_stopped():
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match="^model: the model's chat template fails: .* over 2 s"):
+        ChatTemplate(loop).check("model")
+    assert ChatTemplate("{{ messages[0].content }}").render(ask("Hi")) == "Hi"
+    template_process._sandbox._process._process.kill()  # by whoever
+    assert ChatTemplate("{{ messages[0].content }}").render(ask("你" * 400_000)) == "你" * 400_000
+
+
+def test_the_folder_says_which_template_and_tokens(tmp_path):
+    assert read_chat_template(tmp_path) is None
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "{{ 1 }}"}
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(settings))
+    assert read_chat_template(tmp_path).render([]) == "1"
+    named = [{"name": "tool_use", "template": "2"}, {"name": "default", "template": "3"}]
+    path.write_text(json.dumps(settings | {"chat_template": named}))
+    assert read_chat_template(tmp_path).render([]) == "3"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}4{{ eos_token }}")
+    assert read_chat_template(tmp_path).render([]) == "<s>4"
+
+
+def test_prompts_of_a_folder_follow_its_chat_template(tiny_folder, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    data = Data(template="chat", heldout_problems=3)
+    with pytest.raises(ConfigError, match="no chat template"):
+        PromptStream(data, 0, Tokenizer.from_folder(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("=={{ messages[0].content }}<|end|>")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    for prompt in (next(PromptStream(data, 0, tokenizer)), heldout_prompts(data, 0, tokenizer)[0]):
+        assert prompt.text == f"=={prompt.problem}<|end|>"
+        assert prompt.tokens[-1] == 1  # the end token, not its letters
+
+
+def test_few_shot_examples_are_training_problems_keyed_by_the_seed(tmp_path):
+    sums = [f"{i}+{j}=" for i in range(10) for j in range(10) if i != j]
+    rows = [json.dumps({"problem": text, "answer": "0"}) for text in sums]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    data = Data(
+        source="arithmetic",
+        heldout_source=str(tmp_path / "sums.jsonl"),
+        template="few_shot",
+        few_shot=3,
+        min_terms=2,
+        max_terms=2,
+        max_prompt_tokens=999,
+    )
+
+    def first(seed: int) -> str:
+        return next(PromptStream(data, seed, arithmetic_tokenizer())).text
+
+    assert first(1) == first(1) != first(2)
+    held = heldout_prompts(data, 1, arithmetic_tokenizer())
+    shown = first(1).split("Problem:\n")[1:4]
+    assert all(part in prompt.text for part in shown for prompt in held)
+    assert not {part.split("\n")[0] for part in shown} & {prompt.problem for prompt in held}

@@ -1,0 +1,282 @@
+"""The critic beside the policy: where it starts, when it learns alone, and that it is resumed."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, make_completion, make_prompt
+from small_runs import equal, learn, make_quick_config, open_run, read_rows
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Checkpoint, Config, Critic, Mesh, Model, Optimizer
+from dapo_jax.learner.advantages import gather_feedback
+from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.reporting.metrics import feedback_metrics
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.run.checkpointing.same_run import check_same_run, with_defaults
+from dapo_jax.run.components import build
+from dapo_jax.run.run import train
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.structs import Group, Verdict
+from dapo_jax.train import RunState, learning_rates
+
+STEPS, ALONE = 3, 1
+VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "explained_variance")
+
+
+def host(run) -> dict:
+    """What a step changes, on the host."""
+    return jax.device_get({"policy": run.state.train, "critic": run.state.critic})
+
+
+def make_ppo(base, run_dir) -> Config:
+    return make_quick_config(
+        base,
+        run_dir,
+        "ppo",
+        total_steps=STEPS,
+        critic=Critic(
+            pretrain_steps=ALONE, optimizer=Optimizer(learning_rate=1e-3, warmup_steps=0)
+        ),
+        checkpoint=Checkpoint(every_steps=1, keep=9),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """An uninterrupted run of PPO: its folder, and policy and critic before and after each step."""
+    run_dir = tmp_path_factory.mktemp("ppo")
+    with pytest.MonkeyPatch.context() as patch:
+        devices = jax.devices()
+        patch.setattr(jax, "devices", lambda *args: devices[:1])
+        with open_run(make_ppo(base, run_dir)) as run:
+            states = [host(run)]
+            while run.state.step < STEPS:
+                run.step()
+                states.append(host(run))
+            run.finish()
+    return run_dir, states
+
+
+def test_every_step_measures_the_critic(finished):
+    rows = read_rows(finished[0])
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert None not in row.values() and row["value_skipped_updates"] == 0
+        assert set(VALUE_METRICS) <= set(row)
+        assert row["value_loss"] > 0 and row["value_gradient_norm"] > 0
+    # A head of zeros knows nothing; later heads know something, right or wrong.
+    known = [abs(row["explained_variance"]) > 1e-6 for row in rows]
+    assert known == [False, True, True]
+
+
+def test_the_critic_learns_alone_before_the_policy_moves(finished):
+    run_dir, states = finished
+    (start, alone, *later), rows = states, read_rows(run_dir)
+    assert equal(alone["policy"], start["policy"])
+    assert not equal(alone["critic"].params, start["critic"].params)
+    assert int(alone["policy"].update_count) == 0 and int(alone["critic"].update_count) == 2
+    assert "loss" not in rows[0] and rows[0]["learning_rate"] == 0
+    # the policy's own warm-up begins when it does
+    assert [row["learning_rate"] for row in rows[1:]] == [5e-4, 1e-3] and "loss" in rows[1]
+    for before, after in zip([alone, *later], later, strict=False):
+        assert not equal(after["policy"].params, before["policy"].params)
+        assert not equal(after["critic"].params, before["critic"].params)
+
+
+def test_a_resumed_run_has_the_same_policy_and_critic_bit_for_bit(base, finished, alone, tmp_path):
+    """As after a kill in the last step: the newest checkpoint is that of the step before."""
+    run_dir, states = finished
+    shutil.copytree(run_dir, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / str(STEPS))
+    with open_run(make_ppo(base, tmp_path / "again")) as run:
+        assert run.state.step == STEPS - 1
+        jax.tree.map(np.testing.assert_array_equal, host(run), states[-2])
+        run.step()
+        jax.tree.map(np.testing.assert_array_equal, host(run), states[-1])
+    assert read_rows(tmp_path / "again") == read_rows(run_dir)
+
+
+def test_how_long_the_critic_learns_alone_is_the_presets_unless_set():
+    """VAPO, arXiv 2504.05118: 50 steps, in which the policy's learning rate is 0."""
+    config = Config(total_steps=60, algorithm=algorithms.vapo())
+    assert config.critic_pretrain_steps() == 50
+    assert [learning_rates(config, step)[0] > 0 for step in (0, 49, 50)] == [False, False, True]
+    for own in (0, 7):
+        config.critic.pretrain_steps = own
+        assert config.critic_pretrain_steps() == own and learning_rates(config, own)[0] > 0
+    others = set(algorithms.PRESETS) - {"vapo"}
+    assert not any(
+        Config(algorithm=algorithms.PRESETS[p]()).critic_pretrain_steps() for p in others
+    )
+
+
+def test_runs_older_than_the_presets_pretraining_go_on_as_they_were():
+    def settings(make, steps):
+        config = Config(algorithm=make(), critic=Critic(pretrain_steps=steps))
+        return {name: value for name, _, value in leaves(config)}
+
+    for make, own in ((algorithms.grpo, -1), (algorithms.vapo, 5)):
+        old = settings(make, max(own, 0))
+        del old["algorithm.critic_pretrain_steps"]
+        if make is algorithms.grpo:  # whose critic nothing reads
+            old["critic.optimizer.learning_rate"] = 1e-3
+        check_same_run(settings(make, own), with_defaults(old))
+    with pytest.raises(ConfigError, match="pretrain_steps = 50, but the run was made with 0"):
+        old = settings(algorithms.vapo, 0)
+        check_same_run(settings(algorithms.vapo, -1), old)
+    check_same_run(settings(algorithms.vapo, 50), settings(algorithms.vapo, -1))
+
+
+def make_tiny(folder, critic_folder="") -> Config:
+    algorithm = algorithms.vapo()
+    config = Config(algorithm=algorithm, model=Model(folder=str(folder)))
+    config.critic.folder = str(critic_folder)
+    return config
+
+
+def test_a_critic_from_a_policy_has_its_layers_and_a_head_of_zeros(tiny_folder, tiny_params):
+    config = make_tiny(tiny_folder)
+    config.model.freeze_layers = 0.5  # of the policy alone
+    parts = build(config)
+    critic = jax.device_get(parts.critic_params())
+    parts.close()
+    np.testing.assert_array_equal(critic.pop("score"), np.zeros(TINY.embed))
+    jax.tree.map(np.testing.assert_array_equal, critic, jax.device_get(tiny_params))
+
+
+def test_a_critic_from_a_reward_model_has_its_head(tiny_folder, score_folder, score_params):
+    parts = build(make_tiny(tiny_folder, score_folder))
+    critic = jax.device_get(parts.critic_params())
+    parts.close()
+    jax.tree.map(np.testing.assert_array_equal, critic, jax.device_get(score_params))
+
+
+def test_a_critic_of_an_untied_policy_leaves_its_vocabulary_head_behind(
+    tiny_params, one_device, tmp_path
+):
+    untied = load_huggingface.DecoderConfig(**(vars(TINY) | {"tie_embeddings": False}))
+    head = np.ones((TINY.embed, TINY.vocab), np.float32)
+    save_huggingface.save_folder(tmp_path, tiny_params | {"head": head}, untied, (1,))
+    critic = load_huggingface.load_params(
+        tmp_path, scalar_config(untied), one_device, fresh_score=True
+    )
+    assert set(critic) == set(tiny_params) | {"score"}
+
+
+@pytest.mark.parametrize(("name", "words"), [("absent", "config.json"), ("other", "shape")])
+def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
+    name, words, base, tiny_folder, alone, tmp_path
+):
+    folder = base if name == "other" else tmp_path / name
+    config = make_quick_config(tiny_folder, tmp_path / "run", "ppo", critic=Critic(str(folder)))
+    with pytest.raises(ConfigError, match=f"config.critic.folder = '{folder}'.*{words}"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_critic_none_is_held(tiny_folder):
+    config = make_tiny(tiny_folder)
+    config.algorithm = algorithms.dapo()
+    parts = build(config)
+    parts.close()
+    assert parts.critic is None
+
+
+def test_moments_of_the_critic_are_its_own_and_sharded(eight_devices):
+    learner = critic_learner(algorithms.ppo(), Optimizer(), scalar_config(TINY), eight_devices)
+    moments = learner.abstract_state.opt_state[1].mu
+    assert set(moments) == {"embedding", "final_norm", "layers", "score"}
+    assert moments["score"].sharding.spec == sharding.spec("embed")
+
+
+def make_groups(config: Config) -> list[Group]:
+    """Responses whose first token tells whether they are right."""
+    groups = []
+    for i in range(config.rollout.prompts_per_step):
+        right = [(i + j) % 3 == 0 for j in range(config.rollout.samples_per_prompt)]
+        done = tuple(make_completion([20 if r else 10, 5 + j, 7]) for j, r in enumerate(right))
+        verdicts = tuple(Verdict(r, "1") for r in right)
+        groups.append(reward_group(config, make_prompt(i, [3, 4]), done, verdicts))
+    return groups
+
+
+def test_the_critic_learns_to_explain_what_it_can_know(tiny_folder, alone, tmp_path):
+    config = make_ppo(tiny_folder, tmp_path)
+    parts = build(config)
+    critic = parts.critic.start(parts.critic_params())
+    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0, critic)
+    seen = []
+    for _ in range(15):  # always step 0, where the critic learns alone
+        run, values = learn(parts, run, make_groups(config))
+        seen.append((values["explained_variance"], values["value_loss"]))
+    parts.close()
+    # Two of three tokens come after the telling one, which can't be known itself.
+    assert abs(seen[0][0]) < 1e-6 and seen[-1][0] > 0.5
+    assert seen[-1][1] < 0.5 * seen[0][1]
+
+
+@pytest.mark.slow
+def test_ppo_with_frozen_layers_resumes_on_eight_devices(base, tmp_path):
+    """Sharded, with a reference, a critic and a frozen stack of layers in the checkpoint."""
+    model = Model(folder=str(base), freeze_layers=0.5)
+    config = dataclasses.replace(make_ppo(base, tmp_path), mesh=Mesh(2, 2, 2), model=model)
+    with open_run(config) as run:
+        start = host(run)
+        while run.state.step < STEPS:
+            run.step()
+        finished = host(run)
+    assert "frozen_layers" not in finished["policy"].params
+    assert not equal(start["policy"].params, finished["policy"].params)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    with open_run(config) as run:
+        assert run.state.step == STEPS - 1
+        run.step()
+        jax.tree.map(np.testing.assert_array_equal, host(run), finished)
+
+
+@pytest.mark.slow
+def test_ppo_on_one_device_and_on_eight_trains_alike(base, finished, tmp_path):
+    config = dataclasses.replace(make_ppo(base, tmp_path), mesh=Mesh(2, 2, 2), total_steps=2)
+    with open_run(config) as run:
+        run.step()
+        run.step()
+    one, eight = read_rows(finished[0])[:2], read_rows(tmp_path)
+    for left, right in zip(one, eight, strict=True):
+        assert left["accuracy"] == right["accuracy"]
+        for name in ("value_loss", "value_gradient_norm", "advantage_std"):
+            assert left[name] == pytest.approx(right[name], rel=1e-3)
+
+
+# --- explained variance ----------------------------------------------------------------------
+
+INDEX = np.array([[-1, 0, 0, 0, -1, 1, 1, -1]])
+EARNED = np.array([1.0, -1.0])
+
+
+def explained(values: np.ndarray, returns: np.ndarray) -> float:
+    feedback = gather_feedback(
+        INDEX,
+        EARNED,
+        groups=np.array([0, 0]),
+        correct=np.array([True, False]),
+        values=values,
+    )
+    measured = feedback_metrics(algorithms.ppo(), feedback, np.ones(INDEX.shape), returns)
+    return measured["explained_variance"]
+
+
+def test_explained_variance_compares_values_with_returns_on_responses_alone():
+    rng, on = np.random.default_rng(0), INDEX >= 0
+    returns = np.where(on, rng.normal(size=INDEX.shape), 77.0)
+    off = np.where(on, 0.0, 55.0)
+    assert explained(returns + off, returns) == 1
+    assert explained(np.full(INDEX.shape, 3.0) + off, returns) == pytest.approx(0)
+    assert explained(-returns + off, returns) == pytest.approx(-3)
+    noisy = returns + rng.normal(size=INDEX.shape)
+    expected = 1 - np.var((returns - noisy)[on]) / np.var(returns[on])
+    assert explained(noisy + off, returns) == pytest.approx(expected)

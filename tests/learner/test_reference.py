@@ -1,0 +1,124 @@
+"""The frozen reference policy: which folder it is, that it stays, and who holds one."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from small_runs import learn, make_groups, make_quick_config
+
+from dapo_jax.config.experiment import Compute, Mesh, Model
+from dapo_jax.model import save_huggingface
+from dapo_jax.run.components import build
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import TrainState
+from dapo_jax.train import RunState
+
+
+@pytest.fixture
+def other_folder(tiny_folder, tiny_params, tmp_path):
+    """A folder of the same shape and tokenizer with other weights."""
+    folder = tmp_path / "other"
+    other = jax.tree.map(lambda leaf: leaf * 1.5, tiny_params)
+    save_huggingface.save_folder(folder, other, TINY, (1,))
+    shutil.copy(tiny_folder / "tokenizer.json", folder)
+    return folder
+
+
+def assert_same(left, right):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
+
+
+@pytest.fixture(scope="module")
+def grpo_parts(tiny_folder, tmp_path_factory):
+    """A run of GRPO, its KL in the loss, one update per batch."""
+    config = make_quick_config(tiny_folder, tmp_path_factory.mktemp("grpo"), "grpo", updates=1)
+    devices = jax.devices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices[:1])
+        parts = build(config)
+    yield parts
+    parts.close()
+
+
+def distances(parts, params, groups) -> tuple[list[float], TrainState]:
+    """KL to the reference before each of three updates, and where they led."""
+    params = jax.device_put(params, parts.learner.shardings.params)
+    run, found = RunState(1, parts.learner.start(params), 0, 1.0), []
+    for _ in range(3):
+        run, values = learn(parts, run, groups)
+        found.append(values["kl_reference"])
+    return found, run.train
+
+
+def test_the_reference_stays_while_the_policy_moves_away_from_it(grpo_parts, tiny_params):
+    groups = make_groups(grpo_parts.config)
+    found, state = distances(grpo_parts, tiny_params, groups)
+    assert_same(grpo_parts.reference, tiny_params)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, tiny_params)
+    assert all(jax.tree.leaves(moved))
+    assert abs(found[0]) < 1e-9  # before the first update both are the same policy
+    assert 1e-6 < found[1] < found[2]
+
+
+def test_where_all_rewards_are_equal_the_kl_pulls_the_policy_to_its_reference(
+    grpo_parts, tiny_params
+):
+    groups = [
+        dataclasses.replace(group, rewards=np.ones(len(group.completions)))
+        for group in make_groups(grpo_parts.config)
+    ]
+    astray = jax.tree.map(lambda leaf: leaf * 1.1, tiny_params)
+    found, _ = distances(grpo_parts, astray, groups)
+    assert found[0] > 0.1 and max(found[1:]) < 0.5 * found[0]
+
+
+def test_a_reference_folder_of_its_own_is_read(
+    tiny_folder, tiny_params, other_folder, alone, tmp_path
+):
+    model = Model(folder=str(tiny_folder), reference_folder=str(other_folder))
+    parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
+    parts.close()
+    assert_same(parts.reference, jax.tree.map(lambda leaf: leaf * 1.5, tiny_params))
+    assert_same(parts.first_params(), tiny_params)
+
+
+@pytest.mark.parametrize("preset", ["dapo", "vapo", "gspo", "reinforce", "rft", "dr_grpo"])
+def test_no_reference_is_held_where_nobody_asks_it(preset, tiny_folder, alone, tmp_path):
+    parts = build(make_quick_config(tiny_folder, tmp_path, preset))
+    parts.close()
+    assert parts.reference is None
+
+
+def test_the_reference_is_held_in_the_compute_dtype(tiny_folder, alone, tmp_path):
+    compute = Compute(dtype="bfloat16")
+    parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", compute=compute))
+    parts.close()
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(parts.reference)}
+    assert dtypes == {"bfloat16", "float32"}  # norms stay float32
+    assert parts.reference["embedding"].dtype == "bfloat16"
+
+
+def test_a_reference_of_another_shape_or_tokenizer_is_refused(
+    tiny_folder, other_folder, base, alone, tmp_path
+):
+    tokenizer = other_folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("again", "gaina"))
+    for folder, words in ((base, "shape"), (other_folder, "tokenizer")):
+        model = Model(folder=str(tiny_folder), reference_folder=str(folder))
+        config = make_quick_config(tiny_folder, tmp_path, "grpo", model=model)
+        with pytest.raises(ConfigError, match=f"model.reference_folder = '{folder}'.*{words}"):
+            build(config)
+
+
+def test_the_reference_is_sharded_as_the_policy_is(tiny_folder, tmp_path):
+    parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", mesh=Mesh(2, 2, 2)))
+    parts.close()
+    for leaf, place in zip(
+        jax.tree.leaves(parts.reference),
+        jax.tree.leaves(parts.learner.shardings.params),
+        strict=True,
+    ):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

@@ -1,0 +1,330 @@
+"""The packed, sharded, microbatched update against a loop written from the paper's equation."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, make_prompt
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.learner import packing
+from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.losses import response_weights
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.packing import Segment, assign_rows, pack, padded_microbatches
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.runtime import sharding
+from dapo_jax.structs import Completion, ScoredBatch
+
+RNG = np.random.default_rng(1)
+BUDGET = 14
+
+
+def make_segments(lengths, truncated=()) -> list[Segment]:
+    segments = []
+    for i, length in enumerate(lengths):
+        prompt = make_prompt(i // 2, RNG.integers(2, 32, 2 + i % 4).tolist())  # pairs
+        tokens = RNG.integers(2, 32, length).astype(np.int32)
+        logprobs = RNG.normal(-3, 0.5, length).astype(np.float32)
+        segments.append(Segment(prompt, Completion(tokens, logprobs, i in truncated, 0, ""), i))
+    return segments
+
+
+LENGTHS = [5, 1, 0, 14, 7, 9, 3, 12, 2, 6]
+SEGMENTS = make_segments(LENGTHS, truncated={3})
+ADVANTAGES = RNG.normal(size=len(LENGTHS))
+
+
+def make_learner(mesh, algorithm=None, **optimizer) -> Learner:
+    settings = Optimizer(learning_rate=1e-3, **optimizer)
+    return policy_learner(algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
+
+
+def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_tokens=20):
+    """The batch with the sampler's log-probs as old ones, and its used microbatches."""
+    algorithm = algorithm or algorithms.dapo()
+    rollouts, used = pack(segments, row_tokens, rows, microbatches)
+    advantages = spread(ADVANTAGES[: len(segments)], rollouts.response_index)
+    scored = ScoredBatch(rollouts, rollouts.sampler_logprobs)
+    return packing.make_batch(scored, segments, advantages, None, algorithm, BUDGET), used
+
+
+def microbatches_of(row_tokens: int, rows: int) -> int:
+    return -(-len(assign_rows([s.length for s in SEGMENTS], row_tokens)) // rows)
+
+
+def assert_close(left, right, tolerance):
+    """Every array within `tolerance` of the other, relative to its largest entry."""
+
+    def check(a, b):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-3)
+
+    jax.tree.map(check, left, right)
+
+
+def place(params, learner):
+    return jax.device_put(params, learner.shardings.params)
+
+
+@jax.jit
+def logprobs_alone(params, row, length):
+    """Of one response and its prompt in a row of its own; padded, so that one length compiles."""
+    place = jnp.arange(row.shape[0])[None]
+    return token_logprobs(
+        params,
+        TINY,
+        row[None],
+        (place < length).astype(jnp.int32),
+        place,
+        temperature=1.0,
+        chunk_tokens=10**6,
+    )[0][0]
+
+
+def loop_loss(params, algorithm):
+    """DAPO's equation 8, its released code's mean, or GRPO's; response by response, unpacked."""
+    terms, groups = [], []
+    for segment, advantage in zip(SEGMENTS, ADVANTAGES, strict=True):
+        prompt, response = segment.prompt.tokens, segment.completion.tokens
+        if len(response) == 0 or (segment.completion.truncated and algorithm.overlong_filtering):
+            continue
+        length = len(prompt) + len(response)
+        row = np.pad(np.concatenate([prompt, response]), (0, 24 - length))
+        logprobs = logprobs_alone(params, row, length)[len(prompt) : length]
+        ratio = jnp.exp(logprobs - segment.completion.sampler_logprobs)
+        clipped = jnp.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        objective = jnp.minimum(ratio * advantage, clipped * advantage)
+        if advantage < 0 and algorithm.dual_clip:
+            objective = jnp.maximum(objective, algorithm.dual_clip * advantage)
+        terms.append(-objective)
+        groups.append(segment.prompt.index)
+    if algorithm.aggregate == "token_mean_per_group":
+        members = [
+            [t for t, g in zip(terms, groups, strict=True) if g == own] for own in set(groups)
+        ]
+        return jnp.mean(jnp.stack([jnp.mean(jnp.concatenate(parts)) for parts in members]))
+    if algorithm.aggregate == "token_mean":
+        return jnp.mean(jnp.concatenate(terms))
+    return jnp.mean(jnp.stack([term.mean() for term in terms]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregate": "token_mean_per_group"},
+        {"overlong_filtering": True},
+        {"aggregate": "sequence_mean", "clip_high": 0.2, "dual_clip": 0.0},
+    ],
+    ids=["equation 8", "dapo, filtered", "grpo"],
+)
+def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device):
+    algorithm = dataclasses.replace(algorithms.dapo(), **changes)
+    learner = make_learner(one_device, algorithm)
+    batch, used = make_batch(algorithm)
+    found = learner.gradient(place(tiny_params, learner), batch, used)
+    expected = jax.jit(jax.grad(functools.partial(loop_loss, algorithm=algorithm)))(tiny_params)
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "row_tokens"), [(1, 20), (2, 20), (8, 20), (2, 40)])
+def test_any_split_and_packing_gives_the_same_gradient(rows, row_tokens, tiny_params, one_device):
+    learner = make_learner(one_device)
+    whole, used = make_batch(rows=16, microbatches=1)
+    split, parts = make_batch(rows=rows, microbatches=16, row_tokens=row_tokens)
+    assert used == 1 and parts == microbatches_of(row_tokens, rows)
+    params = place(tiny_params, learner)
+    assert_close(
+        learner.gradient(params, split, parts), learner.gradient(params, whole, used), 1e-5
+    )
+
+
+def two_updates(params, mesh):
+    """Parameters and metrics after two updates, and the gradient before them; on the host."""
+    learner = make_learner(mesh)
+    state = learner.start(place(params, learner))
+    batch, used = make_batch(rows=8, microbatches=2)
+    for _ in range(2):
+        state, metrics = learner.update(state, batch, used, 1e-3)
+    gradient = learner.gradient(place(params, learner), batch, used)
+    return jax.device_get((state.params, gradient, metrics))
+
+
+@pytest.fixture(scope="module")
+def one_device_updates(tiny_params, one_device):
+    return two_updates(tiny_params, one_device)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2, 1, 2), (1, 2, 4, 1), (1, 2, 2, 2)],
+    ids=["tensor", "decode_tensor, so all fsdp", "both"],
+)
+def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updates):
+    data, fsdp, decode_tensor, tensor = sizes
+    mesh = sharding.make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
+    one, one_gradient, one_metrics = one_device_updates
+    eight, eight_gradient, eight_metrics = two_updates(tiny_params, mesh)
+    assert_close(eight_gradient, one_gradient, 1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), eight, one)
+    for name, mean in one_metrics.items():
+        np.testing.assert_allclose(eight_metrics[name].value(), mean.value(), rtol=2e-4, atol=1e-6)
+
+
+def test_weights_and_moments_are_really_sharded(tiny_params, eight_devices):
+    """Bytes on each device are about total / (fsdp x tensor); norms and counters are whole."""
+    learner = make_learner(eight_devices)
+    state = learner.start(place(tiny_params, learner))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    for device in jax.devices():
+        here = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(state)
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+        assert total / 4 <= here <= total / 4 * 1.1
+
+
+def test_the_compiled_step_holds_the_collectives(eight_devices):
+    learner = make_learner(eight_devices)
+    batch, used = make_batch()
+    batch = sharding.put(eight_devices, batch, None, "batch")
+    with sharding.activate(eight_devices):
+        lowered = learner._update.lower(learner.abstract_state, {}, batch, used, 1e-3)
+        text = lowered.compile().as_text()
+    assert re.search(r"= \S+ all-gather\(", text), "weights are not gathered over fsdp"
+    assert re.search(r"= .*(all-reduce|reduce-scatter)\(", text), "gradients are not added up"
+
+
+def test_without_old_logprobs_the_ratio_is_exactly_one(tiny_params, one_device):
+    learner = make_learner(one_device)
+    params = place(tiny_params, learner)
+    batch, used = make_batch()
+    scores = learner.score(params, batch.scored.rollouts, used)
+    on_policy = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, None))
+    scored = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, scores))
+    assert_close(
+        learner.gradient(params, on_policy, used), learner.gradient(params, scored, used), 1e-5
+    )
+    _, metrics = learner.update(learner.start(params), on_policy, used, 1e-3)
+    assert all(metrics[f"clip_fraction_{side}"].value() == 0 for side in ("low", "high", "dual"))
+
+
+def test_rows_beyond_the_used_microbatches_are_never_read(tiny_params, one_device):
+    learner = make_learner(one_device)
+    params = place(tiny_params, learner)
+    batch, used = make_batch(rows=4, microbatches=6)
+
+    def poison(array):
+        array = np.array(array)
+        array[used:] = 31 if array.dtype == np.int32 else np.nan
+        return array
+
+    poisoned = jax.tree.map(poison, batch)
+    assert_close(learner.gradient(params, poisoned, used), learner.gradient(params, batch, used), 0)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_params, one_device):
+    learner = make_learner(one_device)
+    batch, used = make_batch()
+    broken = dataclasses.replace(batch, advantages=batch.advantages * np.float32(np.nan))
+    state = learner.start(place(tiny_params, learner))
+    before = jax.device_get(state)
+    state, metrics = learner.update(state, broken, used, 1e-3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    assert metrics["skipped_updates"].value() == 1
+    state, metrics = learner.update(state, batch, used, 1e-3)
+    assert metrics["skipped_updates"].value() == 0 and int(state.update_count) == 1
+
+
+def test_only_matrices_decay(tiny_params, one_device):
+    learner = make_learner(one_device, weight_decay=0.5)
+    batch, used = make_batch()
+    idle = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
+    before = jax.device_get(tiny_params)
+    state, _ = learner.update(learner.start(place(tiny_params, learner)), idle, used, 0.1)
+    after = jax.device_get(state.params)
+    np.testing.assert_array_equal(after["final_norm"]["scale"], before["final_norm"]["scale"])
+    query = [tree["layers"]["query"]["kernel"] for tree in (after, before)]
+    np.testing.assert_allclose(query[0], query[1] * (1 - 0.1 * 0.5), rtol=1e-6)
+
+
+def test_no_step_of_any_schedule_is_wasted_at_rate_zero():
+    settings = Optimizer(learning_rate=2.0, warmup_steps=4)
+    rates = [learning_rate(settings, step, 8) for step in range(8)]
+    assert rates == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    settings.schedule = "linear"
+    assert [learning_rate(settings, step, 8) for step in range(3, 8)] == [2.0, 2.0, 1.5, 1.0, 0.5]
+    settings.schedule = "cosine"
+    assert learning_rate(settings, 6, 8) == pytest.approx(1.0)
+    assert learning_rate(Optimizer(learning_rate=2.0, warmup_steps=0), 0, 8) == 2.0
+
+
+# --- packing --------------------------------------------------------------------------------
+
+
+def test_every_token_of_every_segment_is_packed_once():
+    rollouts, used = pack(SEGMENTS, 20, 2, 5)
+    tokens, index = rollouts.tokens.reshape(-1, 20), rollouts.response_index.reshape(-1, 20)
+    ids, positions = rollouts.segment_ids.reshape(-1, 20), rollouts.positions.reshape(-1, 20)
+    seen = 0
+    for row in range(len(ids)):
+        for number in range(1, ids[row].max() + 1):
+            places = np.flatnonzero(ids[row] == number)
+            np.testing.assert_array_equal(positions[row, places], np.arange(len(places)))
+            matches = [
+                s
+                for s in SEGMENTS
+                if tokens[row, places].tolist() == [*s.prompt.tokens, *s.completion.tokens]
+            ]
+            assert len(matches) == 1
+            segment = matches[0]
+            expected = [-1] * len(segment.prompt.tokens) + [segment.index] * len(segment.completion)
+            assert index[row, places].tolist() == expected
+            seen += 1
+    assert seen == len(SEGMENTS) and used == microbatches_of(20, 2)
+
+
+def test_every_segment_is_in_one_row_and_no_row_is_too_long():
+    for _ in range(300):
+        row = int(RNG.integers(10, 60))
+        longest = int(RNG.integers(1, row + 1))
+        lengths = RNG.integers(1, longest + 1, RNG.integers(1, 40)).tolist()
+        rows = assign_rows(lengths, row)
+        assert all(sum(lengths[i] for i in members) <= row for members in rows)
+        assert sorted(i for members in rows for i in members) == list(range(len(lengths)))
+
+
+def test_arrays_are_as_wide_as_their_use_and_compile_few_times(tiny_params, one_device):
+    learner = make_learner(one_device)
+    params, widths = place(tiny_params, learner), set()
+    for count in range(1, 14):
+        segments = make_segments([14] * count)  # one per row
+        rollouts, used = pack(segments, 20, 1)
+        width = len(rollouts.tokens)
+        assert used == count and used <= width < 2 * used
+        assert width == padded_microbatches([segments, segments[:1]], 20, 1)
+        learner.score(params, rollouts, used)
+        widths.add(width)
+    assert learner._score._cache_size() == len(widths) == 5
+
+
+def test_a_segment_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="row_tokens = 10"):
+        pack(SEGMENTS, 10, 4, 4)
+
+
+def test_weights_add_up_to_one_over_all_microbatches():
+    batch, _ = make_batch()
+    np.testing.assert_allclose(batch.loss_weights.sum(), 1, rtol=1e-6)
+    lengths, correct = np.array(LENGTHS), np.ones(len(LENGTHS), bool)
+    expected = response_weights(algorithms.dapo(), lengths, lengths, correct, BUDGET) * lengths
+    np.testing.assert_allclose(expected.sum(), 1)

@@ -1,0 +1,267 @@
+"""Folders that `transformers` wrote: the same logits, the same greedy tokens, the same bytes back.
+
+tests/fixtures/write_models.py made tests/fixtures/models and says what is in them.
+"""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_prompt
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tokenizers import processors
+
+from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.model.decoder import Decoder, RopeScaling, head_kernel
+from dapo_jax.model.families import config_json, decoder_config
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.runtime.settings import ConfigError
+
+MODELS = sorted((pathlib.Path(__file__).parents[1] / "fixtures/models").iterdir())
+each_model = pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+
+
+def packed_logits(folder, mesh, dtype=jnp.float32):
+    """Ours of the expected tokens, the ragged batch packed into one row; [B, T, V], 0 beyond."""
+    with np.load(folder / "expected.npz") as expected:
+        tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
+    config = load_huggingface.read_config(folder, dtype=dtype)
+    params = load_huggingface.load_params(folder, config, mesh)
+    used = np.arange(tokens.shape[1]) < lengths[:, None]
+    places = np.broadcast_to(np.arange(tokens.shape[1]) + first, tokens.shape)
+    segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
+    rows = (jnp.asarray(array[used][None], jnp.int32) for array in (tokens, segments, places))
+
+    def of_rows(params, *rows):
+        hidden = Decoder(config).apply({"params": params}, *rows)
+        return hidden @ head_kernel(params).astype(dtype)
+
+    logits = np.zeros((*tokens.shape, config.vocab), np.float32)
+    logits[used] = jax.jit(of_rows)(params, *rows)[0]
+    return logits, used
+
+
+def greedy_tokens(folder, mesh):
+    """Ours after each expected sequence, all in company; no token ends a response."""
+    config = load_huggingface.read_config(folder)
+    with np.load(folder / "expected.npz") as expected:
+        tokens, lengths, greedy = (expected[name] for name in ("tokens", "lengths", "greedy"))
+    tokenizer = Tokenizer(arithmetic_tokenizer().backend, end_ids=(config.vocab,), pad_id=0)
+    engine = PolicyEngine(
+        config,
+        mesh,
+        slots=4,
+        burst_tokens=4,
+        max_prompt_tokens=int(lengths.max()),
+        max_response_tokens=greedy.shape[1],
+        first_window_tokens=16,
+        insert_width=1,
+        tokenizer=tokenizer,
+    )
+    sampler = RolloutSampler(engine, tokenizer, seed=0)
+    params = load_huggingface.load_params(folder, config, mesh)
+    sampler.begin(params, purpose=0, step=0, rule=SamplingRule(temperature=0))
+    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
+        sampler.submit(make_prompt(i, row[:length].tolist()), 1)
+    done = {}
+    while not sampler.idle:
+        done |= {prompt.index: group[0] for prompt, group in sampler.decode_burst()}
+    return [done[i].tokens.tolist() for i in sorted(done)], greedy.tolist()
+
+
+def export(folder, out, mesh, **options):
+    """What `folder` holds, read onto a mesh and written again."""
+    out.mkdir()
+    config = load_huggingface.read_config(folder)
+    params = load_huggingface.load_params(folder, config, mesh)
+    dtype = load_huggingface.stored_dtype(folder)
+    save_huggingface.save_weights(out, save_huggingface.flatten(params), config, dtype, **options)
+    save_huggingface.save_settings_of(folder, out, dtype)
+    return config
+
+
+def stored_bytes(folder):
+    """Every tensor of a folder: dtype, shape and bytes."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = safe_open(path, framework="numpy")
+        for name in file.keys():
+            part = file.get_slice(name)
+            assert name not in found
+            found[name] = part.get_dtype(), part.get_shape(), file.get_tensor(name).tobytes()
+    return found
+
+
+@each_model
+def test_logits_of_a_ragged_batch_are_those_of_transformers(folder, one_device):
+    logits, used = packed_logits(folder, one_device)
+    with np.load(folder / "expected.npz") as expected:
+        np.testing.assert_allclose(logits[used], expected["logits"][used], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3", "llama3"])
+def test_greedy_generation_is_that_of_transformers(name, one_device):
+    (folder,) = (path for path in MODELS if path.name == name)
+    found, expected = greedy_tokens(folder, one_device)
+    assert found == expected
+
+
+@each_model
+def test_a_folder_read_onto_eight_devices_is_written_back_bit_for_bit(
+    folder, eight_devices, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(load_huggingface, "BLOCK_BYTES", 1000)  # several blocks to a tensor
+    config = export(folder, tmp_path / "out", eight_devices, max_shard_gb=2e-5)
+    assert stored_bytes(tmp_path / "out") == stored_bytes(folder)
+    index = json.loads((tmp_path / "out" / load_huggingface.INDEX).read_text())
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("model-*")}
+    assert sizes.keys() == set(index["weight_map"].values()) and len(sizes) > 1
+    assert max(sizes.values()) < 2e4 + 4000  # with its header
+    assert load_huggingface.read_config(tmp_path / "out") == config
+    for name in ("config.json", "generation_config.json"):
+        written, original = (json.loads((p / name).read_text()) for p in (tmp_path / "out", folder))
+        assert written == original
+
+
+@each_model
+def test_config_json_describes_the_same_decoder_when_made_from_nothing(folder):
+    config = load_huggingface.read_config(folder)
+    made = config_json(config)
+    assert decoder_config(made, "made", "model.folder") == config
+    original = json.loads((folder / "config.json").read_text())
+    for name in ("architectures", "model_type"):
+        assert made[name] == original[name]
+
+
+def test_settings_as_older_folders_spell_them_mean_the_same():
+    """Llama 3.1's own config.json, and that of Qwen3 without the width of a head."""
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+    }
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = shape | {"model_type": "llama", "rope_scaling": scaling | {"rope_type": "llama3"}}
+    llama = decoder_config(old, "old", "model.folder")
+    assert llama.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192) and llama.rope_theta == 5e5
+    assert not (llama.qkv_bias or llama.out_bias or llama.qk_norm or llama.tie_embeddings)
+    parameters = scaling | {"rope_type": "llama3", "rope_theta": 500000.0}
+    new = shape | {"model_type": "llama", "rope_parameters": parameters}
+    new.pop("rope_theta")
+    assert decoder_config(new, "new", "model.folder") == llama
+    qwen3 = decoder_config(shape | {"model_type": "qwen3"}, "q", "model.folder")
+    assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*'default' or 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "no 'low_freq_factor'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"model_type": "mistral"}, "mistral.*qwen2 or qwen3 or llama"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be an integer above 0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0: must be an integer"),
+        ({"vocab_size": None}, "vocab_size = None: must be an integer"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3: must div"),
+        ({"head_dim": 7}, "head_dim = 7: must be even"),
+        ({"rope_parameters": "fast"}, "rope_parameters 'fast'.*an object"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "somewhere/config.json: could not convert"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(changes, words):
+    values = json.loads((MODELS[0] / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"config.model.folder.*{words}"):
+        decoder_config(values | changes, "somewhere", "model.folder")
+
+
+def test_a_response_ends_at_every_id_that_the_generation_settings_name(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    for generation, ends in (
+        ({"eos_token_id": [7, 9]}, (7, 9)),
+        ({"eos_token_id": 5}, (5,)),
+        ({"eos_token_id": None}, (1,)),  # then config.json has the word
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        assert Tokenizer.from_folder(folder).end_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([], r"\[\] .*must be an id or a list"),
+        ("</s>", "'</s>' .*must be an id"),
+        (99, r"\[99\]: must be from 0 to 31"),
+    ],
+)
+def test_an_end_token_that_can_never_come_is_refused(ends, words, tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ConfigError, match=f"config.start = .*eos_token_id = {words}"):
+        Tokenizer.from_folder(folder, "start").check_fits(32, "start", folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tiny_folder):
+    with pytest.raises(ConfigError, match="has the id 18, but the model has 18 tokens"):
+        Tokenizer.from_folder(tiny_folder).check_fits(18, "start", tiny_folder)
+
+
+def test_prompts_begin_with_what_the_tokenizer_puts_first(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    plain = Tokenizer.from_folder(folder)
+    assert plain.begin_ids == [] and plain.encode_prompt("1+2=") == plain.encode("1+2=")
+    plain.backend.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A <|end|>", special_tokens=[("<|pad|>", 0), ("<|end|>", 1)]
+    )
+    plain.backend.save(str(folder / "tokenizer.json"))
+    begun = Tokenizer.from_folder(folder)
+    ids = plain.encode("1+2=")
+    assert begun.begin_ids == [0] and begun.encode("1+2=") == ids
+    assert begun.encode_prompt("1+2=") == begun.encode_prompt("<|pad|>1+2=") == [0, *ids]
+
+
+def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_device):
+    (source,) = (path for path in MODELS if path.name == "qwen3")
+    folder = shutil.copytree(source, tmp_path / "broken")
+    first, second = sorted(folder.glob("model-*"))[:2]
+    tensors, others = load_file(first), load_file(second)
+    lost, repeated, cut = sorted(tensors)[0], *sorted(others)[:2]
+    tensors.pop(lost)
+    tensors |= {repeated: others[repeated], "model.extra": np.zeros(3, np.float32)}
+    save_file(tensors, first)
+    others[cut] = others[cut][:-1].astype(np.int32)
+    save_file(others, second)
+    (folder / "model-00009-of-00009.safetensors").write_bytes(b"\x00" * 9)
+    with pytest.raises(ConfigError) as caught:
+        load_huggingface.load_params(folder, load_huggingface.read_config(folder), one_device)
+    message = str(caught.value)
+    for words in (
+        f"{lost}: missing",
+        f"{lost}: not in {first.name}, where {load_huggingface.INDEX} has it",
+        f"{repeated}: in {first.name} and in {second.name}",
+        "model.extra: unknown",
+        f"{cut}: shape",
+        f"{cut}: dtype I32, expected F32, BF16, F16",
+        "model-00009-of-00009.safetensors: ",
+    ):
+        assert words in message, words

@@ -1,0 +1,88 @@
+"""Slow: fresh, larger folders by `transformers`, and ours read back by it; memory of loading.
+
+TRANSFORMERS_PYTHON names an interpreter that has torch and transformers, where this one has not.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import test_families as families
+
+from dapo_jax.model import load_huggingface, save_huggingface
+
+pytestmark = pytest.mark.slow
+TESTS = pathlib.Path(__file__).parents[1]
+WRITER = TESTS / "fixtures/write_models.py"
+SEED = int(os.environ.get("FAMILIES_SEED", "1"))
+
+
+def run_writer(*arguments):
+    python = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
+    if python == sys.executable and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers: set TRANSFORMERS_PYTHON")
+    subprocess.run([python, WRITER, *map(str, arguments)], check=True)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["wide", "small"])
+def folders(request, tmp_path_factory):
+    """Folders of every family, of real proportions (positions from 9,000) or small."""
+    root = tmp_path_factory.mktemp("models")
+    run_writer("write", root, f"--seed={SEED}", *["--wide"] * request.param)
+    return sorted(root.iterdir())
+
+
+def test_logits_and_greedy_tokens_are_those_of_transformers(folders, one_device):
+    for folder in folders:
+        logits, used = families.packed_logits(folder, one_device)
+        with np.load(folder / "expected.npz") as expected:
+            first, wanted = int(expected["first"]), expected["logits"]
+        difference = np.abs(logits - wanted)[used].max()
+        print(f"{folder.name}: from position {first}, largest difference {difference:.1e}")
+        assert difference < 1e-4, folder.name
+        found, expected_tokens = families.greedy_tokens(folder, one_device)
+        assert found == expected_tokens, folder.name
+
+
+def check_logits(written, folders):
+    """What `transformers` computes from the folders in `written` is what it did before."""
+    for folder in folders:
+        (written / folder.name / "expected.npz").symlink_to(folder / "expected.npz")
+    run_writer("check", *sorted(written.iterdir()))
+    for folder in folders:
+        with np.load(folder / "expected.npz") as expected:
+            logits = np.load(written / folder.name / "logits.npy")
+            np.testing.assert_array_equal(logits, expected["logits"])
+
+
+def test_what_is_exported_loads_in_transformers_with_identical_logits(
+    folders, eight_devices, tmp_path
+):
+    for folder in folders:
+        families.export(folder, tmp_path / folder.name, eight_devices, max_shard_gb=2e-3)
+        assert families.stored_bytes(tmp_path / folder.name) == families.stored_bytes(folder)
+    check_logits(tmp_path, folders)
+
+
+def test_a_folder_made_from_nothing_loads_in_transformers(folders, one_device, tmp_path):
+    """With a config.json of ours, not the one that the weights came with."""
+    for folder in folders:
+        config = load_huggingface.read_config(folder)
+        params = load_huggingface.load_params(folder, config, one_device)
+        save_huggingface.save_folder(tmp_path / folder.name, params, config, (1,))
+    check_logits(tmp_path, folders)
+
+
+def test_loading_two_gigabytes_needs_less_than_twice_the_largest_tensor_more(tmp_path):
+    line = [sys.executable, TESTS / "benchmarks/loading.py", tmp_path / "model"]
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run(line, env=environment, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["files"] > 1900
+    assert found["beyond_params"] < 2 * found["largest_tensor"]

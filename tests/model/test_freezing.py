@@ -1,0 +1,181 @@
+"""Frozen first layers: no gradient, no moments, no motion; everything else as without them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, make_prompt
+from safetensors.numpy import load_file
+from small_runs import make_quick_config
+from test_update import make_batch, make_learner, place
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Compute, Model, Optimizer
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.model.trainable import frozen_layers, join, without
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.run.components import build, load_frozen
+from dapo_jax.runtime.settings import ConfigError
+
+HALF = dataclasses.replace(TINY, frozen_layers=1)
+DRAWN = SamplingRule()
+
+
+def keep_frozen(params):
+    return {"frozen_layers": split(params)["frozen_layers"]}
+
+
+def split(params):
+    """The same parameters with the first layer in the frozen stack."""
+    layers = params["layers"]
+    return params | {
+        "frozen_layers": jax.tree.map(lambda leaf: leaf[:1], layers),
+        "layers": jax.tree.map(lambda leaf: leaf[1:], layers),
+    }
+
+
+def make_half_learner(folder, mesh):
+    settings = Optimizer(learning_rate=1e-3, weight_decay=0.5)
+    frozen = load_frozen(folder, HALF, mesh)
+    return policy_learner(algorithms.dapo(), Compute(), settings, HALF, mesh, frozen=frozen)
+
+
+def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
+    tiny_params, tiny_folder, one_device
+):
+    whole, half = make_learner(one_device), make_half_learner(tiny_folder, one_device)
+    batch, used = make_batch()
+    expected = split(whole.gradient(place(tiny_params, whole), batch, used))
+    expected.pop("frozen_layers")
+    found = half.gradient(place(without(split(tiny_params), half.frozen), half), batch, used)
+
+    def check(found, expected):
+        np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max(), rtol=1e-4)
+
+    jax.tree.map(check, found, expected)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
+
+
+def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
+    tiny_params, tiny_folder, eight_devices
+):
+    learner, (batch, used) = make_half_learner(tiny_folder, eight_devices), make_batch()
+    jax.tree.map(np.testing.assert_array_equal, learner.frozen, keep_frozen(tiny_params))
+    before = without(split(jax.device_get(tiny_params)), learner.frozen)
+    state = learner.start(place(before, learner))
+    moments = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+        if leaf.ndim
+    ]
+    learned = jax.tree.leaves(before)
+    assert len(moments) == 2 * len(learned)  # mean and variance
+    assert sum(leaf.nbytes for _, leaf in moments) == 2 * sum(leaf.nbytes for leaf in learned)
+    assert not any("frozen" in path for path, _ in moments)
+    state, metrics = learner.update(state, batch, used, 1e-2)
+    assert metrics["gradient_norm"].value() > 0
+    after = jax.device_get(state.params)
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
+
+
+def make_sampler(config, mesh, frozen=None):
+    tokenizer = arithmetic_tokenizer()
+    engine = PolicyEngine(
+        config,
+        mesh,
+        slots=4,
+        burst_tokens=4,
+        max_prompt_tokens=8,
+        max_response_tokens=24,
+        first_window_tokens=16,
+        insert_width=4,
+        tokenizer=tokenizer,
+        frozen=frozen,
+    )
+    return RolloutSampler(engine, tokenizer, seed=0)
+
+
+def sample(sampler, params, rule=DRAWN):
+    """Four responses to each of three prompts."""
+    sampler.begin(params, purpose=0, step=0, rule=rule)
+    for i in range(3):
+        sampler.submit(make_prompt(i, [2 + i, 7, 9]), 4)
+    done = {}
+    while not sampler.idle:
+        done |= {prompt.index: group for prompt, group in sampler.decode_burst()}
+    return [completion for index in sorted(done) for completion in done[index]]
+
+
+def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
+    apart = split(tiny_params)
+    frozen = {"frozen_layers": apart.pop("frozen_layers")}
+    found = sample(make_sampler(HALF, eight_devices, frozen), apart)
+    expected = sample(make_sampler(TINY, one_device), tiny_params)
+    for a, b in zip(found, expected, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
+
+
+def test_decoding_weights_are_the_layers_in_their_order(tiny_params, one_device):
+    apart = split(tiny_params)
+    frozen = {"frozen_layers": apart.pop("frozen_layers")}
+    half = make_sampler(HALF, one_device, frozen)._engine.load_params(apart)
+    whole = make_sampler(TINY, one_device)._engine.load_params(tiny_params)
+    jax.tree.map(np.testing.assert_array_equal, half, whole)
+
+
+def test_a_folder_does_not_show_what_was_frozen(tiny_folder, tiny_params, eight_devices, tmp_path):
+    frozen = load_huggingface.load_params(tiny_folder, HALF, eight_devices)
+    jax.tree.map(np.testing.assert_array_equal, frozen, split(tiny_params))
+    save_huggingface.save_folder(tmp_path, frozen, HALF, (1,))
+    written, original = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path, tiny_folder)
+    )
+    assert written.keys() == original.keys()
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(written[name], tensor)
+    assert load_huggingface.read_config(tmp_path) == TINY
+
+
+@pytest.mark.parametrize(
+    ("share", "layers", "frozen"),
+    [(0.0, 2, 0), (0.5, 2, 1), (0.99, 2, 1), (1 / 3, 3, 1), (2 / 3, 3, 2), (0.7, 10, 7)],
+)
+def test_a_share_of_layers_is_rounded_down(share, layers, frozen):
+    assert frozen_layers(share, layers) == frozen
+
+
+@pytest.mark.parametrize(("share", "layers"), [(0.4, 2), (0.3, 3), (1 - 1e-12, 2), (0.9, 1)])
+def test_a_share_that_freezes_nothing_or_everything_is_refused(share, layers):
+    with pytest.raises(ConfigError, match=rf"model.freeze_layers = .*from 1/{layers}"):
+        frozen_layers(share, layers)
+
+
+def test_a_run_freezes_the_share_that_its_config_asks_for(
+    tiny_folder, tiny_params, alone, tmp_path
+):
+    model = Model(folder=str(tiny_folder), freeze_layers=0.5)
+    parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
+    parts.close()
+    for params in (join(parts.frozen, parts.first_params()), parts.reference):
+        jax.tree.map(np.testing.assert_array_equal, params, split(tiny_params))
+    shared = jax.tree.map(
+        lambda a, b: a is b, parts.reference["frozen_layers"], parts.frozen["frozen_layers"]
+    )
+    assert all(jax.tree.leaves(shared))
+    moments = parts.learner.abstract_state.opt_state[1].mu
+    assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1
+
+
+def test_a_share_that_freezes_no_layer_of_the_folder_stops_at_the_door(
+    tiny_folder, alone, tmp_path
+):
+    model = Model(folder=str(tiny_folder), freeze_layers=0.4)
+    config = make_quick_config(tiny_folder, tmp_path, model=model)
+    with pytest.raises(ConfigError, match="model.freeze_layers = 0.4.*policy of 2 layers"):
+        build(config)

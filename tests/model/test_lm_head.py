@@ -1,0 +1,119 @@
+"""The head cut by vocabulary and computed in chunks, against the whole softmax."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+
+from dapo_jax.model.decoder import init_params
+from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.sharding import make_mesh
+
+ROWS, LENGTH, WIDTH, VOCAB = 8, 7, 16, 48
+KEYS = jax.random.split(jax.random.key(5), 5)
+HIDDEN = jax.random.normal(KEYS[0], (ROWS, LENGTH, WIDTH))
+HEAD = jax.random.normal(KEYS[1], (WIDTH, VOCAB))
+TARGETS = jax.random.randint(KEYS[2], (ROWS, LENGTH), 0, VOCAB)
+WEIGHTS = jax.random.normal(KEYS[3], (2, ROWS, LENGTH))
+MESHES = [(2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 4, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
+
+
+def by_definition(hidden, head, targets, temperature):
+    logprobs = jax.nn.log_softmax(hidden @ head / temperature)
+    drawn = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+    return drawn, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+def with_gradients(function, *options):
+    """Values, and gradients with respect to hidden states and head of a loss of both values."""
+
+    def loss(hidden, head):
+        values = function(hidden, head, TARGETS, *options)
+        return jnp.sum(jnp.stack(values) * WEIGHTS), values
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def assert_same(found, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6),
+        jax.device_get(found),
+        jax.device_get(expected),
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 14, 10**6])
+def test_values_and_gradients_are_those_of_the_softmax(temperature, chunk_tokens):
+    found = with_gradients(head_logprobs, temperature, chunk_tokens)(HIDDEN, HEAD)
+    assert_same(found, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("chunk_tokens", [3, 10**6])
+def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, chunk_tokens):
+    data, fsdp, decode_tensor, tensor = sizes
+    mesh = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
+    head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
+    hidden = sharding.put(mesh, HIDDEN, "batch")
+    with sharding.activate(mesh):
+        found = with_gradients(head_logprobs, 0.8, chunk_tokens)(hidden, head)
+    assert_same(found, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_on_a_mesh_says_what_it_says_on_one_device(tied, one_device, eight_devices):
+    config = dataclasses.replace(TINY, tie_embeddings=tied)
+    params = sharding.unbox(init_params(config, KEYS[4]))
+    tokens = jax.random.randint(KEYS[2], (4, 12), 0, TINY.vocab)
+    ids, positions = jnp.ones_like(tokens), jnp.tile(jnp.arange(12), (4, 1))
+
+    def loss(params):
+        options = {"temperature": 1.0, "chunk_tokens": 5}
+        logprobs, entropy = token_logprobs(params, config, tokens, ids, positions, **options)
+        return jnp.sum(jnp.sin(logprobs) + 0.1 * entropy)
+
+    found = []
+    for mesh in (one_device, eight_devices):
+        with sharding.activate(mesh):
+            found.append(jax.jit(jax.value_and_grad(loss))(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+
+
+def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks():
+    mesh = make_mesh(2, 2, 2)
+    head = jax.device_put(HEAD.astype(jnp.float32), sharding.sharding(mesh, "embed", "vocab"))
+    hidden = sharding.put(mesh, HIDDEN.astype(jnp.bfloat16), "batch")
+    with sharding.activate(mesh):
+        lowered = with_gradients(head_logprobs, 1.0, 2).lower(hidden, head)
+    text = lowered.as_text()
+    loops = text.count("stablehlo.while")
+    assert loops == 2  # over the chunks, forward and backward
+    gathers = re.findall(r"stablehlo.all_gather.*?-> tensor<(\S+)>", text, re.S)
+    assert gathers == ["16x24xbf16"] * 2
+    scatters = re.findall(r"stablehlo.reduce_scatter.*?-> tensor<(\S+)>", text, re.S)
+    assert scatters == ["8x24xf32"]
+
+
+def test_a_frozen_head_costs_no_gradient():
+    mesh = make_mesh(2, 2, 2)
+
+    def loss(hidden, head):
+        return jnp.sum(head_logprobs(hidden, head, TARGETS, 1.0, 2)[0])
+
+    head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
+    with sharding.activate(mesh):
+        both, frozen = (
+            jax.jit(jax.grad(loss, argnums)).lower(sharding.put(mesh, HIDDEN, "batch"), head)
+            for argnums in ((0, 1), 0)
+        )
+    whole = "f32[16,24]"
+    assert f"{whole}{{1,0}} dot" in both.compile().as_text()
+    assert f"{whole}{{1,0}} dot" not in frozen.compile().as_text()
+    assert "reduce-scatter" not in frozen.compile().as_text()

@@ -1,0 +1,300 @@
+"""Low-rank adapters: what they compute, what of a run they leave alone, and merging them away."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from flax.traverse_util import flatten_dict, unflatten_dict
+from small_runs import equal, learn, make_groups, make_quick_config, open_run
+from test_freezing import DRAWN, make_sampler, sample
+from test_update import assert_close, make_batch, make_learner
+
+from dapo_jax import algorithms
+from dapo_jax.commands.export import export
+from dapo_jax.config.experiment import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.model import load_huggingface
+from dapo_jax.model.trainable import MATRICES, choose_trained, fresh_adapters, merge
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.components import build, load_frozen
+from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.state import resident_megabytes
+from dapo_jax.runtime.settings import ConfigError
+
+LORA = Lora(rank=3, alpha=6.0)
+DECODER = choose_trained(TINY, 0.0, LORA)
+GREEDY = SamplingRule(temperature=0)
+
+
+def make_lora_learner(folder, mesh, decoder=DECODER):
+    settings, frozen = Optimizer(learning_rate=1e-3), load_frozen(folder, decoder, mesh)
+    return policy_learner(algorithms.dapo(), Compute(), settings, decoder, mesh, frozen=frozen)
+
+
+def random_adapters(mesh, decoder=DECODER):
+    """As after some training: B is no longer zero."""
+    adapters = fresh_adapters(decoder, mesh, seed=1)
+    leaves, structure = jax.tree.flatten(adapters)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    noise = [0.2 * jax.random.normal(k, a.shape) for k, a in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, [a + n for a, n in zip(leaves, noise, strict=True)])
+
+
+def merged(params, adapters):
+    """The parameters with the adapters in them, in float32."""
+    params, adapters = (flatten_dict(jax.device_get(t), sep="/") for t in (params, adapters))
+    for path in [path for path in params if path.replace("kernel", "lora_a") in adapters]:
+        if path.endswith("kernel"):
+            pair = (adapters[path.replace("kernel", name)] for name in ("lora_a", "lora_b"))
+            layers = zip(params[path], *pair, strict=True)
+            params[path] = np.stack([merge(*layer, DECODER.adapters) for layer in layers])
+    return unflatten_dict(params, sep="/")
+
+
+def test_fresh_adapters_change_no_log_prob(tiny_folder, tiny_params, one_device):
+    learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
+    found = learner.score(fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used)
+    expected = make_learner(one_device).score(tiny_params, batch.scored.rollouts, used)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_fresh_adapters_are_keyed_by_the_seed_and_the_same_on_any_mesh(one_device, eight_devices):
+    one, eight = (fresh_adapters(DECODER, mesh, 7) for mesh in (one_device, eight_devices))
+    assert equal(one, eight) and not equal(one, fresh_adapters(DECODER, one_device, 8))
+    assert {path[-1] for path in flatten_dict(one)} == {"lora_a", "lora_b"}
+    assert {path[1] for path in flatten_dict(one)} == set(MATRICES)
+
+
+def test_gradients_follow_from_those_of_the_merged_matrices(tiny_folder, tiny_params, one_device):
+    """W' = W + s A B, so dA = s dW' B^T and dB = s A^T dW', layer by layer."""
+    learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
+    adapters = random_adapters(one_device)
+    whole = make_learner(one_device).gradient(merged(tiny_params, adapters), batch, used)
+    found = learner.gradient(adapters, batch, used)
+    assert found["layers"].keys() == set(MATRICES)
+    for name, pair in adapters["layers"].items():
+        down, up = (np.asarray(pair[part], np.float64) for part in ("lora_a", "lora_b"))
+        layers, rank = down.shape[0], LORA.rank
+        down, up = down.reshape(layers, -1, rank), up.reshape(layers, rank, -1)
+        matrix = np.asarray(whole["layers"][name]["kernel"], np.float64)
+        matrix = DECODER.adapters.scale * matrix.reshape(layers, down.shape[1], up.shape[2])
+        expected = {
+            "lora_a": np.einsum("lio,lro->lir", matrix, up),
+            "lora_b": np.einsum("lir,lio->lro", down, matrix),
+        }
+        for part, value in expected.items():
+            assert np.abs(value).max() > 0
+            assert_close(found["layers"][name][part], value.reshape(pair[part].shape), 1e-4)
+
+
+def test_an_update_on_eight_devices_equals_one(tiny_folder, one_device, eight_devices):
+    (batch, used), states = make_batch(), []
+    for mesh in (one_device, eight_devices):
+        learner = make_lora_learner(tiny_folder, mesh)
+        adapters = jax.device_get(random_adapters(mesh))
+        state = learner.start(jax.device_put(adapters, learner.shardings.params))
+        state, metrics = learner.update(state, batch, used, 1e-2)
+        states.append(jax.device_get(state.params))
+        assert metrics["gradient_norm"].value() > 0
+        assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, adapters, states[-1])))
+    assert_close(*states, 1e-5)
+
+
+def test_moments_are_those_of_the_adapters_alone(tiny_folder, eight_devices):
+    learner = make_lora_learner(tiny_folder, eight_devices)
+    state = learner.start(fresh_adapters(DECODER, eight_devices, 0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim) == 2 * count
+    assert all(path[-1].startswith("lora_") for path in flatten_dict(state.params))
+
+
+def test_frozen_parameters_are_held_in_the_compute_dtype(tiny_folder, tiny_params, eight_devices):
+    half = dataclasses.replace(DECODER, dtype=jnp.bfloat16)
+    frozen = flatten_dict(load_frozen(tiny_folder, half, eight_devices), sep="/")
+    for path, whole in flatten_dict(tiny_params, sep="/").items():
+        dtype = jnp.float32 if path.endswith("scale") else jnp.bfloat16
+        assert frozen[path].dtype == dtype
+        np.testing.assert_array_equal(frozen[path], whole.astype(dtype))
+
+
+def test_decoding_draws_what_the_merged_model_draws(
+    tiny_folder, tiny_params, one_device, eight_devices
+):
+    frozen = load_frozen(tiny_folder, DECODER, eight_devices)
+    adapters = random_adapters(eight_devices)
+    found = sample(make_sampler(DECODER, eight_devices, frozen), adapters)
+    expected = sample(make_sampler(TINY, one_device), merged(tiny_params, adapters))
+    base = sample(make_sampler(TINY, one_device), tiny_params)
+    for a, b in zip(found, expected, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-4)
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(found, base, strict=True))
+
+
+def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
+    sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
+    assert sampler.held is None  # nothing is compiled at the door
+    engine, moved = sampler._engine, []
+    load = engine._load
+    monkeypatch.setattr(engine, "_load", lambda params: moved.append(params) or load(params))
+    seen = []
+    for seed in (1, 2):
+        sample(sampler, fresh_adapters(DECODER, one_device, seed))
+        sampler.release()
+        seen.append(dict(sampler.held))
+    assert all(seen[0][path] is array for path, array in seen[1].items())
+    assert {path.rpartition("/")[2] for path in seen[0]} >= {"embedding", "kernel"}
+    assert all(path[-1].startswith("lora_") for tree in moved for path in flatten_dict(tree))
+    assert len(moved) == 2
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder, tmp_path_factory):
+    """Two saved steps with adapters on eight devices: its config, states and memory."""
+    run_dir, folder = tmp_path_factory.mktemp("lora"), tmp_path_factory.mktemp("base")
+    shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+    config = make_lora_config(folder, run_dir)
+    with open_run(config) as run:
+        states = []
+        for step in (1, 2):
+            groups = make_groups(config)
+            run.state, _ = learn(run.parts, run.state, groups)
+            run.state.step = step
+            run.save()
+            states.append(jax.device_get(run.state.train))
+        sample_from_run(run)
+        memory, reference = resident_megabytes(run.parts, run.state), run.parts.reference
+        assert all(
+            leaf is run.parts.frozen[name]
+            for name, leaf in reference.items()
+            if name not in ("layers", "final_norm")
+        )
+    return config, states, memory
+
+
+def sample_from_run(run, rule=GREEDY):
+    return sample(run.parts.sampler, run.state.train.params, rule)
+
+
+def make_lora_config(folder, run_dir, **changes):
+    optimizer = Optimizer(learning_rate=0.3, warmup_steps=0)
+    quick = {"lora": LORA, "mesh": Mesh(2, 2, 2), "optimizer": optimizer}
+    return make_quick_config(folder, run_dir, "grpo", updates=1, **quick | changes)
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_only(run):
+    config, states, _ = run
+    shapes = SavedPolicy(config.run_dir).shapes()
+    assert {path.rpartition("/")[2] for path in shapes} == {"lora_a", "lora_b"}
+    assert shapes == {p: a.shape for p, a in flatten_dict(states[-1].params, sep="/").items()}
+
+
+def test_a_run_with_adapters_resumes_bit_for_bit(run):
+    config, states, _ = run
+    with open_run(config) as resumed:
+        assert resumed.state.step == 2
+        assert equal(jax.device_get(resumed.state.train), states[1])
+
+
+def test_memory_is_reported_by_what_it_is_for(run):
+    _, _, memory = run
+    assert set(memory) == {"policy", "policy_optimizer", "policy_frozen", "sampler_frozen"} | {
+        "reference"
+    }
+    assert memory["policy_optimizer"] < memory["policy_frozen"]
+    assert memory["reference"] <= memory["policy"]  # its own adapters; the base is shared
+
+
+def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
+    run, tmp_path, one_device, tiny_folder
+):
+    config, states, _ = run
+    out = export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out")))
+    decoder = load_huggingface.read_config(out)
+    assert decoder == TINY
+    params = load_huggingface.load_params(out, decoder, one_device)
+    frozen = load_frozen(tiny_folder, DECODER, one_device)
+    expected = merged(frozen, states[-1].params)
+    for (path, a), b in zip(flatten_dict(params).items(), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=str(path))
+    sampler = make_sampler(TINY, one_device)
+    with open_run(config) as resumed:
+        for rule in (GREEDY, DRAWN):
+            exported = [one.tokens.tolist() for one in sample(sampler, params, rule)]
+            trained = [one.tokens.tolist() for one in sample_from_run(resumed, rule)]
+            base = [one.tokens.tolist() for one in sample(sampler, frozen, rule)]
+            assert trained == exported != base
+
+
+def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
+    config, _, _ = run
+    export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out")))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout_problems=8))
+    of_run = evaluate(config)
+    whole = {"lora": Lora(), "model": Model(folder=str(tmp_path / "out"))}
+    of_folder = evaluate(dataclasses.replace(config, **whole), from_folder=True)
+    assert of_run.pop("policy").endswith("step 2") and of_folder.pop("policy")
+    assert of_run == pytest.approx(of_folder, abs=1e-5)
+    with pytest.raises(ConfigError, match="lora.rank = 2: must be 3, as in the run"):
+        evaluate(dataclasses.replace(config, lora=Lora(rank=2)))
+
+
+def change_weights(folder):
+    """One bit in the middle of the file."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def change_shape(folder):
+    values = json.loads((folder / "config.json").read_text()) | {"rope_theta": 77.0}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("change", [change_weights, change_shape])
+@pytest.mark.parametrize("command", ["resume", "export", "evaluate"])
+def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
+    config, _, _ = run
+    folder = pathlib.Path(config.model.folder)
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    change(folder)
+    asked = {
+        "resume": lambda: open_run(config).__enter__(),
+        "export": lambda: export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out"))),
+        "evaluate": lambda: evaluate(config),
+    }
+    try:
+        with pytest.raises(ConfigError, match="model.* = .*(must be what it|but the run was made)"):
+            asked[command]()
+    finally:
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": Lora(rank=-1)}, "lora.rank = -1: must be at least 0"),
+        ({"lora": Lora(rank=2, alpha=0.0)}, "lora.alpha = 0.0: must be above 0"),
+        ({"lora": Lora(2, targets="query,q_proj")}, "lora.targets = 'query,q_proj': must be some"),
+        ({"lora": Lora(2, targets="up,up")}, "lora.targets = 'up,up': must be some of query"),
+        ({"lora": Lora(2), "model": None}, "model.freeze_layers = 0.5: must be 0 with lora.rank"),
+    ],
+)
+def test_settings_without_sense_are_refused(changes, words, tiny_folder, tmp_path, alone):
+    if "model" in changes:
+        changes = changes | {"model": Model(folder=str(tiny_folder), freeze_layers=0.5)}
+    with pytest.raises(ConfigError, match=words):
+        build(make_quick_config(tiny_folder, tmp_path, **changes))
+
+
+def test_only_the_matrices_asked_for_have_adapters(one_device):
+    some = choose_trained(TINY, 0.0, Lora(rank=2, targets="query, down"))
+    assert set(fresh_adapters(some, one_device, 0)["layers"]) == {"query", "down"}

@@ -1,0 +1,170 @@
+"""The decoder, its log-probs, and the folder it is read from."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.model import decoder, load_huggingface
+from dapo_jax.model.lm_head import head_logprobs
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.training_attention import choose
+from dapo_jax.rollout.sampling import SamplingRule, draw
+from dapo_jax.runtime.settings import ConfigError
+
+KEY = jax.random.key(1)
+TOKENS = jax.random.randint(KEY, (2, 12), 2, 32)
+SEGMENTS = jnp.array([[1] * 5 + [2] * 6 + [0]] * 2)
+POSITIONS = jnp.array([[*range(5), *range(6), 0]] * 2)
+
+
+def hidden(params, tokens=TOKENS, segments=SEGMENTS, positions=POSITIONS, config=TINY):
+    return decoder.Decoder(config).apply({"params": params}, tokens, segments, positions)
+
+
+def test_a_token_sees_its_own_segment_up_to_itself_and_nothing_else(tiny_params):
+    """By gradients with respect to the embeddings of single positions."""
+
+    def output_at(offsets, row, place):
+        embedded = tiny_params["embedding"]
+        table = jnp.concatenate([embedded, embedded[TOKENS[row]] + offsets])
+        params = tiny_params | {"embedding": table}
+        tokens = TOKENS.at[row].set(32 + jnp.arange(12))
+        config = dataclasses.replace(TINY, vocab=44)
+        return jnp.sum(hidden(params, tokens, config=config)[row, place] ** 2)
+
+    for place, seen in ((3, range(0, 4)), (8, range(5, 9))):
+        gradient = jax.grad(output_at)(jnp.zeros((12, TINY.embed)), 0, place)
+        reached = np.flatnonzero(np.abs(gradient).sum(axis=1) > 0)
+        assert reached.tolist() == list(seen)
+
+
+def test_packing_does_not_change_what_a_segment_computes(tiny_params):
+    alone = hidden(tiny_params, TOKENS[:1, 5:11], jnp.ones((1, 6), jnp.int32), jnp.arange(6)[None])
+    np.testing.assert_allclose(hidden(tiny_params)[:1, 5:11], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"remat": "full"}, {"remat": "dots"}, {"scan_unroll": 2}])
+def test_memory_and_speed_settings_do_not_change_the_numbers(tiny_params, change):
+    def loss(params, config):
+        return jnp.sum(jnp.sin(hidden(params, config=config)))
+
+    plain = jax.grad(loss)(tiny_params, TINY)
+    other = jax.grad(loss)(tiny_params, dataclasses.replace(TINY, **change))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
+
+
+def test_logprobs_and_entropy_are_those_of_the_softmax(tiny_params):
+    logprobs, entropy = token_logprobs(
+        tiny_params, TINY, TOKENS, SEGMENTS, POSITIONS, temperature=0.7, chunk_tokens=10**6
+    )
+    logits = hidden(tiny_params) @ tiny_params["embedding"].T / 0.7
+    full = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    for t in (1, 4, 7):
+        expected = full[0, t - 1, TOKENS[0, t]]
+        np.testing.assert_allclose(logprobs[0, t], expected, atol=1e-5)
+        distribution = np.exp(full[0, t - 1])
+        expected = -(distribution * full[0, t - 1]).sum()
+        np.testing.assert_allclose(entropy[0, t], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 6, 10, 14])
+def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
+    states = jax.random.normal(KEY, (2, 7, 8))
+    head = jax.random.normal(jax.random.key(2), (8, 50))
+    targets = jax.random.randint(KEY, (2, 7), 0, 50)
+
+    def loss(states, head, size):
+        logprobs, entropy = head_logprobs(states, head, targets, 1.3, size)
+        return jnp.sum(jnp.sin(logprobs) + entropy)
+
+    whole = jax.value_and_grad(loss, argnums=(0, 1))(states, head, 10**6)
+    chunked = jax.value_and_grad(loss, argnums=(0, 1))(states, head, chunk_tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), whole, chunked)
+
+
+def test_a_folder_reloads_bit_for_bit_on_any_mesh(
+    tiny_folder, tiny_params, one_device, eight_devices
+):
+    config = load_huggingface.read_config(tiny_folder)
+    assert config == TINY
+    for mesh in (one_device, eight_devices):
+        loaded = load_huggingface.load_params(tiny_folder, config, mesh)
+        jax.tree.map(np.testing.assert_array_equal, loaded, tiny_params)
+
+
+def test_matrices_are_written_transposed_as_published(tiny_folder, tiny_params):
+    tensors = load_file(tiny_folder / "model.safetensors")
+    kernel = tiny_params["layers"]["query"]["kernel"][1]  # [D, H, E]
+    published = tensors["model.layers.1.self_attn.q_proj.weight"]  # [H*E, D]
+    np.testing.assert_array_equal(published[8 + 3], kernel[:, 1, 3])
+    kernel = tiny_params["layers"]["out"]["kernel"][0]  # [H, E, D]
+    published = tensors["model.layers.0.self_attn.o_proj.weight"]  # [D, H*E]
+    np.testing.assert_array_equal(published[:, 8 + 3], kernel[1, 3])
+
+
+def test_every_wrong_tensor_is_named_at_once(tiny_folder, tmp_path, one_device):
+    tensors = load_file(tiny_folder / "model.safetensors")
+    tensors["model.extra"] = tensors.pop("model.norm.weight")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        load_huggingface.load_params(tmp_path, TINY, one_device)
+    message = str(caught.value)
+    assert "model.extra: unknown" in message and "model.norm.weight: missing" in message
+    assert f"{name}: shape (63, 32), expected (64, 32)" in message
+
+
+def test_a_folder_that_is_none_says_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigError, match="dapo_jax.sft"):
+        load_huggingface.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ConfigError, match="bert.*qwen2"):
+        load_huggingface.read_config(tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_is_broken_is_named_with_the_setting(name, tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text('{"model_type": "qw')
+    with pytest.raises(ConfigError, match=rf"config.start.*{name}.* can't be read: .*column"):
+        load_huggingface.read_config(tmp_path, field="start")
+        Tokenizer.from_folder(tmp_path, "start")
+
+
+def test_attention_is_chosen_by_platform_and_length():
+    assert choose("auto", "cpu", 160) == choose("auto", "gpu", 1024) == "plain"
+    assert choose("auto", "cpu", 4096) == choose("auto", "gpu", 22_528) == "blocked"
+    assert choose("auto", "tpu", 22_528) == choose("auto", "tpu", 256) == "splash"
+    assert choose("auto", "tpu", 160) == "plain"  # the kernel can't, and its scores are small
+    assert choose("auto", "tpu", 22_500) == "splash"  # which the door refuses
+    assert choose("plain", "gpu", 22_528) == "plain"
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_large_logits_lose_no_digits_and_say_what_the_sampler_says(shift):
+    """Logits are multiples of 1/64, which float32 holds exactly up to 2^18."""
+    rng = np.random.default_rng(0)
+    states = jnp.float32(rng.integers(-8, 9, (2, 7, 3)) / 8).at[..., 0].set(1.0)
+    head = jnp.float32(rng.integers(-24, 25, (3, 40)) / 8).at[0].set(shift)
+    logits = states @ head
+    keys = jax.vmap(jax.random.key)(jnp.arange(14))
+    targets, sampled = draw(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
+    exact = np.float64(states[..., 1:]) @ np.float64(head[1:])
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    for chunk_tokens in (4, 10**6):
+        logprobs, entropy = head_logprobs(states, head, targets.reshape(2, 7), 1.0, chunk_tokens)
+        expected = np.take_along_axis(exact, np.asarray(targets).reshape(2, 7, 1), -1)[..., 0]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+        np.testing.assert_allclose(logprobs.ravel(), sampled, atol=1e-6)
+        np.testing.assert_allclose(entropy, -(np.exp(exact) * exact).sum(axis=-1), atol=1e-6)

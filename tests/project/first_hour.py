@@ -1,0 +1,72 @@
+"""A new user's first hour: every command of docs/quickstart.md in an empty folder, in its order.
+
+    python tests/project/first_hour.py [--folder=FOLDER]
+
+Prints each block with what it said and its seconds, and stops where one fails.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT / "docs/quickstart.md"
+
+
+def blocks(language: str) -> list[str]:
+    """The page's code of that language, as far as it runs without a network."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def environment() -> dict[str, str]:
+    """This interpreter is `python`, as in an activated environment; one device, as on a laptop."""
+    binaries = pathlib.Path(sys.executable).parent
+    path = os.pathsep.join([str(binaries), os.environ["PATH"]])
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return kept | {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+
+
+def run(command: list[str], folder: pathlib.Path) -> str:
+    """What it prints, errors too. Raises where it fails."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}:\n{' '.join(command)}\n{done.stdout}")
+    return done.stdout
+
+
+def first_hour(folder: pathlib.Path) -> list[str]:
+    """What every block of the page said, in its order."""
+    said = []
+    for block in [*blocks("bash"), *blocks("python")]:
+        started = time.perf_counter()
+        is_shell = block in blocks("bash")
+        command = ["bash", "-euo", "pipefail", "-c"] if is_shell else [sys.executable, "-c"]
+        said.append(run([*command, block], folder))
+        print(f"{block}\n{said[-1]}({time.perf_counter() - started:.0f} s)\n", flush=True)
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default="", help="empty or new; default: a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(options.folder or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        first_hour(folder)
+
+
+if __name__ == "__main__":
+    main()

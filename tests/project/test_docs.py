@@ -1,0 +1,181 @@
+"""The documentation keeps its promises: links lead somewhere, commands work, the site builds."""
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
+
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    + [ROOT / "tests/benchmarks/README.md"]
+)
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """What `#...` may name, as GitHub and the site make it of headings."""
+    found, tokens = [], tokens_of(page)
+    for opening, inline in zip(tokens, tokens[1:], strict=False):
+        if opening.type == "heading_open":
+            text = "".join(child.content for child in inline.children)
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            found.append(f"{slug}_{found.count(slug)}" if slug in found else slug)
+    return set(found)
+
+
+def broken_links(page: pathlib.Path) -> list[str]:
+    """The relative links of a page that lead nowhere, with the reason."""
+    links = [token.attrGet("href") or token.attrGet("src") for token in tokens_of(page)]
+    problems = []
+    for link in filter(None, links):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if re.match(r"https?://", link):
+            continue
+        if not target.exists():
+            problems.append(f"{link}: no such file")
+        elif anchor and anchor not in anchors(target):
+            problems.append(f"{link}: no such heading")
+    return problems
+
+
+@pytest.fixture
+def in_the_root(monkeypatch, write_module):
+    """Commands stand in the root of the repository, and modules that a page shows whole exist."""
+    monkeypatch.chdir(ROOT)
+    texts: dict[str, str] = {}
+    for page in PAGES:
+        for token in tokens_of(page):
+            if named := re.match(r"# (\w+)\.py\n", token.content):
+                texts[named[1]] = texts.get(named[1], "") + token.content
+    for name, text in texts.items():
+        write_module(name, text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page):
+    assert not broken_links(page)
+
+
+def is_run(page: pathlib.Path) -> bool:
+    """Whether another test names the page, and so runs its commands as they stand."""
+    others = set(ROOT.glob("tests/*/test_*.py")) - {pathlib.Path(__file__)}
+    return any(page.name in other.read_text(encoding="utf-8") for other in others)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_is_one_that_is_accepted(page, in_the_root):
+    if is_run(page):
+        return
+    problems = []
+    for words, excuse in commands_of(page):
+        found = what_is_wrong(words)
+        if found is None and not excuse:
+            found = "no check knows it: mark the fence hardware, cloud or network"
+        if found:
+            problems.append(f"{shlex.join(words)}: {found}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    "command, reason",
+    {
+        "dapo-jax train --config=configs/arithmetic.py --config.algorithm.clip=x": "clip",
+        "dapo-jax train --config=configs/arithmetic.py:gpro": "preset",
+        "dapo-jax nothing": "no such command",
+        "dapo-jax plan --config=FILE --topolgy=v5e:2x4": "topolgy",
+        "dapo-jax evaluate --config=FILE --kk=3": "unexpected|kk",
+        "dapo-jax replay --now": "unrecognized",
+        "--config.algorithm.clip_hgih=0.3": "clip_high",
+        "--config.sampler.pagse=": "no such setting",
+        "pytest tests/test_nothing.py": "no such file",
+        "pytest tests/learner/test_update.py -k nobody": "selects no test",
+        "pytest -m slwo": "no such mark",
+        "bash launch/nothing.sh": "no such file",
+        "bash launch/local.sh --procesess=2": "no flag",
+        "bash launch/local.sh --config.seeds=2": "seed",
+        "python tests/benchmarks/pages.py --slot=x": "slot",
+        "pip install 'dapo_jax[tpus]'": "no such extra",
+        "mkdocs deploy": "unknown here",
+        "curl localhost": None,
+    }.items(),
+)
+def test_a_wrong_command_is_found(in_the_root, command, reason):
+    (words,) = split_commands(command)
+    found = what_is_wrong(words)
+    assert found is None if reason is None else re.search(reason, found or "")
+
+
+FORMS = """
+- in a list
+
+  ```bash network
+  A=1 hf download x \\
+    --y  # z
+  cat > f <<'E'
+  no
+  E
+  ```
+
+```
+$ python a.py && b
+printed
+```
+
+~~~SH hardwear
+curl
+~~~
+
+| `pytest c` `pytest` |
+|-|
+| `--config.seed=1` |
+"""
+
+
+def test_every_form_of_a_command_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(FORMS)
+    assert list(commands_of(page)) == [
+        (["hf", "download", "x", "--y"], "network"),
+        (["cat", ">", "f"], "network"),
+        (["python", "a.py"], ""),
+        (["b"], ""),
+        (["curl"], ""),
+        (["pytest", "c"], "inline"),
+        (["--config.seed=1"], "inline"),
+    ]
+
+
+def test_a_wrong_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` & c\n[x](#a-b--c) [y](page.md#other) ![z](no.png) [w](https://a.b/c)")
+    assert broken_links(page) == ["page.md#other: no such heading", "no.png: no such file"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_python_example_compiles(page):
+    for token in tokens_of(page):
+        if token.type == "fence" and token.info == "python":
+            compile(token.content, str(page), "exec")
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    site = tmp_path / "site"
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    assert {page.stem for page in ROOT.glob("docs/*.md")} <= {p.stem for p in site.glob("*.html")}
+    assert "verifier/    extraction" in (site / "architecture.html").read_text(encoding="utf-8")
+    for page in site.glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'(?:src="|<link rel="stylesheet" href=")((?:https?:)?//[^"]+)', text)
+        assert not loaded, f"{page.name}: {loaded}"

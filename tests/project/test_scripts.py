@@ -1,0 +1,163 @@
+"""Every script of the repository does its work on something small: what nothing runs breaks."""
+
+import importlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from small_runs import make_small_base
+
+ROOT = pathlib.Path(__file__).parents[2]
+ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag counts
+
+
+def run(script: str, *arguments: object) -> str:
+    """What the script prints. Fails where it does."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"] + ONE_DEVICE},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_attacks_on_the_verifier_are_refused():
+    told = run("tests/verifier/attack_verifier.py", "--golds", 12, "--every", 5)
+    totals = json.loads(told.splitlines()[-1])
+    assert totals["attacks"] > 500 and totals["accepted"] == totals["killed"] == 0
+
+
+def test_the_fuzzer_finds_nothing():
+    assert "nothing did harm" in run("tests/verifier/fuzz_verifier.py", "--minutes", 0.02)
+
+
+def test_gold_answers_equal_themselves(tmp_path):
+    rows = [
+        {"problem": "Add $1+1$.", "answer": "2", "solution": r"It is \boxed{2}."},
+        {"problem": "Factor $x^2-1$.", "answer": "(x-1)(x+1)", "solution": r"\boxed{(x+1)(x-1)}"},
+    ]
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = run("tests/benchmarks/gold.py", path)
+    assert "| 2 | 0 | 2 of 2 | 2 of 2 | 2 of 2 | 0 | 2 | 0 |" in told
+
+
+def test_the_verifiers_benchmark_times_it():
+    arguments = ("--responses", 64, "--characters", 500, "--workers", 1)
+    told = run("tests/benchmarks/verifier.py", *arguments)
+    lines = [json.loads(line) for line in told.splitlines() if line[0] == "{"]
+    assert {line["kind"] for line in lines} == {"dapo-like", "math-like"}
+
+
+def test_loading_is_measured_on_a_folder():
+    folder = ROOT / "tests/fixtures/models/qwen3"
+    assert json.loads(run("tests/benchmarks/loading.py", folder, "measure"))["files"] > 0
+
+
+def test_responses_side_by_side_are_counted():
+    sizes = ("--gib", 0.5, "--max_response", 2000, "--max_prompt", 100, "--median", 200)
+    told = run("tests/benchmarks/pages.py", *sizes, "--responses", 64, "--slots", 8, 16)
+    slots, ragged, few, many = map(json.loads, told.splitlines())
+    assert slots["side_by_side_most"] == slots["slots"] < few["slots"]
+    assert many["decode_steps"] < few["decode_steps"] < slots["decode_steps"]
+    assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
+
+
+def test_a_pods_step_is_simulated():
+    sizes = ("--chips", 8, "--samplers", 4, "--slots", 16, "--pages", 400, "--prompts", 8)
+    lengths = ("--max_response", 2000, "--median", 300, "--samples", 4, "--updates", 2)
+    told = run("tests/benchmarks/pod_step.py", *sizes, *lengths, "--carry_over").splitlines()
+    seconds = [float(line.split("|")[3]) for line in told if line.startswith(("| the", "| 4"))]
+    same, same_lag, apart, apart_lag, _, carried = seconds
+    assert same == same_lag and apart_lag < apart and carried < same
+
+
+def test_the_price_of_dynamic_sampling_is_held_against_the_ideal():
+    sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
+    table = run("tests/benchmarks/price.py", *sizes).splitlines()
+    rounds, none, _, carried = (float(cell.split()[0]) for cell in table[2].split("|")[3:-1])
+    assert 1 < carried < max(none, rounds)  # so few steps say no more
+
+
+def test_our_benchmark_and_the_comparison_run():
+    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, "--only", "update")
+    first, *table = told.splitlines()
+    step = json.loads(first)["dapo_jax"]["update"]
+    assert step["median_s"] > 0 and 0 < step["gflops"] < step["matmul_gflops"]
+    assert len(table) == 3 and table[-1].startswith("| uniform | update |")
+
+
+def test_rows_are_fuller_where_they_are_chosen():
+    rows = run("tests/benchmarks/fill.py").splitlines()[2:]
+    shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
+    assert len(shares) == 5 and all(chosen >= given for given, chosen in shares)
+
+
+def test_growth_is_measured_and_drawn(tmp_path):
+    picture = tmp_path / "growth.png"
+    sizes = ("--axes", "vocab", "grid", "--most", 512)
+    told = run("tests/benchmarks/growth.py", *sizes, "--plot", picture)
+    assert "| vocabulary | 512 |" in told and "rows of 160 tokens |" in told
+    assert picture.stat().st_size > 10_000
+
+
+def test_seconds_go_to_kinds_of_operations():
+    told = run("tests/benchmarks/operations.py", "--only", "rollout")
+    assert "| matrix products |" in told and "| waiting |" in told
+
+
+def test_fused_products_are_timed():
+    assert run("tests/benchmarks/fused.py", "--calls", 2).count("x)") == 4
+
+
+def test_the_real_workload_has_the_law_that_it_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")
+    ours = importlib.import_module("ours")
+    real, normal = ours.WORKLOADS["real"], np.random.default_rng(0).normal(size=100_000)
+    limits = np.asarray(real.limits(normal))
+    assert limits.max() == 512 and limits.min() > 0 and abs(limits.mean() - 128) < 2
+    assert set(np.asarray(ours.WORKLOADS["uniform"].limits(normal))) == {128}
+
+
+@pytest.fixture(scope="module")
+def small_base(tmp_path_factory) -> pathlib.Path:
+    return make_small_base(tmp_path_factory.mktemp("scripts") / "base")
+
+
+def test_seconds_of_other_settings_are_predicted(small_base, tmp_path):
+    sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
+    told = run("tests/benchmarks/simulate.py", "--base", small_base, "--folder", tmp_path, *sizes)
+    off = json.loads(told.splitlines()[-1])
+    assert abs(off["16/4/decode_steps"]) < 0.5 and abs(off["32/3/tokens"]) < 0.5
+    assert off["costs"]["update_token"] > 0 and "| 16 | 4 | seconds_step |" in told
+
+
+TINY = [
+    "--config.total_steps=2",
+    "--config.rollout.prompts_per_step=8",
+    "--config.rollout.samples_per_prompt=4",
+    "--config.data.heldout_problems=8",
+    "--config.sampler.slots=32",
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "row"),
+    [
+        ("family", ["--presets", "dapo"], "| `dapo` |"),
+        ("lag", [], "| 1 |"),
+        ("carry_over", ["--kinds", "all"], "| all |"),
+    ],
+)
+def test_tables_of_runs_are_made(script, arguments, row, small_base, tmp_path):
+    shutil.copytree(small_base, tmp_path / "base_0")
+    options = ["--seeds", 1, "--folder", tmp_path, *arguments]
+    assert row in run(f"tests/benchmarks/{script}.py", *options, *TINY)

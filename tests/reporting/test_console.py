@@ -1,0 +1,223 @@
+"""What people see: lines that fit, words while something is slow, and nothing a terminal obeys."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import make_completion, make_prompt
+from rich.console import Console
+from small_runs import ROOT, make_quick_config, read_rows
+
+from dapo_jax.config.experiment import Data, Log
+from dapo_jax.reporting import console as progress
+from dapo_jax.reporting.console import WIDTH, Progress, duration, fit, remaining, step_lines
+from dapo_jax.reporting.metrics import CLOCKED
+from dapo_jax.run.run import train
+from dapo_jax.runtime.processes import complain, printable
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Group, Verdict
+
+STEP = {
+    "reward": 0.21,
+    "accuracy": 0.65,
+    "kept_fraction": 0.94,
+    "all_right_fraction": 0.0,
+    "all_wrong_fraction": 0.06,
+    "response_tokens_mean": 33.0,
+    "truncated_fraction": 0.08,
+    "entropy": 0.087,
+    "gradient_norm": 0.16,
+    "seconds_step": 4.3,
+}
+HELDOUT = {
+    "heldout_accuracy": 0.938,
+    "heldout_accuracy_low": 0.92,
+    "heldout_accuracy_high": 0.955,
+}
+LARGE = {
+    "entropy": 12.345,
+    "response_tokens_mean": 20_480.0,
+    "reward": -1.0,
+    "seconds_step": 99.94,
+    "truncated_fraction": 0.99,
+}
+HUGE = dict.fromkeys(STEP, -123_456.789) | {"gradient_norm": 1e30, "seconds_step": 1e9}
+
+
+def shown(lines: list[str]) -> list[str]:
+    """The lines as a terminal shows them, without their markup."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(file=nowhere, record=True, soft_wrap=True)
+        for line in lines:
+            console.print(line)
+        return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "values", "eta", "count"),
+    [
+        (1, 30, STEP, None, 2),
+        (10, 30, STEP | HELDOUT, 58.0, 3),
+        (10_000, 10_000, STEP | LARGE | {"truncated_fraction": 1.0}, None, 2),
+        (9_999, 10_000, STEP | LARGE, 99.9 * 3600, 2),
+        (9_999, 10_000, HUGE | HELDOUT, 1e9, None),
+        (3, 10, STEP | {"entropy": float("nan"), "gradient_norm": float("inf")}, 1.0, 2),
+    ],
+)
+def test_a_steps_lines_fit_80_columns(step, total, values, eta, count):
+    lines = shown(step_lines(step, total, values, eta))
+    assert max(map(len, lines)) <= WIDTH == 80, lines
+    assert count is None or len(lines) == count
+    assert ("ETA" in lines[0] + lines[1]) == (eta is not None)
+    assert lines[0].startswith("step ") and all(line.startswith("  ") for line in lines[1:])
+
+
+def test_a_step_says_everything_once():
+    first, second = shown(step_lines(7, 30, STEP, 125.0))
+    assert first.split("  ") == [
+        *("step  7/30".split("  ")),
+        *("reward +0.21", "accuracy 0.65", "entropy 0.087", "4.3 s", "ETA 2 min"),
+    ]
+    assert "kept 0.94 (all right 0.00, all wrong 0.06)  tokens 33 (8% cut)  grad 0.16" in second
+    no_update = {name: STEP[name] for name in STEP if name not in ("entropy", "gradient_norm")}
+    assert "no update" in step_lines(7, 30, no_update)[0]
+    alone = shown(step_lines(7, 30, no_update | {"explained_variance": 0.5}))
+    assert "critic alone" in alone[0] and "explains 0.50" in alone[1]
+    assert "95 %" not in step_lines(7, 30, STEP | {"heldout_accuracy": 0.5})[2]  # of one problem
+
+
+def test_the_eta_goes_by_the_last_steps_and_not_by_the_first(capsys):
+    assert remaining([], 5) is None and remaining([100.0], 5) is None
+    assert remaining([100.0, 103.0, 108.0], 10) == 40.0
+    assert remaining([100.0, 103.0], 0) is None
+    durations = [duration(s) for s in (0, 45, 99.4, 125, 5_900, 45_000, 1e6)]
+    assert durations == ["0 s", "45 s", "99 s", "2 min", "98 min", "12.5 h", "11.6 days"]
+    speaker = Progress()
+    for step in range(1, 4):
+        speaker.step(step, 3, STEP)
+        time.sleep(0.02)
+    lines = capsys.readouterr().out.splitlines()[::2]
+    assert ["ETA 0 s" in line for line in lines] == [False, True, False]
+
+
+def test_parts_wider_than_a_line_get_lines_of_their_own():
+    assert fit(["a" * 90, "b", "c" * 78]).splitlines() == ["a" * 90, "  b", "  " + "c" * 78]
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m[red]a[/red]\r\u202eb\ud800 \u6f22\n\n"
+
+
+def test_text_of_models_and_files_is_never_obeyed(capsys):
+    speaker = Progress()
+    completions = tuple(make_completion([5] * 40_000) for _ in range(2))
+    for completion in completions:
+        object.__setattr__(completion, "text", HOSTILE + "\u6f22" * 40)
+    prompt = make_prompt(0, [3])
+    object.__setattr__(prompt, "text", "x" * 900 + HOSTILE)
+    verdicts = (Verdict(True, "1"), Verdict(False, "1"))
+    rewards, right = np.full(2, -1234.5), np.array([True, False])
+    speaker.group(Group(prompt, completions, verdicts, {}, rewards, rewards, right))
+    speaker.alarm(HOSTILE, HOSTILE)
+    speaker.warn("a reward raised: \x1b[2J")
+    complain(f"error: {HOSTILE}")
+    said = capsys.readouterr()
+    for text in said.out, said.err:
+        assert text and not any(code in text for code in "\x1b\x07\x9b\r\u202e\ud800")
+    assert "\\x1b[2J" in said.out and "[red]a[/red]" in said.err
+    console = Console()
+    widths = [console.measure(line).maximum for line in said.out.splitlines()]
+    assert max(widths) <= 80
+    assert printable("a\tb\n\u6f22 \u00e9") == "a\tb\n\u6f22 \u00e9"
+
+
+def test_what_is_slow_says_so_once_in_a_file(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.05)
+    speaker = Progress()
+    with speaker.working("loading [a]"), speaker.working("step 1", stays=False):
+        time.sleep(0.2)
+    with speaker.working("quick"):
+        pass
+    assert capsys.readouterr().out == "loading [a] ...\n"
+
+
+def test_the_live_line_says_the_innermost_and_for_how_long():
+    speaker = Progress()
+    with speaker.working("step 3") as outer, speaker.working("compiling", shown_after=60):
+        outer.text = "step 3 [now]"
+        assert speaker.__rich__().plain == "step 3 [now] · 0 s"
+        with speaker.working("sampling"):
+            assert speaker.__rich__().plain == "sampling · 0 s"
+
+
+def make_short_config(base, run_dir):
+    data = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
+    log = Log(show_group_every_steps=1, tensorboard=False, rollouts=False)
+    return make_quick_config(base, run_dir, data=data, log=log)
+
+
+RUN = """
+import os, sys
+from test_console import make_short_config, progress, train
+os.environ["XLA_FLAGS"] = ""
+progress.SLOW_SECONDS = 0.0
+train(make_short_config(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def piped(base, tmp_path_factory):
+    """A run whose output went to a pipe: its folder, and what it said."""
+    folder = tmp_path_factory.mktemp("piped")
+    command = [sys.executable, "-c", RUN, str(base), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout, done.stderr
+
+
+def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
+    folder, out, err = piped
+    out = out.replace(str(folder.parent), "")  # as long as pytest likes
+    assert err == ""  # nothing of a third party either
+    assert "\x1b" not in out and "\r" not in out
+    lines = out.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 2 and max(map(len, lines)) <= 80, out
+    assert not [line for line in lines if "groups kept" in line or "·" in line]
+
+
+def test_loading_and_compiling_are_named_with_their_seconds(piped):
+    _, out, _ = piped
+    assert "loading " in out and "compiling the " in out
+    missing = [one for one in progress.PROGRAMS.values() if f"compiled {one} in " not in out]
+    assert not missing
+
+
+def test_rows_have_a_time_that_comparisons_leave_out(piped):
+    folder, _, _ = piped
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = [row["time"] for row in rows]
+    assert times == sorted(times) and abs(times[-1] - time.time()) < 3600
+    assert all("time" not in row for row in read_rows(folder)) and "time" in CLOCKED
+
+
+def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
+    folder, config = piped[0], make_short_config(base, piped[0])
+    summary = folder / "summary.json"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = [path.stat().st_mtime_ns for path in files]
+    assert train(config) == json.loads(summary.read_text())
+    said = capsys.readouterr().out
+    assert "is already finished: 2 steps, held-out" in said and "--config.total_steps=4" in said
+    assert "dapo_jax.evaluate" in said and "dapo_jax.export" in said and "policy:" not in said
+    assert before == [path.stat().st_mtime_ns for path in files]
+    config.seed = 1
+    with pytest.raises(ConfigError, match="seed = 1"):
+        train(config)
+    config.seed = 0
+    summary.unlink()  # killed between the last checkpoint and the end
+    assert train(config)["steps"] == 2 and summary.exists()
+    assert "already finished" not in capsys.readouterr().out

@@ -1,0 +1,329 @@
+"""The report page: what it says of runs, what it refuses, and that no text in it is ever run."""
+
+import dataclasses
+import html.parser
+import json
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from dapo_jax.commands import command_line, report
+from dapo_jax.config.experiment import Config, Optimizer, ReportConfig
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.page import page, recorded_run
+from dapo_jax.reporting.page.comparison import (
+    experiments,
+    from_preset,
+    headlines,
+    mean_interval,
+    spent,
+)
+from dapo_jax.reporting.page.curves import warnings
+from dapo_jax.reporting.page.recorded_run import coarse_to_fine, read_run, sample_groups, spread_out
+from dapo_jax.runtime.settings import ConfigError
+
+HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028\u202e\x00 & ${data}'
+
+
+def row(step: int, **values) -> dict:
+    found = {"step": step, "reward": step / 100 - 1, "accuracy": 0.5, "entropy": 1 / (1 + step)}
+    found |= {"seconds_step": 2.0, "seconds_rollout": 1.0, "seconds_decode": 0.5}
+    found |= {"sampled_tokens_per_second": 1000.0, "abandoned_tokens": 100.0, "trained_groups": 8.0}
+    found |= {"sampled_to_kept_tokens": 2.2, "seconds_update": 0.75, "clip_fraction_high": 0.01}
+    if step % 5 == 0:
+        found |= {
+            "heldout_accuracy": 0.4,
+            "heldout_accuracy_low": 0.3,
+            "heldout_accuracy_high": 0.5,
+        }
+    return found | values
+
+
+def response(index: int, sample: int, **values) -> dict:
+    found = {
+        "index": index,
+        "sample": sample,
+        "prompt_id": f"p{index}",
+        "prompt": "1+1=",
+        "answer": "2",
+    }
+    found |= {"response": "so 2", "extracted": "2", "correct": sample == 0, "truncated": False}
+    found |= {"tokens": 4, "reward": 1.0, "reward_parts": {"rule": 1.0}, "advantage": 0.5}
+    return found | values
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """Writes the folder of a run that was never made."""
+
+    def write(name: str, steps: int = 20, rollouts=(), seed: int = 0, rows=None, **changes) -> str:
+        folder = tmp_path / name
+        (folder / "rollouts").mkdir(parents=True)
+        config = Config(run_dir=str(folder), seed=seed, total_steps=steps)
+        for section, value in changes.items():
+            setattr(config, section, value)
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+        lines = [row(step) for step in range(steps + 1)] if rows is None else rows
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        for step, found in rollouts:
+            path = folder / "rollouts" / f"step_{step:06d}.jsonl"
+            path.write_text("".join(json.dumps(one) + "\n" for one in found))
+        return str(folder)
+
+    return write
+
+
+class Scripts(html.parser.HTMLParser):
+    """The tags of a page, and what stands in its scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.scripts, self._inside = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+    def handle_data(self, data):
+        if self._inside:
+            self.scripts[-1] += data
+
+
+def data_of(text: str) -> dict:
+    """What the page is drawn from."""
+    data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
+    return data | {"rollouts": rollouts}
+
+
+def make(*folders: str, **settings) -> str:
+    return page.page([read_run(folder) for folder in folders], ReportConfig(**settings))
+
+
+def test_text_that_a_model_wrote_is_never_markup(write_run):
+    lines = [response(0, i, response=HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE) for i in range(2)]
+    hostile = write_run("</title><script>alert(1)<", rollouts=[(1, lines)], rows=[row(0)])
+    text = make(hostile)
+    found = Scripts(text)
+    assert [tag for tag, _ in found.tags].count("script") == len(found.scripts) == 4
+    assert not any(name.startswith("on") for _, attrs in found.tags for name in attrs)
+    (group,) = data_of(text)["rollouts"]
+    assert group["prompt"] == group["id"] == group["responses"][0]["text"] == HOSTILE
+    assert data_of(text)["experiments"][0]["name"] == hostile.rsplit("/")[-1]
+    code = page.asset("page.js")
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
+
+
+def test_the_page_needs_nothing_else_and_lets_no_other_script_run(write_run):
+    text = make(write_run("a"))
+    found = Scripts(text)
+    assert not any("src" in attrs or tag == "link" for tag, attrs in found.tags)
+    policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
+    assert "default-src 'none'" in policy and "unsafe-inline" not in policy.partition("style")[0]
+    for script in found.scripts[2:]:
+        assert page._hash(script) in policy
+
+
+def test_seeds_of_one_experiment_are_a_band_and_settings_tell_others_apart(write_run):
+    seeds = [write_run(f"dapo_seed{i}", seed=i, rows=[row(0), row(1, reward=i)]) for i in (0, 2)]
+    other = write_run("other", optimizer=Optimizer(learning_rate=0.5))
+    data = data_of(make(*seeds, other))
+    first, second = data["experiments"]
+    assert (first["name"], second["name"]) == ("dapo (2 seeds)", "other")
+    line = first["curves"]["lines"]["reward"]
+    assert (line["mean"][1], line["low"][1], line["high"][1]) == (1, 0, 2)
+    assert "low" not in second["curves"]["lines"]["reward"]
+    assert ["optimizer.learning_rate", 1e-6, 0.5] in data["apart"]
+    assert not any(name in ("seed", "run_dir") for name, *_ in data["apart"])
+    assert [name for name, *_ in second["fromDefaults"]][0] == "run_dir"
+
+
+def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
+    run = read_run(write_run("a"))
+    found = {one["name"]: one for one in headlines(experiments([run])[0])}
+    assert found["Held-out accuracy after"]["value"] == [0.4, 0.3, 0.5]
+    # By a table of Student's t: 4.303 for three values, whose standard error is 1 / sqrt(3).
+    np.testing.assert_allclose(mean_interval(np.array([1.0, 2, 3])), [2, -0.484, 4.484], atol=1e-3)
+    assert mean_interval(np.array([1.0])) == [1, None, None]
+
+
+def test_held_out_accuracy_of_seeds_varies_with_their_problems_too(write_run):
+    folders = [write_run(f"a{seed}", seed=seed, rows=[row(0), row(5)]) for seed in range(2)]
+
+    def after(*names: str) -> dict:
+        (found,) = experiments([read_run(name) for name in names])
+        return {one["name"]: one for one in headlines(found)}["Held-out accuracy after"]
+
+    assert after(*folders)["over"] == "over 2 seeds"
+    for folder in folders:
+        lines = [json.dumps(response(index, 0, correct=index < 4)) for index in range(10)]
+        (path := pathlib.Path(folder, "evaluations")).mkdir()
+        (path / "step_000005.jsonl").write_text("\n".join(lines))
+    found = after(*folders)  # the seeds agree, their problems don't
+    value, low, high = found["value"]
+    assert found["over"] == "over 2 seeds and their problems"
+    assert value == pytest.approx(0.4) and low < 0.35 and high > 0.45
+
+
+def test_tokens_add_up_to_all_that_was_drawn(write_run):
+    run = read_run(write_run("a", steps=4))
+    (one,) = experiments([run])
+    tokens = spent(one)["tokens"]
+    # Of 5 rows, each 1,000 finished and 100 stopped tokens, 2.2 for every one that was trained.
+    assert list(tokens.values()) == [2500, 2500, 500]
+    assert sum(spent(one)["seconds"].values()) == pytest.approx(5 * 1.75, abs=0.1)
+
+
+def test_the_preset_is_the_nearest_or_the_one_that_was_named(write_run):
+    settings = read_run(write_run("a")).settings
+    assert from_preset(settings) == ("dapo", [])
+    name, changed = from_preset(settings, "grpo")
+    assert name == "grpo" and ["algorithm.clip_high", 0.28, 0.2] in changed
+    with pytest.raises(ConfigError, match="preset = 'gpro'"):
+        from_preset(settings, "gpro")
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([row(s, starved=float(s == 3)) for s in range(21)], "too few groups .* 1 of 21.*step 3"),
+        ([row(s) for s in range(200)], "entropy fell from .* to"),
+        ([row(s) for s in range(8)], "ends at step 7 of 20"),
+        ([row(s, truncated_fraction=0.5) for s in range(21)], "cut off.*truncated_fraction is 0.5"),
+        ([row(0, heldout_accuracy=0.9), row(20)], "fell from 0.900 to 0.400"),
+        ([row(s, entropy=None, reward=float("nan")) for s in range(21)], None),
+    ],
+)
+def test_what_is_ill_is_said(rows, said):
+    found = warnings(rows, 20)
+    assert bool(found) == bool(said), found
+    assert said is None or any(re.search(said, one) for one in found), found
+
+
+def test_a_thousand_steps_and_long_responses_stay_under_the_cap(write_run):
+    files = [
+        (step, [response(g, i, response="x" * 9000) for g in range(6) for i in range(4)])
+        for step in range(1, 61)
+    ]
+    folder = write_run("long", rollouts=files, rows=[row(s) for s in range(5001)])
+    text = make(folder, max_mb=6.0)
+    data = data_of(text)
+    assert 5.5e6 < len(text.encode()) <= 6e6
+    assert "did not fit" in data["sample"] and str(len(data["rollouts"])) in data["sample"]
+    (one,) = data["experiments"]
+    assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MOST_POINTS
+    assert {group["step"] for group in data["rollouts"]} >= {1, 60}
+    assert all(len(r["text"]) < 7000 for g in data["rollouts"] for r in g["responses"])
+    with pytest.raises(ConfigError, match="max_mb = 4.8: must be at least 4.9"):
+        make(folder, max_mb=4.8)
+
+
+def test_a_sample_goes_from_coarse_to_fine():
+    assert spread_out(5, 9) == [0, 1, 2, 3, 4] and spread_out(101, 3) == [0, 50, 100]
+    assert sorted(coarse_to_fine(range(24))) == list(range(24))
+    assert coarse_to_fine([]) == [] and coarse_to_fine([3]) == [3]
+
+
+def test_groups_of_each_outcome_are_shown_and_those_with_tokens_first(write_run, monkeypatch):
+    right = [response(0, i, correct=True) for i in range(2)]
+    more = [response(9, i, correct=True) for i in range(2)]
+    wrong = [response(1, i, correct=False) for i in range(2)]
+    told = [response(2, i, token_texts=["a"], token_logprobs=[-1.0]) for i in range(2)]
+    monkeypatch.setattr(recorded_run, "GROUPS_OF_A_STEP", 3)
+    run = read_run(write_run("a", rollouts=[(1, [*right, *more, *wrong, *told])]))
+    found = list(sample_groups(run))
+    assert [group["id"] for group in found] == ["p2", "p0", "p1"]
+    assert [group["outcome"] for group in found] == ["mixed", "all right", "all wrong"]
+    assert found[0]["responses"][0]["logprobs"] == [-1.0]
+
+
+def test_files_of_a_run_that_was_killed_are_read_as_far_as_they_go(write_run, tmp_path):
+    folder = write_run("a", rollouts=[(1, [response(0, 0)])])
+    for name in "metrics.jsonl", "rollouts/step_000001.jsonl":
+        with (tmp_path / "a" / name).open("a") as file:
+            file.write('[1]\n"x"\n{"step": "x"}\n{"step": 21, "rew')
+    (tmp_path / "a/rollouts/step_x.jsonl").write_text("")
+    data = data_of(make(folder))
+    assert data["experiments"][0]["curves"]["steps"] == 21 and data["rollouts"]
+
+
+def command(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["report", *arguments])
+        try:
+            return report.main()
+        except SystemExit as stopped:
+            return stopped.code
+
+
+def test_the_command_takes_several_runs_and_globs_each_once(write_run, tmp_path, capsys):
+    folders = [write_run(name, seed=i) for i, name in enumerate(("a1", "a2", "b"))]
+    out = tmp_path / "page.html"
+    for _ in range(2):  # an earlier report is replaced
+        code = command(
+            f"--run={tmp_path}/a*", f"--run={folders[2]}", f"--run={folders[0]}", f"--out={out}"
+        )
+        assert code == 0 and "3 runs" in capsys.readouterr().out
+    assert len(data_of(out.read_text())["experiments"][0]["runs"]) == 3
+    assert [path.name for path in tmp_path.glob("*page*")] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--out=x.html"], ["config.run = ''", "--run=FOLDER"]),
+        (["--run=nowhere"], ["run = 'nowhere'", "config.json"]),
+        (["--run=*_nothing"], ["run = '*_nothing'"]),
+        (["--run=empty"], ["run = 'empty'", "no row"]),
+        (["--run=strange"], ["run = 'strange'", "not that of a run"]),
+        (["--run=good", "--out=page.txt"], ["out = 'page.txt'", ".html"]),
+        (["--run=good", "--out=nowhere/page.html"], ["out = 'nowhere/page.html'"]),
+        (["--run=good", "--out=mine.html"], ["out = 'mine.html'", "another one"]),
+        (["--run=good", "--preset=gpro"], ["preset = 'gpro'", "grpo"]),
+        (["--run=good", "--max_mb=1"], ["max_mb = 1.0", "at least 6"]),
+        (["--rum=good"], ["--rum: there is no such flag", "did you mean run"]),
+    ],
+)
+def test_wrong_input_is_one_line(arguments, said, write_run, tmp_path, monkeypatch, capsys):
+    write_run("good")
+    write_run("empty", rows=[])
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/config.json").write_text("{}")
+    (tmp_path / "strange/metrics.jsonl").write_text("")
+    (tmp_path / "mine.html").write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    assert command(*arguments) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and "Traceback" not in line
+    assert not [one for one in said if one not in line], line
+    assert (tmp_path / "mine.html").read_text() == "years of work"
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_flags_that_are_given_again_are_joined():
+    words = ["--run=a", "--out=x", "-run=b=c", "--run", "f", "--runs=d", "run=e"]
+    assert command_line.join_repeated(words, ["run"]) == [
+        "--run=a\nb=c\nf",
+        "--out=x",
+        "--runs=d",
+        "run=e",
+    ]
+
+
+def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):
+    def broken():
+        raise ModuleNotFoundError("No module named 'plotly'")
+
+    monkeypatch.setattr(page, "plotting_code", broken)
+    folder = read_run(write_run("a")).folder
+    page.write_own_page(folder, Progress(True))
+    assert "report.html was not written: " in capsys.readouterr().out
+    assert not (folder / page.PAGE).exists()

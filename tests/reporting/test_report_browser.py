@@ -1,0 +1,103 @@
+"""The report as a browser shows it: no error, no network, both widths, names, keys, in time."""
+
+import json
+import pathlib
+import random
+
+import pytest
+from browser import CHROMIUM, browser
+from test_report import HOSTILE, response, row, write_run  # noqa: F401
+
+from dapo_jax.commands import report
+from dapo_jax.config.experiment import Optimizer, ReportConfig
+from dapo_jax.reporting.page.curves import CURVES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"),
+]
+NAMED = {"combobox", "button", "checkbox", "link", "image", "region"}
+SHOTS = pathlib.Path("build/report")
+
+
+@pytest.fixture
+def report_of_three(write_run, tmp_path):  # noqa: F811
+    """Two seeds and another experiment, of 1,000 steps with every metric and hostile texts."""
+    chance = random.Random(0)
+    names = [name for curve in CURVES for name in curve.metrics if "heldout" not in name]
+
+    def rows() -> list[dict]:
+        return [row(s, **{name: chance.random() for name in names}) for s in range(1001)]
+
+    pieces = {"token_texts": ["so ", "<b>2", ""], "token_logprobs": [-0.1, -5.0, 0.0]}
+    pieces |= {"token_ratios": [1.0, 1.5, 0.5], "token_clipped": [0, 2, 1]}
+    told = [response(1, i, prompt=HOSTILE, **pieces) for i in range(4)]
+    long = [response(2, i, response=HOSTILE * 40, advantage=None) for i in range(4)]
+    files = [(step, told + long) for step in (1, 500, 1000)]
+    runs = [write_run(f"a_seed{i}", 1000, files, i, rows()) for i in range(2)]
+    runs.append(write_run("<b>", 1000, (), 0, rows(), optimizer=Optimizer(learning_rate=0.1)))
+    out = tmp_path / "report.html"
+    report.report(ReportConfig(run="\n".join(runs), out=str(out)))
+    return out
+
+
+def names_of_controls(page) -> list[tuple[str, str]]:
+    """(role, name) of whatever has a role that asks for a name."""
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    shown = [node for node in nodes if not node["ignored"]]
+    said = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in shown]
+    return [(role, name) for role, name in said if role in NAMED]
+
+
+def test_no_error_no_network_both_widths_and_in_time(report_of_three, tmp_path):
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    with browser(tmp_path / "profile") as page:
+        page.open(report_of_three, 1440)  # starts the browser's own processes
+        for width in 390, 1440:
+            page.open(report_of_three, width)
+            assert int(page.run("document.documentElement.dataset.firstPicture")) < 3000
+            assert page.run("document.documentElement.scrollWidth") <= width
+            height = page.run("document.documentElement.scrollHeight")
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+            page.call("Emulation.setDeviceMetricsOverride", **size)
+            page.wait("[...document.querySelectorAll('.plot')].every(p => p.children.length)")
+            assert page.run("document.documentElement.scrollWidth") <= width
+            page.screenshot(SHOTS / f"{width}.png")
+        unnamed = [role for role, name in names_of_controls(page) if not name.strip()]
+        assert not unnamed
+        assert page.run("document.querySelectorAll('img').length") == 0  # those of hostile texts
+        assert not page.trouble, json.dumps(page.trouble)[:2000]
+        assert {url for url in page.asked} <= {report_of_three.as_uri()}
+
+
+def press(page, key: str, code: int, text: str = "") -> None:
+    for kind in "keyDown", "keyUp":
+        page.call(
+            "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text
+        )
+
+
+def test_the_keyboard_reaches_everything(report_of_three, tmp_path):
+    focused = "(e => e.id || e.textContent.slice(0, 30))(document.activeElement)"
+    with browser(tmp_path / "profile") as page:
+        page.open(report_of_three, 1440)
+        reached = []
+        for _ in range(120):
+            press(page, "Tab", 9)
+            reached.append(page.run(focused))
+            if reached[-1] == "next":
+                before = page.run("document.getElementById('responses').textContent")
+                chosen = page.run("document.getElementById('group').selectedIndex")
+                press(page, "Enter", 13, "\r")
+                break
+            if reached[-1] == "group":
+                press(page, "Home", 36)
+        assert {"axis", "smooth", "experiment-0", "experiment-1", "group"} <= set(reached)
+        assert reached[0] == "Skip to the curves"
+        assert page.run("document.getElementById('group').selectedIndex") == chosen + 1
+        assert page.run("document.getElementById('responses').textContent") != before
+        press(page, "Tab", 9)
+        assert page.run(focused) == "colour"
+        page.run("document.getElementById('group').value = 0; drawGroup()")
+        page.wait("document.querySelector('#responses .clip')?.title.includes('the upper clip')")
+        assert not page.trouble

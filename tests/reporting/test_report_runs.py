@@ -1,0 +1,111 @@
+"""What a run stores for its report, and the report that it writes at its end."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_completion
+from small_runs import (
+    make_config,
+    make_groups,
+    make_quick_config,
+    open_run,
+    read_rollouts,
+    read_rows,
+)
+from test_report import data_of
+
+from dapo_jax.config.experiment import Log, Optimizer, Rollout
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.reporting.metrics import MEANINGS, Clock
+from dapo_jax.reporting.page import page
+from dapo_jax.reporting.page.curves import CURVES
+from dapo_jax.reporting.writers import token_fields
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.train import update_policy
+
+
+@pytest.fixture(scope="module")
+def traced(base, tmp_path_factory):
+    """A run with ratios of all trained groups, whose updates are large enough to be clipped."""
+    run_dir = tmp_path_factory.mktemp("traced") / "run"
+    devices = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        log = Log(0, console=False, tensorboard=False, token_groups=4, token_ratios=True)
+        optimizer = Optimizer(learning_rate=3e-2, warmup_steps=0)
+        train(make_quick_config(base, run_dir, total_steps=1, log=log, optimizer=optimizer))
+    return run_dir
+
+
+def test_stored_clips_are_those_that_the_update_made(traced):
+    (row,) = read_rows(traced)
+    lines = [json.loads(line) for line in read_rollouts(traced)["step_000001.jsonl"].splitlines()]
+    trained = [line for line in lines if line["advantage"] is not None]
+    ratios = [line for line in trained if "token_ratios" in line]
+    # The first of two updates sees ratios of 1: what is clipped is clipped in the second.
+    tokens = sum(line["tokens"] for line in trained)
+    assert len(trained) == 16 and len(ratios) == 8
+    assert all("token_texts" in line for line in trained)
+    for number, name in (1, "low"), (2, "high"), (3, "dual"):
+        cut = sum(line["token_clipped"].count(number) for line in ratios)
+        logged = row[f"clip_fraction_{name}"]
+        assert cut / tokens == pytest.approx(logged, abs=1.5 / tokens), name
+    assert any(1 in line["token_clipped"] or 2 in line["token_clipped"] for line in ratios)
+    for line in trained:
+        assert "".join(line["token_texts"]) == line["response"]
+        assert len(line["token_logprobs"]) == len(line["token_texts"]) == line["tokens"]
+        assert all(x <= 0 for x in line["token_logprobs"])
+
+
+def test_stored_advantages_are_the_algorithms(traced):
+    text = read_rollouts(traced)["step_000001.jsonl"]
+    groups: dict = {}
+    for line in map(json.loads, text.splitlines()):
+        groups.setdefault(line["index"], []).append(line)
+    mixed = [g for g in groups.values() if g[0]["advantage"] is not None]
+    assert len(mixed) == 4
+    for group in mixed:
+        rewards = np.array([line["reward"] for line in group])
+        expected = (rewards - rewards.mean()) / rewards.std(ddof=1)
+        found = [line["advantage"] for line in group]
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def test_a_run_writes_its_page(traced):
+    data = data_of((traced / page.PAGE).read_text())
+    assert data["experiments"][0]["curves"]["steps"] == 1
+    assert any("ratios" in r for group in data["rollouts"] for r in group["responses"])
+
+
+def test_ratios_of_a_single_update_are_refused_as_nothing_reads_them(base, tmp_path):
+    with pytest.raises(ConfigError, match="log.token_ratios = True"):
+        make_config(base, tmp_path, rollout=Rollout(8, 8, 1), log=Log(token_ratios=True))
+
+
+def test_every_curve_is_of_metrics_that_exist():
+    names = [name for curve in CURVES for name in curve.metrics]
+    assert set(names) <= set(MEANINGS) and len(names) == len(set(names))
+    assert all(curve.healthy and curve.ill for curve in CURVES)
+
+
+def test_a_starved_step_with_a_single_update_has_no_ratios(base, tmp_path, alone):
+    """The policy is then still the one that is differentiated; nothing was scored before."""
+    log = Log(0, console=False, tensorboard=False, token_ratios=True)
+    config = make_quick_config(base, tmp_path / "run", log=log)
+    with open_run(config) as run:
+        groups = make_groups(config)[:1]
+        *_, traces = update_policy(run.parts, run.state, groups, Clock())
+    assert [trace.ratios for trace in traces[0]] == [None] * 4
+    np.testing.assert_allclose(
+        [t.advantage for t in traces[0]], np.sqrt(0.75) * np.array([1, -1, 1, -1]), rtol=1e-3
+    )
+
+
+def test_tokens_are_written_short(base, tmp_path):
+    completion = make_completion([3, 4], logprob=-0.431)
+    found = token_fields(completion, None, Tokenizer.from_folder(base))
+    assert json.dumps(found["token_logprobs"]) == "[-0.431, -0.431]"
+    assert list(found) == ["token_texts", "token_logprobs"]

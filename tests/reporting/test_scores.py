@@ -1,0 +1,246 @@
+"""avg@k, pass@k, maj@k and their intervals, against enumeration and known cases."""
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dapo_jax.reporting import scores
+from dapo_jax.reporting.scores import (
+    RIGHT,
+    Response,
+    answer_classes,
+    estimate_over_seeds,
+    estimates,
+    majority_score,
+    make_report,
+)
+from dapo_jax.reporting.tables import describe_problems, report_tables
+
+
+def respond(index, sample, correct, **changes) -> Response:
+    fields = {
+        "problem": f"p{index}",
+        "question": f"question {index}",
+        "answer": "1",
+        "response": "",
+        "extracted": "1" if correct else "2",
+        "truncated": False,
+        "tokens": 10,
+        "logprob": -5.0,
+        "reflection": False,
+        "repetition": 0.0,
+    }
+    return Response(index=index, sample=sample, correct=correct, **fields | changes)
+
+
+def respond_all(table, **changes) -> list[Response]:
+    """One problem per row of right (1) and wrong (0) answers."""
+    return [
+        respond(i, j, bool(right), **changes)
+        for i, row in enumerate(table)
+        for j, right in enumerate(row)
+    ]
+
+
+def test_pass_at_k_equals_the_share_of_subsets_with_a_right_answer():
+    for samples in range(1, 8):
+        for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+            subsets = list(itertools.combinations(range(samples), k))
+            hits = sum(any(i < right for i in subset) for subset in subsets)
+            assert scores.pass_at_k(samples, right, k) == hits / len(subsets)
+
+
+def test_pass_at_k_of_thousands_of_samples_is_exact():
+    assert scores.pass_at_k(4096, 1, 1024) == 0.25
+    assert scores.pass_at_k(4096, 0, 1024) == 0
+    assert scores.pass_at_k(4096, 4000, 1024) == 1
+
+
+def test_scores_are_means_over_problems_for_powers_of_two():
+    found = make_report(respond_all([[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]))
+    assert found.accuracy.value == pytest.approx(1 / 3) and found.samples_per_problem == 6
+    assert list(found.pass_at_k) == [1, 2, 4]
+    assert found.pass_at_k[1] == found.accuracy
+    assert found.pass_at_k[2].value == pytest.approx((5 / 15 + 12 / 15) / 2)
+
+
+def test_majority_goes_by_meaning_and_ignores_missing_answers():
+    texts = ["0.5", None, "1/2", "7", "2/4", None]
+    value = {"0.5": 0.5, "1/2": 0.5, "2/4": 0.5, "7": 7.0, "1": 1.0}
+    samples = [respond(0, i, text == "7", extracted=text) for i, text in enumerate(texts)]
+    classes = answer_classes(samples, lambda left, right: value[left] == value[right])
+    assert classes == [1, None, 1, RIGHT, 1, None]
+    assert majority_score(classes) == 0
+    assert majority_score(answer_classes(samples)) == 1 / 4  # as texts, four answers tie
+
+
+def test_an_answer_is_compared_once_with_the_first_of_each_class():
+    asked = []
+
+    def equivalent(prediction, answer):
+        asked.append((prediction, answer))
+        return prediction.lower() == answer.lower()
+
+    texts = ["a", "b", "A", "a", "A", "B"]
+    samples = [respond(0, i, False, extracted=text) for i, text in enumerate(texts)]
+    assert answer_classes(samples, equivalent) == [1, 2, 1, 1, 1, 2]
+    assert asked == [("b", "a"), ("A", "a"), ("B", "a"), ("B", "b")]
+
+
+@pytest.mark.parametrize(
+    ("classes", "score"),
+    [
+        ([0, 0, 1], 1),
+        ([0, 1, 1], 0),
+        ([0, 1], 1 / 2),
+        ([0, 1, 2, None], 1 / 3),
+        ([1, 2], 0),
+        ([None, None, 0], 1),
+        ([None], 0),
+    ],
+)
+def test_a_tied_majority_counts_as_often_as_a_fair_draw_is_right(classes, score):
+    assert majority_score(classes) == score
+
+
+def test_a_problem_votes_with_k_voices_however_often_it_is_listed():
+    """Three votes of two: right, tied, tied; all six together would be right."""
+    votes = [(1, 1), (1, 0), (1, 0)]
+    listed = [
+        respond(i, j, bool(right), question="q")
+        for i, pair in enumerate(votes)
+        for j, right in enumerate(pair)
+    ]
+    other = [respond(9, j, True) for j in range(2)]
+    found = make_report(listed + other)
+    assert found.samples_per_problem == 2
+    assert found.majority.value == pytest.approx((6 * (1 + 1 / 2 + 1 / 2) / 3 + 2 * 1) / 8)
+
+
+def test_the_interval_of_two_problems_is_that_of_their_resamples():
+    """Resampled means are 0, 1/2, 1/2 and 1 with equal chances, so 95 % reach from 0 to 1."""
+    (found,) = estimates(np.array([[0.0], [1.0]]), np.ones(2), seed=0)
+    assert (found.value, found.low, found.high) == (0.5, 0, 1)
+    (alone,) = estimates(np.array([[0.3]]), np.ones(1), seed=0)
+    assert (alone.value, alone.low, alone.high) == (0.3, None, None)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """Problems of differing difficulty, a mean of 0.4; three standard errors around 95 %."""
+    rng = np.random.default_rng(1)
+    covered = 0
+    for trial in range(400):
+        difficulty = rng.beta(0.8, 1.2, 60)
+        means = rng.binomial(8, difficulty)[:, None] / 8
+        (found,) = estimates(means, np.full(60, 8), seed=trial)
+        covered += found.low <= 0.4 <= found.high
+    assert 0.91 < covered / 400 < 0.98
+
+
+def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give():
+    """Ten runs whose accuracies spread around 0.5, each on problems of its own: nearly 95 %."""
+    rng = np.random.default_rng(2)
+    covered, widths = 0, []
+    for trial in range(200):
+        reached = 0.5 + 0.1 * rng.standard_normal(10)
+        shares = [rng.binomial(4, np.clip(mean, 0, 1), 50) / 4 for mean in reached]
+        found = estimate_over_seeds(shares, seed=trial)
+        assert found.value == pytest.approx(np.mean(shares))
+        covered += found.low <= 0.5 <= found.high
+        widths.append(found.high - found.low)
+    assert 0.85 < covered / 200 < 0.99
+    alike = estimate_over_seeds([np.repeat([0.0, 1.0], 25)] * 10, seed=0)  # only problems spread
+    assert 0.02 < alike.high - alike.low < np.mean(widths)
+    assert estimate_over_seeds([np.ones(3)], seed=0).low is None
+
+
+def test_more_samples_of_the_same_problems_do_not_feign_certainty():
+    few, many = (make_report(respond_all([[i % 2] * k for i in range(40)])) for k in (2, 64))
+    assert few.accuracy == many.accuracy and few.accuracy.high - few.accuracy.low > 0.2
+
+
+def test_a_repeated_file_is_more_samples_of_few_problems():
+    """Three problems, 32 lines each, one response per line: avg@32, not mean@1."""
+    lines = [
+        respond(i, 0, i % 3 == 0 or i % 4 == 0, question=f"question {i % 3}") for i in range(96)
+    ]
+    found = make_report(lines)
+    assert (found.problems, found.responses, found.samples_per_problem) == (3, 96, 32)
+    assert (found.repeated_problems, found.most_listings) == (3, 32)
+    assert found.accuracy.value == 0.5 and max(found.pass_at_k) == 32
+    assert "repeats 3 problems up to 32 times" in describe_problems(found)
+    same_text_other_answer = [respond(i, 0, True, question="q", answer=str(i)) for i in range(2)]
+    assert make_report(same_text_other_answer).problems == 2
+
+
+def test_reflection_is_compared_inside_each_question():
+    """Reflection helps in every question, but is common where few answers are right."""
+
+    def samples(index, with_word, without):
+        kinds = [(True, ok) for ok in with_word] + [(False, ok) for ok in without]
+        return [respond(index, j, bool(ok), reflection=word) for j, (word, ok) in enumerate(kinds)]
+
+    hard = samples(0, [1, 0, 0, 0, 0, 0], [0, 0])
+    easy = samples(1, [1, 1], [1, 1, 1, 1, 1, 0])
+    one_kind = samples(2, [], [1] * 8)
+    found = make_report(hard + easy + one_kind).reflection
+    pooled = np.mean([1, 0, 0, 0, 0, 0, 1, 1]) - np.mean([0, 0, 1, 1, 1, 1, 1, 0])
+    assert pooled < 0 < found.difference.value
+    assert found.questions == 2
+    assert found.difference.value == pytest.approx((1 / 6 + 1 / 6) / 2)
+    assert make_report(one_kind).reflection is None
+
+
+def test_tables_count_problems_and_follow_the_data():
+    rows = [[1, 1], [0, 0], [1, 0]]
+    plain = make_report(respond_all(rows))
+    assert plain.subjects == plain.levels == []
+    subjects = ["Algebra", "Geometry", "Algebra"]
+    found = make_report(
+        [
+            respond(i, j, bool(ok), subject=subjects[i], level=str(5 - i))
+            for i, row in enumerate(rows)
+            for j, ok in enumerate(row)
+        ]
+    )
+    named = [(row.name, row.problems, row.accuracy.value) for row in found.subjects]
+    assert named == [("Algebra", 2, 0.75), ("Geometry", 1, 0.0)]
+    assert [row.name for row in found.levels] == ["3", "4", "5"]
+
+
+def test_what_the_responses_look_like():
+    found = make_report(
+        [
+            respond(0, 0, True, tokens=10, logprob=-1.0),
+            respond(0, 1, True, tokens=20, logprob=-2.0, repetition=0.5),
+            respond(0, 2, False, tokens=60, logprob=-6.0, truncated=True, extracted=None),
+            respond(0, 3, False, tokens=0, logprob=0.0, failure="late", repetition=0.5),
+        ]
+    )
+    assert (found.response_tokens_right, found.response_tokens_wrong) == (15, 30)
+    assert found.response_tokens == 22.5 and found.entropy == pytest.approx(0.1)
+    assert found.truncated_fraction == found.answer_not_found_rate == 0.25
+    assert found.repetition == 0.25 and found.verifier_failures == 1
+    nothing_right = make_report(respond_all([[0, 0]], tokens=0, logprob=0.0))
+    assert nothing_right.response_tokens_right is None and nothing_right.entropy is None
+
+
+def test_the_tables_say_all_of_it_in_eighty_columns():
+    table = [[1, 0, 1, 0], [1, 1, 1, 1]]
+    found = make_report(
+        [
+            respond(i, j, bool(ok), subject="Number [theory]", level=str(i), reflection=j > 1)
+            for i, row in enumerate(table)
+            for j, ok in enumerate(row)
+        ]
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    for one in report_tables(found):
+        console.print(one)
+    shown = console.export_text()
+    for words in ("avg@4", "0.750", "pass@4", "maj@4", "Number [theory]", "level", "inside the 2"):
+        assert words in shown, words
+    assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())

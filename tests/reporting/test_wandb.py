@@ -1,0 +1,106 @@
+"""Weights & Biases: refused at the door where it can't be, and the same rows where it can."""
+
+import json
+import struct
+import sys
+
+import pytest
+from small_runs import make_quick_config
+
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Config, Log
+from dapo_jax.reporting.wandb_tracker import RUN_ID, Tracker, check_project
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError
+
+
+@pytest.mark.parametrize("project", ["a/b", "a:b", " a", "a" * 129])
+def test_projects_that_wandb_refuses_stop_at_the_door(project):
+    with pytest.raises(ConfigError, match=r"config.log.wandb = .*: must be empty, or at most 128"):
+        command_line.check(Config(log=Log(wandb=project)))
+
+
+def test_without_the_package_a_project_stops_at_the_door(monkeypatch, tmp_path):
+    check_project("")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"'p': must be empty .* pip install 'dapo_jax\[wandb\]'"):
+        command_line.check(Config(log=Log(wandb="p")))
+    monkeypatch.delitem(sys.modules, "wandb")
+    (tmp_path / "wandb").mkdir()  # what offline runs leave in the folder one works in
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match="must be empty without the package"):
+        check_project("p")
+
+
+def read_offline(folder) -> list:
+    """The records of each offline run in `folder`/wandb, the oldest first."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        data, at, parts, records = path.read_bytes(), 7, b"", []
+        while at + 7 <= len(data):  # blocks of 32 KiB; a record's parts: whole 1, last 4
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+            parts, at = parts + data[at + 7 : at + 7 + size], at + 7 + size
+            if kind in (1, 4):
+                records.append(wandb_internal_pb2.Record.FromString(parts))
+                parts = b""
+        runs.append(records)
+    return runs
+
+
+def rows_of(records) -> list[dict]:
+    """What was logged, by name."""
+    found = [one.history.item for one in records if one.WhichOneof("record_type") == "history"]
+    return [
+        {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in items
+            if "_wandb" not in (item.key, *item.nested_key)
+        }
+        for items in found
+    ]
+
+
+@pytest.mark.slow
+def test_an_offline_run_has_the_same_rows_and_goes_on_under_its_id(
+    base, alone, tmp_path, monkeypatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = make_quick_config(base, tmp_path / "run", total_steps=1)
+    config.log.wandb, config.evaluation.every_steps = "project", 0
+    train(config)
+    config.total_steps = 2
+    train(config)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    runs = read_offline(tmp_path / "run")
+    ids = {one.run.run_id for records in runs for one in records if one.HasField("run")}
+    assert len(runs) == 2 and ids == {(tmp_path / "run" / RUN_ID).read_text()}
+    sent = [row for records in runs for row in rows_of(records)]
+    assert len(sent) == len(written) == 2
+    for row, line in zip(sent, written, strict=True):
+        assert row["_step"] == line.pop("step") and line.pop("time")
+        assert {name: row[name] for name in line} == pytest.approx(line)
+    (first, *_) = [one.run for one in runs[0] if one.HasField("run")]
+    told = {entry.key: json.loads(entry.value_json) for entry in first.config.update}
+    assert first.project == "project" and told["algorithm"]["clip_high"] == 0.28
+
+
+@pytest.mark.slow
+def test_what_wandb_itself_refuses_is_one_line(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    config = Config(run_dir=str(tmp_path), log=Log(wandb="project"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for mode, reason in ("online", "No API key configured"), ("bogus", "'offline'"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        wandb.teardown()  # what an earlier test's run has read of the environment
+        with pytest.raises(ConfigError, match="config.log.wandb = 'project': ") as refused:
+            Tracker(tmp_path, config)
+        assert reason in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,166 @@
+"""Every task of the installed reasoning-gym: right answers score as before, payloads never run.
+
+Slow: CI does not install the package. `python -m pytest -m slow tests/rewards/test_gym_safety.py`
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards.gym import answer_forms, tasks
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.workers.parent import WorkerProcess
+from dapo_jax.verifier import jail
+from dapo_jax.verifier.extraction import LONGEST_ANSWER
+
+pytestmark = pytest.mark.slow
+factory = pytest.importorskip("reasoning_gym").factory
+TASKS = sorted(set(factory.DATASETS) - {"composite"})  # which only forwards, and has no default
+
+# Their example stands elsewhere in the item than its answer.
+EXAMPLES = ("example_answer", "example_correct_answer")
+WITHOUT_ANSWER = ("boxnet", "graph_color", "rush_hour")
+ANYTHING = ("game_of_life_halting",)  # its scorer gives every text 1
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    """Items of codeio come of programs of the package, some of which write files where they are."""
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
+def gold(item: dict) -> str:
+    examples = [item["metadata"].get(name) for name in EXAMPLES]
+    return str(next(text for text in [item["answer"], *examples, ""] if text is not None))
+
+
+def test_every_task_compares_or_has_a_rule():
+    found = {task for task in TASKS if answer_forms.evaluators(factory.DATASETS[task][0])}
+    assert found == set(answer_forms.FORMS) - {"rubiks_cube"}  # it repeats a move as often as told
+    assert len(TASKS) >= 105
+    with pytest.raises(tasks.ConfigError, match="gym:composite"):
+        tasks.open_task("data.source", "composite", 0, 10)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_right_answers_keep_their_score_in_the_jail(seed):
+    worker = WorkerProcess("dapo_jax.rewards.worker", "gym", environment=jail.environment())
+    lower = []
+    for task in TASKS:
+        dataset = tasks.open_task("data.source", task, seed, 50)
+        for item in (dataset[i] for i in range(50)):
+            if task in WITHOUT_ANSWER or len(gold(item)) > LONGEST_ANSWER:
+                continue
+            job = {"source": f"gym:{task}", "metadata": tasks.pack_item(item), "answer": gold(item)}
+            reply = worker.ask(job, time.monotonic() + 60)
+            if reply != {"score": 1.0}:
+                lower.append((task, gold(item), reply))
+    worker.kill()
+    assert lower == []
+
+
+def payloads(file: str, port: int) -> list[str]:
+    return [
+        f"__import__('os').system('touch {file}')",
+        f"open('{file}', 'w')",
+        f"[__import__('subprocess').run(['touch', '{file}'])]",
+        f"__import__('socket').create_connection(('127.0.0.1', {port}))",
+        f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen']"
+        f"[0](['touch', '{file}'])",
+        f"(lambda f: f('{file}', 'w'))(open)",
+        f"[(f := open), f('{file}', 'w')]",
+        f"S(\"__import__('os').system('touch {file}')\")",
+        f"lambdify((), \"open('{file}', 'w')\")()",
+        f"x + sqrt(exec(\"open('{file}', 'w')\"))",
+        f"ｏｐｅｎ('{file}', 'w')",
+        f"𝐨𝐩𝐞𝐧('{file}', 'w')",
+        "9**9**9**9",
+        "1e999999999",
+        "(" * 100_000 + "1",
+        "((9**99)**99)**99",
+        "[[" * 4_000,
+        "a" * 1_000_000,
+        "exit()",
+        "print('{\"score\": 1}')",
+    ]
+
+
+def test_payloads_behind_the_marker_never_run(tmp_path):
+    """Through the pool, as in training: no file, no connection, no right verdict, no long wait."""
+    made = tmp_path / "made"
+    pool = RewardPool(Reward(verifier="math", parts="gym=1", workers=2, timeout_seconds=5.0))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        texts = payloads(str(made), server.getsockname()[1])
+        pending = []
+        for task in TASKS:
+            item = tasks.open_task("data.source", task, 0, 1)[0]
+            where = "", gold(item), f"gym:{task}", tasks.pack_item(item)
+            for text in texts:
+                for response in (f"<answer>{text}</answer>", f"so #### {text}"):
+                    prompt, *rest = where
+                    pending.append((task, text, pool.submit(prompt, response, *rest)))
+        began, slowest = time.monotonic(), 0.0
+        verdicts = []
+        for task, text, future in pending:
+            before = time.monotonic()
+            verdicts.append((task, text, future.result(timeout=60)))
+            slowest = max(slowest, time.monotonic() - before)
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    right = {(task, text[:40]) for task, text, verdict in verdicts if verdict.correct}
+    print(f"{len(verdicts)} verdicts in {time.monotonic() - began:.0f} s, slowest {slowest:.1f} s,")
+    print(f"{pool.kills} workers killed", right)
+    after = pool.submit("", "<answer>7</answer>", "7", "", "").result()
+    pool.close()
+    assert not made.exists() and not list(tmp_path.iterdir())
+    assert {task for task, _ in right} <= set(ANYTHING)
+    assert slowest < 11 and after.correct
+
+
+BARE = """
+import json, os, sys
+
+from dapo_jax.rewards.gym import answer_forms as harmless, tasks as gym
+from dapo_jax.verifier.jail import enter_jail
+
+harmless.is_harmless = lambda task, answer: True
+if sys.argv[1] == "jailed":
+    enter_jail(gym.package_folders())
+for task, metadata, text in json.load(sys.stdin):
+    try:
+        gym.gym_score(task, metadata, text)
+    except BaseException:
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["jailed", "free"])
+def test_the_jail_holds_where_the_rules_are_taken_away(how, tmp_path):
+    """And without both the payloads do run: this is what the two layers are for."""
+    jobs = []
+    for task in answer_forms.EVALUATING:
+        metadata = tasks.pack_item(tasks.open_task("data.source", task, 0, 1)[0])
+        made = f"{tmp_path}/{task}"
+        jobs.append((task, metadata, f"__import__('os').system('touch {made}')"))
+        jobs.append((task, metadata, f"[open('{made}', 'w')]"))
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run(
+        [sys.executable, "-c", BARE, how],
+        input=json.dumps(jobs).encode(),
+        env=jail.environment() | {"PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        timeout=120,
+    )
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == (set() if how == "jailed" else set(answer_forms.EVALUATING))

@@ -1,0 +1,264 @@
+"""Rewards of several parts: what the user's functions may do, and what it costs when they fail."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from conftest import make_completion, make_prompt
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.rewards.functions import think_format
+from dapo_jax.rewards.group_rewards import repetition, reward_group
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rollout.dynamic_sampling import carries_signal
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Group, Verdict
+
+OWN = """
+import os, sys, time
+
+print("imported")
+
+def fussy(prompt, response, answer):
+    print("a line for nobody")
+    os.write(1, b"another one")
+    os.system("echo and a third")
+    if "raise" in response:
+        raise RuntimeError("no reward for this")
+    if "nan" in response:
+        return float("nan")
+    if "text" in response:
+        return "good"
+    if "nothing" in response:
+        return None
+    if "leave" in response:
+        sys.exit(3)
+    if "hang" in response:
+        time.sleep(60)
+    return len(response)
+
+def of_all_texts(prompt, response, answer):
+    return 100 * len(prompt) + 10 * len(response) + len(answer)
+
+not_a_function = 3
+"""
+
+
+def make_config(parts: str, algorithm=None, **reward) -> Config:
+    algorithm = algorithm or algorithms.grpo()
+    sampler = Sampler(max_response_tokens=40)
+    return Config(algorithm=algorithm, sampler=sampler, reward=Reward(parts=parts, **reward))
+
+
+def say(text: str, tokens: int = 4):
+    return dataclasses.replace(make_completion([5] * tokens), text=text)
+
+
+def judge_groups(config: Config, *groups: list[str]) -> tuple[list[Group], int]:
+    """The groups through the real pool and its processes, and how many of those were killed."""
+    pool = RewardPool(config.reward)
+    judge = Judge(config, pool)
+    try:
+        pending = [
+            judge.submit(make_prompt(i, [2, 3], answer="7"), tuple(map(say, texts)))
+            for i, texts in enumerate(groups)
+        ]
+        return judge.groups(pending), pool.kills
+    finally:
+        judge.close()
+
+
+# --- the setting ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "rule", "rule=", "=1", "rule=one", "rule=1,", "rule=1=2", "rule=1,rule=2", "rule=inf"],
+)
+def test_parts_that_are_no_weights_by_name_are_refused(text):
+    with pytest.raises(ConfigError, match="config.reward.parts = .* each name once"):
+        Reward(parts=text).weights()
+
+
+def test_spaces_around_names_and_weights_do_not_count():
+    assert Reward(parts=" rule = 1 , own:f=-0.5").weights() == {"rule": 1.0, "own:f": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own:absent", "absent"),
+        ("absent_module:f", "absent_module"),
+        ("own:not_a_function", "not a function"),
+        ("broken_module:f", "ZeroDivisionError"),
+        ("lenght", "rule, format, .*module:function"),
+        ("own:", "module:function"),
+    ],
+)
+def test_a_part_that_can_not_be_found_stops_before_the_first_worker(name, words, write_module):
+    write_module("own", OWN)
+    write_module("broken_module", "1 / 0")
+    with pytest.raises(ConfigError, match=f"config.reward.parts = '{name}'.*{words}"):
+        RewardPool(Reward(parts=f"rule=1,{name}=1"))
+
+
+# --- the user's functions in their processes -------------------------------------------------
+
+
+def test_parts_are_mixed_by_their_weights_and_kept_apart(write_module):
+    write_module("own", OWN)
+    config = make_config("rule=2,format=0.5,own:fussy=0.1,think_format=3", workers=2)
+    texts = ["#### 7", "####  8", "no answer", "<think>a</think><answer>b</answer>"]
+    (group,), kills = judge_groups(config, texts)
+    lengths = np.array([len(text) for text in texts])
+    assert list(group.reward_parts) == ["rule", "format", "own:fussy", "think_format"]
+    np.testing.assert_allclose(group.reward_parts["rule"], [2, -2, -2, -2])
+    np.testing.assert_allclose(group.reward_parts["format"], [0.5, 0.5, 0, 0])
+    np.testing.assert_allclose(group.reward_parts["own:fussy"], 0.1 * lengths)
+    np.testing.assert_allclose(group.reward_parts["think_format"], [0, 0, 0, 3])
+    np.testing.assert_allclose(group.rewards, sum(group.reward_parts.values()))
+    np.testing.assert_allclose(group.raw_rewards, [2, -2, -2, -2] + 0.1 * lengths)
+    assert group.correct.tolist() == [True, False, False, False]
+    assert group.broken is None and kills == 0
+
+
+def test_a_function_is_given_the_prompt_the_response_and_the_answer(write_module):
+    write_module("own", OWN)
+    pool = RewardPool(Reward(parts="own:of_all_texts=1"))
+    verdict = pool.submit("four", "sixsix", "7").result()
+    pool.close()
+    assert verdict.parts == {"own:of_all_texts": 461.0, "gym": 0.0}
+
+
+FAILURES = [
+    ("raise", r"own:fussy: .*own.py:\d+: raise .*: RuntimeError.*no reward for this"),
+    ("nan", "own:fussy: .*returned nan"),
+    ("text", "own:fussy: .*ValueError.*good"),
+    ("nothing", "own:fussy: .*TypeError"),
+    ("leave", "the worker died"),
+    ("hang", "TimeoutError"),
+]
+
+
+def test_a_failing_function_costs_its_group_and_no_other(write_module):
+    """The group says which part failed, on which response; a worker is lost only where it must."""
+    write_module("own", OWN)
+    config = make_config("rule=1,own:fussy=1", workers=2, timeout_seconds=1.0)
+    fine = ["#### 7", "#### 8"]
+    bad = [["#### 7", f"#### 7 {word}"] for word, _ in FAILURES]
+    (first, *broken, last), kills = judge_groups(config, fine, *bad, fine)
+    assert first.broken is None and last.broken is None
+    np.testing.assert_array_equal(first.rewards, [1 + 6, -1 + 6])
+    np.testing.assert_array_equal(last.rewards, first.rewards)
+    for i, (group, (word, cause)) in enumerate(zip(broken, FAILURES, strict=True), 1):
+        assert group.broken and np.isfinite(group.rewards).tolist() == [True, False]
+        where = f"{cause}.*; prompt p{i}, response 1, which ends in '#### 7 {word}'"
+        assert re.search(where, group.broken), group.broken
+    assert kills == 4  # what left and what hung, each tried twice
+
+
+def test_a_failing_function_leaves_the_verdict_alone(write_module):
+    write_module("own", OWN)
+    pool = RewardPool(Reward(parts="own:fussy=1"))
+    verdict = pool.submit("", "raise #### 7", "7").result()
+    pool.close()
+    assert verdict.correct and verdict.extracted == "7" and verdict.parts == {"gym": 1.0}
+
+
+# --- ready parts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        (" <think>\n\n</think>\n <answer>\nb\n</answer>\n", 1),
+        ("<think>a</think>", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a</think><answer>b</answer> and more", 0),
+        ("so <think>a</think><answer>b</answer>", 0),
+        ("<think>a</think> so <answer>b</answer>", 0),
+        ("<think>a<think></think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
+        ("a</think><answer>b</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_think_format_asks_for_each_tag_once_in_order(response, expected):
+    assert think_format("a question", response, "7") == expected
+
+
+def test_think_format_counts_a_tag_that_the_prompt_opened():
+    response = "a</think><answer>b</answer>"
+    assert think_format("a question <think>\n", response, "") == 1
+    assert think_format("a question <think>\n", "<think>" + response, "") == 0
+
+
+def test_format_is_an_answer_found_and_repetition_counts_windows_of_tokens():
+    config = make_config("format=2,repetition=0.5")
+    completions = (make_completion(list(range(20))), make_completion([5] * 20))
+    verdicts = (Verdict(False, "8"), Verdict(False, None))
+    group = reward_group(config, make_prompt(0, [2]), completions, verdicts)
+    np.testing.assert_allclose(group.reward_parts["format"], [2, 0])
+    np.testing.assert_allclose(group.reward_parts["repetition"], [0, -0.5 * (1 - 1 / 13)])
+    np.testing.assert_array_equal(group.raw_rewards, [0, 0])
+
+
+@pytest.mark.parametrize("ids", [3, 150_000])
+def test_repetition_counts_each_window_once(ids):
+    tokens = np.random.default_rng(0).integers(0, ids, 500)
+    tokens[300:320] = tokens[100:120]
+    windows = [tuple(tokens[i : i + 8]) for i in range(493)]
+    assert repetition(tokens) == 1 - len(set(windows)) / 493 > 0
+
+
+def test_dr_grpos_rule_earns_one_or_nothing():
+    verdicts = (Verdict(True, "7"), Verdict(False, "8"))
+    for algorithm, earned in ((algorithms.dr_grpo(), [1, 0]), (algorithms.grpo(), [1, -1])):
+        config = make_config("rule=1", algorithm)
+        group = reward_group(config, make_prompt(0, [2]), (say("a"), say("b")), verdicts)
+        assert group.rewards.tolist() == earned
+
+
+# --- what carries signal --------------------------------------------------------------------
+
+
+def score_group(config: Config, scores: list[float], lengths=None) -> Group:
+    """A group whose responses are all wrong, with those scores of the reward model."""
+    done = tuple(say("", tokens) for tokens in lengths or [4] * len(scores))
+    verdicts = (Verdict(False, None),) * len(scores)
+    return reward_group(config, make_prompt(0, [2]), done, verdicts, np.array(scores))
+
+
+def test_a_threshold_on_the_raw_reward_decides_what_is_right():
+    config = make_config("model=1", correct="threshold", threshold=0.5)
+    group = score_group(config, [0.49, 0.5, 2.0, 9.0], lengths=[4, 4, 4, 0])
+    assert group.correct.tolist() == [False, True, True, False]  # an empty response never is
+    assert carries_signal(group, config.reward)
+    assert not carries_signal(score_group(config, [0.5, 0.7]), config.reward)
+    assert not carries_signal(score_group(config, [0.1, 0.4]), config.reward)
+
+
+def test_a_spread_of_raw_rewards_decides_without_any_right_answer():
+    config = make_config("model=1", correct="spread", min_spread=0.1)
+    assert carries_signal(score_group(config, [0.0, 0.0, 0.2]), config.reward)
+    assert not carries_signal(score_group(config, [0.0, 0.05, 0.1]), config.reward)
+    assert not score_group(config, [0.0, 0.2]).correct.any()
+
+
+@pytest.mark.parametrize("correct", ["verifier", "threshold", "spread"])
+def test_parts_that_only_shape_never_carry_signal(correct):
+    algorithm = dataclasses.replace(algorithms.grpo(), overlong_punishment=True)
+    parts = "format=9,think_format=9,repetition=9"
+    config = make_config(parts, algorithm, correct=correct, threshold=0.5)
+    done = (make_completion([5] * 40), make_completion([5, 6]))
+    verdicts = tuple(
+        Verdict(False, extracted, parts={"think_format": thought})
+        for extracted, thought in (("8", 0.0), (None, 1.0))
+    )
+    group = reward_group(config, make_prompt(0, [2]), done, verdicts)
+    assert all(np.ptp(part) > 0 for part in group.reward_parts.values())
+    assert len(group.reward_parts) == 4 and not carries_signal(group, config.reward)

@@ -1,0 +1,139 @@
+"""The rule reward, its workers, and the punishment of overlong responses."""
+
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import make_completion, make_prompt
+
+from dapo_jax.algorithms import dapo, grpo
+from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.rewards.group_rewards import overlong_punishment, reward_group
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.workers import parent as process_module
+from dapo_jax.structs import Verdict
+from dapo_jax.verifier.verifier import final_number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("3+4=7#### 7", "7", (True, "7")),
+        ("#### 1 no, #### 7", "7", (True, "7")),
+        ("#### 7 #### 1", "7", (False, "1")),
+        ("#### 007", "7", (True, "007")),
+        ("#### -7", "7", (False, "-7")),
+        ("#### -0", "0", (True, "-0")),
+        ("#### +7", "7", (True, "+7")),
+        ("#### 7 or 8", "7", (False, "7 or 8")),
+        ("#### 77", "7", (False, "77")),
+        ("the answer is 7", "7", (False, None)),
+        ("####", "7", (False, None)),
+        ("####   ", "7", (False, None)),
+        ("", "7", (False, None)),
+        ("#### ٧", "7", (False, "٧")),
+        ("#### " + "9" * 10_000, "7", (False, None)),
+        ("#### " + "9" * 300, "9" * 300, (True, "9" * 300)),
+        ("#### __import__('os')", "7", (False, "__import__('os')")),
+    ],
+)
+def test_only_the_number_behind_the_last_marker_counts(text, answer, expected):
+    assert final_number(text, answer, None)[:2] == expected
+
+
+def test_punishment_is_zero_then_linear_then_minus_one():
+    """The paper's own numbers: a budget of 20,480 with a buffer of 4,096."""
+    lengths = np.array([0, 1, 16_384, 16_385, 18_432, 20_480, 30_000])
+    expected = [0, 0, 0, -1 / 4096, -0.5, -1, -1]
+    np.testing.assert_allclose(overlong_punishment(lengths, 20_480, 4_096), expected)
+
+
+def config_of(algorithm, budget: int) -> Config:
+    return Config(algorithm=algorithm, sampler=Sampler(max_response_tokens=budget))
+
+
+def test_punishment_adds_to_right_and_wrong_alike_and_counts_tokens():
+    completions = tuple(make_completion([3] * n) for n in (10, 95, 95))
+    verdicts = (Verdict(True, "1"), Verdict(True, "1"), Verdict(False, None))
+    group = reward_group(config_of(dapo(), 100), make_prompt(0, [2] * 90), completions, verdicts)
+    np.testing.assert_allclose(group.rewards, [1.0, 0.25, -1.75])
+    np.testing.assert_allclose(group.reward_parts["overlong"], [0, -0.75, -0.75])
+    plain = reward_group(config_of(grpo(), 100), make_prompt(0, [2]), completions, verdicts)
+    np.testing.assert_allclose(plain.rewards, [1, 1, -1])
+
+
+def test_an_empty_response_can_not_be_right():
+    verdicts = (Verdict(True, "1"), Verdict(True, "1"))
+    completions = (make_completion([]), make_completion([5]))
+    group = reward_group(config_of(grpo(), 10), make_prompt(0, [2]), completions, verdicts)
+    assert group.correct.tolist() == [False, True]
+
+
+@pytest.fixture
+def pool():
+    pool = RewardPool(Reward(workers=2))
+    yield pool
+    pool.close()
+
+
+def test_workers_answer_in_the_order_asked(pool):
+    asked = [pool.submit("", f"#### {i}", str(i if i % 3 else i + 1)) for i in range(60)]
+    assert [future.result().correct for future in asked] == [bool(i % 3) for i in range(60)]
+    assert pool.kills == 0
+
+
+def test_odd_text_reaches_the_verifier_unharmed(pool):
+    for text in ("\x00\ud800 #### 7", "\u202e#### 7", "\n\r#### 7\n", "x" * 300_000 + "#### 7"):
+        assert pool.submit("", text, "7").result().correct, text[:20]
+
+
+HANGING = """
+import sys, time
+print('{"ready": true}', flush=True)
+for line in sys.stdin.buffer:
+    if b"_{7}" in line:
+        time.sleep(60)
+    if b"_{8}" in line:
+        sys.exit(1)
+    if b"_{9}" in line:
+        print("no json", flush=True)
+    print('{"same": true, "work": 1}', flush=True)
+"""
+
+
+def test_closing_leaves_no_worker_behind_not_even_one_that_is_starting(monkeypatch):
+    start, started = process_module.subprocess.Popen, []
+
+    def record(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(process_module.subprocess, "Popen", record)
+    closing = RewardPool(Reward(workers=1, verifier="math"))
+    future = closing.submit("", r"\sqrt{8}", r"2\sqrt2")
+    while not started:
+        time.sleep(0.001)
+    closing.close()
+    assert future.result().failure is not None
+    assert [process.poll() is None for process in started] == [False]
+
+
+def test_a_worker_that_hangs_dies_or_babbles_costs_one_response(monkeypatch):
+    """The real pool over a worker program that misbehaves on request."""
+    start = process_module.subprocess.Popen
+    monkeypatch.setattr(
+        process_module.subprocess,
+        "Popen",
+        lambda command, **options: start([sys.executable, "-c", HANGING], **options),
+    )
+    rogue = RewardPool(Reward(workers=2, timeout_seconds=0.5, verifier="math"))
+    indices = [1, 7, 2, 8, 3, 9, 4, 5]  # 7 hangs, 8 dies, 9 babbles
+    texts = [rf"\boxed{{x_{{{i}}}+1}}" for i in indices]
+    verdicts = [future.result() for future in [rogue.submit("", text, "1+y") for text in texts]]
+    rogue.close()
+    fine = [i < 7 for i in indices]
+    assert [v.correct for v in verdicts] == fine
+    assert [v.failure is None for v in verdicts] == fine
+    # What hangs is not asked again; what dies or babbles may have been the worker's bad luck.
+    assert "TimeoutError" in verdicts[1].failure and rogue.kills == 5

@@ -1,0 +1,197 @@
+"""rollout.carry_over: what a step has drawn and not used is gone on with in the next one."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, make_prompt
+from small_runs import make_quick_config, open_run, read_rollouts, read_rows
+
+from dapo_jax import algorithms
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError
+
+TOKENIZER = arithmetic_tokenizer()
+PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for i in range(8)]
+PAGED = {"cache": "paged", "page_tokens": 4, "pages": 150, "prefill_chunk_tokens": 4}
+SLOW = pytest.mark.slow
+
+# --- the sampler ----------------------------------------------------------------------------------
+
+
+def make_sampler(mesh, **settings) -> RolloutSampler:
+    engine = PolicyEngine(
+        TINY,
+        mesh,
+        slots=24,
+        burst_tokens=4,
+        max_prompt_tokens=8,
+        max_response_tokens=24,
+        first_window_tokens=32,
+        insert_width=3,
+        tokenizer=TOKENIZER,
+        settings=Sampler(**settings),
+    )
+    return RolloutSampler(engine, TOKENIZER, seed=5)
+
+
+def draw(sampler, params, stops=()):
+    """All groups of three; a step ends after so many bursts, and the next goes on."""
+    groups, carried = {}, {prompt.index: None for prompt in PROMPTS}
+    for step, bursts in enumerate((*stops, 1000), 2):
+        sampler.begin(params, purpose=0, step=step, rule=SamplingRule())
+        for index, one in carried.items():
+            sampler.submit(PROMPTS[index], 3, one)
+        while bursts and not sampler.idle:
+            groups |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+            bursts -= 1
+        carried = {one.prompt.index: one for one in sampler.suspend()}
+        assert sampler.idle
+    return groups
+
+
+@pytest.mark.parametrize("settings", [{}, PAGED], ids=["slots", "paged"])
+def test_a_response_that_goes_on_is_the_one_that_nothing_interrupted(
+    settings, tiny_params, one_device
+):
+    """In tokens; in log-probs but for rounding: what it had is prefilled, not decoded."""
+    sampler = make_sampler(one_device, **settings)
+    whole, parts = (draw(sampler, tiny_params, stops) for stops in ((), (2, 1, 2)))
+    assert whole.keys() == parts.keys() == set(range(8))
+    policies = []
+    for index, group in parts.items():
+        for one, other in zip(group, whole[index], strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+            np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-4)
+            told = [(done.truncated, done.text, done.sample) for done in (one, other)]
+            assert told[0] == told[1]
+            assert sum(tokens for _, tokens in one.drawn_by) == len(one)
+            policies.append([step for step, _ in one.drawn_by])
+    assert [2, 3, 4, 5] in policies and [2] in policies
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def make_config(base, run_dir, carry_over="all", **changes) -> Config:
+    algorithm = algorithms.dapo()
+    algorithm.importance_cap = 2.0
+    settings = {
+        "algorithm": algorithm,
+        "total_steps": 4,
+        "rollout": Rollout(4, 4, updates_per_rollout=2, carry_over=carry_over),
+        "sampler": Sampler(slots=24, burst_tokens=2, max_response_tokens=24),
+        "checkpoint": Checkpoint(every_steps=1, keep=9),
+        "log": Log(show_group_every_steps=0, tensorboard=False, report=False),
+    }
+    return make_quick_config(base, run_dir, **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("carry") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        devices = jax.devices
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        train(make_config(base, run_dir))
+    return run_dir
+
+
+def test_a_run_says_what_it_carries_and_how_old_what_it_trains_on_is(finished):
+    rows = read_rows(finished)
+    assert rows[0]["policy_lag"] == rows[0]["continued_fraction"] == 0
+    assert all(row["carried_tokens"] >= row["carried_groups"] > 0 for row in rows)
+    assert all(0 < row["policy_lag"] <= row["policy_lag_max"] <= 2 for row in rows[1:])
+    assert any(row["continued_fraction"] > 0 for row in rows)
+    assert all(row["trained_groups"] == 4 and row["abandoned_tokens"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("stop_after", [1, pytest.param(3, marks=SLOW)])
+def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path, alone):
+    """Begun responses and judged groups come back from the checkpoint."""
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        run.begin()
+        for _ in range(stop_after):
+            run.step()
+        left = run.state.carried
+        run.checkpoints.close()
+    assert any(one.begun for one in left) and len({one.prompt.index for one in left}) == len(left)
+    train(make_config(base, tmp_path / "run"))
+    assert read_rows(tmp_path / "run") == read_rows(finished)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+
+
+def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
+    """The responses to those prompts, had that step drawn them to their end."""
+    sampler, prompts = run.parts.sampler, run.parts.prompts
+    rule = SamplingRule()
+    sampler.begin(run.state.train.params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=rule)
+    for prompts.position in indices:
+        sampler.submit(next(prompts), 4)
+    found = {}
+    while not sampler.idle:
+        found |= {p.index: [one.text for one in done] for p, done in sampler.decode_burst()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("carry_over", "preset"),
+    [("all", "dapo"), ("unfinished", "grpo"), pytest.param("unfinished", "dapo", marks=SLOW)],
+)
+def test_with_an_unchanged_policy_carried_groups_are_those_of_one_step(
+    carry_over, preset, base, tmp_path, alone
+):
+    """With and without dynamic sampling."""
+    algorithm = algorithms.preset(preset)
+    algorithm.importance_cap = 2.0
+    still = {"algorithm": algorithm, "optimizer": Optimizer(learning_rate=1e-30, warmup_steps=0)}
+    with open_run(make_config(base, tmp_path / "run", carry_over, **still)) as run:
+        for _ in range(4):
+            run.step()
+        texts, first_steps, continued = {}, {}, 0
+        for lines in read_rollouts(tmp_path / "run").values():
+            for line in map(json.loads, lines.splitlines()):
+                if line["surplus"] and carry_over == "unfinished":
+                    continue  # it is drawn anew
+                place, first = line["index"], line.get("drawn_by", [[line["policy_step"]]])[0][0]
+                continued += "drawn_by" in line
+                texts.setdefault(place, {})[line["sample"]] = line["response"]
+                first_steps[place] = min(first, first_steps.get(place, first))
+        for step in range(4):
+            begun = [place for place, first in first_steps.items() if first == step]
+            for place, whole in draw_whole(run, step, begun).items():
+                assert [texts[place][i] for i in range(4)] == whole
+    assert continued > 5
+
+
+def test_what_decides_what_is_carried_can_not_change_within_a_run(base, finished, alone):
+    config = make_config(base, finished)
+    config.sampler.slots = 16
+    with pytest.raises(ConfigError, match="config.sampler.slots = 16, but .* made with 24"):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.carry_over": "some"}, "one of none, unfinished, all"),
+        ({"algorithm.importance_cap": 0.0}, "'none' without algorithm.importance_cap"),
+        ({"rollout.lag": 1}, "'none' with rollout.lag = 1"),
+        ({"rollout.carry_over_max_age": 0}, "above 0"),
+        ({"rollout.carry_over": "none", "rollout.carry_over_max_age": 3}, "carry_over = 'none'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, message, base, tmp_path):
+    config = make_config(base, tmp_path / "run")
+    for name, value in settings.items():
+        section, field = name.split(".")
+        setattr(getattr(config, section), field, value)
+    with pytest.raises(ConfigError, match=message):
+        command_line.check(config)

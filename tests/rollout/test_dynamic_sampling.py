@@ -1,0 +1,281 @@
+"""Dynamic sampling: which groups are kept, in which order, and what happens when there are none.
+
+The prompts are real; sampler and judge are scripted, so that each case names its outcome.
+"""
+
+import json
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from conftest import make_completion
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Config, Data, Rollout
+from dapo_jax.data.prompt_stream import PromptStream
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.reporting.metrics import Clock, rollout_metrics
+from dapo_jax.reporting.writers import write_rollouts
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rollout import dynamic_sampling
+from dapo_jax.rollout.dynamic_sampling import (
+    Interrupted,
+    Starved,
+    carries_signal,
+    collect,
+    next_kept_fraction,
+)
+from dapo_jax.rollout.scheduler import SamplerCounts
+from dapo_jax.structs import Verdict
+
+
+class ScriptedSampler:
+    """Finishes prompt `index` after `bursts(index)` bursts, the first that fit into the slots."""
+
+    def __init__(self, bursts, slots=128):
+        self._bursts, self._running, self._slots = bursts, {}, slots
+        self.submitted: list[int] = []
+        self.counts = SamplerCounts()
+
+    def submit(self, prompt, samples):
+        self.submitted.append(prompt.index)
+        bursts = self._bursts(prompt.index)
+        done = tuple(make_completion([5] * bursts + [1]) for _ in range(samples))
+        self._running[prompt.index] = [bursts, prompt, done]
+
+    @property
+    def idle(self):
+        return not self._running
+
+    @property
+    def room(self):
+        return self._slots - sum(len(done) for *_, done in self._running.values())
+
+    def decode_burst(self):
+        for entry in list(self._running.values())[: self._slots // 2]:
+            entry[0] -= 1
+        finished = [entry[1:] for entry in self._running.values() if entry[0] <= 0]
+        self._running = {k: v for k, v in self._running.items() if v[0] > 0}
+        return [tuple(pair) for pair in finished]
+
+    def abandon(self):
+        self._running.clear()
+
+
+class ScriptedPool:
+    """Says that `right(index)` of each group's responses are right."""
+
+    def __init__(self, right):
+        self._right, self._seen = right, {}
+
+    def submit(self, prompt, response, answer, source, metadata):
+        index = self._current
+        self._seen[index] = self._seen.get(index, 0) + 1
+        future = Future()
+        future.set_result(Verdict(self._seen[index] <= self._right(index), "1", decided="direct"))
+        return future
+
+
+def run(
+    right,
+    *,
+    wanted=4,
+    bursts=lambda i: 1,
+    algorithm=None,
+    fraction=0.5,
+    prompts=None,
+    slots=128,
+    **rollout,
+):
+    config = Config(
+        algorithm=algorithm or algorithms.dapo(),
+        data=Data(train_problems=100),
+        rollout=Rollout(
+            prompts_per_step=wanted, samples_per_prompt=2, updates_per_rollout=1, **rollout
+        ),
+    )
+    prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
+    sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right)
+    decode = sampler.decode_burst
+
+    def decode_in_turn():
+        # The pool has to know whose response it judges; real ones judge the text.
+        for prompt, done in decode():
+            pool._current = prompt.index
+            yield prompt, done
+
+    sampler.decode_burst = decode_in_turn
+    return collect(config, prompts, sampler, Judge(config, pool), fraction), prompts, sampler
+
+
+def indices(collected):
+    return [group.prompt.index for group in collected.groups]
+
+
+def test_a_group_is_kept_only_where_correctness_differs():
+    """However different the shaped rewards of an all-wrong group are."""
+    config = Config()
+    config.sampler.max_response_tokens = 96
+    completions = (make_completion([5] * 90), make_completion([5]))
+    for correct, kept in (((0, 0), False), ((1, 1), False), ((1, 0), True)):
+        verdicts = tuple(Verdict(bool(c), "1") for c in correct)
+        group = reward_group(config, None, completions, verdicts)
+        assert carries_signal(group, config.reward) == kept
+        assert len(set(group.rewards)) == 2
+
+
+def test_the_first_that_qualify_in_data_order_are_kept_not_the_first_to_finish():
+    """Even prompts are slow; odd ones at once. Every third one is all right."""
+    collected, prompts, _ = run(
+        lambda i: 2 if i % 3 == 0 else 1, bursts=lambda i: 9 if i % 2 == 0 else 1
+    )
+    assert indices(collected) == [1, 2, 4, 5]
+    assert collected.next_position == prompts.position == 6
+    assert not collected.starved
+
+
+def test_nothing_is_asked_twice_and_nothing_is_lost_between_steps():
+    config_right = lambda i: 1 if i % 2 else 0  # noqa: E731
+    collected, prompts, _ = run(config_right)
+    assert indices(collected) == [1, 3, 5, 7]
+    assert next(prompts).index == 8
+
+
+def test_how_much_is_asked_for_follows_the_estimate():
+    _, _, eager = run(lambda i: 1, fraction=0.25, bursts=lambda i: 3)
+    _, _, frugal = run(lambda i: 1, fraction=1.0, bursts=lambda i: 3)
+    assert len(frugal.submitted) == 4 < len(eager.submitted) <= 16
+    assert next_kept_fraction(0.5, 0, 8, 8) == pytest.approx(2 / 12)
+
+
+def test_a_wrong_estimate_asks_for_little_before_verdicts_mend_it():
+    """At most eight prompts wait for a slot; without that, all 64 of the estimate would."""
+    wrong = {"fraction": 1 / 16, "wanted": 4, "max_sample_rounds": 100}
+    collected, _, sampler = run(lambda i: 1, slots=4, **wrong)
+    assert indices(collected) == [0, 1, 2, 3]
+    assert len(sampler.submitted) <= 2 + 8 + 3
+    _, _, eager = run(lambda i: 1, **wrong)
+    assert len(eager.submitted) == 64
+
+
+def test_each_group_is_looked_at_once_while_others_are_collected(monkeypatch):
+    """A pod's step judges thousands, over hundreds of bursts."""
+    looked, look = [], dynamic_sampling.carries_signal
+    monkeypatch.setattr(
+        dynamic_sampling,
+        "carries_signal",
+        lambda group, of: looked.append(group) or look(group, of),
+    )
+    collected, _, _ = run(lambda i: i % 8 == 7, wanted=8, bursts=lambda i: i + 1)
+    assert indices(collected) == list(range(7, 64, 8))
+    assert len(looked) == len(collected.judged) + len(collected.judged + collected.surplus)
+
+
+@pytest.mark.parametrize(("right", "kind"), [(2, "all_right"), (0, "all_wrong")])
+def test_starved_sampling_gives_up_after_its_rounds(right, kind):
+    collected, prompts, sampler = run(lambda i: right, max_sample_rounds=3)
+    assert collected.groups == [] and collected.starved
+    assert getattr(collected, kind) == collected.asked_prompts == 12 == len(sampler.submitted)
+    assert prompts.position == 12
+
+
+def test_a_starved_step_trains_on_the_groups_there_are():
+    collected, _, _ = run(lambda i: 1 if i in (3, 7) else 2, max_sample_rounds=2)
+    assert indices(collected) == [3, 7] and collected.starved
+    assert collected.next_position == 8
+
+
+def test_a_starved_run_stops_with_its_counts_where_so_configured():
+    with pytest.raises(Starved, match="only 0 of 4 .* 8 were all right and 0 all wrong"):
+        run(lambda i: 2, max_sample_rounds=2, when_starved="stop")
+
+
+def test_without_dynamic_sampling_every_group_is_taken():
+    collected, _, sampler = run(lambda i: 2, algorithm=algorithms.grpo(), fraction=0.1)
+    assert indices(collected) == [0, 1, 2, 3] == sampler.submitted
+    assert not collected.starved
+
+
+def test_an_interruption_takes_effect_between_bursts():
+    config = Config(data=Data(train_problems=50))
+    prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
+    with pytest.raises(Interrupted):
+        collect(config, prompts, ScriptedSampler(lambda i: 1), None, 0.5, interrupted=lambda: True)
+
+
+def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
+    data = Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop")
+    prompts = PromptStream(data, 0, arithmetic_tokenizer())
+    collected = [run(lambda i: 1, prompts=prompts)[0] for _ in range(3)]
+    assert all(one.asked_prompts > 4 for one in collected)  # the surplus is asked for again
+    dropped = sum(one.dropped_prompts for one in collected)
+    assert prompts.position == 12 + dropped and dropped > 0
+
+
+def test_truncated_prompts_are_counted_where_they_are_used():
+    data = Data(train_problems=100, max_prompt_tokens=9)
+    prompts = PromptStream(data, 0, arithmetic_tokenizer())
+    collected = run(lambda i: 1, prompts=prompts)[0]
+    cut = sum(group.prompt.truncated for group in collected.groups)
+    assert collected.truncated_prompts == cut > 0 == collected.dropped_prompts
+
+
+def test_collection_repeats_itself():
+    first, second = (
+        run(lambda i: (i * 7) % 3, bursts=lambda i: 1 + (i * 5) % 4)[0] for _ in range(2)
+    )
+    assert indices(first) == indices(second)
+    np.testing.assert_array_equal(first.kept_fraction, second.kept_fraction)
+
+
+# --- the surplus: groups that were finished past the last one used ---------------------------
+
+
+def with_fast_finishers():
+    """The first six prompts are slow and half right, the others short and all right."""
+    slow = lambda i: i < 6  # noqa: E731
+    return run(lambda i: 1 if slow(i) else 2, bursts=lambda i: 9 if slow(i) else 1, fraction=0.25)
+
+
+def test_fast_finishers_past_the_last_group_used_change_no_mean_of_the_step():
+    collected, _, sampler = with_fast_finishers()
+    assert [group.prompt.index for group in collected.judged] == [0, 1, 2, 3] == indices(collected)
+    surplus = [group.prompt.index for group in collected.surplus]
+    assert {4, 5, 6, 15} <= set(surplus) and min(surplus) == 4
+    clock = Clock()
+    clock.lap("rollout")
+    sampler.counts.tokens = 1000
+    found = rollout_metrics(collected, sampler.counts, clock)
+    assert found["accuracy"] == 0.5 and found["reward"] == 0 and found["kept_fraction"] == 1
+    assert found["all_right_fraction"] == found["all_wrong_fraction"] == 0
+    assert found["response_tokens_mean"] == found["response_tokens_right"] == 10
+    assert found["reward_parts/rule"] == 0
+    # What judging cost counts whole.
+    assert found["surplus_groups"] == len(surplus) > 10
+    assert found["verdicts/direct"] == 2 * (4 + len(surplus))
+    assert found["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
+
+
+def test_the_estimate_for_the_next_step_does_not_depend_on_who_finishes_first():
+    """Nor on the slots, which may change between the parts of a run."""
+    hurried, _, _ = with_fast_finishers()
+    even, _, _ = run(lambda i: 1 if i < 6 else 2, fraction=0.25)
+    assert hurried.kept_fraction == even.kept_fraction == next_kept_fraction(0.25, 4, 4, 4)
+
+
+def test_the_rollouts_file_keeps_the_surplus_and_says_so(tmp_path):
+    collected, _, _ = with_fast_finishers()
+    write_rollouts(tmp_path, 1, collected)
+    lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    said = {line["index"]: line["surplus"] for line in map(json.loads, lines)}
+    judged = collected.judged + collected.surplus
+    assert said == {g.prompt.index: g.prompt.index >= 4 for g in judged}
+    assert len(lines) == 2 * len(judged)
+
+
+def test_a_starved_step_has_no_surplus():
+    collected, _, _ = run(
+        lambda i: 1 if i in (3, 7) else 2, bursts=lambda i: 1 + i % 3, max_sample_rounds=2
+    )
+    assert collected.starved and not collected.surplus and len(collected.judged) == 8

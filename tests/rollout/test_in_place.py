@@ -1,0 +1,130 @@
+"""What compiled decoding does with its caches: written where they are; nothing waits for a replica.
+
+The slow test asks the TPU's compiler, which needs libtpu (pip install "jax[tpu]"), but no TPU.
+"""
+
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from test_sampler import TOKENIZER
+
+from dapo_jax.commands.plan.compile_programs import contents
+from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size, instructions
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.runtime.sharding import make_mesh
+
+WINDOW = 416
+WRITES = ("scatter", "dynamic-update-slice")
+PASSES_ON = ("parameter", "get-tuple-element", "bitcast", *WRITES)
+
+
+def compiled_burst(mesh, params, **settings):
+    """`generate` at a window that makes a cache far larger than anything else."""
+    engine = PolicyEngine(
+        TINY,
+        mesh,
+        slots=8,
+        burst_tokens=4,
+        max_prompt_tokens=16,
+        max_response_tokens=WINDOW - 16,
+        first_window_tokens=WINDOW,
+        insert_width=4,
+        tokenizer=TOKENIZER,
+        settings=Sampler(**settings),
+    )
+    state, columns = engine.init_decode_state(), engine.store.columns(WINDOW)
+    loaded = engine.load_params(params)
+    lowered = engine._generate.lower(loaded, state, rule=SamplingRule(), columns=columns)
+    return lowered.compile(), state.caches[0]
+
+
+def made_anew(text: str, elements: int) -> list[str]:
+    """Instructions that make an array of that many elements, and not by writing into one."""
+    roots = dict(
+        re.findall(r"^%?([\w.-]+) \([^\n]*\n(?:  [^\n]*\n)*?  ROOT [^\n]*? ([\w-]+)\(", text, re.M)
+    )
+    wrong = []
+    for shape, kind, rest in re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\((.*)", text):
+        if np.prod([int(n) for n in shape.split(",")]) != elements or kind in PASSES_ON:
+            continue
+        called = re.search(r"calls=%?([\w.-]+)", rest)
+        if kind == "fusion" and called and roots.get(called[1]) in WRITES:
+            continue
+        wrong.append(f"{kind} [{shape}]")
+    return wrong
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+def test_a_token_is_written_into_the_slots_where_they_are(tiny_params, one_device, cache_dtype):
+    compiled, cache = compiled_burst(
+        one_device, tiny_params, cache="slots", cache_dtype=cache_dtype
+    )
+    text = compiled.as_text()
+    assert "scatter" in text
+    if cache_dtype == "auto":
+        assert not made_anew(text, cache.values.size)
+        size = cache.values.size * cache.values.dtype.itemsize
+        assert compiled.memory_analysis().temp_size_in_bytes < size
+
+
+def test_a_token_is_written_into_the_pages_where_they_are(tiny_params, one_device):
+    # Many more pages than the slots' tables name, or what attention reads would have their size.
+    compiled, cache = compiled_burst(
+        one_device, tiny_params, cache="paged", page_tokens=8, pages=2000
+    )
+    assert not made_anew(compiled.as_text(), cache.pages.size)
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_no_token_waits_for_another_replica(tiny_params, cache):
+    for shape, largest in (((4, 2, 1), 0), ((2, 2, 2), 2)):
+        mesh = make_mesh(*shape, devices=jax.devices())
+        compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)
+        text = compiled.as_text()
+        assert "all-reduce" in text  # what a burst cost is summed after it
+        looped = [one for one in instructions(text) if one.looped]
+        found = [one.group for one in looped if one.operation.startswith(COLLECTIVES)]
+        assert max(found, default=0) == largest
+
+
+def test_devices_of_a_collective_are_counted_in_every_form():
+    for text, size in (
+        ("replica_groups={{0,1,2},{3,4,5}}, use", 3),
+        ("replica_groups=[16,4]<=[64], use", 4),
+        ("replica_groups=[32,2]<=[16,2,2]T(0,2,1), use", 2),
+        ("replica_groups=mesh['a'=16,'b'=4] {'b'}, use", 4),
+        ("replica_groups=mesh['a'=4,'b'=1,'c'=16], device_ids=([16,4]T(1,0)) {'a','b'}, use", 4),
+        ("replica_groups={}, use", 0),
+    ):
+        assert group_size(text) == size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_a_tpu_copies_no_cache_either(cache, monkeypatch):
+    import pods
+
+    shape = {"layers": 4, "slots": 16, "cache": cache, "programs": "decode"}
+    run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
+    layout = run.lay_out()
+    (program,) = pods.wanted(run, layout)
+    done = program.lower().compile()
+    memory = done.memory_analysis()
+    temporary = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    a_layers = sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(program.alive["cache"].caches[0])
+    )
+    assert temporary < a_layers / 2  # keys or values of a layer
+    text = done.as_text()
+    assert not contents(layout, "decode", text)["copies of a cache"]
+    # Nor is a kernel of query, key or value turned into another layout at every burst.
+    kernels = {(5120, 10, 128), (5120, 2, 128)}
+    assert not [x for x in instructions(text) if x.operation == "copy" and x.shape in kernels]

@@ -1,0 +1,217 @@
+"""sampler.weights_dtype = 'int8': decoding weights rounded, the trained ones left alone."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from flax.traverse_util import flatten_dict, unflatten_dict
+from served import make_serve_config
+from small_runs import make_quick_config, read_rows
+from test_meshes import place
+from test_sampler import TOKENIZER
+
+from dapo_jax import algorithms
+from dapo_jax.commands.plan import hlo_text
+from dapo_jax.commands.serve import server
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.model import inference
+from dapo_jax.model.decode_attention import PromptContext, attend_prompt
+from dapo_jax.model.decoder import Adapters, abstract_params, for_decoding, summed_axes
+from dapo_jax.model.trainable import MATRICES, is_trained
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.weight_transfer import Loader
+from dapo_jax.run.run import train
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.sharding import make_mesh
+
+UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
+FROZEN = dataclasses.replace(UNTIED, layers=3, frozen_layers=1)
+KINDS = {
+    "qwen2 with adapters": dataclasses.replace(TINY, adapters=Adapters(3, 2.0, MATRICES)),
+    "qwen3 with a frozen layer": dataclasses.replace(
+        UNTIED, frozen_layers=1, qk_norm=True, qkv_bias=False
+    ),
+    "llama with biases": dataclasses.replace(UNTIED, out_bias=True, mlp_bias=True),
+}
+
+
+def random_params(config):
+    """Biases and adapters are too; a channel is zero."""
+    rng, shapes = np.random.default_rng(0), sharding.unbox(abstract_params(config))
+    params = jax.tree.map(lambda leaf: 0.2 * rng.normal(size=leaf.shape).astype("f"), shapes)
+    params["layers"]["gate"]["kernel"][..., 5] = 0
+    return params
+
+
+def make_engine(config, mesh, params, **settings):
+    """The engine, and what it loads of the parameters, frozen ones apart."""
+    flat = flatten_dict(params, sep="/")
+    frozen = {path: leaf for path, leaf in flat.items() if not is_trained(path, config)}
+    engine = PolicyEngine(
+        config,
+        mesh,
+        slots=4,
+        burst_tokens=12,
+        max_prompt_tokens=8,
+        max_response_tokens=12,
+        first_window_tokens=20,
+        insert_width=1,
+        tokenizer=TOKENIZER,
+        frozen=unflatten_dict(frozen, sep="/"),
+        settings=Sampler(**{"weights_dtype": "int8", "page_tokens": 4} | settings),
+    )
+    trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
+    return engine, engine.load_params(unflatten_dict(trained, sep="/"))
+
+
+def flatten(loaded):
+    layers = {str(i): layer for i, layer in enumerate(loaded["layers"])}
+    return flatten_dict(loaded | {"layers": layers}, sep="/")
+
+
+def dequantise(flat, config):
+    """The float weights that the int8 ones stand for."""
+    flat = dict(flat)
+    for path in [path for path in flat if path + "_scale" in flat]:
+        flat[path] = flat[path] * flat.pop(path + "_scale")
+    return for_decoding(flat, config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def last_logits(loaded, config):
+    """After eight tokens of four prompts; the last is decoded, those before are prefilled."""
+    tokens = jax.random.randint(jax.random.key(2), (4, 8), 0, config.vocab)
+    caches = inference.prefill(loaded, config, tokens, jnp.full(4, 8))
+    context = PromptContext(jnp.full((4, 1), 7), jnp.array(7))
+    return inference.decode_step(loaded, config, attend_prompt, tokens[:, 7], context, caches)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_near_their_own_and_logits_are_those_of_the_rounded(kind, one_device):
+    config, params = KINDS[kind], random_params(KINDS[kind])
+    before = jax.tree.map(np.array, params)
+    _, loaded = make_engine(config, one_device, params)
+    _, exact = make_engine(config, one_device, params, weights_dtype="auto")
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    found, weights = (flatten(jax.device_get(tree)) for tree in (loaded, exact))
+    matrices = {path for path in weights if summed_axes(path)}
+    assert len(matrices) == 7 * config.layers + (not config.tie_embeddings)
+    assert found.keys() == weights.keys() | {path + "_scale" for path in matrices}
+    for path, weight in weights.items():
+        if path not in matrices:
+            np.testing.assert_array_equal(found[path], weight)
+            continue
+        whole, scale = found[path], found[path + "_scale"]
+        assert whole.dtype == jnp.int8 and scale.dtype == jnp.float32
+        assert scale.shape == weight.shape[-scale.ndim :] and scale.size < weight.size
+        largest = np.abs(weight).max(tuple(range(weight.ndim - scale.ndim)))
+        np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
+        assert (np.abs(whole * scale - weight) <= scale / 2 * (1 + 1e-5)).all()
+    logits, rounded, right = (
+        last_logits(tree, config) for tree in (loaded, dequantise(found, config), exact)
+    )
+    np.testing.assert_allclose(logits, rounded, atol=1e-4 * np.abs(right).max())
+    error = np.linalg.norm(logits - right) / np.linalg.norm(right)
+    assert 1e-4 < error < 0.05
+
+
+def test_however_devices_and_layers_are_loaded_the_weights_are_the_same(one_device):
+    config, params = FROZEN, random_params(FROZEN)
+    _, expected = make_engine(config, one_device, params)
+    mesh = make_mesh(1, 2, 1, jax.devices()[:4], decode_tensor=2)
+    spread = place(params, config, mesh)
+    _, at_once = make_engine(config, mesh, spread)
+    _, by_layers = make_engine(config, mesh, spread, load_layers=1)
+    for loaded in (at_once, by_layers):
+        jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+        shapes = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.shape, loaded)
+        layer = shapes["layers"][0]
+        assert layer["query"]["kernel"] == (32, 4 // 2, 8)
+        assert layer["query"]["kernel_scale"] == (4 // 2, 8)  # cut as the channels are
+        assert layer["gate"]["kernel_scale"] == (64 // 2,)
+        assert layer["out"]["kernel"] == (4 // 2, 8, 32)
+        assert layer["out"]["kernel_scale"] == layer["down"]["kernel_scale"] == (32,)
+        assert shapes["head"] == (32, 32 // 2) and shapes["head_scale"] == (32 // 2,)
+
+
+def test_slots_and_pages_on_one_and_four_devices_draw_the_same(one_device):
+    params, found = random_params(UNTIED), []
+    prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
+    for mesh, cache in (
+        (one_device, "slots"),
+        (make_mesh(1, 2, 1, jax.devices()[:4], decode_tensor=2), "paged"),
+    ):
+        engine, loaded = make_engine(UNTIED, mesh, place(params, UNTIED, mesh), cache=cache)
+        prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
+        state = engine.insert(prefix, engine.init_decode_state(), 2)
+        state, _ = engine.generate(loaded, state)
+        found.append(engine.harvest(state, [2]))
+    assert len(set(found[0][0][0].tolist())) > 1
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+
+
+def test_matrices_need_half_the_bytes_of_bfloat16(one_device):
+    sizes = dict(vocab=50_000, layers=4, embed=3584, heads=28, kv_heads=4, head_dim=128, mlp=18_944)
+    config = dataclasses.replace(UNTIED, dtype=jnp.bfloat16, **sizes)
+    boxed = abstract_params(config)
+    loaders = (
+        Loader(
+            config,
+            one_device,
+            one_device,
+            flatten_dict(boxed, sep="/"),
+            Sampler(weights_dtype=dtype),
+        )
+        for dtype in ("auto", "int8")
+    )
+    exact, rounded = (
+        sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize
+            for path, leaf in loader.abstract(sharding.unbox(boxed)).items()
+            if path != "embedding"
+        )
+        for loader in loaders
+    )
+    assert 0.5 < rounded / exact < 0.501
+
+
+def test_served_weights_are_rounded(byte_folder, alone):
+    _, params, _ = server.open_engine(make_serve_config(byte_folder, weights_dtype="int8"))
+    assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
+
+
+def test_a_run_says_how_far_its_sampler_is_and_corrects_it(base, alone, tmp_path):
+    algorithm = algorithms.dapo()
+    algorithm.importance_cap = 2.0
+    sampler = Sampler(slots=16, burst_tokens=8, max_response_tokens=24, weights_dtype="int8")
+    train(make_quick_config(base, tmp_path / "run", algorithm=algorithm, sampler=sampler))
+    for row in read_rows(tmp_path / "run")[1:]:
+        assert 1e-6 < abs(row["kl_sampler_trainer"]) < 0.01  # unrounded: below 1e-8
+        assert 0.9 < row["importance_weight"] < 1.1 and row["importance_weight"] != 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_tpu_reads_int8_inside_its_products(monkeypatch):
+    """XLA:CPU casts all matrices once a burst and holds the copies; a TPU holds none."""
+    import pods
+
+    shape = {"layers": 2, "slots": 16, "weights": "int8", "programs": "decode"}
+    run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
+    (program,) = pods.wanted(run, run.lay_out())
+    made = hlo_text.instructions(program.lower().compile().as_text())
+    matrices = {
+        math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(program.alive["decoding weights"])
+        if leaf.dtype == jnp.int8
+    }
+    assert len(matrices) == 4  # query and out; key and value; those of the MLP; the head
+    casts = [one for one in made if one.dtype != "s8" and math.prod(one.shape) in matrices]
+    assert not casts, list(map(str, casts))

@@ -1,0 +1,153 @@
+"""The engine under JetStream's own calls, and under its Driver and LLMOrchestrator.
+
+What JetStream tests on a mock engine (prefill, generate, both modes of the orchestrator, text and
+ids), on the real one.
+"""
+
+import asyncio
+
+import jax
+import numpy as np
+import pytest
+from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages, read
+
+from dapo_jax.commands.serve import jetstream_driver, server
+from dapo_jax.data.prompts.tokenizer import TextStream
+
+# --- the engine, by JetStream's calls alone -------------------------------------------------
+
+
+def jetstream_prefill(engine, params, text: str, **options):
+    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+    tokens, length = tokenizer.encode(
+        text, is_bos=True, max_prefill_length=engine.max_prefill_length, **options
+    )
+    return engine.prefill(params=params, padded_tokens=tokens, true_length=length)
+
+
+def generate(engine, params, state, slot: int, steps: int) -> list[int]:
+    drawn = []
+    for _ in range(steps):
+        state, result = engine.generate(params, state)
+        result.copy_to_host_async()
+        data = result.convert_to_numpy().get_result_at_slot(slot)
+        assert data.tokens.shape == data.valid.shape == (1, 1)
+        drawn += data.tokens[0, data.valid[0] != 0].tolist()
+    return drawn
+
+
+@pytest.mark.parametrize("jax_padding", [True, False])
+def test_an_engine_survives_that_its_prefix_is_deleted(byte_engine, byte_responses, jax_padding):
+    engine, params, _ = byte_engine
+    prefix = jetstream_prefill(engine, params, "3+4=", jax_padding=jax_padding)
+    state = engine.insert(prefix, engine.init_decode_state(), slot=2)
+    for leaf in jax.tree.leaves(prefix):
+        leaf.delete()
+    assert generate(engine, params, state, 2, 9) == byte_responses["3+4="][:9]
+
+
+def test_a_token_that_jetstream_puts_before_ids_is_no_part_of_the_prompt(byte_engine):
+    engine, params, _ = byte_engine
+    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+    ids = TOKENIZER.encode("Tell me!")
+    padded = np.array([tokenizer.bos_id, *ids] + [0] * 7)
+    key = jax.random.key(3)
+    from_ids = engine.prefill(params=params, padded_tokens=padded, true_length=9, key=key)
+    from_text = engine.prefill(
+        params=params, padded_tokens=np.array(ids + [0] * 8), true_length=8, key=key
+    )
+    assert from_ids.true_length == from_text.true_length == 8
+    assert from_ids.last_token == from_text.last_token
+    for left, right in zip(from_ids.caches, from_text.caches, strict=True):
+        np.testing.assert_array_equal(left.keys[..., :8], right.keys[..., :8])
+        np.testing.assert_array_equal(left.values[..., :8, :], right.values[..., :8, :])
+
+
+def test_a_slot_that_reached_its_budget_draws_nothing_more(byte_engine, byte_responses):
+    engine, params, _ = byte_engine
+    prefix = jetstream_prefill(engine, params, "3+4=")
+    state = engine.insert(prefix, engine.init_decode_state(), slot=0)
+    assert generate(engine, params, state, 0, BUDGET + 3) == byte_responses["3+4="]
+
+
+# --- JetStream's orchestrator -----------------------------------------------------------------
+
+
+def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
+    """Text and ids that JetStream's orchestrator answers, all requests at once."""
+    orchestrator = jetstream_driver.orchestrator.LLMOrchestrator(driver)
+
+    async def respond(request):
+        return read([response async for response in orchestrator.Decode(request)])
+
+    async def respond_to_all():
+        try:
+            return await asyncio.gather(*map(respond, requests))
+        finally:
+            await asyncio.to_thread(driver.stop)
+
+    return asyncio.run(respond_to_all())
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_jetstreams_orchestrator_drives_the_engine(
+    byte_folder, alone, byte_engine, byte_responses, interleaved
+):
+    engine, params, _ = byte_engine
+    prefiller = engine
+    if not interleaved:
+        config = make_serve_config(byte_folder, slots=1)
+        prefiller = server.open_engine(config)[0]
+    driver = jetstream_driver.orchestrator.Driver(
+        prefill_engines=[prefiller],
+        generate_engines=[engine],
+        prefill_params=[params],
+        generate_params=[params],
+        interleaved_mode=interleaved,
+    )
+    content = messages.DecodeRequest.TextContent
+    answers = orchestrate(
+        driver,
+        *(
+            messages.DecodeRequest(text_content=content(text=prompt), max_tokens=BUDGET)
+            for prompt in PROMPTS
+        ),
+        messages.DecodeRequest(text_content=content(text="3+4="), max_tokens=3),
+        messages.DecodeRequest(
+            token_content=messages.DecodeRequest.TokenContent(token_ids=TOKENIZER.encode("?")),
+            max_tokens=BUDGET,
+        ),
+    )
+    wanted = [byte_responses[prompt] for prompt in PROMPTS] + [
+        byte_responses["3+4="][:3],
+        byte_responses["?"],
+    ]
+    assert [ids for _, ids in answers] == wanted
+    assert answers[-1][0] == ""  # a client that sends ids decodes by itself
+    assert driver.live is False
+
+
+# --- text ------------------------------------------------------------------------------------
+
+
+def test_streamed_text_equals_the_decoded_whole():
+    rng = np.random.default_rng(0)
+    characters = list("a ñ你🙂\ufffdé\n")
+    for number in range(400):
+        if number % 2:
+            ids = rng.integers(0, 257, 30).tolist()
+        else:
+            whole = TOKENIZER.encode("".join(rng.choice(characters, 12)))
+            ids = whole[: rng.integers(1, len(whole) + 1)]
+        stream, pieces, rest = TextStream(TOKENIZER), [], list(ids)
+        while rest:
+            count = int(rng.integers(1, 4))
+            pieces.append(stream.add(rest[:count]))
+            rest = rest[count:]
+        assert "".join(pieces) + stream.rest() == TOKENIZER.decode(ids)
+
+
+def test_a_character_is_shown_once_it_is_complete():
+    stream = TextStream(TOKENIZER)
+    pieces = [stream.add([i]) for i in TOKENIZER.encode("a你!")]
+    assert pieces == ["a", "", "", "你", "!"]

@@ -1,0 +1,211 @@
+"""rollout.lag: the next step's groups are collected while this one is learned."""
+
+import importlib
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+from small_runs import (
+    make_quick_config,
+    make_small_base,
+    open_run,
+    read_rollouts,
+    read_rows,
+)
+
+from dapo_jax import algorithms
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
+from dapo_jax.rollout import source
+from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.run.compute import open_meshes
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import split_devices
+
+train_module = importlib.import_module("dapo_jax.train")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_small_base(tmp_path_factory.mktemp("lag") / "base")
+
+
+def make_config(base, run_dir, lag=1, **changes) -> Config:
+    algorithm = algorithms.dapo()
+    algorithm.importance_cap = 2.0
+    settings = {
+        "algorithm": algorithm,
+        "total_steps": 4,
+        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4),
+        "rollout": Rollout(4, 4, updates_per_rollout=2, lag=lag),
+        "checkpoint": Checkpoint(every_steps=1, keep=9),
+        "evaluation": Evaluation(every_steps=2, samples_per_problem=1, top_p=1.0),
+        # Log-probs of tokens are rounded, and may round otherwise on another mesh.
+        "log": Log(show_group_every_steps=0, tensorboard=False, token_groups=0),
+        "mesh": Mesh(data=2, fsdp=2, tensor=2),
+    }
+    return make_quick_config(base, run_dir, **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("lag") / "run"
+    train(make_config(base, run_dir))
+    return run_dir
+
+
+def test_responses_are_one_policy_old_from_the_second_step_on(finished):
+    assert [row["policy_lag"] for row in read_rows(finished)[1:]] == [0, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_the_same_run_twice_is_the_same(base, finished, tmp_path):
+    train(make_config(base, tmp_path / "again"))
+    assert read_rows(tmp_path / "again") == read_rows(finished)
+    assert read_rollouts(tmp_path / "again") == read_rollouts(finished)
+
+
+@pytest.mark.slow
+def test_the_first_step_and_the_data_are_those_of_a_run_without_lag(base, finished, tmp_path):
+    train(make_config(base, tmp_path / "run", lag=0, total_steps=1))
+    first = "step_000001.jsonl"
+    assert read_rollouts(tmp_path / "run")[first] == read_rollouts(finished)[first]
+
+
+def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tmp_path):
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        before = jax.tree.map(np.asarray, run.state.train.params)
+        run.step()
+        jax.tree.map(np.testing.assert_array_equal, before, run.state.behaviour)
+        changed = jax.tree.leaves(
+            jax.tree.map(lambda a, b: (a != b).any(), before, run.state.train.params)
+        )
+        order = source.Order(
+            run.parts.learner.copy(run.state.behaviour), 0, 1, run.state.position,
+            run.state.kept_fraction,
+        )  # fmt: skip
+        ahead = run.state.ahead.collected.groups
+        now = source.make_rollouts(run.parts, order, lambda: False).collected.groups
+    tokens = [
+        [c.tokens.tolist() for group in groups for c in group.completions]
+        for groups in (ahead, now)
+    ]
+    assert any(changed) and tokens[0] == tokens[1] != []
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "stop_after", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)]
+)
+def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path):
+    """Stopped with rollouts of the next step made, which are then made again."""
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        run.begin()
+        for _ in range(stop_after):
+            run.step()
+        run.checkpoints.close()
+    train(make_config(base, tmp_path / "run"))
+    assert read_rows(tmp_path / "run") == read_rows(finished)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+
+
+def test_an_update_is_not_waited_for_before_the_next_rollouts_are_made(base, tmp_path, monkeypatch):
+    """Its means are read last; nothing before asks the devices for them."""
+    happened = []
+    for name in ("make_rollouts", "add_up"):
+        done = getattr(train_module, name)
+        record = lambda *args, name=name, done=done: happened.append(name) or done(*args)  # noqa: E731
+        monkeypatch.setattr(train_module, name, record)
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        for _ in range(4):
+            run.step()
+    assert happened == ["make_rollouts"] + 3 * ["make_rollouts", "add_up"] + ["add_up"]
+
+
+def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
+    with open_run(make_config(base, tmp_path / "run")) as run:
+        run.begin()
+        bursts = itertools.count()
+        run.signals = lambda: run.state.step == 1 and next(bursts) > 1
+        run.step()
+        ahead = run.state.ahead
+        run.step()
+        assert (run.state.step, run.state.ahead) == (2, None) and ahead is not None
+        collect = source.collect
+        monkeypatch.setattr(source, "collect", starve)
+        run.signals = lambda: False
+        with pytest.raises(Starved):
+            run.step()
+        monkeypatch.setattr(source, "collect", collect)
+        run.checkpoints.close()
+    train(make_config(base, tmp_path / "run"))
+    assert read_rows(tmp_path / "run") == read_rows(finished)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+
+
+def starve(*arguments, **options):
+    raise Starved
+
+
+def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
+    """Four learn, four sample: the same groups and tokens as eight that do both."""
+    config = make_config(base, tmp_path / "run")
+    config.mesh = Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)
+    with open_run(config) as run:
+        learner, engine = run.parts.learner, run.parts.sampler._engine
+        assert not set(learner.mesh.devices.flat) & set(engine.mesh.devices.flat)
+        assert engine.replicas == 2
+        loaded = engine.load_params(run.state.train.params)
+        assert {d for leaf in jax.tree.leaves(loaded) for d in leaf.devices()} == set(
+            engine.mesh.devices.flat
+        )
+    train(config)
+    assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
+    for mine, theirs in zip(read_rows(tmp_path / "run"), read_rows(finished), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"sampler_share": 0.3}, "mesh.sampler_share = 0.3: must be 0, or .* of a process's 8"),
+        ({"sampler_share": 0.25, "tensor": 4}, "multiples of decode_tensor x tensor = 4"),
+        ({"sampler_share": 1.0}, "mesh.sampler_share = 1.0: must be at least 0 and below 1"),
+    ],
+)
+def test_a_share_that_can_not_be_is_refused(mesh, message, base, tmp_path):
+    config = make_config(base, tmp_path / "run")
+    config.mesh = Mesh(**mesh)
+    with pytest.raises(ConfigError, match=message):
+        command_line.check(config)
+        open_meshes(config.mesh, config.packing.rows_per_microbatch)
+
+
+def test_chips_of_a_flat_torus_are_not_shared_out_over_hosts():
+    """Their compiler aborts where a program's chips have gaps between them."""
+    chips = [
+        types.SimpleNamespace(
+            platform="tpu", device_kind="TPU v5 lite", process_index=y // 2, coords=(x, y, 0)
+        )
+        for y in range(4)
+        for x in range(2)
+    ]
+    with pytest.raises(ConfigError, match="mesh.sampler_share = 0.5: must be 0 on several hosts"):
+        split_devices(chips, 0.5, 1)
+    learning, sampling = split_devices(chips[:4], 0.5, 1)  # of one host
+    assert (learning, sampling) == (chips[:2], chips[2:4])
+
+
+def test_a_lag_is_0_or_1_and_asks_for_importance_weights(base, tmp_path):
+    config = make_config(base, tmp_path / "run")
+    config.rollout.lag = 2
+    with pytest.raises(ConfigError, match="rollout.lag = 2: must be 0 or 1"):
+        command_line.check(config)
+    config.rollout.lag, config.algorithm.importance_cap = 1, 0.0
+    with pytest.raises(ConfigError, match="rollout.lag = 1: must be 0 without .*importance_cap"):
+        command_line.check(config)

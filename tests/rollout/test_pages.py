@@ -1,0 +1,284 @@
+"""A cache of pages against one of slots: the same tokens, and no page is lost."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, make_prompt
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from served import BUDGET, PROMPTS, make_serve_config, messages
+from test_jetstream import orchestrate
+from test_sampler import GREEDY, TOKENIZER, sample
+
+from dapo_jax.commands.serve import jetstream_driver, server
+from dapo_jax.config.experiment import Config, Sampler
+from dapo_jax.model import decode_attention
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.page_table import PageBook
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.run.run import warn_about_rounding
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import PageCache
+
+RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) for i in range(14)]
+LONGEST, RESPONSE = 17, 30
+
+
+def make_sampler(mesh, *, slots=8, burst=3, response=RESPONSE, **settings) -> RolloutSampler:
+    engine = PolicyEngine(
+        TINY,
+        mesh,
+        slots=slots,
+        burst_tokens=burst,
+        max_prompt_tokens=LONGEST,
+        max_response_tokens=response,
+        first_window_tokens=16,
+        insert_width=min(slots, 4),
+        tokenizer=TOKENIZER,
+        settings=Sampler(**settings),
+    )
+    return RolloutSampler(engine, TOKENIZER, seed=5)
+
+
+def paged(mesh, **settings) -> RolloutSampler:
+    return make_sampler(mesh, cache="paged", page_tokens=4, **settings)
+
+
+def tokens_of(groups) -> dict[int, list[list[int]]]:
+    return {index: [done.tokens.tolist() for done in group] for index, group in groups.items()}
+
+
+def watch(sampler) -> list[int]:
+    """Checks the book after every burst; how many pages were held then."""
+    held, burst = [], sampler.decode_burst
+
+    def checked():
+        done = burst()
+        sampler._engine.store.book.check()
+        held.append(sampler._engine.store.book.held)
+        return done
+
+    sampler.decode_burst = checked
+    return held
+
+
+@pytest.fixture(scope="module")
+def unpaged(tiny_params, one_device):
+    """By rule: what slots of one length draw."""
+    sampler = make_sampler(one_device, cache="slots")
+    return {
+        rule: tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule))
+        for rule in (SamplingRule(), GREEDY)
+    }
+
+
+@pytest.mark.parametrize("rule", [SamplingRule(), GREEDY], ids=["drawn", "greedy"])
+def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
+    sampler = paged(one_device)
+    held = watch(sampler)
+    assert tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule)) == unpaged[rule]
+    assert sampler.counts.prefills == len(RAGGED) and sampler.counts.put_back_tokens == 0
+    assert max(held) > 8 and held[-1] == 0
+
+
+@pytest.mark.parametrize("pages", [12, 17, 30])
+def test_responses_put_back_for_want_of_pages_are_drawn_again(
+    tiny_params, one_device, unpaged, pages
+):
+    sampler = paged(one_device, pages=pages)
+    held = watch(sampler)
+    assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
+    assert sampler.counts.put_back_tokens > 0
+    assert sampler.counts.responses == 5 * len(RAGGED)
+    assert max(held) > pages // 2 and held[-1] == 0
+
+
+@pytest.mark.parametrize("pages", [0, 4 * 13])
+def test_replicas_have_pages_of_their_own(tiny_params, eight_devices, unpaged, pages):
+    sampler = paged(eight_devices, slots=16, pages=pages)
+    watch(sampler)
+    assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
+    assert (sampler.counts.put_back_tokens > 0) == (pages > 0)
+
+
+def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_device):
+    prompt = make_prompt(0, [3 + j % 9 for j in range(LONGEST)])
+    sampler = paged(one_device, slots=8, burst=1)
+    sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
+    sampler.submit(prompt, 8)
+    sampler.decode_burst()
+    # Sixteen tokens before the one that is fed: four pages of all, and one each.
+    assert sampler._engine.store.book.held <= 4 + 8
+    tables = sampler._engine.store.book.tables
+    rows = tables[[slot for slot, _ in sampler._in_slot.items()]]
+    assert (rows[:, :4] == rows[0, :4]).all()
+    assert len(set(rows[:, 4].tolist())) == len(rows)
+
+
+@pytest.mark.parametrize("end", ["abandon", "release", "begin"])
+def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, unpaged, end):
+    sampler = paged(one_device, pages=30)
+    sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
+    for prompt in RAGGED:
+        sampler.submit(prompt, 3)
+    for _ in range(3):
+        sampler.decode_burst()
+    book = sampler._engine.store.book
+    assert book.held > 0
+    if end == "begin":
+        sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
+    else:
+        getattr(sampler, end)()
+    book.check()
+    assert book.held == 0
+    again = tokens_of(sample(sampler, tiny_params, RAGGED, 5))
+    assert again == unpaged[SamplingRule()]
+
+
+def test_long_prompts_in_chunks_and_many_at_once_change_no_token(
+    tiny_params, one_device, eight_devices, unpaged
+):
+    whole = sample(make_sampler(one_device, prefill_prompts=1), tiny_params, RAGGED, 5)
+    assert tokens_of(whole) == unpaged[SamplingRule()]
+    for cache in ("slots", "paged"):
+        sampler = make_sampler(
+            eight_devices, cache=cache, page_tokens=4, prefill_chunk_tokens=5, prefill_prompts=3
+        )
+        assert sampler._engine.prefill_width == 4  # one for each replica
+        assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
+        assert sampler.counts.prefills == len(RAGGED)
+
+
+def test_pages_are_refused_where_a_response_would_not_fit(one_device, eight_devices):
+    with pytest.raises(ConfigError, match="sampler.pages = 11: must be 0.*at least 12"):
+        paged(one_device, pages=11)
+    with pytest.raises(ConfigError, match="sampler.pages = 50: .*multiple of data x fsdp = 4"):
+        paged(eight_devices, pages=50)
+
+
+def test_an_eight_bit_cache_stays_near_the_exact_one(tiny_params, one_device):
+    """Log-probs of the same draws move a little; pages and slots hold the same numbers."""
+    exact = sample(make_sampler(one_device), tiny_params, RAGGED, 3)
+    slots = sample(make_sampler(one_device, cache_dtype="int8"), tiny_params, RAGGED, 3)
+    pages = sample(paged(one_device, cache_dtype="int8"), tiny_params, RAGGED, 3)
+    assert tokens_of(slots) == tokens_of(pages)
+    gaps = []
+    for index, group in exact.items():
+        for a, b in zip(group, slots[index], strict=True):
+            same = min(len(a), len(b))
+            same = next((i for i in range(same) if a.tokens[i] != b.tokens[i]), same)
+            gaps.append(np.abs(a.sampler_logprobs[:same] - b.sampler_logprobs[:same]))
+    gaps = np.concatenate(gaps)
+    assert len(gaps) > 100 and 1e-6 < gaps.mean() < 0.05
+
+
+def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byte_responses):
+    engine, params, _ = server.open_engine(make_serve_config(byte_folder, cache="paged"))
+    driver = jetstream_driver.orchestrator.Driver(
+        prefill_engines=[engine],
+        generate_engines=[engine],
+        prefill_params=[params],
+        generate_params=[params],
+        interleaved_mode=True,
+    )
+    content = messages.DecodeRequest.TextContent
+    requests = [
+        messages.DecodeRequest(text_content=content(text=prompt), max_tokens=BUDGET)
+        for prompt in PROMPTS * 2
+    ]
+    answers = orchestrate(driver, *requests)
+    assert [ids for _, ids in answers] == [byte_responses[prompt] for prompt in PROMPTS] * 2
+    engine.store.book.check()
+
+
+def test_gathered_pages_mean_what_the_kernels_reference_says():
+    """Which head is whose, how far a slot reads, the scale: as the TPU's kernel is told them."""
+    rng = np.random.default_rng(0)
+    slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
+    cache = PageCache(jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim))))
+    tables = rng.permutation(np.arange(1, 20))[: slots * width].reshape(slots, width)
+    tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray([1, 8, 13, 24], jnp.int32)
+    queries = jnp.asarray(rng.normal(size=(slots, heads, head_dim)))
+    told = {}
+
+    def reference(*args, sm_scale, **options):
+        told.update(options)
+        return kernel.ref_ragged_paged_attention(*args, sm_scale=sm_scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
+        expected = decode_attention._read_by_kernel(queries, cache, tables, lengths)
+    found = decode_attention._gather_pages(queries, cache, tables, lengths)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert told["num_kv_pages_per_block"] == width and told["num_queries_per_block"] == slots
+
+
+@pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype"])
+def test_rounding_that_nothing_corrects_for_is_told_of(field):
+    told = []
+    progress = types.SimpleNamespace(warn=told.append)
+    config = Config(sampler=Sampler(**{field: "int8"}))
+    warn_about_rounding(config, progress)
+    assert len(told) == 1 and field in told[0] and "importance_cap = 0" in told[0]
+    config.algorithm.importance_cap = 2.0
+    warn_about_rounding(config, progress)
+    warn_about_rounding(Config(), progress)
+    assert len(told) == 1
+
+
+# --- the book alone -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_every_page_is_free_or_held(seed):
+    rng = np.random.default_rng(seed)
+    replicas, each = int(rng.integers(1, 4)), int(rng.integers(1, 9))
+    size, longest = int(rng.integers(1, 7)), int(rng.integers(8, 60))
+    full = -(-longest // size)
+    book = PageBook(
+        replicas=replicas,
+        pages=1 + full + int(rng.integers(0, 3 * full)),
+        page_tokens=size,
+        slots=replicas * each,
+        slot_tokens=longest,
+    )
+    total, lengths, ages = book.free, {}, {}
+    for time in range(300):
+        free = [slot for slot in range(replicas * each) if slot not in lengths]
+        for slot in free[: int(rng.integers(0, 4))]:
+            prompt = int(rng.integers(0, 5))
+            tokens = (3 * prompt) % (longest // 2)
+            if book.has_room(slot, tokens, prompt):
+                fills = book.start(slot, tokens, prompt)
+                assert fills[-1].block == tokens // size
+                lengths[slot], ages[slot] = tokens, time
+        order = sorted(lengths, key=lambda slot: (ages[slot], slot))
+        wanted = [lengths[slot] + 3 for slot in order]
+        for slot in book.make_room(order, wanted):
+            older = [s for s in order if s in lengths and book.replica(s) == book.replica(slot)]
+            assert older[-1] == slot  # nobody younger runs there
+            del lengths[slot], ages[slot]
+        for slot in list(lengths):
+            lengths[slot] += 3
+            row = book.tables[slot]
+            assert (row > 0).sum() * size >= min(lengths[slot], longest)
+            if lengths[slot] >= longest or rng.random() < 0.05:
+                book.release(slot)
+                book.release(slot)  # a second time changes nothing
+                del lengths[slot], ages[slot]
+        book.check()
+        assert book.free + book.held == total
+    for slot in list(lengths):
+        book.release(slot)
+    assert book.free == total and not book.tables.any()
+
+
+def test_a_book_without_pages_left_says_so():
+    book = PageBook(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6)
+    book.start(0, 4, "a")
+    with pytest.raises(ValueError, match="slot 1: no pages are left; raise sampler.pages"):
+        book.start(1, 4, "b")
+    assert not book.holds(1) and book.free == 0

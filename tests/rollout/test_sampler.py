@@ -1,0 +1,328 @@
+"""The engine behind JetStream's interface, and the scheduler that keeps its slots full."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from conftest import TINY, make_prompt
+
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.model.decoder import Decoder
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.requests import pad_prompt
+from dapo_jax.rollout.sampling import (
+    SamplingRule,
+    SamplingRules,
+    draw,
+    draw_each,
+    invert_cdf,
+    sample_key,
+    sample_keys,
+    truncate,
+)
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.runtime.settings import ConfigError
+
+END = 1
+TOKENIZER = arithmetic_tokenizer()
+PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for i in range(12)]
+GREEDY = SamplingRule(temperature=0)
+
+
+def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> RolloutSampler:
+    engine = PolicyEngine(
+        TINY,
+        mesh,
+        slots=slots,
+        burst_tokens=burst,
+        max_prompt_tokens=8,
+        max_response_tokens=response,
+        first_window_tokens=8,
+        insert_width=width,
+        tokenizer=TOKENIZER,
+    )
+    return RolloutSampler(engine, TOKENIZER, seed=5)
+
+
+def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  # noqa: B008
+    sampler.begin(params, purpose=0, step=2, rule=rule)
+    for prompt in prompts:
+        sampler.submit(prompt, samples)
+    groups = {}
+    while not sampler.idle:
+        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
+    return groups
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, *row, config):
+    """The final hidden states [1, T, E] of one row."""
+    return Decoder(config).apply({"params": params}, *row)
+
+
+def greedy_loop(params, prompt: list[int], limit: int, config=TINY, end: int = END) -> list[int]:
+    """Full forward pass per token, argmax: what decoding has to equal."""
+    tokens, drawn = list(prompt), []
+    while len(drawn) < limit and (not drawn or drawn[-1] != end):
+        row = jnp.array([tokens + [0] * (48 - len(tokens))])
+        segments = (jnp.arange(48) < len(tokens)).astype(jnp.int32)[None]
+        hidden = forward(params, row, segments, jnp.arange(48)[None], config=config)
+        logits = hidden[0, len(tokens) - 1] @ params.get("head", params["embedding"].T)
+        drawn.append(int(jnp.argmax(logits)))
+        tokens.append(drawn[-1])
+    return drawn
+
+
+def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):
+    groups = sample(make_sampler(one_device), tiny_params, PROMPTS[:5], 1, GREEDY)
+    for prompt in PROMPTS[:5]:
+        expected = greedy_loop(tiny_params, prompt.tokens.tolist(), 20)
+        assert groups[prompt.index][0].tokens.tolist() == expected
+
+
+def test_recorded_logprobs_equal_the_trainers(tiny_params, one_device):
+    rule = SamplingRule(temperature=0.8)
+    score = jax.jit(
+        functools.partial(token_logprobs, config=TINY, temperature=0.8, chunk_tokens=999)
+    )
+    groups = sample(make_sampler(one_device), tiny_params, rule=rule)
+    for prompt in PROMPTS:
+        for done in groups[prompt.index]:
+            row = jnp.array([[*prompt.tokens, *done.tokens] + [0] * (28 - len(done))])
+            row = row[:, :28]
+            length = len(prompt.tokens) + len(done)
+            segments = (jnp.arange(28) < length).astype(jnp.int32)[None]
+            logprobs, _ = score(
+                tiny_params, tokens=row, segment_ids=segments, positions=jnp.arange(28)[None]
+            )
+            expected = logprobs[0, len(prompt.tokens) : length]
+            np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
+
+
+def test_a_response_depends_on_its_keys_not_on_slots_or_company(
+    tiny_params, one_device, eight_devices
+):
+    crowded = sample(make_sampler(one_device, slots=4), tiny_params)
+    roomy = sample(make_sampler(one_device, slots=64, burst=7), tiny_params)
+    sharded = sample(make_sampler(eight_devices, slots=8), tiny_params)
+    alone = sample(make_sampler(one_device, slots=1), tiny_params, [PROMPTS[4]])
+    for index, group in crowded.items():
+        for i, done in enumerate(group):
+            assert done.tokens.tolist() == roomy[index][i].tokens.tolist()
+            assert done.tokens.tolist() == sharded[index][i].tokens.tolist()
+    assert [c.tokens.tolist() for c in alone[4]] == [c.tokens.tolist() for c in crowded[4]]
+    drawn = {tuple(done.tokens.tolist()) for group in crowded.values() for done in group}
+    assert len(drawn) > len(PROMPTS) * 2  # samples of a prompt differ
+
+
+def test_responses_asked_for_one_by_one_are_those_of_the_group(tiny_params, one_device):
+    groups = sample(make_sampler(one_device), tiny_params, samples=6)
+    sampler = make_sampler(one_device, slots=5)
+    sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
+    for prompt in PROMPTS[3:6]:
+        sampler.submit_each(prompt, [1, 4, 5])
+    found = {}
+    while not sampler.idle:
+        for prompt, (done,) in sampler.decode_burst():
+            found[prompt.index, done.sample] = done.tokens.tolist()
+    assert sampler.counts.prefills == 3
+    assert found == {(i, j): groups[i][j].tokens.tolist() for i in (3, 4, 5) for j in (1, 4, 5)}
+
+
+def test_prompts_are_prefilled_once_and_slots_stay_full(tiny_params, one_device):
+    sampler = make_sampler(one_device, slots=6, burst=2, response=60)
+    sample(sampler, tiny_params, samples=8)
+    counts = sampler.counts
+    assert counts.prefills == len(PROMPTS)
+    assert counts.responses == 8 * len(PROMPTS)
+    assert counts.slot_steps > 0 and counts.occupancy >= 0.85
+
+
+def test_the_end_token_stays_and_a_full_budget_is_truncated(tiny_params, one_device):
+    groups = sample(make_sampler(one_device, response=6), tiny_params, samples=4)
+    done = [completion for group in groups.values() for completion in group]
+    assert {c.truncated for c in done} == {True, False}
+    for completion in done:
+        ends = completion.tokens[-1] == END
+        assert completion.truncated != ends
+        assert END not in completion.tokens[:-1]
+        assert len(completion) == 6 or ends
+
+
+def test_abandoned_work_is_counted_and_leaves_no_trace(tiny_params, one_device):
+    sampler = make_sampler(one_device)
+    fresh = sample(make_sampler(one_device), tiny_params)
+    sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
+    sampler.submit(PROMPTS[0], 3)
+    sampler.decode_burst()
+    sampler.abandon()
+    assert sampler.idle and sampler.counts.abandoned_responses > 0
+    again = sample(sampler, tiny_params)
+    assert [c.tokens.tolist() for c in again[3]] == [c.tokens.tolist() for c in fresh[3]]
+
+
+def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
+    """prefill, insert(prefix, state, slot), generate, with JetStream's signatures alone."""
+    engine = make_sampler(one_device, slots=2, burst=1)._engine
+    params = engine.load_params(tiny_params)
+    state = engine.init_decode_state()
+    engine.rule = GREEDY
+    prompt = PROMPTS[3]
+    padded = pad_prompt(prompt.tokens, engine.max_prefill_length, 0)
+    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(prompt.tokens))
+    state = engine.insert(prefix, state, 1)
+    del prefix
+    drawn = []
+    for _ in range(4):
+        state, result = engine.generate(params, state)
+        data = result.convert_to_numpy().get_result_at_slot(1)
+        assert data.valid.all()
+        drawn.append(int(data.tokens[0, 0]))
+    assert data.lengths.tolist() == [4]
+    assert drawn == greedy_loop(tiny_params, prompt.tokens.tolist(), 4)
+    assert not result.convert_to_numpy().get_result_at_slot(0).valid.any()
+
+
+def test_a_prompt_over_the_limit_is_refused(tiny_params, one_device):
+    engine = make_sampler(one_device)._engine
+    params = engine.load_params(tiny_params)
+    with pytest.raises(ValueError, match="true_length = 9"):
+        engine.prefill(params=params, padded_tokens=np.zeros(16, np.int32), true_length=9)
+
+
+def test_slots_must_divide_over_the_mesh(eight_devices):
+    with pytest.raises(ConfigError, match="sampler.slots = 6.*multiple of data x fsdp = 4"):
+        make_sampler(eight_devices, slots=6)
+
+
+def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarray, np.ndarray]:
+    """The temperature's softmax, and what top-k and then top-p leave of it, renormalised."""
+    full = np.exp(logits / rule.temperature) / np.exp(logits / rule.temperature).sum()
+    kept = np.argsort(-full)[: rule.top_k or None]
+    before = np.cumsum(full[kept]) - full[kept]
+    kept = kept[before < rule.top_p * full[kept].sum()]
+    return full, np.where(np.isin(np.arange(len(full)), kept), full, 0) / full[kept].sum()
+
+
+@pytest.fixture(scope="module")
+def first_token(tiny_params, one_device):
+    """Logits of the token after a prompt, and a function that draws it n times by a rule."""
+    prompt, slots = [5, 9, 14, 3], 2000
+    engine = make_sampler(one_device, slots=slots, burst=1, response=1, width=slots)._engine
+    params, key = engine.load_params(tiny_params), jax.random.key(7)
+    padded = np.array(prompt + [0] * 4)
+    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=4, key=key)
+
+    def draw_by(rule, count):
+        engine.rule, state, drawn = rule, engine.init_decode_state(), []
+        for first in range(0, count, slots):
+            samples = np.arange(first, first + slots)
+            state = engine.insert(prefix, state, np.arange(slots), sample_index=samples)
+            state, _ = engine.generate(params, state)
+            drawn.append((np.asarray(state.tokens)[:, 0], np.asarray(state.logprobs)[:, 0]))
+        return map(np.concatenate, zip(*drawn, strict=True))
+
+    row = jnp.array([prompt])
+    hidden = forward(tiny_params, row, jnp.ones_like(row), jnp.arange(4)[None], config=TINY)
+    return np.asarray(hidden[0, -1] @ tiny_params["embedding"].T, np.float64), draw_by
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SamplingRule(temperature=0.6),
+        SamplingRule(temperature=1.5, top_k=5),
+        SamplingRule(temperature=1.2, top_p=0.8),
+        SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
+    ],
+)
+def test_twenty_thousand_draws_of_the_engine_follow_the_rule(first_token, rule):
+    """Chi-square; what is recorded is of the distribution before top-k and top-p."""
+    logits, draw_by = first_token
+    full, truncated = rule_by_definition(logits, rule)
+    drawn, logprobs = draw_by(rule, 20_000)
+    observed, expected = np.bincount(drawn, minlength=len(full)), truncated * len(drawn)
+    assert observed[expected == 0].sum() == 0
+    rare = expected < 5  # counted together, as the test's approximation asks
+    counts, means = (np.append(x[~rare], x[rare].sum()) for x in (observed, expected))
+    assert (means > 0).sum() >= 3
+    assert scipy.stats.chisquare(counts[means > 0], means[means > 0]).pvalue > 1e-3
+    np.testing.assert_allclose(logprobs, np.log(full[drawn]), atol=1e-4)
+
+
+# --- drawing --------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_softmax():
+    logits = jax.random.normal(jax.random.key(0), (1, 300)) * 2
+    count = 20_000
+    keys = jax.random.split(jax.random.key(1), count)
+    rule = SamplingRule(temperature=0.9)
+    draw_all = jax.jit(
+        lambda: draw(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
+    )
+    tokens, logprobs = draw_all()
+    expected = np.asarray(jax.nn.softmax(logits[0] / 0.9)) * count
+    observed = np.bincount(tokens, minlength=300)
+    likely = expected > 5
+    chi = ((observed - expected)[likely] ** 2 / expected[likely]).sum()
+    degrees = likely.sum()
+    assert chi < degrees + 5 * np.sqrt(2 * degrees)
+    np.testing.assert_allclose(np.exp(logprobs[:9]) * count, expected[tokens[:9]], rtol=1e-4)
+
+
+def test_a_token_without_mass_is_never_drawn():
+    mass = jnp.zeros((5, 300)).at[:, jnp.array([7, 200, 299])].set(1e-20)
+    for uniform in (0.0, 0.3, 0.5, 0.99, 1.0):
+        assert set(invert_cdf(mass, jnp.full(5, uniform)).tolist()) <= {7, 200, 299}
+
+
+def test_truncation_keeps_the_nucleus_and_the_top_k():
+    probabilities = jnp.array([[0.4, 0.3, 0.2, 0.1]])
+    kept = lambda p, k: (truncate(probabilities, p, k)[0] > 0).tolist()  # noqa: E731
+    assert kept(1.0, 0) == [True] * 4
+    assert kept(0.7, 0) == [True, True, False, False]
+    assert kept(0.71, 0) == [True, True, True, False]
+    assert kept(1.0, 1) == [True, False, False, False]
+    assert kept(0.5, 3) == [True, True, False, False]
+
+
+def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
+    """Beside whatever others: each slot's draw is that of all slots by its rule."""
+    rules = [
+        SamplingRule(*r) for r in ((1, 1, 0), (0, 1, 0), (0.7, 0.8, 0), (2, 1, 5), (1, 0.9, 7))
+    ]
+    logits = jax.random.normal(jax.random.key(0), (200, 300)) * 3
+    keys, positions = jax.random.split(jax.random.key(1), 200), jnp.arange(200)
+    own = [rules[slot % len(rules)] for slot in range(200)]
+    arrays = SamplingRules(*map(jnp.array, zip(*own, strict=True)))
+    tokens, logprobs = jax.jit(draw_each)(logits, keys, positions, arrays)
+    for place, rule in enumerate(rules):
+        wanted, recorded = jax.jit(draw, static_argnums=3)(logits, keys, positions, rule)
+        mine = slice(place, None, len(rules))
+        np.testing.assert_array_equal(tokens[mine], wanted[mine])
+        np.testing.assert_allclose(logprobs[mine], recorded[mine], rtol=1e-5)
+    free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
+    alone, _ = jax.jit(draw_each)(logits[::5], keys[::5], positions[::5], free)
+    np.testing.assert_array_equal(alone, tokens[::5])
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1])
+def test_keys_of_several_prompts_are_those_of_each(seed):
+    def folded(purpose, step, index):
+        key = jax.random.key(seed)
+        for part in (purpose, step, index):
+            key = jax.random.fold_in(key, part)
+        return jax.random.key_data(key)
+
+    steps, indices = [3, 2**32 - 1, 0], [9, 4, 2**31 + 5]
+    together = jax.random.key_data(sample_keys(seed, 2, steps, indices))
+    for i, (step, index) in enumerate(zip(steps, indices, strict=True)):
+        expected = folded(2, np.uint32(step), np.uint32(index))
+        np.testing.assert_array_equal(together[i], expected)
+        alone = sample_key(seed, 2, np.uint32(step), index)
+        np.testing.assert_array_equal(jax.random.key_data(alone), expected)

@@ -1,0 +1,305 @@
+"""Damaged checkpoints, and storage that fails while one is saved. No model is needed."""
+
+import json
+import random
+import shutil
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from disks import Disk
+from etils import epath
+
+from dapo_jax.config.experiment import Checkpoint
+from dapo_jax.run.checkpointing import saver
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
+from dapo_jax.run.checkpointing.integrity import CHECKSUMS, OF_ORBAX, damage, saved_steps
+from dapo_jax.run.checkpointing.saver import Keeper
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.retries import NotSaved, Storage
+
+SIZE = 1000
+FLIPS = 100
+
+
+def make_state(step, size=SIZE):
+    """Arrays that say which step they are of, and don't compress."""
+    key = jax.random.key(step)
+    return {"params": {"a": jax.random.normal(key, (size,)), "b": jnp.full((3,), float(step))}}
+
+
+def save(run_dir, steps, size=SIZE, keep=9):
+    with Checkpoints(run_dir, Checkpoint(keep=keep)) as checkpoints:
+        for step in steps:
+            checkpoints.save(
+                step, {"state": make_state(step, size)}, {"step": step, "settings": {}}
+            )
+            checkpoints.wait()
+
+
+def restored(run_dir, settings=None):
+    """The step that is gone on with, after its arrays were compared; and what was warned of."""
+    said = []
+    with Checkpoints(run_dir, settings, said.append) as checkpoints:
+        step = checkpoints.latest_step()
+        state = checkpoints.state(jax.tree.map(jnp.zeros_like, make_state(step)))
+        assert checkpoints.record()["step"] == step
+    jax.tree.map(np.testing.assert_array_equal, state, make_state(step))
+    return step, said
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("two_steps")
+    save(run_dir, [1, 2])
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(two_steps, tmp_path):
+    """A copy of a folder with two checkpoints, to be damaged."""
+    shutil.copytree(two_steps, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(content))
+
+
+def test_every_flipped_bit_is_found(run_dir):
+    """One random bit of one random file, many times, the list of checksums among them."""
+    folder, rng = run_dir / "checkpoints/2", random.Random(0)
+    paths = [
+        path for path in files_of(folder) if path.name not in OF_ORBAX or path.parent != folder
+    ]
+    paths = [path for path in paths if path.stat().st_size]
+    found = 0
+    for _ in range(FLIPS):
+        path = rng.choice(paths)
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        said = damage(epath.Path(folder))
+        assert said, f"bit {bit} of {path}"
+        assert path.name == CHECKSUMS or str(path.relative_to(folder)) in said
+        flip(path, bit)
+        found += 1
+    assert found == FLIPS and damage(epath.Path(folder)) == ""
+
+
+def test_what_has_no_checksum_is_not_needed(run_dir):
+    """Orbax writes on in two files after the list is made; nothing that is read needs them."""
+    for name in OF_ORBAX:
+        for step in 1, 2:
+            (run_dir / "checkpoints" / str(step) / name).write_bytes(b"\xff\x00{")
+    assert restored(run_dir) == (2, [])
+    assert SavedPolicy(run_dir).shapes() == {"a": (SIZE,), "b": (3,)}
+
+
+def largest(folder):
+    return max(files_of(folder / "state"), key=lambda path: path.stat().st_size)
+
+
+def flip_an_array(folder):
+    path = largest(folder)
+    flip(path, 4 * path.stat().st_size)
+
+
+DAMAGE = {
+    "flipped": (flip_an_array, "is not what was written"),
+    "truncated": (lambda folder: largest(folder).write_bytes(b"\0" * 100), "has 100 bytes, not"),
+    "empty": (lambda folder: largest(folder).write_bytes(b""), "has 0 bytes, not"),
+    "missing": (lambda folder: shutil.rmtree(folder / "state"), "No such file or directory"),
+    "record": (lambda folder: (folder / "record/metadata").write_text("{"), "record/metadata"),
+    "list": (lambda folder: (folder / CHECKSUMS).write_text("{"), f"{CHECKSUMS} can't be read"),
+    "folder": (lambda folder: shutil.rmtree(folder) or folder.mkdir(), None),
+    "half_deleted": (lambda folder: (folder / CHECKSUMS).unlink(), None),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_the_checkpoint_before_a_damaged_one_is_used(name, run_dir):
+    spoil, text = DAMAGE[name]
+    spoil(run_dir / "checkpoints/2")
+    step, said = restored(run_dir)
+    assert step == 1 and len(said) == bool(text)
+    if text:  # in one line; what was half deleted is nobody's concern
+        assert text in said[0] and "checkpoints/2 is damaged" in said[0] and "\n" not in said[0]
+    assert SavedPolicy(run_dir).step == 1
+    with pytest.raises(ConfigError, match="step = 2: must be 0 or one of .* not damaged"):
+        SavedPolicy(run_dir, 2)
+    assert saved_steps(run_dir) == [1, 2]  # reading changes nothing
+    # A run that goes on saves that step anew; what was there is kept beside it.
+    assert restored(run_dir, Checkpoint(keep=9))[0] == 1
+    save(run_dir, [2])
+    assert restored(run_dir) == (2, [])
+    assert [path.name for path in (run_dir / "damaged_checkpoints").iterdir()] == ["2"]
+
+
+def test_without_a_sound_checkpoint_one_line_says_what_to_do(run_dir):
+    flip_an_array(run_dir / "checkpoints/1")
+    flip_an_array(run_dir / "checkpoints/2")
+    for open_it in Checkpoints, SavedPolicy, lambda run: Checkpoints(run, Checkpoint()):
+        with pytest.raises(ConfigError, match="checkpoints/2 is damaged .*bring one back") as error:
+            open_it(run_dir)
+        assert len(str(error.value).splitlines()) == 1
+    assert saved_steps(run_dir) == [1, 2]
+
+
+def without_list(folder):
+    """As runs wrote them before there were checksums."""
+    (folder / CHECKSUMS).unlink()
+    path = folder / "record/metadata"
+    record = json.loads(path.read_text())
+    del record["sealed"]
+    path.write_text(json.dumps(record))
+
+
+def test_an_older_checkpoint_is_taken_as_it_is(run_dir):
+    without_list(run_dir / "checkpoints/2")
+    assert restored(run_dir) == (2, [])
+    largest(run_dir / "checkpoints/2").write_bytes(b"")
+    with pytest.raises(ConfigError, match="checkpoints/2 can't be read .* move it away"):
+        restored(run_dir)
+
+
+# --- storage that fails ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_disk(tmp_path):
+    disks = []
+
+    def make(options="size=4m"):
+        disks.append(Disk(tmp_path / "disk", options))
+        return disks[-1]
+
+    yield make
+    for disk in disks:
+        disk.close()
+
+
+class Training:
+    """Steps that save, as a run's do; nothing is trained."""
+
+    def __init__(self, run_dir, size=SIZE):
+        self.said, self.size = [], size
+        storage = Storage(self.said.append)
+        self.checkpoints = Checkpoints(run_dir, Checkpoint(keep=2), storage.warn)
+        self.keeper, self.tried = Keeper(self.checkpoints, storage), []
+
+    def step(self, step, due):
+        def save():
+            self.tried.append(step)
+            states = {"state": make_state(step, self.size)}
+            self.checkpoints.save(step, states, {"step": step, "settings": {}})
+
+        self.keeper.step(due, save)
+        self.save = save
+
+    def settle(self):
+        """Lets what goes on in the background come to its end, good or bad."""
+        while self.checkpoints._is_saving():
+            time.sleep(0.01)
+
+
+NO_SPACE = ("No space left on device", "File too large")
+
+
+@pytest.mark.parametrize("full", ["bytes", "names"])
+def test_a_full_disk_stops_saving_but_not_the_run(full, open_disk, capfd, monkeypatch):
+    disk = open_disk("size=4m" if full == "bytes" else "size=9m,nr_inodes=120")
+    run_dir, size = disk.folder / "run", 300_000
+    training = Training(run_dir, size)
+    training.step(1, due=True)
+    training.settle()
+    training.step(2, due=False)
+    assert training.said == [] and saved_steps(run_dir) == [1]
+    if full == "bytes":
+        disk.fill()
+    elif disk.mounted:
+        for i in range(120):
+            try:
+                (run_dir / f"name_{i}").touch()
+            except OSError:
+                break
+    else:  # a limit on bytes is all that there is
+        disk.fill()
+    for step in range(3, 9):
+        training.step(step, due=step == 3)
+        training.settle()
+    assert training.tried[1:] == [3, 4, 5]  # a few times, not for ever
+    assert len(training.said) == 1 and any(text in training.said[0] for text in NO_SPACE)
+    assert "the checkpoint could not be written: step 3" in training.said[0]
+    # Nothing is left that a resume would take, or that takes room.
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["1"]
+    monkeypatch.setattr(saver, "LAST_PAUSES", (0, 0, 0))
+    with pytest.raises(NotSaved, match="step 8"):
+        training.keeper.last(training.save)
+    disk.free()
+    for path in run_dir.glob("name_*"):
+        path.unlink()
+    training.step(9, due=True)
+    training.settle()
+    training.step(10, due=False)
+    assert training.said[1:] == ["the checkpoint can be written again"]
+    training.keeper.last(training.save)
+    assert saved_steps(run_dir) == [9, 10] and damage(epath.Path(run_dir / "checkpoints/10")) == ""
+    training.checkpoints.close()
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err + shown.out and len(shown.err.splitlines()) < 5
+
+
+def test_a_read_only_disk_is_told_at_once(open_disk, capfd, monkeypatch):
+    """Folders that could not be made were once waited for, for five minutes."""
+    disk = open_disk()
+    run_dir = disk.folder / "run"
+    training = Training(run_dir)
+    training.step(1, due=True)
+    training.settle()
+    monkeypatch.setattr(saver, "LAST_PAUSES", (0, 0, 0))
+    with disk.read_only(run_dir / "checkpoints"):
+        before = time.monotonic()
+        training.step(2, due=True)
+        training.settle()
+        training.step(3, due=False)
+        with pytest.raises(NotSaved):
+            training.keeper.last(training.save)
+        assert time.monotonic() - before < 30
+        assert len(training.said) == 1 and "the checkpoint could not be" in training.said[0]
+        if disk.mounted:
+            assert "Read-only file system" in training.said[0]
+            assert restored(run_dir)[0] == 1  # what only reads needs no more
+    training.keeper.last(training.save)
+    assert saved_steps(run_dir) == [1, 3]
+    training.checkpoints.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_slow_storage_holds_a_save_not_the_run(tmp_path, monkeypatch):
+    training, slow = Training(tmp_path), threading.Event()
+    seal = training.checkpoints._seal
+    monkeypatch.setattr(training.checkpoints, "_seal", seal)
+    training.checkpoints._manager = None
+    monkeypatch.setattr(training.checkpoints, "_seal", lambda: (slow.wait(60), seal()))
+    monkeypatch.setattr(saver, "WAIT_SECONDS", 0.3)
+    training.step(1, due=True)
+    training.step(2, due=True)
+    training.step(3, due=False)
+    assert training.tried == [1] and len(training.said) == 1
+    assert "the one before it takes more than" in training.said[0]
+    assert saved_steps(tmp_path) == []
+    slow.set()
+    training.settle()
+    training.step(4, due=True)
+    training.keeper.last(training.save)
+    assert saved_steps(tmp_path) == [1, 4] and "written again" in training.said[1]
+    training.checkpoints.close()

@@ -1,0 +1,258 @@
+"""The evaluation as a command: resumed, refused, stopped, and what it leaves."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from small_runs import ROOT, make_quick_config, open_run
+from test_scores import respond
+
+from dapo_jax.commands import command_line
+from dapo_jax.commands.evaluate import main
+from dapo_jax.config.experiment import Data, Evaluation, Sampler
+from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.run.evaluation import evaluate
+from dapo_jax.run.evaluation.evaluate import params_digest
+from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.runtime.settings import ConfigError
+
+PROBLEMS, SAMPLES = 12, 6
+
+
+run_evaluation = functools.partial(evaluate.evaluate, from_folder=True)
+
+
+def make_evaluation(base, run_dir, samples=SAMPLES, **changes):
+    sections = {
+        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=PROBLEMS),
+        "evaluation": Evaluation(samples_per_problem=samples, top_p=0.9),
+    }
+    return make_quick_config(base, run_dir, **sections | changes)
+
+
+def out(run_dir, name="responses.jsonl") -> str:
+    (path,) = (run_dir / "evaluations").glob(f"*/{name}")
+    return path.read_text()
+
+
+def assert_same(run_dir, found, whole) -> None:
+    """The same lines and scores; log-probs up to the rounding of another batch."""
+    expected_dir, expected = whole
+    lines, expected_lines = (
+        [json.loads(line) for line in out(folder).splitlines()]
+        for folder in (run_dir, expected_dir)
+    )
+    logprobs, expected_logprobs = (
+        [line.pop("logprob") for line in some] for some in (lines, expected_lines)
+    )
+    assert lines == expected_lines
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-3)
+    entropy = pytest.approx(expected["heldout_entropy"], abs=1e-3)
+    assert found == expected | {"heldout_entropy": entropy}
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """An uninterrupted evaluation: its folder and its scores."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    devices = jax.devices
+    with mock.patch.object(jax, "devices", lambda *args: devices(*args)[:1]):
+        return run_dir, run_evaluation(make_evaluation(base, run_dir))
+
+
+def test_it_leaves_a_line_per_response_and_a_report(whole, base):
+    run_dir, found = whole
+    lines = [json.loads(line) for line in out(run_dir).splitlines()]
+    places = [(line["index"], line["sample"]) for line in lines]
+    assert places == [(i, j) for i in range(PROBLEMS) for j in range(SAMPLES)]
+    assert np.mean([line["correct"] for line in lines]) == found["heldout_accuracy"]
+    first = lines[0]
+    assert first["policy"] == str(base) and first["top_p"] == 0.9 and first["seed"] == 0
+    assert first["correct"] == (first["extracted"] == first["answer"])
+    report = json.loads(out(run_dir, "report.json"))
+    assert report["accuracy"]["value"] == found["heldout_accuracy"]
+    assert report["accuracy"]["low"] == found["heldout_accuracy_low"] < found["heldout_accuracy"]
+    assert list(report["pass_at_k"]) == ["1", "2", "4"]
+
+
+KILLED = """
+import os, signal, sys
+import conftest, jax
+devices = jax.devices
+jax.devices = lambda *args: devices(*args)[:1]
+from test_evaluation import *
+append = ResponseFile.append
+def append_and_die(self, response):
+    append(self, response)
+    if len(self.responses) == 40:
+        self.path.open('a').write('{"problem": "cut o')
+        os.kill(os.getpid(), signal.SIGKILL)
+ResponseFile.append = append_and_die
+run_evaluation(make_evaluation(sys.argv[1], sys.argv[2]))
+"""
+
+
+def test_a_killed_evaluation_goes_on_to_what_an_uninterrupted_one_gives(
+    whole, base, tmp_path, alone, capsys
+):
+    killed = subprocess.run([sys.executable, "-c", KILLED, base, tmp_path], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(out(tmp_path).splitlines()) == 41
+    assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
+    assert f"40 of {PROBLEMS * SAMPLES} responses are there already" in capsys.readouterr().out
+
+
+def test_a_line_that_was_cut_off_twice_costs_only_itself(tmp_path):
+    for index in range(3):
+        file = ResponseFile(tmp_path, {}, {})
+        assert list(file.responses) == [(i, 0) for i in range(index)]
+        file.append(respond(index, 0, True))
+        with file.path.open("a") as raw:
+            raw.write('{"problem": "cut o')
+
+
+def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
+    whole, base, tmp_path, alone, capsys, monkeypatch
+):
+    """After four bursts of 8 tokens the first 16 slots have finished their 24, the last not."""
+    decode, bursts = RolloutSampler.decode_burst, []
+
+    def decode_and_stop(self):
+        bursts.append(decode(self))
+        if len(bursts) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return bursts[-1]
+
+    monkeypatch.setattr(RolloutSampler, "decode_burst", decode_and_stop)
+    assert run_evaluation(make_evaluation(base, tmp_path)) is None
+    said = capsys.readouterr().out
+    assert "stopped by SIGTERM" in said and "The same command goes on" in said
+    before = len(out(tmp_path).splitlines())
+    assert 16 <= before < PROBLEMS * SAMPLES
+    assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
+
+
+def test_a_larger_k_samples_only_what_is_missing(whole, base, tmp_path, alone, monkeypatch):
+    run_evaluation(make_evaluation(base, tmp_path, samples=2))
+    new, append = [], ResponseFile.append
+    monkeypatch.setattr(
+        ResponseFile, "append", lambda self, one: (new.append(one.sample), append(self, one))
+    )
+    assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
+    assert sorted(new) == sorted([2, 3, 4, 5] * PROBLEMS)
+    fewer = run_evaluation(make_evaluation(base, tmp_path, samples=3))
+    assert fewer["samples_per_problem"] == 3 and len(new) == 4 * PROBLEMS
+
+
+def test_other_settings_are_refused_and_nothing_is_lost(whole, base, tiny_folder, tmp_path, alone):
+    folder = next((whole[0] / "evaluations").iterdir())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    into = Evaluation(samples_per_problem=SAMPLES, top_p=0.8, out=str(folder))
+    with pytest.raises(ConfigError, match="(?s)--out.*evaluation.top_p: 0.8.* begun with 0.9"):
+        run_evaluation(make_evaluation(base, tmp_path, evaluation=into))
+    into = Evaluation(samples_per_problem=SAMPLES, top_p=0.9, out=str(folder))
+    with pytest.raises(ConfigError, match="policy_digest"):
+        run_evaluation(make_evaluation(tiny_folder, tmp_path, evaluation=into))
+    problems = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=PROBLEMS - 1)
+    with pytest.raises(ConfigError, match="problems: 11.* begun with 12"):
+        run_evaluation(make_evaluation(base, tmp_path, evaluation=into, data=problems))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_digest_knows_parameters_by_their_values(tiny_params, eight_devices):
+    places = jax.sharding.NamedSharding(eight_devices, jax.sharding.PartitionSpec())
+    assert params_digest(tiny_params) == params_digest(jax.device_put(tiny_params, places))
+    moved = tiny_params | {"embedding": tiny_params["embedding"].at[3, 5].add(1e-6)}
+    swapped = tiny_params | {"embedding": tiny_params["embedding"][::-1]}
+    assert len({params_digest(one) for one in (tiny_params, moved, swapped)}) == 3
+
+
+def run_command(*arguments) -> int:
+    with mock.patch.object(sys, "argv", ["evaluate", *map(str, arguments)]):
+        return main()
+
+
+def test_short_flags_stand_for_settings_and_the_last_line_is_json(base, tmp_path, alone, capsys):
+    code = run_command(
+        f"--config={ROOT}/configs/arithmetic.py",
+        f"--model={base}",
+        "--k=2",
+        "--top_p",
+        "0.5",
+        "--temperature=0.7",
+        f"--out={tmp_path}/here",
+        "--config.data.heldout_problems=4",
+        "--config.sampler.slots=8",
+        "--config.sampler.max_response_tokens=24",
+        f"--config.run_dir={tmp_path}",
+    )
+    shown = capsys.readouterr().out
+    last = json.loads(shown.splitlines()[-1])
+    assert code == 0 and last["policy"] == str(base) and "heldout_accuracy" in last
+    assert "avg@2" in shown and "T 0.7 · top_p 0.5" in shown
+    assert len((tmp_path / "here/responses.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(("flag", "from_folder"), [("model", True), ("config.model.folder", False)])
+def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda config, **options: asked.append(options))
+    assert run_command(f"--config={ROOT}/configs/arithmetic.py", f"--{flag}=somewhere") == 0
+    assert asked == [{"from_folder": from_folder}]
+
+
+def test_a_run_folder_without_a_checkpoint_is_an_error(base, tmp_path, capsys):
+    flags = f"--config.run_dir={tmp_path}", f"--config.model.folder={base}"
+    assert run_command(f"--config={ROOT}/configs/arithmetic.py", *flags) == 2
+    said = f"config.run_dir = '{tmp_path}': holds no checkpoint to evaluate; --model=FOLDER"
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_temperature_0_takes_the_likeliest_tokens(base, tmp_path, alone, capsys):
+    greedy = Evaluation(samples_per_problem=2, temperature=0.0)
+    run_evaluation(make_evaluation(base, tmp_path, evaluation=greedy))
+    drawn = [json.loads(line)["response"] for line in out(tmp_path).splitlines()]
+    assert len(drawn) == 2 * PROBLEMS and drawn[::2] == drawn[1::2]
+    assert "--k=1 says as much" in capsys.readouterr().out
+
+
+def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):
+    arithmetic = f"--config={ROOT}/configs/arithmetic.py"
+    for flag, words in {
+        "--k=0": "evaluation.samples_per_problem = 0",
+        "--data=a,a": "data.heldout_source = 'a,a'",
+        "--top_p=2": "evaluation.top_p = 2.0",
+        "--template=dapo": "reward.verifier",
+    }.items():
+        with pytest.raises(SystemExit):
+            run_command(arithmetic, flag)
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_command("--help")
+    assert "--model=" in capsys.readouterr().out
+    assert command_line.spell_out(["--k=3", "-k", "3", "k=3"], {"k": "a.b"}) == [
+        "--config.a.b=3",
+        "--config.a.b",
+        "3",
+        "k=3",
+    ]
+
+
+def test_the_start_asks_whether_template_and_verifier_agree(base, tmp_path, alone, capsys):
+    """Here of a few responses to training prompts: there are no held-out problems."""
+    cut = Sampler(slots=16, burst_tokens=2, max_response_tokens=2)
+    with open_run(make_quick_config(base, tmp_path / "cut", sampler=cut)) as run:
+        run.begin()
+    shown = capsys.readouterr().out
+    assert "no answer was found in 100% of 16 responses" in shown
+    assert "config.data.template = 'none'" in shown and "config.reward.verifier" in shown
+    with open_run(make_quick_config(base, tmp_path / "fine")) as run:
+        run.begin()
+    assert "no answer was found" not in capsys.readouterr().out

@@ -1,0 +1,222 @@
+"""What a run finds when it goes on: its rows, its rollouts, its data, its own code."""
+
+import json
+import os
+
+import pytest
+from disks import limited
+from small_runs import ROOT, make_quick_config, open_run
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from dapo_jax.commands import train
+from dapo_jax.config.experiment import Data, Log, Reward
+from dapo_jax.data.problem_files import read_problems
+from dapo_jax.reporting.writers import MetricWriter, describe_gaps
+from dapo_jax.run.checkpointing.compatibility import finished
+from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.jsonl import BROKEN, Growing, objects, rewind, spell
+from dapo_jax.runtime.storage.ownership import RUN, check_free
+from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage
+
+# --- metrics.jsonl -----------------------------------------------------------------------------
+
+
+def row(step):
+    return json.dumps({"step": step, "reward": step / 2}).encode() + b"\n"
+
+
+NO_ROWS = [b"{}\n", b"\xff\xfe\n", b'{"step": 3, "rew\n', b"[3]\n", b'{"step": "3"}\n', b"3\n"]
+
+
+@pytest.mark.parametrize("bad", NO_ROWS, ids=repr)
+def test_a_broken_line_costs_only_itself(bad, tmp_path):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_bytes(row(0) + row(1) + bad + row(2) + b"\n" + row(4) + b'{"step": 5, "re')
+    writer = MetricWriter(tmp_path, 3, False, storage=Storage(said.append))
+    assert path.read_bytes() == row(0) + row(1) + row(2)  # 4 comes again, 5 was cut off by a kill
+    assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
+    assert len(said) == 1 and said[0].startswith(f"lines 3 of {path} are no rows")
+    writer.write(3, {"reward": 1.5})
+    assert [line["step"] for line in writer.read()] == [0, 1, 2, 3]
+    assert rewind(path, 9) == []
+    assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
+
+
+def test_what_was_deleted_is_noticed(tmp_path):
+    writer = MetricWriter(tmp_path, 0, False)
+    (tmp_path / "rollouts").mkdir()
+    for step in 1, 2, 5:
+        writer.write(step, {"reward": 0.0})
+        (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text("")
+    assert describe_gaps(tmp_path, 2, True) == []
+    rows, rollouts = describe_gaps(tmp_path, 6, True)
+    assert rows == "metrics.jsonl lacks the rows of steps 3 to 4, 6"
+    assert rollouts.startswith("rollouts/ lacks steps 3 to 4, 6: deleted")
+    assert describe_gaps(tmp_path, 6, False) == [rows]
+    assert spell([1, 3, 5, 7, 9, 11, 13]) == "1, 3, 5, 7, 9, 2 more"
+
+
+def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch):
+    """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
+    path, said = tmp_path / "metrics.jsonl", []
+    storage = Storage(said.append)
+    writer = MetricWriter(tmp_path, 0, True, storage=storage)
+    writer.write(0, {"reward": 0.0})
+    whole = path.read_bytes()
+    with limited(path, 5):
+        for step in 1, 2:
+            writer.write(step, {"reward": 0.0})
+            assert path.read_bytes() == whole
+    assert len(said) == 2 and said[0].startswith("metrics.jsonl could not be written: File too")
+    assert said[1].startswith("TensorBoard's file could not be written")
+    writer.write(3, {"reward": 0.0})
+    assert [line["step"] for line in objects(path)] == [0, 1, 2, 3]
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    found = [
+        (event.step, len(event.summary.value)) for event in EventFileLoader(str(events)).Load()
+    ]
+    assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)]  # its version, a restart, rows
+    assert len(said) == 4 and said[2] == "metrics.jsonl can be written again"
+    # Of the same trouble nothing is said for a while, then again.
+    now = [0.0]
+    monkeypatch.setattr("dapo_jax.runtime.storage.retries.time.monotonic", lambda: now[0])
+    storage = Storage(said.append)
+    for seconds in 0.0, 1.0, REPEAT_SECONDS + 1:
+        now[0] = seconds
+        storage.failed("it", "full")
+    assert len(said) == 6
+
+
+def test_what_the_program_does_wrong_is_no_trouble_of_storage(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        Storage().attempt("it", lambda: 1 / 0)
+    growing = Growing(tmp_path / "gone" / "file")
+    growing.add(b"x")
+    growing.write()  # its folder was deleted
+    assert (tmp_path / "gone/file").read_bytes() == b"x"
+
+
+def test_responses_that_can_t_be_read_are_drawn_again(tmp_path):
+    said = []
+    ResponseFile(tmp_path, {"seed": 0}, {})
+    (tmp_path / "responses.jsonl").write_bytes(b"{}\n\xff\n[1]\n")
+    file = ResponseFile(tmp_path, {"seed": 0}, {}, Storage(said.append))
+    assert file.responses == {} and len(said) == 1 and "lines 1 to 3 of" in said[0]
+    (tmp_path / "settings.json").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="can't go on: .* choose another folder by --out"):
+        ResponseFile(tmp_path, {"seed": 0}, {})
+
+
+@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "tensorboard", "evaluations"])
+def test_a_file_where_a_run_has_a_folder_is_refused(name, tmp_path):
+    (tmp_path / ".dapo_jax.json").write_text('{"kind": "run"}')
+    check_free("run_dir", str(tmp_path), RUN)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"{name}' is a file, where a run has a folder"):
+        check_free("run_dir", str(tmp_path), RUN)
+    os.unlink(tmp_path / name)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, where a run has a file"):
+        check_free("run_dir", str(tmp_path), RUN)
+
+
+# --- data and code -----------------------------------------------------------------------------
+
+PROBLEMS = [(f"{i}+{i}=", str(2 * i)) for i in range(40)]
+
+
+def write_problems(path, problems):
+    rows = [json.dumps({"problem": text, "answer": answer}) for text, answer in problems]
+    path.write_text("\n".join(rows))
+    read_problems.cache_clear()  # as in a process that starts
+
+
+@pytest.fixture(scope="module")
+def begun(tiny_folder, tmp_path_factory):
+    """A run of a file of problems that has saved before its first step, and what made it."""
+    folder = tmp_path_factory.mktemp("begun")
+    write_problems(folder / "sums.jsonl", PROBLEMS)
+
+    def config(changed="refuse"):
+        data = Data(source=str(folder / "sums.jsonl"), max_prompt_tokens=8, changed=changed)
+        return make_quick_config(tiny_folder, folder / "run", data=data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        import jax
+
+        devices = jax.devices
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        with open_run(config()) as run:
+            run.keep()
+    return folder / "sums.jsonl", config
+
+
+CHANGES = {
+    "replaced": ([("9+8=", "17"), *PROBLEMS[1:]], "40 problems, it had 40|as before, but others"),
+    "dropped": (PROBLEMS[5:], "problems, it had"),
+    "appended": ([*PROBLEMS, ("9+8=", "17")], "problems, it had"),
+    "answers": ([*PROBLEMS[:-1], (PROBLEMS[-1][0], "1")], "but other answers or solutions"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_does_not_go_on_with_other_data(name, begun, alone, capsys):
+    path, config = begun
+    problems, said = CHANGES[name]
+    try:
+        write_problems(path, problems)
+        with pytest.raises(ConfigError, match=f"changed = 'refuse': .*({said})") as refused:
+            with open_run(config()):
+                pass
+        assert "--config.data.changed=allow" in str(refused.value)
+        assert len(str(refused.value).splitlines()) == 1
+        if name == "dropped":
+            with open_run(config("allow")) as run:
+                assert run.state.step == 0
+            assert "What is held out now may have been trained on" in capsys.readouterr().out
+    finally:
+        write_problems(path, PROBLEMS)
+    if name == "dropped":
+        with open_run(config()):
+            assert "held out now" not in capsys.readouterr().out
+
+
+def test_changed_code_of_a_hook_is_a_warning(tiny_folder, tmp_path, alone, write_module, capsys):
+    code = "def digits(prompt, response, answer):\n    return {}\n"
+    write_module("own_reward", code.format(1))
+    config = make_quick_config(tiny_folder, tmp_path, reward=Reward(parts="own_reward:digits=1"))
+    for value, warned in (1, False), (1, False), (2, True):
+        write_module("own_reward", code.format(value))
+        with open_run(config) as run:
+            run.keep()
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("own_reward:digits has changed since" in shown) is warned
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_ends_once(tiny_folder, tmp_path, alone):
+    """Its checkpoint has metrics still to be written; the summary says that they were."""
+    config = make_quick_config(tiny_folder, tmp_path, log=Log(0, tensorboard=False, report=False))
+    with open_run(config) as run:
+        run.state.step, run.state.unwritten = config.total_steps, {"reward": 0.0}
+        run.keep()
+    assert finished(config) is None
+    for text in "{", "[]", '{"steps": 1}':
+        (tmp_path / "summary.json").write_text(text)
+        assert finished(config) is None
+    scores = {"heldout_accuracy_before": None, "heldout_accuracy_after": None}
+    summary = {"steps": config.total_steps} | scores
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert finished(config) == summary
+
+
+def test_a_run_that_can_t_save_its_end_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    def fail(config):
+        raise NotSaved("step 3: No space left on device")
+
+    monkeypatch.setattr("dapo_jax.run.train", fail)
+    run_dir = f"--config.run_dir={tmp_path}"
+    monkeypatch.setattr("sys.argv", ["main", f"--config={ROOT}/configs/arithmetic.py", run_dir])
+    assert train.main() == UNSAVED == 74
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step 3: No space left on device. Those before it are whole" in line

@@ -1,0 +1,323 @@
+"""Learning from a user's own examples and from offline pairs: gradients, runs, settings."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from safetensors.numpy import load_file
+from several import Several
+from test_output_folder import KINDS, snapshot
+from test_problem_files import write_lines
+from test_update import assert_close, logprobs_alone
+
+from dapo_jax import algorithms
+from dapo_jax.commands import command_line, dpo, sft
+from dapo_jax.config.experiment import (
+    Compute,
+    DpoConfig,
+    Mesh,
+    Optimizer,
+    OwnData,
+    Packing,
+    SftConfig,
+)
+from dapo_jax.data.supervised_rows import Example, Turns
+from dapo_jax.learner.packing import pack
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.run.supervised import common as offline
+from dapo_jax.run.supervised import dpo as preferences
+from dapo_jax.run.supervised import sft as supervised
+from dapo_jax.run.supervised.sft import imitation_batch, make_base
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import to_host
+from dapo_jax.runtime.storage.output_folder import replace
+
+ROW_TOKENS = 20
+RNG = np.random.default_rng(5)
+
+
+def draw(size: int) -> np.ndarray:
+    return RNG.integers(2, 32, size).astype(np.int32)
+
+
+def make_examples() -> list[Example]:
+    """Of one answer, of several with turns between them, and one in two parts."""
+    parts = []
+    for sizes in ((3, 5), (1, 1), (4, 12), (2, 9)):
+        trained = RNG.random(sizes[1]) < 0.6
+        trained[-1] = True
+        parts.append(Turns(draw(sizes[0]), draw(sizes[1]), trained))
+    return [Example("a", (parts[0],)), Example("b", (parts[1],)), Example("c", tuple(parts[2:]))]
+
+
+def make_pairs() -> list[Example]:
+    pairs = []
+    for size, chosen, rejected in ((3, 5, 2), (1, 1, 9), (6, 7, 7)):
+        prompt = draw(size)
+        pairs.append(Example("", tuple(Turns.of(prompt, draw(n)) for n in (chosen, rejected))))
+    return pairs
+
+
+def alone(params, turns: Turns):
+    """Log-probs of the response's tokens, in a row of its own."""
+    row = np.zeros(ROW_TOKENS, np.int32)
+    length = len(turns.prompt) + len(turns.response)
+    row[:length] = np.concatenate([turns.prompt, turns.response])
+    return logprobs_alone(params, row, length)[len(turns.prompt) : length]
+
+
+def open_learner(algorithm, mesh):
+    return policy_learner(algorithm, Compute(), Optimizer(), TINY, mesh)
+
+
+def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
+    examples = make_examples()
+    turns = [one for example in examples for one in example.turns]
+    segments = offline.own_segments(examples)
+    batch, used = imitation_batch(segments, Packing(ROW_TOKENS, 2), ROW_TOKENS)
+
+    def loss(params):
+        total = sum((alone(params, one) * one.trained).sum() for one in turns)
+        return -total / sum(one.trained.sum() for one in turns)
+
+    learner = open_learner(algorithms.sft(), one_device)
+    gradient = learner.gradient(jax.device_put(tiny_params, learner.shardings.params), batch, used)
+    assert_close(gradient, jax.grad(loss)(tiny_params), 1e-5)
+
+
+def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
+    pairs, beta = make_pairs(), 0.7
+    algorithm = preferences.algorithm_of(DpoConfig(beta=beta))
+    other = jax.tree.map(
+        lambda leaf: leaf + 0.05 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), tiny_params
+    )
+
+    def loss(params):
+        def gain(turns):
+            return alone(params, turns).sum() - alone(other, turns).sum()
+
+        margins = jnp.stack([gain(chosen) - gain(rejected) for _, (chosen, rejected) in pairs])
+        return -jax.nn.log_sigmoid(beta * margins).mean()
+
+    learner = open_learner(algorithm, one_device)
+    placed = jax.device_put(tiny_params, learner.shardings.params)
+    segments = preferences.pair_segments(pairs)
+    rollouts, used = pack(segments, ROW_TOKENS, 2)
+    policy = to_host(learner.score(placed, rollouts, used))
+    reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
+    feedback = preferences.weigh(rollouts, policy, reference)
+    batch = preferences.preference_batch(algorithm, segments, rollouts, feedback)
+    expected = jax.grad(loss)(tiny_params)
+    assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
+
+
+SUMS = [(a, b) for a in range(8) for b in range(8)]
+
+
+def settings(path: pathlib.Path, rows: list[dict], folder, **changes) -> dict:
+    """Of a run of seconds on one device."""
+    return {
+        "out": str(path / "out"),
+        "start": str(folder),
+        "data": OwnData(write_lines(path / "own.jsonl", rows), heldout_examples=8, passes=4.0),
+        "optimizer": Optimizer(learning_rate=3e-3, warmup_steps=2),
+        "packing": Packing(row_tokens=32, rows_per_microbatch=16),
+        "mesh": Mesh(1, 1, 1),
+    } | changes
+
+
+def read_metrics(out) -> list[dict]:
+    return [json.loads(line) for line in (pathlib.Path(out) / "metrics.jsonl").open()]
+
+
+def answer(a: int, b: int, wrong: int = 0) -> str:
+    return f"{a}+{b}={(a + b + wrong) % 10}#### {(a + b + wrong) % 10}"
+
+
+def example_rows() -> list[dict]:
+    return [{"prompt": f"{a}+{b}=", "response": answer(a, b)} for a, b in SUMS]
+
+
+def pair_rows() -> list[dict]:
+    return [
+        {"prompt": f"{a}+{b}=", "chosen": answer(a, b), "rejected": answer(a, b, wrong=1)}
+        for a, b in SUMS
+    ]
+
+
+def test_a_policy_learns_its_users_examples_and_goes_on_from_there(
+    tiny_folder, request, tmp_path, capsys
+):
+    request.getfixturevalue("alone")
+    config = SftConfig(**settings(tmp_path, example_rows(), tiny_folder, examples_per_step=28))
+    make_base(config)
+    told = capsys.readouterr().out
+    assert "own.jsonl: 56 examples of 64 rows" in told and "Held out: 8" in told
+    rows = read_metrics(config.out)
+    assert [row["step"] for row in rows] == list(range(9))  # 4 passes of 2 steps
+    assert rows[-1]["heldout_nll"] < 0.8 * rows[0]["heldout_nll"]
+    assert rows[-1]["policy_nll"] < 0.8 * rows[1]["policy_nll"]
+    assert (tmp_path / "out/tokenizer.json").exists()
+    config.start, config.total_steps = config.out, 1
+    make_base(config)
+    assert read_metrics(config.out)[0]["heldout_nll"] == pytest.approx(rows[-1]["heldout_nll"])
+
+
+def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, request, tmp_path, capsys):
+    request.getfixturevalue("alone")
+    config = DpoConfig(**settings(tmp_path, pair_rows(), tiny_folder, pairs_per_step=28))
+    config.data.passes = 8.0
+    preferences.prefer(config)
+    told = capsys.readouterr().out
+    assert "held-out accuracy 0.500 -> " in told and "held-out loss 0.693 -> " in told
+    rows = read_metrics(config.out)
+    for name in ("", "heldout_"):
+        assert rows[0][f"{name}preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
+        assert rows[0][f"{name}preference_accuracy"] == 0.5
+    assert rows[-1]["heldout_preference_loss"] < 0.6
+    assert rows[-1]["heldout_preference_accuracy"] >= 0.75
+    # With the result as policy and the start as reference, the margins are those of the end.
+    config.start, config.reference = config.out, str(tiny_folder)
+    config.total_steps, config.optimizer.learning_rate = 1, 1e-12
+    config.out = str(tmp_path / "again")
+    preferences.prefer(config)
+    again = read_metrics(config.out)[0]
+    for name in ("heldout_preference_loss", "heldout_preference_accuracy"):
+        assert again[name] == pytest.approx(rows[-1][name], abs=1e-5)
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
+    command, tiny_folder, alone, tmp_path, monkeypatch, capfd
+):
+    module, room = (sft, supervised) if command == "sft" else (dpo, preferences)
+    with replace("out", str(tmp_path / "out"), KINDS[command], offline.WRITTEN) as folder:
+        (folder / "config.json").write_text("the earlier one")
+    rows = example_rows() if command == "sft" else pair_rows()
+    source = write_lines(tmp_path / "own.jsonl", rows)
+    before, starting_point = snapshot(tmp_path / "out"), room.starting_point
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return starting_point(*args)
+
+    monkeypatch.setattr(room, "starting_point", interrupted)
+    line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
+    monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
+    assert module.main() == 130
+    error = capfd.readouterr().err
+    assert "SIGINT: leaving at the next safe place" in error
+    assert "stopped by SIGINT: " in error and "No step is kept" in error
+    assert len(error.splitlines()) == 2
+    assert snapshot(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "own.jsonl"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+OWN, START = "data.source=own.jsonl", "start=somewhere"
+REFUSED = {  # command, overrides, and what the message names: field, value, what is allowed
+    "sft on nothing": ("sft", "seed=1", "total_steps 0 above 0"),
+    "no start": ("sft", OWN, "start '' a model folder 'own.jsonl'"),
+    "no pairs": ("dpo", START, "data.source '' a file"),
+    "no start for pairs": ("dpo", OWN, "start '' a model folder"),
+    "beta": ("dpo", f"{OWN} {START} beta=0", "beta 0.0 above 0"),
+    "steps": ("dpo", f"{OWN} {START} total_steps=-1", "total_steps -1 at least 0"),
+    "pairs": ("dpo", f"{OWN} {START} pairs_per_step=0", "pairs_per_step 0 above 0"),
+    "passes": ("sft", f"{OWN} {START} data.passes=0", "data.passes 0.0 above 0"),
+    "held out": ("sft", f"{OWN} {START} data.heldout_examples=-2", "heldout_examples -2 -1"),
+    "overlong": ("sft", f"{OWN} {START} data.overlong=shrink", "data.overlong 'shrink' drop cut"),
+    "template": ("sft", f"{OWN} {START} data.template=chatml", "data.template 'chatml' chat"),
+    "shots": ("dpo", f"{OWN} {START} data.template=few_shot", "data.template 'few_shot' another"),
+    "field": ("sft", f"{OWN} {START} data.fields=gold=a", "data.fields 'gold=a' messages response"),
+    "half a form": ("sft", f"{OWN} {START} data.fields=prompt=a", "data.fields 'prompt=a' whole"),
+    "fields of pairs": (
+        "dpo",
+        f"{OWN} {START} data.fields=prompt=a,chosen=b",
+        "data.fields 'prompt=a,chosen=b' chosen+rejected",
+    ),
+    "unshown system": (
+        "dpo",
+        f"{OWN} {START} data.fields=system=s,chosen=a,rejected=b",
+        "data.fields 'system=s,chosen=a,rejected=b' system 'none'",
+    ),
+    # what nothing reads
+    "passes by steps": ("sft", f"{OWN} {START} total_steps=9 data.passes=1", "data.passes 1.0 3.0"),
+    "system": ("dpo", f"{OWN} {START} data.system_prompt=Hi", "data.system_prompt 'Hi' 'none'"),
+    "budget": ("sft", f"{OWN} {START} max_response_tokens=9", "max_response_tokens 9 160"),
+    "terms": ("sft", f"{OWN} {START} examples.max_terms=4", "examples.max_terms 4 9 'own.jsonl'"),
+    "shape": ("sft", f"{OWN} {START} architecture.layers=9", "architecture.layers 9 3 start"),
+    "generated fields": (
+        "sft",
+        "total_steps=9 data.fields=messages=a",
+        "data.fields 'messages=a' ",
+    ),
+    "generated held out": ("sft", "total_steps=9 data.heldout_examples=4", "heldout_examples 4 -1"),
+    "generated template": ("sft", "total_steps=9 data.template=r1", "data.template 'r1' 'none'"),
+    "no such file": ("sft", f"{OWN} {START}", "data.source 'own.jsonl' file"),
+    "no such pairs": ("dpo", f"{OWN} {START}", "data.source 'own.jsonl' file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_settings_stop_at_the_door(name, capsys, tmp_path, monkeypatch):
+    command, overrides, words = REFUSED[name]
+    module = sft if command == "sft" else dpo
+    monkeypatch.chdir(tmp_path)
+    line = [f"--config.{text}" for text in overrides.split()]
+    monkeypatch.setattr(sys, "argv", [command, *line])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and len(message.splitlines()) == 1
+    field, value, *allowed = words.split()
+    assert (named := f"{field} = {value}: ") in message, message
+    assert all(word in message.split(named)[1] for word in allowed), message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [SftConfig, DpoConfig])
+def test_overrides_of_the_defaults_are_enough(kind):
+    line = [f"--config.{text}" for text in (OWN, START, "data.fields=prompt=a,chosen=b,rejected=c")]
+    line = line if kind is DpoConfig else line[:2]
+    with mock.patch.object(sys, "argv", ["x", *line]):
+        config = command_line.load(kind, "", needs_file=False)
+    assert (config.data.source, config.start) == ("own.jsonl", "somewhere")
+    assert config.total_steps == 0 and config.data.passes in (1, 3)
+
+
+def test_more_in_a_step_than_there_is_and_a_folder_without_a_model(tiny_folder, tmp_path):
+    changes = settings(tmp_path, example_rows(), tiny_folder, mesh=Mesh(1, -1, 1))
+    with pytest.raises(ConfigError, match="examples_per_step = 57: must be at most 56, all that"):
+        make_base(SftConfig(**changes, examples_per_step=57))
+    with pytest.raises(ConfigError, match="config.start = .*has no config.json"):
+        make_base(SftConfig(**changes | {"start": str(tmp_path)}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.jsonl"]
+
+
+@pytest.mark.slow
+def test_two_processes_learn_from_files_as_one_does(tiny_folder, tmp_path):
+    common = ["--config.packing.row_tokens=32", "--config.total_steps=3"]
+    common += [f"--config.start={tiny_folder}", "--config.optimizer.learning_rate=1e-3"]
+    for command, rows in (("sft", example_rows()), ("dpo", pair_rows())):
+        source = write_lines(tmp_path / f"{command}.jsonl", rows)
+        found = {}
+        for count in (1, 2):
+            out = tmp_path / f"{command}{count}"
+            line = [*common, f"--config.data.source={source}", f"--config.out={out}"]
+            devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
+            line = [sys.executable, "-m", f"dapo_jax.{command}", *line]
+            ended = Several(tmp_path / f"{command}{count}_said", line, count, **devices).wait()
+            assert [one.code for one in ended] == [0] * count, [one.err for one in ended]
+            found[count] = load_file(out / "model.safetensors"), read_metrics(out)
+        for name, array in found[1][0].items():
+            np.testing.assert_allclose(array, found[2][0][name], rtol=0, atol=1e-5)
+        assert len(found[1][1]) == len(found[2][1]) == 4

@@ -1,0 +1,83 @@
+"""Supervised training and offline pairs, stopped or killed, go on where they were."""
+
+import os
+import signal
+
+import pytest
+from test_supervised import example_rows, pair_rows, read_metrics, settings
+
+from dapo_jax.config.experiment import DpoConfig, SftConfig
+from dapo_jax.run.supervised import common, dpo, sft
+from dapo_jax.run.supervised.sft import make_base
+
+SIDES = ("whole", "stopped")
+
+
+class Killed(BaseException):
+    """Ends a run as a kill would: nothing is saved any more."""
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("end", ["signal", "kill", "while it measures"])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    end, command, tiny_folder, alone, tmp_path, monkeypatch, capfd
+):
+    kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
+    size = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
+    work, room = (make_base, sft) if command == "sft" else (dpo.prefer, dpo)
+
+    def config_in(folder, **changes):
+        folder.mkdir(exist_ok=True)
+        return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size | changes))
+
+    # Else a run as short as this one measures after every step.
+    monkeypatch.setattr(common.Journal, "is_due", lambda self, step: step in (8, self._total))
+    whole = config_in(tmp_path / "whole")
+    work(whole)
+    assert read_metrics(whole.out)[-1]["step"] > 8
+    stopped, rate = config_in(tmp_path / "stopped"), room.learning_rate
+    halfway = tmp_path / "stopped/out.halfway"
+
+    def learning_rate(settings, step, total):
+        if step == 4 and end == "kill":
+            raise Killed
+        if step == 4 and end == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step == 7 and end == "while it measures":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rate(settings, step, total)
+
+    monkeypatch.setattr(room, "learning_rate", learning_rate)
+    if end == "while it measures":
+        monkeypatch.setattr(common.Journal, "stop_if", lambda self, signals: None)
+    with pytest.raises((Killed, common.Stopped)) as raised:
+        work(stopped)
+    last = {"signal": 5, "kill": 3, "while it measures": 6}[end]
+    if end != "kill":
+        assert raised.value.step == last
+    assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
+    monkeypatch.setattr(room, "learning_rate", rate)
+    work(stopped)
+    assert not halfway.exists()
+    ours, theirs = (read_metrics(tmp_path / side / "out") for side in SIDES)
+    assert [row | {"time": 0} for row in ours] == [row | {"time": 0} for row in theirs]
+    names = ("model.safetensors", "config.json", "metrics.jsonl")
+    assert all((tmp_path / "stopped/out" / name).exists() for name in names)
+    weights = [(tmp_path / side / "out/model.safetensors").read_bytes() for side in SIDES]
+    assert weights[0] == weights[1]
+
+
+def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_path, capfd):
+    rows = example_rows()
+    config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            make_base(config)
+    assert (tmp_path / "out.halfway").is_dir()
+    config.optimizer.learning_rate *= 2
+    make_base(config)
+    assert "is of other settings or data: it begins anew" in capfd.readouterr().err
+    steps = [row["step"] for row in read_metrics(config.out)]
+    assert steps == list(range(len(steps)))
+    assert not (tmp_path / "out.halfway").exists()

@@ -1,0 +1,333 @@
+"""The whole loop on a policy made on the spot: it learns, stops, is killed, and repeats itself."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_completion, make_prompt
+from disks import Disk
+from small_runs import (
+    ROOT,
+    STEPS,
+    learn,
+    make_config,
+    make_quick_config,
+    read_rollouts,
+    read_rows,
+)
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Checkpoint, Log, Mesh, Sampler
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.same_run import check_same_run
+from dapo_jax.run.components import build
+from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.run import train
+from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.structs import Verdict
+from dapo_jax.train import RunState
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """An uninterrupted run on eight virtual devices, and its summary."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    return run_dir, train(make_config(base, run_dir))
+
+
+def final_params(base, run_dir):
+    parts = build(make_config(base, run_dir))
+    checkpoints = Checkpoints(run_dir, Checkpoint())
+    state, record = checkpoints.state(parts.learner.abstract_state), checkpoints.record()
+    parts.close()
+    checkpoints.close()
+    return jax.device_get(state), {k: record[k] for k in ("step", "position", "kept_fraction")}
+
+
+def test_a_run_leaves_what_people_look_for(finished):
+    run_dir, summary = finished
+    rows = read_rows(run_dir)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert summary["steps"] == STEPS and 0 < summary["heldout_accuracy_before"] < 1
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert all(0 < row["kept_fraction"] <= 1 and row["trained_groups"] == 8 for row in rows[1:])
+    assert all(row["gradient_norm"] > 0 and row["entropy"] > 0 for row in rows[1:])
+    assert all(abs(row["kl_sampler_trainer"]) < 1e-4 for row in rows[1:])
+    assert {"heldout_accuracy" in row for row in rows} == {True, False}
+    assert list((run_dir / "tensorboard").glob("events*"))
+    assert (run_dir / "curves.png").stat().st_size > 10_000
+    lines = read_rollouts(run_dir)["step_000001.jsonl"].splitlines()
+    line = json.loads(lines[0])
+    assert line["correct"] == (line["extracted"] == line["answer"]) and line["policy_step"] == 0
+    assert len(lines) >= 64
+    evaluated = read_rollouts(run_dir, "evaluations")
+    assert list(evaluated) == ["step_000000.jsonl", "step_000002.jsonl", "step_000004.jsonl"]
+    last = [json.loads(line) for line in evaluated["step_000004.jsonl"].splitlines()]
+    assert len(last) == 16 * 2 and last[0]["policy"] == "step 4"
+    assert np.mean([line["correct"] for line in last]) == summary["heldout_accuracy_after"]
+    assert rows[-1]["heldout_pass_at_k"] >= rows[-1]["heldout_accuracy"] > 0
+
+
+def test_one_device_and_eight_train_alike(base, finished, tmp_path):
+    """The same job on one device: same responses in the first step, nearly the same gradient."""
+    config = make_config(base, tmp_path, mesh=Mesh(1, 1, 1), total_steps=1)
+    devices = jax.devices
+    jax.devices = lambda *a: devices(*a)[:1]
+    try:
+        train(config)
+    finally:
+        jax.devices = devices
+    one, eight = read_rows(tmp_path)[1], read_rows(finished[0])[1]
+    assert one["response_tokens_mean"] == eight["response_tokens_mean"]
+    assert one["accuracy"] == eight["accuracy"]
+    np.testing.assert_allclose(one["gradient_norm"], eight["gradient_norm"], rtol=1e-3)
+
+
+# Patches run inside the child: a process that kills itself at a chosen place.
+KILL_AFTER_STEP = """
+from dapo_jax.reporting import console as progress
+show = progress.Progress.step
+def step(self, number, *rest):
+    show(self, number, *rest)
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+progress.Progress.step = step
+"""
+KILL_DURING_SAVE = """
+from dapo_jax.run.checkpointing import checkpoints
+save = checkpoints.Checkpoints.save
+def save_and_die(self, step, *rest):
+    save(self, step, *rest)
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.Checkpoints.save = save_and_die
+"""
+TERM_IN_STEP = """
+from dapo_jax.rollout import dynamic_sampling as filtering
+burst = filtering._Collection.read_verdicts
+bursts = 0
+def read(self, judge):
+    global bursts
+    bursts += 1
+    if bursts == 9:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return burst(self, judge)
+filtering._Collection.read_verdicts = read
+"""
+
+
+def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
+    code = (
+        "import os, signal, sys\n"
+        "import conftest\n"
+        f"{patch}\n"
+        "from small_runs import make_config\n"
+        "from dapo_jax.run.run import train\n"
+        f"train(make_config({str(base)!r}, {str(run_dir)!r}))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("patch", "resumed_after"), [(KILL_AFTER_STEP, 2), (KILL_DURING_SAVE, 1)], ids=["step", "save"]
+)
+def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path):
+    killed = run_child(base, tmp_path, patch)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run_child(base, tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"after step {resumed_after}" in resumed.stdout.replace("\n", " ")
+    assert read_rows(tmp_path) == read_rows(finished[0])
+    for folder in "rollouts", "evaluations":
+        assert read_rollouts(tmp_path, folder) == read_rollouts(finished[0], folder)
+    (state, record), (expected, expected_record) = (
+        final_params(base, run_dir) for run_dir in (tmp_path, finished[0])
+    )
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(
+    base, finished, tmp_path, capsys
+):
+    """One bit of the newest is flipped: its step is done again, and all is as it was."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    files = (run_dir / f"checkpoints/{STEPS}/state").rglob("*")
+    path = max(filter(pathlib.Path.is_file, files), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    train(make_config(base, run_dir))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"checkpoints/{STEPS} is damaged" in shown and f"after step {STEPS - 1}" in shown
+    assert read_rows(run_dir) == read_rows(finished[0])
+    for folder in "rollouts", "evaluations":
+        assert read_rollouts(run_dir, folder) == read_rollouts(finished[0], folder)
+    (state, record), (expected, expected_record) = (
+        final_params(base, one) for one in (run_dir, finished[0])
+    )
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+
+
+def test_a_run_goes_on_while_its_disk_is_full(base, tmp_path, alone, capfd):
+    disk = Disk(tmp_path / "disk", "size=9m")
+    config = make_quick_config(base, disk.folder / "run", total_steps=5, log=Log(0))
+    config.checkpoint.every_steps = 1
+
+    def on_step(step, _):
+        if step == 1:
+            disk.fill()
+        elif step == 3:
+            disk.free()
+
+    try:
+        summary = train(config, on_step)
+        run_dir = disk.folder / "run"
+        assert summary and summary["steps"] == 5
+        assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
+        with Checkpoints(run_dir) as checkpoints:
+            assert checkpoints.latest_step() == 5
+        shown = capfd.readouterr()
+        warnings = [line for line in shown.out.splitlines() if "could not be written" in line]
+        assert "Traceback" not in shown.err + shown.out
+        assert any("the checkpoint could not be written" in line for line in warnings)
+        assert len(warnings) <= 4  # of the checkpoint, rows, events and rollouts, once each
+    finally:
+        disk.close()
+
+
+TERM_GROUP_IN_EVALUATION = """
+from dapo_jax.rollout.scheduler import RolloutSampler
+os.setpgrp()
+submit, sent = RolloutSampler.submit_each, []
+def submit_and_stop(self, prompt, samples):
+    submit(self, prompt, samples)
+    evaluating = self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
+    if evaluating and not sent:
+        sent.append(True)
+        os.killpg(0, signal.SIGTERM)
+RolloutSampler.submit_each = submit_and_stop
+"""
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [TERM_IN_STEP, pytest.param(TERM_GROUP_IN_EVALUATION, marks=pytest.mark.slow)],
+    ids=["step", "eval"],
+)
+def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
+    stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped by SIGTERM" in stopped.stdout and "The same command goes on" in stopped.stdout
+    done = len(read_rows(tmp_path)) - 1
+    assert done < STEPS
+    killed = run_child(base, tmp_path, KILL_AFTER_STEP)  # before the next checkpoint is complete
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    train(make_config(base, tmp_path))
+    assert read_rows(tmp_path) == read_rows(finished[0])
+
+
+def test_a_run_does_not_go_on_with_other_settings(base, finished):
+    config = make_config(base, finished[0], seed=1)
+    config.algorithm.clip_high = 0.4
+    with pytest.raises(ConfigError, match="(?s)seed = 1, .* made with 0.*clip_high = 0.4"):
+        train(config)
+    settings = {name: value for name, _, value in leaves(make_config(base, "elsewhere"))}
+    check_same_run(settings | {"mesh.data": 1, "total_steps": 99, "log.rollouts": False}, settings)
+    with pytest.raises(ConfigError, match="total_steps = 99"):
+        linear = settings | {"optimizer.schedule": "linear"}
+        check_same_run(linear | {"total_steps": 99}, linear)
+    with pytest.raises(ConfigError, match="total_steps = 99"):
+        critics = settings | {"algorithm.critic": True, "critic.optimizer.schedule": "cosine"}
+        check_same_run(critics | {"total_steps": 99}, critics)
+
+
+def test_evaluate_reads_the_newest_checkpoint_or_the_folder(base, finished, tmp_path):
+    run_dir, summary = finished
+    after = evaluate(make_config(base, run_dir))
+    assert after["heldout_accuracy"] == summary["heldout_accuracy_after"]
+    before = evaluate(make_config(base, tmp_path), from_folder=True)
+    assert before["heldout_accuracy"] == summary["heldout_accuracy_before"]
+    assert evaluate(make_config(base, run_dir), from_folder=True) == before
+
+
+def make_group(config, truncated, length=4):
+    done = tuple(
+        make_completion([5] * (length + i if length else 0), truncated=truncated) for i in range(8)
+    )
+    verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(8))
+    return reward_group(config, make_prompt(0, [3, 4]), done, verdicts)
+
+
+def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
+    algorithm = algorithms.dapo()
+    algorithm.overlong_filtering = True
+    config = make_config(base, tmp_path, algorithm=algorithm)
+    parts = build(config)
+    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
+    before = jax.device_get(run.train)
+    cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
+    run, values = learn(parts, run, cut)
+    assert values["empty_updates"] == 2 and "loss" not in values
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.train), before)
+    run, values = learn(parts, run, whole)
+    assert values["empty_updates"] == 0 and int(run.train.update_count) == 2
+    empty = [make_group(config, True, length=0)] * 8
+    assert not any(group.correct.any() for group in empty)
+    _, values = learn(parts, run, empty)
+    assert values["empty_updates"] == 2 and all(np.isfinite(list(values.values())))
+    parts.close()
+
+
+def test_an_all_truncated_run_warns_and_takes_no_step(base, tmp_path, capsys):
+    """No response can end within two tokens: everything is cut off, wrong and filtered."""
+    algorithm = algorithms.grpo()
+    algorithm.overlong_filtering = True
+    sampler = Sampler(slots=32, burst_tokens=2, max_response_tokens=2)
+    config = make_config(base, tmp_path, algorithm=algorithm, sampler=sampler, total_steps=1)
+    train(config)
+    row = read_rows(tmp_path)[1]
+    assert row["empty_updates"] == 2 and row["truncated_fraction"] == 1 and "loss" not in row
+    assert "2 updates had no trained token" in capsys.readouterr().out
+
+
+def test_a_starved_run_warns_and_goes_on(base, tmp_path, capsys):
+    """No response can end within two tokens, so every answer is wrong."""
+    config = make_config(
+        base,
+        tmp_path,
+        sampler=Sampler(slots=32, burst_tokens=2, max_response_tokens=2),
+        total_steps=1,
+    )
+    config.rollout.max_sample_rounds = 2
+    train(config)
+    row = read_rows(tmp_path)[1]
+    shown = capsys.readouterr().out
+    assert "only 0 groups carried signal" in shown and "no answer was found in 100%" in shown
+    assert row["all_wrong_fraction"] == 1 and row["trained_groups"] == 0
+    assert row["truncated_fraction"] == 1 and row["answer_not_found_rate"] == 1
+
+
+def test_main_reports_a_missing_model_in_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "dapo_jax", "train", "--config=configs/arithmetic.py"]
+        + [f"--config.model.folder={tmp_path}", f"--config.run_dir={tmp_path}/run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+    assert done.returncode == 2 and "has no config.json" in done.stderr
+    assert "Traceback" not in done.stderr

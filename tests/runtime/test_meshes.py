@@ -1,0 +1,126 @@
+"""The same devices used differently while training and while decoding, and what goes between."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from flax.traverse_util import flatten_dict
+
+from dapo_jax.commands.serve.engine import ServedEngine
+from dapo_jax.config.experiment import Mesh, Sampler
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.model import decoder
+from dapo_jax.model.decoder import abstract_params
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.run.compute import check_divisible, open_mesh
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import make_mesh
+
+PROMPT = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
+
+
+def make_engine(mesh, config=TINY, load_layers=0, kind=PolicyEngine) -> PolicyEngine:
+    return kind(
+        config,
+        mesh,
+        slots=4,
+        burst_tokens=12,
+        max_prompt_tokens=8,
+        max_response_tokens=12,
+        first_window_tokens=20,
+        insert_width=1,
+        tokenizer=arithmetic_tokenizer(),
+        settings=Sampler(load_layers=load_layers),
+    )
+
+
+def place(params, config, mesh):
+    return jax.device_put(params, sharding.tree_shardings(mesh, abstract_params(config)))
+
+
+def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params):
+    mesh = make_mesh(1, 4, 1, decode_tensor=2)
+    training = place(tiny_params, TINY, mesh)
+    query = training["layers"]["query"]["kernel"]  # [L, D, H, E]
+    assert query.addressable_shards[0].data.shape == (2, 32 // 8, 4, 8)
+    loaded = make_engine(mesh).load_params(training)
+    query = loaded["layers"][0]["query"]["kernel"]
+    assert query.addressable_shards[0].data.shape == (32, 4 // 2, 8)
+    assert loaded["embedding"].addressable_shards[0].data.shape == (32 // 2, 32)
+
+
+@pytest.mark.parametrize("kind", [PolicyEngine, ServedEngine])
+def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device, kind):
+    found = []
+    for mesh in (one_device, make_mesh(1, 4, 1, decode_tensor=2), make_mesh(2, 2, 2)):
+        engine = make_engine(mesh, load_layers=0 if mesh is one_device else 1, kind=kind)
+        params = engine.load_params(place(tiny_params, TINY, mesh))
+        prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
+        state = engine.insert(prefix, engine.init_decode_state(), 2)
+        state, _ = engine.generate(params, state)
+        found.append(engine.harvest(state, [2])[0][0].tolist())
+    assert found[0] == found[1] == found[2] and len(set(found[0])) > 1
+
+
+@pytest.mark.parametrize("load_layers", [1, 2, 3, 5])
+def test_loading_by_layers_gives_what_loading_at_once_gives(load_layers):
+    config = dataclasses.replace(TINY, layers=5, frozen_layers=1, tie_embeddings=False)
+    mesh = make_mesh(1, 2, 2, decode_tensor=1, devices=jax.devices()[:4])
+    params = sharding.unbox(decoder.init_params(config, jax.random.key(0)))
+    params = place(params, config, mesh)
+    at_once = make_engine(mesh, config).load_params(params)
+    by_layers = make_engine(mesh, config, load_layers).load_params(params)
+    jax.tree.map(np.testing.assert_array_equal, by_layers, at_once)
+    same = jax.tree.map(
+        lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), by_layers, at_once
+    )
+    assert all(jax.tree.leaves(same))
+
+
+def test_loading_by_layers_compiles_twice_at_most_for_a_stack(one_device):
+    config = dataclasses.replace(TINY, layers=7)
+    params = sharding.unbox(decoder.init_params(config, jax.random.key(0)))
+    engine = make_engine(one_device, config, load_layers=3)
+    engine.load_params(params)
+    stacks = {path.partition("/")[0] for path in flatten_dict(params, sep="/")}
+    assert stacks == {"embedding", "final_norm", "layers"}
+    assert engine._load._some.cache_info().currsize == 2 + 2  # 3 and 1 layers; the two others
+
+
+def test_the_door_refuses_a_mesh_that_only_training_or_decoding_fits():
+    with pytest.raises(ConfigError, match="rows_per_microbatch = 4.*decode_tensor = 8"):
+        open_mesh(Mesh(decode_tensor=4), rows_per_microbatch=4)
+    mesh = open_mesh(Mesh(decode_tensor=4), rows_per_microbatch=8)
+    with pytest.raises(ConfigError, match="4 shards divide the model's kv_heads = 2"):
+        check_divisible(TINY, mesh)
+
+
+def test_a_name_that_does_not_divide_is_left_out():
+    mesh = make_mesh(1, 4, 2)
+    with sharding.activate(mesh):
+        even, odd = (
+            jax.jit(lambda x: sharding.constrain(x, "batch", "length"))(np.ones((4, length)))
+            for length in (6, 7)
+        )
+    assert even.addressable_shards[0].data.shape == (1, 3)
+    assert odd.addressable_shards[0].data.shape == (1, 7)
+
+
+@pytest.mark.parametrize(("devices", "waits"), [(1, 0), (2, 3)])
+def test_few_prefills_and_inserts_are_under_way_on_devices_of_a_cpu(
+    devices, waits, tiny_params, monkeypatch
+):
+    """With many, XLA's client has no thread left for those that others wait for."""
+    mesh = make_mesh(1, devices, 1, devices=jax.devices()[:devices])
+    engine, waited = make_engine(mesh), []
+    params = engine.load_params(place(tiny_params, TINY, mesh))
+    state = engine.init_decode_state()
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda made: waited.append(made) or wait(made))
+    for _ in range(6):
+        prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
+        state = engine.insert(prefix, state, slot=0)
+    assert len(waited) == waits

@@ -1,0 +1,199 @@
+"""Numbers that are not finite: refused at the door, never saved, never exported, and named."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from safetensors.numpy import load_file, save_file
+from small_runs import make_quick_config, open_run, read_rows
+from test_update import make_batch, make_learner, place
+
+from dapo_jax.commands import command_line
+from dapo_jax.commands.replay import replay
+from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, SftConfig
+from dapo_jax.config.files import read_config
+from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.run.checkpointing import checkpoints
+from dapo_jax.run.checkpointing.checkpoints import saved_steps
+from dapo_jax.run.run import train
+from dapo_jax.run.supervised.common import Journal
+from dapo_jax.run.supervised.resume import Halfway
+from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Mean
+
+
+def test_arrays_are_named_with_how_much_of_them_is_not_finite():
+    tree = {"a": {"b": jnp.array([1.0, jnp.nan, -jnp.inf])}, "c": jnp.arange(3)}
+    assert describe(tree) == "a/b (2 of 3)"
+    assert describe({"c": jnp.ones(2)}) == ""
+
+
+def spoil(folder, name: str, value: float) -> None:
+    """One number of a tensor in a model folder."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].flat[5] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_model_folder_with_a_number_that_is_not_finite_is_refused(
+    value, tiny_folder, one_device, tmp_path
+):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    spoil(tmp_path, "model.layers.1.mlp.up_proj.weight", value)
+    with pytest.raises(ConfigError, match=r"model.folder = .*not finite: layers/up/kernel \(1 of"):
+        load_huggingface.load_params(tmp_path, TINY, one_device)
+
+
+def test_a_folder_that_would_hold_such_numbers_is_not_written(tiny_params, tmp_path):
+    params = tiny_params | {"embedding": tiny_params["embedding"] * 1e6}
+    leaves = save_huggingface.flatten(params)
+    with pytest.raises(NotFinite, match="embed_tokens.*not finite as float16"):
+        save_huggingface.save_weights(tmp_path, leaves, TINY, "float16")
+
+
+def spoil_moment(state):
+    adam = state.opt_state[1]
+    scale = adam.nu["final_norm"]["scale"].at[0].set(jnp.nan)
+    adam = adam._replace(nu=adam.nu | {"final_norm": {"scale": scale}})
+    return state.replace(opt_state=(state.opt_state[0], adam, state.opt_state[2]))
+
+
+@pytest.mark.parametrize("reason", ["gradient", "moments", "parameters"])
+def test_an_update_that_would_not_be_finite_changes_nothing_and_says_why(
+    reason, tiny_params, one_device
+):
+    learner = make_learner(one_device)
+    batch, used = make_batch()
+    state = learner.start(place(tiny_params, learner))
+    if reason == "gradient":
+        batch = dataclasses.replace(batch, advantages=batch.advantages * np.float32(np.nan))
+    if reason == "moments":
+        state = spoil_moment(state)
+    before = jax.device_get(state)
+    rate = 1e30 if reason == "parameters" else 1e-3
+    state, metrics = learner.update(state, batch, used, rate)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    said = {name for name, mean in metrics.items() if name.startswith("skipped_") and mean.value()}
+    assert said == {"skipped_updates", f"skipped_for_{reason}"}
+
+
+def test_only_steps_without_any_update_count_and_only_in_a_row():
+    count, shares = {}, [1.0, 0.5, 1.0, None, 1.0]
+    found = []
+    for share in shares:
+        count = count_skipped(count, {} if share is None else {"skipped_updates": share})
+        found.append(count[""])
+    assert found == [1, 0, 1, 1, 2] and count["value_"] == 0
+
+
+HEAVY = """
+import numpy as np
+def heavy(group, sample):
+    spoilt = sample == 1 and group.completions[0].policy_step >= 1
+    weights = np.ones(len(group.completions[sample]))
+    weights[-1] = 1e30 if spoilt else 1.0
+    return weights
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(base, tmp_path_factory):
+    """A run whose first step is good and whose others only overflow; what it said, and raised."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    (folder / "heavy_module.py").write_text(HEAVY)
+    config = make_quick_config(
+        base,
+        folder / "run",
+        updates=1,
+        total_steps=9,
+        checkpoint=Checkpoint(every_steps=1, keep=2),
+        optimizer=Optimizer(learning_rate=1e-3, warmup_steps=2, max_skipped_steps=2),
+        log=Log(0, tensorboard=False, report=False),
+    )
+    config.algorithm.token_weights = "heavy_module:heavy"
+    devices, said = jax.devices, io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.syspath_prepend(folder)
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
+        with pytest.raises(NotFinite) as raised:
+            train(config)
+    return pathlib.Path(config.run_dir), said.getvalue().replace("\n", " "), str(raised.value)
+
+
+def test_a_run_that_only_skips_stops_and_keeps_the_checkpoints_from_before(stopped):
+    run_dir, said, error = stopped
+    assert "2 steps in a row took no update: the gradient was not finite" in error
+    assert "optimizer.max_skipped_steps = 2" in error
+    assert [row["skipped_updates"] for row in read_rows(run_dir)] == [0, 1, 1]
+    assert "step 2: an update was skipped: the gradient was not finite" in said
+    assert saved_steps(run_dir) == [1]
+
+
+def test_a_skipped_batch_is_replayed_and_its_tokens_are_named(stopped, alone, capsys):
+    run_dir, said, _ = stopped
+    folder = run_dir / "skipped/step_000002_policy"
+    assert f"dapo-jax replay {folder}" in said
+    assert sorted(path.name for path in folder.parent.iterdir()) == [
+        "step_000002_policy",
+        "step_000003_policy",
+    ]
+    assert not replay(folder)
+    shown = capsys.readouterr().out
+    assert "policy's update of step 2" in shown and f"{run_dir} step 1" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("microbatch")]
+    record = json.loads((folder / "record.json").read_text())
+    prompts = {prompt for prompt, sample in record["responses"] if sample == 1}
+    found = {tuple(line.partition("response ")[2].partition(")")[0].split()) for line in lines}
+    assert found == {("1", "to", "prompt", prompt) for prompt in prompts}
+    assert len(lines) == len(prompts)  # of each response the last token alone
+
+
+def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
+    stopped, alone, tmp_path, monkeypatch
+):
+    config = read_config(Config, str(stopped[0]))
+    config.run_dir = str(tmp_path / "run")
+    config.algorithm.token_weights = ""
+    with open_run(config) as run:
+        run.state.train = spoil_moment(run.state.train)
+        moment = "optimizer moments of the policy are not finite: nu/final_norm/scale"
+        with pytest.raises(NotFinite, match=f"step 0 is not saved: {moment}"):
+            run.save()
+        run.state.step = 3
+        with monkeypatch.context() as patch:  # as from elsewhere
+            patch.setattr(checkpoints, "check_state", lambda *_: None)
+            run.save()
+        run.checkpoints.wait()
+        with checkpoints.Checkpoints(config.run_dir) as saved:
+            with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
+                saved.state(run.parts.learner.abstract_state)
+
+
+def test_a_supervised_run_that_only_skips_stops(tmp_path):
+    taken = {name: Mean(1.0, 1.0) for name in ("skipped_updates", "skipped_for_gradient")}
+    config = SftConfig(out=str(tmp_path / "out"))
+    with Halfway(config, {}) as half:
+        journal = Journal(half, 9, max_skipped_steps=2)
+        for step in range(1, 3):
+            journal.add(step, {}, taken)
+        with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):
+            journal.add(3, {}, taken)
+
+
+def test_a_command_exits_4(capsys):
+    def fail():
+        raise NotFinite("the parameters are not finite")
+
+    assert command_line.guarded(fail) == 4
+    assert capsys.readouterr().err == "error: the parameters are not finite\n"

@@ -1,0 +1,312 @@
+"""Commands write only into folders that are new, empty or their own, one process at a time."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import test_export
+
+from dapo_jax.commands import dpo, export, sft, train
+from dapo_jax.commands.evaluate import main as evaluate_main
+from dapo_jax.config.experiment import Config, Evaluation
+from dapo_jax.run.evaluation.evaluate import claim_folder
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.output_folder import claim, replace
+from dapo_jax.runtime.storage.ownership import (
+    EVALUATION,
+    EXPORTED,
+    LOCK,
+    MARK,
+    PREFERRING,
+    RUN,
+    TRAINED,
+    check_free,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+RL = f"--config={ROOT}/configs/arithmetic.py"
+# What each command is called with, the folder to write last.
+COMMANDS = {
+    "sft": (sft.main, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
+    "dpo": (
+        dpo.main,
+        ["--config.start=nowhere", f"--config.data.source={ROOT}/tests/verifier_cases.jsonl"],
+        "--config.out=",
+    ),
+    "main": (train.main, [RL], "--config.run_dir="),
+    "evaluate": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--out="),
+    "evaluate_below": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--config.run_dir="),
+    "export": (export.main, ["--run=RUN"], "--out="),
+}
+KINDS = {
+    "sft": TRAINED,
+    "dpo": PREFERRING,
+    "main": RUN,
+    "evaluate": EVALUATION,
+    "evaluate_below": RUN,
+    "export": EXPORTED,
+}
+saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
+each_command = pytest.mark.parametrize("command", COMMANDS)
+
+
+def snapshot(folder: pathlib.Path) -> dict[str, tuple]:
+    """Names, modes, times and bytes of everything below."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        found[str(path)] = status.st_mode, status.st_mtime_ns, status.st_size, content
+    return found
+
+
+def call(command: str, folder, run_dir: str = "nowhere") -> int:
+    function, arguments, flag = COMMANDS[command]
+    line = [argument.replace("RUN", run_dir) for argument in arguments]
+    with mock.patch.object(sys, "argv", [command, *line, f"{flag}{folder}"]):
+        try:
+            return function()
+        except SystemExit as stopped:
+            return stopped.code
+
+
+def make_somebodys(path):
+    (path / "chapters").mkdir(parents=True)
+    (path / "thesis.tex").write_text("years of work")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def make_file(path):
+    path.write_text("a file")
+    return path
+
+
+def make_other(path, kind):
+    path.mkdir()
+    (path / MARK).write_text(json.dumps({"kind": kind, "files": {}}))
+    return path
+
+
+def make_link(path):
+    path.symlink_to(make_somebodys(path.with_name("target")))
+    return path
+
+
+def make_broken(path):
+    make_other(path, RUN)
+    (path / MARK).write_text('{"kind": "ru')
+    return path
+
+
+BAD = {
+    "somebodys": (make_somebodys, "holds 'chapters' and no mark of ours"),
+    "file": (make_file, "is a file"),
+    "below_a_file": (lambda path: make_file(path) / "run", "is a file"),
+    "linked": (make_link, "target' holds 'chapters'"),
+    "of_another_kind": (lambda path: make_other(path, None), "is marked as that of"),
+    "broken_mark": (make_broken, "can't be read"),
+}
+
+
+@each_command
+@pytest.mark.parametrize("bad", BAD)
+def test_a_folder_that_is_not_its_own_is_refused_untouched(bad, command, tmp_path, capsys):
+    make, words = BAD[bad]
+    folder = make(tmp_path / "mine")
+    if bad == "of_another_kind":
+        other = TRAINED if KINDS[command] != TRAINED else EXPORTED
+        (folder / MARK).write_text(json.dumps({"kind": other}))
+    before = snapshot(tmp_path)
+    assert call(command, folder) == 2
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1 and words in message, message
+    flag = COMMANDS[command][2].removeprefix("--").removeprefix("config.").rstrip("=")
+    setting = "evaluation.out" if command == "evaluate" else flag
+    assert message.startswith(f"error: config.{setting} = {str(folder)!r}: must be a new or empty")
+    assert snapshot(tmp_path) == before
+
+
+REAL = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+finally:
+    heavy = {"tensorflow", "dapo_jax.run.components"} & set(sys.modules)
+    print(heavy or "nothing was opened")
+"""
+
+
+@pytest.mark.parametrize("command", ["sft", "main", "evaluate", "export"])
+def test_the_real_command_refuses_before_any_work(command, tmp_path):
+    make_somebodys(tmp_path / "mine")
+    before = snapshot(tmp_path)
+    _, arguments, flag = COMMANDS[command]
+    line = [sys.executable, "-c", REAL, f"dapo_jax.{command}", *arguments, f"{flag}{tmp_path}/mine"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "nothing was opened\n"
+    assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", ["sft", "main", "evaluate_below", "export"])
+def test_an_empty_name_is_no_folder(command, capsys):
+    assert call(command, "") == 2
+    message = capsys.readouterr().err
+    assert " = '': must be " in message and len(message.splitlines()) == 1
+
+
+@each_command
+def test_a_place_where_nothing_can_be_made_is_one_line(command, saved_run, tmp_path, capsys):
+    """Root may write a read-only folder, but nobody can make one in /proc."""
+    parent = pathlib.Path("/proc")
+    if os.geteuid():
+        parent = tmp_path / "read_only"
+        parent.mkdir(mode=0o555)
+    assert call(command, parent / "new", run_dir=saved_run[0]) == 2
+    message = capsys.readouterr().err
+    assert "can't be written" in message and len(message.splitlines()) == 1, message
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "circle"])
+def test_a_name_that_no_folder_can_have_is_refused(name, tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(ConfigError, match="config.run_dir = .*must be a new or empty folder"):
+        with claim("run_dir", f"{tmp_path}/{name}", RUN):
+            pass
+
+
+def test_neither_home_nor_the_folder_one_is_in_is_taken_however_empty(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in (".", "../here", tmp_path / "home"):
+        with pytest.raises(ConfigError, match="is your home or the folder that you are in"):
+            check_free("run_dir", folder, RUN)
+    (tmp_path / "here" / MARK).write_text(json.dumps({"kind": RUN}))
+    check_free("run_dir", ".", RUN)  # its own may be gone on with from inside
+
+
+def test_the_launcher_asks_before_a_base_policy_is_made(tmp_path):
+    make_somebodys(tmp_path / "mine")
+    line = [
+        sys.executable,
+        "-m",
+        "dapo_jax.commands.command_line",
+        RL,
+        f"--config.run_dir={tmp_path}/mine",
+    ]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "holds 'chapters'" in done.stderr and not done.stdout
+
+
+def test_a_run_from_before_there_were_marks_is_known_and_marked(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    settings = {"algorithm": {}, "rollout": {}, "sampler": {}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with claim("run_dir", tmp_path, RUN):
+        assert json.loads((tmp_path / MARK).read_text()) == {"kind": RUN}
+    (tmp_path / MARK).unlink()
+    for kind in (TRAINED, EXPORTED, EVALUATION):
+        with pytest.raises(ConfigError, match="holds 'checkpoints'"):
+            check_free("out", tmp_path, kind)
+
+
+def test_what_was_begun_in_vain_leaves_no_trace(tmp_path):
+    with pytest.raises(ZeroDivisionError), claim("run_dir", tmp_path / "a/b", RUN):
+        assert (tmp_path / "a/b" / MARK).exists()
+        raise ZeroDivisionError
+    assert not any(tmp_path.iterdir())
+    with contextlib.ExitStack() as stack:
+        config = Config(run_dir=str(tmp_path / "run"), evaluation=Evaluation(out=""))
+        assert claim_folder(config, None, stack).is_dir()
+    assert not any(tmp_path.iterdir())
+
+
+# --- one process at a time --------------------------------------------------------------------
+
+HOLDER = """
+import os, subprocess, sys, time
+from dapo_jax.commands.evaluate import main as evaluate_main
+from dapo_jax.runtime.storage.output_folder import claim
+with claim("run_dir", sys.argv[1], "run"):
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    there, here = os.pipe()
+    forked = os.fork()
+    if not forked:
+        os.write(here, b"forked")
+        time.sleep(60)
+    os.read(there, 6)
+    print(worker.pid, forked, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_a_kill(tmp_path):
+    """Also where a worker and a forked child of the killed run live on."""
+    line = [sys.executable, "-c", HOLDER, tmp_path / "run"]
+    holder = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    children = [int(pid) for pid in holder.stdout.readline().split()]
+    try:
+        words = f"run' is being written by process {holder.pid} on {os.uname().nodename}"
+        for _ in range(3):  # a refused one takes nothing from who holds it
+            with pytest.raises(ConfigError, match=words), claim("run_dir", tmp_path / "run", RUN):
+                pass
+        holder.kill()
+        holder.wait()
+        for child in children:
+            os.kill(child, 0)  # still there
+        with claim("run_dir", tmp_path / "run", RUN) as folder:
+            assert f"process {os.getpid()} " in (folder / LOCK).read_text()
+        assert os.listdir(tmp_path / "run") == [MARK]
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        holder.stdout.close()
+
+
+@each_command
+def test_each_command_is_refused_where_another_process_writes(command, saved_run, tmp_path, capsys):
+    folder, kind = tmp_path / "out", KINDS[command]
+    with contextlib.ExitStack() as stack:
+        if command in ("sft", "dpo", "export"):
+            stack.enter_context(replace("out", str(folder), kind, ["*"]))
+        elif command == "evaluate_below":
+            below = "evaluations/arithmetic_base_arithmetic_T1_p1"
+            stack.enter_context(claim("run_dir", str(folder), RUN, exclusive=False))
+            stack.enter_context(claim("run_dir", str(folder), EVALUATION, below))
+        else:
+            stack.enter_context(claim("out", str(folder), kind))
+        assert call(command, folder, run_dir=saved_run[0]) == 2
+        message = capsys.readouterr().err
+        assert f"is being written by process {os.getpid()} on" in message
+        assert len(message.splitlines()) == 1
+
+
+def test_an_evaluation_writes_beside_a_run_that_trains(tmp_path):
+    config = Config(run_dir=str(tmp_path))
+    with claim("run_dir", config.run_dir, RUN), contextlib.ExitStack() as stack:
+        folder = claim_folder(config, None, stack)
+        (folder / "responses.jsonl").write_text("")
+    assert json.loads((folder / MARK).read_text()) == {"kind": EVALUATION}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, "evaluations"]
+
+
+def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capsys):
+    def no_lock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    with claim("run_dir", tmp_path / "run", RUN) as folder:
+        assert folder.is_dir()
+    assert "can't be locked (No locks available)" in capsys.readouterr().err

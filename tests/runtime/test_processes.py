@@ -1,0 +1,324 @@
+"""Two processes (four, in the slow tests) do what one does, and none outlives another."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from several import GONE_SECONDS, Ended, Several, make_small_config, start_training
+from small_runs import make_config, read_rollouts, read_rows
+
+from dapo_jax.config.experiment import Checkpoint
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, checkpoint_folder
+from dapo_jax.run.components import build
+from dapo_jax.run.run import train
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.heartbeat import DEAD
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage import output_folder
+from dapo_jax.runtime.storage.output_folder import claim
+from dapo_jax.runtime.storage.ownership import RUN, TRAINED, check_free
+
+STEPS = 3
+QUICK = "from dapo_jax.runtime import heartbeat; heartbeat.SILENCE_SECONDS = 4.0\n"  # than fifteen
+IN_STEP_2 = """
+from dapo_jax.rollout import dynamic_sampling as filtering
+read, asked = filtering._Collection.read_verdicts, []
+def read_and_send(self, judge):
+    asked.append(self)
+    steps = list(dict.fromkeys(map(id, asked)))
+    if len(steps) == 2 and steps[1] == id(asked[-2]) and INDEX == VICTIM:
+        os.kill(os.getpid(), signal.SIGNAL)
+    read(self, judge)
+filtering._Collection.read_verdicts = read_and_send
+"""
+AT_THE_END = """
+from dapo_jax.run.run import Run
+finish = Run.finish
+def save_and_send(self):
+    self.checkpoints.wait()
+    if INDEX == VICTIM:
+        os.kill(os.getpid(), signal.SIGNAL)
+    return finish(self)
+Run.finish = save_and_send
+"""
+
+
+def send(where: str, name: str, victim: int) -> str:
+    """The patch that sends one process a signal, in the second step it collects or at the end."""
+    return where.replace("SIGNAL", name).replace("VICTIM", str(victim))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """Children find what an earlier one has compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+def final_state(base, run_dir):
+    """Parameters and moments of the newest checkpoint, read by this process on eight devices."""
+    parts = build(make_config(base, run_dir))
+    with Checkpoints(run_dir, Checkpoint()) as checkpoints:
+        state, record = checkpoints.state(parts.learner.abstract_state), checkpoints.record()
+    parts.close()
+    return jax.device_get(state), {k: record[k] for k in ("step", "position", "kept_fraction")}
+
+
+def assert_same_run(base, run_dir, other) -> None:
+    """Same groups, tokens, verdicts and rewards; parameters and moments within 1e-5."""
+    assert read_rollouts(run_dir) == read_rollouts(other)
+    (state, record), (expected, expected_record) = (final_state(base, d) for d in (run_dir, other))
+    assert record == expected_record and record["step"] == STEPS
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), state, expected)
+
+
+def train_with(base, run_dir, count: int, **options: str) -> list[Ended]:
+    """The ends of `count` processes with four devices in all; none may fail."""
+    ended = start_training(base, run_dir, count, 4 // count, **options).wait()
+    assert [one.code for one in ended] == [0] * count, [one.err[:6000] for one in ended]
+    return ended
+
+
+def train_alone(base, run_dir) -> None:
+    """The same in this process, which sees four of its eight devices."""
+    devices = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:4])
+        train(make_small_config(base, run_dir))
+
+
+@pytest.fixture(scope="module")
+def one(base, tmp_path_factory):
+    """The run of one process."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    train_alone(base, run_dir)
+    return run_dir
+
+
+def test_two_processes_stop_go_on_and_die_together_and_do_what_one_does(base, one, tmp_path):
+    """SIGTERM to process 1 in a step, then SIGKILL to it once all is saved."""
+    run_dir = tmp_path / "run"
+    first, second = train_with(base, run_dir, 2, patch=send(IN_STEP_2, "SIGTERM", 1))
+    assert "stopped by SIGTERM after step" in first.out
+    ours = ("data:", "policy:", "step ", "held-out", "stopped")  # Gloo says something of its own
+    assert not any(word in second.out for word in ours)
+    done = len(read_rows(run_dir)) - 1
+    assert done == 1
+    patch = QUICK + send(AT_THE_END, "SIGKILL", 1)
+    first, second = start_training(base, run_dir, 2, 2, patch=patch).wait()
+    assert f"after step {done}" in first.out and second.code == -signal.SIGKILL
+    assert first.code == DEAD and "error: process 1 (" in first.err, first.err
+    assert_same_run(base, run_dir, one)
+    train_alone(base, run_dir)  # nothing is left but the end
+    assert [row["step"] for row in read_rows(run_dir)] == [0, 1, 2, 3]
+    files = ("config.json", "summary.json", "curves.png", "metrics.jsonl")
+    assert all((run_dir / name).stat().st_size for name in files)
+    assert not (run_dir / ".dapo_jax.lock").exists()
+
+
+def test_processes_with_other_settings_stop_at_the_start(base, tmp_path):
+    patch = "config.optimizer.learning_rate = 2e-3 if INDEX else 1e-3"
+    run = start_training(base, tmp_path / "run", 2, 2, patch=patch)
+    said = "config.optimizer.learning_rate = 0.002 on process 1, but 0.001 on process 0"
+    for i, ended in enumerate(run.wait()):
+        assert ended.code == 2 and f"process {i}: error: {said}\n" in ended.err
+        assert "Traceback" not in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+AGREE = """
+import sys
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError
+def work():
+    me = processes.index()
+    assert processes.agree("x" * (me * 5000), "long") == ["", "x" * 5000]
+    assert processes.from_first(lambda: me, "first") == 0
+    asked = []
+    def ask(i):
+        asked.append(i)
+        if len(asked) == 3:
+            raise ConfigError(f"piece {i} on {me}")
+        return [i, me]
+    assert processes.share_out([4, 7, 2], ask, "pieces") == [[0, 0], [1, 1], [2, 0]]
+    assert asked == [[0, 2], [1]][me]
+    try:
+        processes.share_out([0, 2, 1], ask, "pieces")
+    except ConfigError as error:
+        assert str(error) == "piece 0 on 0", error
+    else:
+        raise AssertionError
+    print("agreed", flush=True)
+    processes.agree(0, "here" if me else "there")
+sys.exit(processes.run(work))
+"""
+
+
+def test_what_one_process_finds_all_know_and_lost_ones_are_stopped(tmp_path):
+    for i, ended in enumerate(Several(tmp_path, [sys.executable, "-c", AGREE], 2).wait()):
+        assert "agreed" in ended.out and ended.code == 1
+        assert (
+            "at different places: ['there', 'here']" in ended.err and f"process {i}: " in ended.err
+        )
+
+
+LOSE = """
+import os, signal, sys
+from dapo_jax.runtime import heartbeat as watch, processes
+watch.SILENCE_SECONDS, watch.LEAVING_SECONDS = 4.0, 1.0
+def work():
+    for i in range(1000):
+        processes.agree(i, "round")
+        if i == 20 and processes.index() == VICTIM:
+            LEAVE
+    return 0
+sys.exit(processes.run(work))
+"""
+LOSSES = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, DEAD),
+    "failed": ("raise OSError('the disk is full')", 1, 1),
+    "refused": ("return 2", 2, 2),
+}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_that_leaves_takes_the_other_along_by_name(loss, victim, tmp_path):
+    """Process 0 runs the service by which they watch each other."""
+    leave, its_code, code = LOSSES[loss]
+    program = LOSE.replace("VICTIM", str(victim)).replace("LEAVE", leave)
+    ended = Several(tmp_path, [sys.executable, "-c", program], 2).wait(60)
+    assert [ended[victim].code, ended[1 - victim].code] == [its_code, code]
+    assert f"error: process {victim} " in ended[1 - victim].err
+    assert ("disk is full" in ended[victim].err) == (loss == "failed")
+
+
+def test_what_only_one_process_can_do_refuses_several(tmp_path):
+    program = "from dapo_jax.runtime import processes; processes.run(exit, alone='dapo-jax export')"
+    for ended in Several(tmp_path, [sys.executable, "-c", program], 2).wait():
+        assert ended.code == 2
+        assert "dapo-jax export is the work of one process, but 2 were started" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (("", "2", "0"), "DAPO_COORDINATOR = '': must be HOST:PORT"),
+        (("here:0", "2", "0"), "DAPO_COORDINATOR = 'here:0'"),
+        (("here:9", "", "0"), "DAPO_PROCESSES = '': must be a whole number above 0"),
+        (("here:9", "two", "0"), "DAPO_PROCESSES = 'two'"),
+        (("here:9", "2", "2"), "DAPO_PROCESS_ID = '2': must be from 0 to DAPO_PROCESSES - 1 = 1"),
+        (("here:9", "2", ""), "DAPO_PROCESS_ID = ''"),
+    ],
+)
+def test_wrong_variables_are_named(variables, message, monkeypatch, capsys):
+    names = (processes.COORDINATOR, processes.PROCESSES, processes.PROCESS_ID)
+    for name, value in zip(names, variables, strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        processes.read_environment()
+    assert processes.run(lambda: 0) == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said, kept", [(None, "{}/dapo_jax"), ("/there", "/there"), ("", "")])
+def test_what_was_compiled_is_kept_for_the_next_command(said, kept, tmp_path):
+    ask = "import jax; print(jax.config.jax_compilation_cache_dir or '')"
+    code = f"from dapo_jax.runtime import processes; processes.run(lambda: exec({ask!r}) or 0)"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    environment |= {} if said is None else {"JAX_COMPILATION_CACHE_DIR": said}
+    told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert told.strip() == kept.format(tmp_path)
+
+
+def test_one_process_asks_nobody(monkeypatch):
+    monkeypatch.setattr(processes, "_gather", None)
+    value = object()
+    assert processes.agree(value, "x") == [value] and processes.from_first(lambda: 1, "x") == 1
+    assert processes.share_out([5, 6], lambda i: i, "x") == [0, 1]
+    processes.check_same(lambda: pytest.fail("asked"))
+
+
+def test_a_remote_folder_keeps_its_name_and_has_no_lock(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # There is none; tests/run/test_object_store.py has one.
+    monkeypatch.setattr(output_folder, "_try_to_write", lambda folder, *_: folder)
+    name = "gs://bucket/runs/one"
+    assert str(checkpoint_folder(name)) == f"{name}/checkpoints"
+    check_free("run_dir", name, RUN)
+    with claim("run_dir", name, RUN) as folder:
+        assert str(folder / "metrics.jsonl") == f"{name}/metrics.jsonl"
+    with pytest.raises(ConfigError, match="a folder of this file system"):
+        check_free("out", name, TRAINED)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_however_many_processes_do_the_same(count, base, one, tmp_path):
+    train_with(base, tmp_path / "run", count)
+    assert_same_run(base, tmp_path / "run", one)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_beside_the_next_rollouts_as_one_does(base, tmp_path):
+    """`rollout.lag`, and half of each process's devices only sample."""
+    lag = "config.rollout.lag, config.algorithm.importance_cap = 1, 2.0\n"
+    share = "config.mesh = config.mesh.__class__(1, 2, 1, sampler_share=0.5)\n"
+    train_with(base, tmp_path / "one", 1, patch=lag)
+    train_with(base, tmp_path / "two", 2, patch=lag + share)
+    assert_same_run(base, tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_four_processes_are_gone_within_the_bound_and_two_go_on(victim, base, one, tmp_path):
+    patch = send(IN_STEP_2, "SIGKILL", victim)
+    run = start_training(base, tmp_path / "run", 4, 1, patch=patch)
+    run.children[victim].wait(400)
+    killed = time.monotonic()
+    ended = run.wait(GONE_SECONDS)
+    print(f"gone after {time.monotonic() - killed:.1f} s")
+    codes = [one.code for one in ended]
+    assert codes[victim] == -signal.SIGKILL and codes.count(DEAD) == 3, [e.err for e in ended]
+    for i, survivor in enumerate(ended):
+        assert i == victim or f"error: process {victim} (" in survivor.err
+    train_with(base, tmp_path / "run", 2)  # from a checkpoint of four
+    assert_same_run(base, tmp_path / "run", one)
+
+
+@pytest.mark.slow
+def test_evaluate_sft_and_export_with_several_processes(base, tmp_path):
+    """Two processes score and teach as one does; export is refused."""
+    flags = [f"--model={base}", "--config.data.heldout_problems=12", "--k=2"]
+    flags += ["--config.data.max_terms=3", "--config.data.min_terms=2"]
+    found = {}
+    for count in (1, 2):
+        here = [*flags, f"--config.run_dir={tmp_path}/run{count}"]
+        command = [sys.executable, "-m", "dapo_jax", "evaluate", "--config=configs/arithmetic.py"]
+        devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
+        ended = Several(tmp_path / f"e{count}", [*command, *here], count, **devices).wait()
+        assert [one.code for one in ended] == [0] * count, [one.err for one in ended]
+        found[count] = json.loads(ended[0].out.splitlines()[-1])
+        command = [sys.executable, "-m", "dapo_jax", "sft", "--config=configs/arithmetic_base.py"]
+        command += ["--config.total_steps=3", f"--config.out={tmp_path}/base{count}"]
+        ended = Several(tmp_path / f"s{count}", command, count, **devices).wait()
+        assert [one.code for one in ended] == [0] * count, [one.err for one in ended]
+    assert found[1] == found[2]
+    weights = [load_file(tmp_path / f"base{count}" / "model.safetensors") for count in (1, 2)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, array in weights[0].items():
+        np.testing.assert_allclose(array, weights[1][name], rtol=0, atol=1e-5)
+    command = [sys.executable, "-m", "dapo_jax", "export", "--run=nothing", "--out=nothing"]
+    for ended in Several(tmp_path / "x", command, 2).wait():
+        assert ended.code == 2 and "the work of one process" in ended.err

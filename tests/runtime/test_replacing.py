@@ -1,0 +1,255 @@
+"""Model folders are replaced whole, and nothing that somebody put into them is lost."""
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_export
+from disks import limited
+from safetensors.numpy import save_file
+from test_output_folder import ROOT, call, snapshot
+
+from dapo_jax.commands import export
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage import output_folder
+from dapo_jax.runtime.storage.output_folder import replace
+from dapo_jax.runtime.storage.ownership import LOCK, MARK, TRAINED, check_free
+
+saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
+
+
+def write(out, text, names=("a.bin", "b.bin")):
+    with replace("out", str(out), TRAINED, ["*.bin"]) as folder:
+        for name in names:
+            (folder / name).write_text(text)
+
+
+def contents(folder):
+    theirs = (path for path in folder.iterdir() if path.name not in (MARK, LOCK))
+    return {path.name: path.read_text() for path in theirs}
+
+
+def test_its_own_folder_is_replaced_whole(tmp_path):
+    out = tmp_path / "out"
+    write(out, "old", ("a.bin", "b.bin", "c.bin"))
+    out.chmod(0o750)
+    write(out, "new")
+    assert contents(out) == {"a.bin": "new", "b.bin": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert out.stat().st_mode & 0o777 == 0o750
+    (tmp_path / "link").symlink_to(out)
+    write(tmp_path / "link", "newer")
+    assert contents(out)["a.bin"] == "newer" and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("place", ["out", "out.unfinished", "out.replaced"])
+def test_what_others_put_there_is_named_and_kept(place, tmp_path):
+    write(tmp_path / "out", "old")
+    if place == "out.unfinished":  # as a kill leaves it
+        shutil.copytree(tmp_path / "out", tmp_path / place)
+        mark = {"kind": TRAINED, "writes": ["*.bin"]}
+        (tmp_path / place / MARK).write_text(json.dumps(mark))
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "notes.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    words = f"{place}' (also )?holds 'notes.txt'"
+    with pytest.raises(ConfigError, match=words):
+        check_free("out", str(tmp_path / "out"), TRAINED)
+    with pytest.raises(ConfigError, match=words):
+        write(tmp_path / "out", "new")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("change", ["content", "folder", "link"])
+def test_a_file_that_somebody_changed_is_theirs(change, tmp_path):
+    write(tmp_path / "out", "old")
+    path = tmp_path / "out/a.bin"
+    os.rename(path, tmp_path / "kept")
+    if change == "content":
+        path.write_text("own")
+    elif change == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "kept")
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match="also holds 'a.bin', which is new or was changed"):
+        write(tmp_path / "out", "new")
+    assert snapshot(tmp_path) == before
+
+
+def test_what_comes_in_while_it_is_written_is_kept_and_the_result_too(tmp_path):
+    out = tmp_path / "out"
+    write(out, "old")
+    with pytest.raises(ConfigError, match="also holds 'notes.txt'.*complete in '.*unfinished'"):
+        with replace("out", str(out), TRAINED, ["*.bin"]) as folder:
+            (folder / "a.bin").write_text("new")
+            (out / "notes.txt").write_text("mine")
+    assert contents(out) == {"a.bin": "old", "b.bin": "old", "notes.txt": "mine"}
+    assert contents(tmp_path / "out.unfinished") == {"a.bin": "new"}
+
+
+def test_an_error_leaves_the_old_folder_and_nothing_else(tmp_path):
+    write(tmp_path / "out", "old")
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(ZeroDivisionError):
+        with replace("out", str(tmp_path / "out"), TRAINED, ["*.bin"]) as folder:
+            (folder / "a.bin").write_text("new")
+            raise ZeroDivisionError
+    assert snapshot(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("save", [pathlib.Path.write_bytes, lambda p, b: save_file({"a": b}, p)])
+def test_a_full_disk_is_one_line_and_keeps_the_old_folder(save, tmp_path):
+    write(tmp_path / "out", "old")
+    before, content = snapshot(tmp_path / "out"), np.zeros(1000)
+    with pytest.raises(ConfigError, match="with room; .*can't be written: File too large$"):
+        with replace("out", str(tmp_path / "out"), TRAINED, ["*.bin"]) as folder:
+            with limited(folder / "a.bin", 100):
+                save(folder / "a.bin", content)
+    assert snapshot(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_comes_into_the_unfinished_folder_is_never_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        with replace("out", str(tmp_path / "out"), TRAINED, ["*.bin"]) as folder:
+            (folder / "a.bin").write_text("new")
+            (folder / "notes.txt").write_text("mine")
+            raise ZeroDivisionError
+    assert contents(tmp_path / "out.unfinished") == {"notes.txt": "mine"}
+    with pytest.raises(ConfigError, match="unfinished' also holds 'notes.txt'"):
+        write(tmp_path / "out", "new")
+
+
+def test_where_the_new_folder_cannot_take_its_place_the_old_one_keeps_it(tmp_path, monkeypatch):
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(output_folder, "exchange", lambda *_: False)
+    rename = pathlib.Path.rename
+
+    def fail(path, target):
+        if path.name == "out.unfinished":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="complete in '.*unfin"):
+        patch.setattr(pathlib.Path, "rename", fail)
+        write(tmp_path / "out", "new")
+    assert contents(tmp_path / "out") == {"a.bin": "old", "b.bin": "old"}
+    assert contents(tmp_path / "out.unfinished") == {"a.bin": "new", "b.bin": "new"}
+    write(tmp_path / "out", "newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+KILLED = """
+import os, signal, sys
+from dapo_jax.runtime.storage import output_folder as folders
+calls = 0
+def deadly(function):
+    def call(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return call
+for name in ("rename", "replace", "unlink", "mkdir", "rmdir", "open"):
+    setattr(os, name, deadly(getattr(os, name)))
+folders.exchange = deadly(folders.exchange) if sys.argv[3] == "one" else lambda *_: False
+with folders.replace("out", sys.argv[1], "trained model", ["*.bin"]) as folder:
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_text("new")
+print(calls)
+"""
+
+
+@pytest.mark.parametrize("steps", ["one", "several"])
+def test_killed_anywhere_it_leaves_the_old_folder_or_the_new_one(steps, tmp_path):
+    """Where names can't be exchanged in one step, the next command puts the old folder back."""
+    out, missing = tmp_path / "out", 0
+    old, new = dict.fromkeys(["a.bin", "b.bin"], "old"), dict.fromkeys(["a.bin", "b.bin"], "new")
+    write(out, "old")
+    for kills in range(1, 99):
+        if out.exists():
+            write(out, "old")
+        else:
+            missing += 1
+            with pytest.raises(ZeroDivisionError):
+                with replace("out", str(out), TRAINED, ["*.bin"]):
+                    assert contents(out) == old
+                    raise ZeroDivisionError
+        assert [path.name for path in tmp_path.iterdir()] == ["out"] and contents(out) == old
+        line = [sys.executable, "-c", KILLED, out, str(kills), steps]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        if out.exists():
+            found = {name: text for name, text in contents(out).items() if name in old}
+            assert found in (old, new)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert contents(out) == new and kills > 8
+    assert missing == (steps == "several")
+
+
+def test_an_export_replaces_an_export_but_not_the_model_of_its_run(saved_run, tmp_path, capsys):
+    run_dir, _ = saved_run
+    assert call("export", tmp_path / "out", run_dir) == 0
+    first = snapshot(tmp_path / "out")
+    assert call("export", tmp_path / "out", run_dir) == 0
+    assert snapshot(tmp_path / "out").keys() == first.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copy2)
+    capsys.readouterr()
+    with mock.patch.object(export, "check_frozen"), pytest.raises(ConfigError, match="the run ne"):
+        asked = export.ExportConfig(run_dir, str(tmp_path / "copy"), model=str(tmp_path / "copy"))
+        export.export(asked)
+    assert call("sft", tmp_path / "out") == 2
+    assert "is marked as that of: exported model" in capsys.readouterr().err
+
+
+WRITE_EVERYTHING = """
+import os, pathlib, sys
+import conftest, jax
+devices = jax.devices
+jax.devices = lambda *args: devices(*args)[:1]
+from small_runs import *
+from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.config.experiment import ExportConfig
+from dapo_jax.commands.export import export
+from dapo_jax.run.run import train
+shape = Architecture(layers=1, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
+shared = dict(packing=Packing(row_tokens=64, rows_per_microbatch=8), mesh=Mesh(1, 1, 1))
+examples = dict(examples=Examples(max_terms=3), examples_per_step=8, max_response_tokens=24)
+data = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
+for umask in '022', '002', '077':
+    os.umask(int(umask, 8))
+    folder = pathlib.Path(sys.argv[1], umask)
+    for start in '', str(folder / 'base'):
+        out = str(folder / ('again' if start else 'base'))
+        sizes = dict(architecture=shape, total_steps=1) | examples | shared
+        make_base(SftConfig(out, start=start, **sizes))
+    config = make_quick_config(folder / 'base', folder / 'run', data=data, total_steps=1, log=Log())
+    train(config)
+    evaluate(config)
+    export(ExportConfig(config.run_dir, str(folder / 'exported'), max_shard_gb=1e-5))
+"""
+
+
+@pytest.mark.slow  # makes every kind of file there is
+def test_files_have_the_modes_that_the_umask_allows(tmp_path):
+    line = [sys.executable, "-c", WRITE_EVERYTHING, tmp_path]
+    subprocess.run(line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    for umask in "022", "002", "077":
+        written = [tmp_path / umask, *(tmp_path / umask).rglob("*")]
+        assert len(written) > 50
+        for path in written:
+            whole = 0o777 if path.is_dir() else 0o666
+            assert path.stat().st_mode & 0o777 == whole & ~int(umask, 8), path

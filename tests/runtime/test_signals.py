@@ -1,0 +1,110 @@
+"""Leaving when asked to, also where something takes long; and what Ctrl-C leaves on the console."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from small_runs import ROOT, make_quick_config, read_rollouts, read_rows
+
+from dapo_jax.config.experiment import Log, Reward
+from dapo_jax.run.run import train
+
+SLOW = """
+import os, pathlib, time
+marker = pathlib.Path(__file__).parent / "slow"
+def score(prompt, response, answer):
+    if marker.exists():
+        (marker.parent / "asked").touch()
+        time.sleep(120)
+    return float(len(response))
+"""
+# A command that computes where no signal handler of Python's runs, as a compiler does.
+DEAF = """
+import hashlib, sys
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.signals import Signals
+def work():
+    with Signals({seconds}):
+        print("busy", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 2 * 10**9)
+sys.exit(processes.run(work))
+"""
+
+
+def kill_when(path: pathlib.Path, number: int) -> None:
+    """Sends this process the signal once that file is there."""
+
+    def wait() -> None:
+        while not path.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
+    base, write_module, alone, tmp_path
+):
+    write_module("slow_module", SLOW)
+    import slow_module
+
+    reward = Reward(parts="rule=1,slow_module:score=0.1", timeout_seconds=300.0)
+
+    def config(name: str):
+        log = Log(0, tensorboard=False, report=False)
+        return make_quick_config(base, tmp_path / name, updates=1, reward=reward, log=log)
+
+    assert train(config("whole")) is not None
+    slow_module.marker.touch()
+    kill_when(slow_module.marker.parent / "asked", signal.SIGTERM)
+    started = time.monotonic()
+    assert train(config("stopped")) is None
+    slow_module.marker.unlink()
+    assert time.monotonic() - started < 60  # of which a start takes most
+    assert train(config("stopped")) is not None
+    assert read_rows(tmp_path / "stopped") == read_rows(tmp_path / "whole")
+    assert read_rollouts(tmp_path / "stopped") == read_rollouts(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "signals", "last"),
+    [(1.5, [signal.SIGTERM], "no safe place within 1.5 s"), (0, [signal.SIGINT] * 3, "once more")],
+    ids=["too slow", "again"],
+)
+def test_a_command_that_hears_nothing_is_acknowledged_and_left(seconds, signals, last):
+    child = subprocess.Popen(
+        [sys.executable, "-c", DEAF.format(seconds=seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout.readline() == "busy\n"
+    child.send_signal(signals[0])
+    sent = time.monotonic()
+    assert f"{signals[0].name}: leaving at the next safe place" in child.stderr.readline()
+    assert time.monotonic() - sent < 1
+    for number in signals[1:]:  # of two at the same moment the second is a launcher's
+        child.send_signal(number)
+        time.sleep(1.2)
+    assert child.wait(20) == 128 + signals[0]
+    said = child.stderr.read()
+    assert last in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("library", ["jaxlib", "tensorflow"])
+def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(library, tmp_path):
+    command = [sys.executable, "-m", "dapo_jax", "train", f"--config={ROOT}/configs/arithmetic.py"]
+    child = subprocess.Popen(
+        [*command, f"--config.run_dir={tmp_path}/run"], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    maps = pathlib.Path(f"/proc/{child.pid}/maps")
+    while child.poll() is None and library not in maps.read_text():
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode in (-signal.SIGINT, 130) and "Traceback" not in said

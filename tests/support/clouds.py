@@ -1,0 +1,95 @@
+"""A cloud for the tests of launch/: stubs that play in a folder and record what they are asked."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+STUBS = ROOT / "tests/launch/stubs"
+
+
+def make_checkout(folder: pathlib.Path) -> pathlib.Path:
+    """A repository of launch/ alone, small to pack, whose HEAD does not move beside us."""
+    git = f"git -C {folder} -c user.name=a -c user.email=a@b"
+    line = f"cp -r {ROOT}/launch {ROOT}/setup.py {folder} && {git} init -q && {git} add . && "
+    subprocess.run(line + f"{git} commit -qm a", shell=True, check=True)
+    return folder
+
+
+class Cloud:
+    """A folder that the stubs play in, and what they recorded there."""
+
+    def __init__(self, folder: pathlib.Path, checkout: pathlib.Path):
+        self.folder = folder
+        self.tree = shutil.copytree(checkout, folder / "checkout")
+        self.plays()
+
+    def plays(self, **scenario: object) -> None:
+        text = json.dumps({"workers": 2} | scenario)
+        (self.folder / "scenario.json").write_text(text)
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "STUB": str(self.folder),
+            "PATH": f"{STUBS}:{os.environ['PATH']}",
+            "XDG_STATE_HOME": str(self.folder / "state"),
+            "DAPO_LAUNCH_POLL_SECONDS": "0.1",
+            "DAPO_LAUNCH_SAVE_SECONDS": "2",
+        }
+
+    def start(
+        self, *words: str, script: str = "tpu_vm.sh", path: str = "", **options
+    ) -> subprocess.Popen:
+        line = ["bash", f"launch/{script}", *words]
+        environment = self.environment() | {"STUB_WORKER": "0", "HOME": str(self.folder)}
+        if path:  # what is found first
+            environment["PATH"] = f"{path}:{environment['PATH']}"
+        options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | options
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(line, cwd=self.tree, env=environment, **pipes, **options)
+
+    def does(self, action: str, *words: str, expect: int = 0) -> str:
+        """What the command says. Fails where the exit code is another."""
+        process = self.start(action, "--name=dapo", "--zone=us-east5-b", *words)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == expect, said
+        return said
+
+    def runs(self, *words: str, expect: int = 0, folder: str = "gs://b/r") -> str:
+        trainer = ["--", "--config=x", f"--config.run_dir={folder}"]
+        return self.does("run", "--yes", *words, *trainer, expect=expect)
+
+    def calls(self, *verb: str) -> list[list[str]]:
+        path = self.folder / "calls.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line)[2:] for line in lines]
+        return [call for call in found if call[: len(verb)] == list(verb)]
+
+    def starts(self, worker: int = 0) -> list[dict]:
+        path = self.folder / "starts.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [one for one in map(json.loads, lines) if one["worker"] == worker]
+
+    def exists(self) -> bool:
+        return (self.folder / "node.json").exists()
+
+    def is_training(self) -> bool:
+        """Whether a trainer of this folder is alive."""
+        mine = f"STUB={self.folder}\0".encode()
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if b"train.py" in (process / "cmdline").read_bytes():
+                    if mine in (process / "environ").read_bytes():
+                        return True
+        return False
+
+
+def wait_for(what) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,202 @@
+"""What the tests of serving share: a policy over bytes, a server in a thread, a client."""
+
+import contextlib
+import dataclasses
+import pathlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import flax.linen as nn
+import grpc
+import jax
+import openai
+import pytest
+from conftest import TINY
+from jetstream.core.proto import jetstream_pb2 as messages
+from jetstream.core.proto import jetstream_pb2_grpc as stubs
+from test_sampler import greedy_loop
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from dapo_jax.commands import command_line
+from dapo_jax.commands.serve import server as serve
+from dapo_jax.config.experiment import Mesh, ServeConfig
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.model import save_huggingface
+from dapo_jax.model.decoder import init_params
+
+END = 256  # after one token per byte
+BUDGET = 24
+PROMPTS = ["a", "3+4=", "naïve 你好", "Tell me!", "ö" * 10, "?"]
+BYTES_DECODER = dataclasses.replace(TINY, vocab=288, tie_embeddings=False)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token per byte, as in the vocabularies of Qwen2, so that characters span several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>")])
+    return Tokenizer(backend, end_ids=(END,), pad_id=0)
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def make_byte_params() -> dict:
+    """Random parameters under which responses wander, and some end."""
+    params = nn.unbox(init_params(BYTES_DECODER, jax.random.key(0)))
+    head = params["head"] * 20
+    # The token that they tend to repeat for ever is made the one that ends them.
+    head = head.at[:, END].set(head[:, 118]).at[:, 118].set(0)
+    return params | {"head": head.at[:, END + 1 :].set(0)}
+
+
+def make_byte_folder(folder: pathlib.Path) -> pathlib.Path:
+    """A model folder of a random policy over bytes."""
+    save_huggingface.save_folder(folder, make_byte_params(), BYTES_DECODER, TOKENIZER.end_ids)
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def likeliest(prompt: str | list[int], limit: int = 0) -> list[int]:
+    """Ids of the likeliest response, by a full forward pass per token, without the end token."""
+    ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    drawn = greedy_loop(make_byte_params(), ids, limit or BUDGET, BYTES_DECODER, END)
+    return drawn[: drawn.index(END)] if END in drawn else drawn
+
+
+def likeliest_responses() -> dict[str, list[int]]:
+    """By prompt: a response that is empty, one that is cut off, and some between."""
+    responses = {prompt: likeliest(prompt) for prompt in PROMPTS}
+    lengths = {len(response) for response in responses.values()}
+    assert {0, BUDGET} <= lengths and len(lengths) > 3
+    return responses
+
+
+def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
+    """Four slots on one device, any free port, the likeliest token."""
+    settings = {
+        "slots": 4,
+        "max_prompt_tokens": 20,
+        "max_response_tokens": BUDGET,
+        "port": 0,
+        "http_port": 0,
+        "temperature": 0.0,
+    }
+    config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings | changes)
+    command_line.check(config)
+    return config
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def slow_down(engine, monkeypatch, gate: threading.Event) -> list:
+    """Decoding goes on only while the gate is open. Returns a list as long as steps were begun."""
+    original, steps = engine.generate, []
+
+    def generate(*args):
+        steps.append(1)
+        gate.wait(30)
+        return original(*args)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    return steps
+
+
+class Client:
+    """JetStream's published stub, with calls that are as short as tests want them."""
+
+    def __init__(self, port: int):
+        self.port = port
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self.stub, self.close = stubs.OrchestratorStub(channel), channel.close
+        self.send = channel.unary_stream(
+            "/jetstream_proto.Orchestrator/Decode"
+        )  # bytes as they are
+
+    def is_live(self) -> bool:
+        return self.stub.HealthCheck(messages.HealthCheckRequest()).is_live
+
+    def stream(self, prompt: str | list[int], max_tokens: int, **fields):
+        """The call: an iterator of responses that can be cancelled."""
+        if isinstance(prompt, str):
+            fields["text_content"] = messages.DecodeRequest.TextContent(text=prompt)
+        else:
+            fields["token_content"] = messages.DecodeRequest.TokenContent(token_ids=prompt)
+        return self.stub.Decode(messages.DecodeRequest(max_tokens=max_tokens, **fields), timeout=60)
+
+    def ask(self, prompt: str | list[int], max_tokens: int) -> tuple[str, list[int]]:
+        """Text and ids of a whole response."""
+        return read(self.stream(prompt, max_tokens))
+
+
+def read(responses) -> tuple[str, list[int]]:
+    samples = [response.stream_content.samples[0] for response in responses]
+    return "".join(sample.text for sample in samples), [i for s in samples for i in s.token_ids]
+
+
+def code_and_details(call) -> tuple[grpc.StatusCode, str]:
+    """How a call fails."""
+    with pytest.raises(grpc.RpcError) as raised:
+        read(call)
+    return raised.value.code(), raised.value.details()
+
+
+class Server:
+    """`serve.serve` in a thread.
+
+    Attributes:
+        error: what it raised.
+    """
+
+    def __init__(self, config: ServeConfig):
+        self.error: Exception | None = None
+        self._leave, self._ready = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(config,))
+        self._thread.start()
+        self._ready.wait()
+        if self.error:
+            raise self.error
+
+    def _run(self, config: ServeConfig) -> None:
+        try:
+            serve.serve(config, leave=self._leave.is_set, ready=self._announce)
+        except Exception as error:
+            self.error = error
+        self._ready.set()
+
+    def _announce(self, port: int, http_port: int) -> None:
+        self.client = Client(port)
+        self._ready.set()
+
+    def stop(self, wait: bool = True) -> None:
+        """Asks it to leave, as SIGTERM does."""
+        self._leave.set()
+        if wait:
+            self.join()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(config: ServeConfig) -> Iterator[Server]:
+    server = Server(config)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def make_openai(port: int) -> openai.OpenAI:
+    """OpenAI's published client, which is to try once."""
+    url = f"http://127.0.0.1:{port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)

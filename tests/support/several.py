@@ -1,0 +1,114 @@
+"""What tests of several processes share: starting them on one machine, and waiting for them."""
+
+import dataclasses
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+from small_runs import make_config
+
+from dapo_jax.config.experiment import (
+    Config,
+    Data,
+    Evaluation,
+    Log,
+    Mesh,
+    Packing,
+    Reward,
+    Rollout,
+    Sampler,
+)
+
+ROOT = pathlib.Path(__file__).parents[2]
+GONE_SECONDS = 30  # after which nobody may still wait for a dead process
+
+PROGRAM = """
+import os, signal, sys
+import conftest
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
+from several import make_small_config
+from dapo_jax.commands import command_line
+from dapo_jax.runtime import processes
+from dapo_jax.run.run import train
+INDEX = int(os.environ.get("DAPO_PROCESS_ID", "0"))
+config = make_small_config({base!r}, {run_dir!r})
+{patch}
+sys.exit(processes.run(lambda: command_line.guarded(lambda: train(config))))
+"""
+
+
+@dataclasses.dataclass
+class Ended:
+    """What is left of a process."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Several:
+    """Processes of one program, joined over loopback."""
+
+    def __init__(self, folder: pathlib.Path, command: list[str], count: int, **variables: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        self._paths = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
+        self.children = []
+        for i, (out, err) in enumerate(self._paths):
+            told = {"DAPO_COORDINATOR": f"127.0.0.1:{port}", "DAPO_PROCESSES": str(count)}
+            told |= {"DAPO_PROCESS_ID": str(i), "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+            told = told if count > 1 else {"DAPO_PROCESSES": "1", "PYTHONPATH": str(ROOT)}
+            with out.open("w") as stdout, err.open("w") as stderr:
+                self.children.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=os.environ | told | variables,
+                        stdout=stdout,
+                        stderr=stderr,
+                    )
+                )
+
+    def wait(self, seconds: float = 240) -> list[Ended]:
+        """All of them ended; fails, and ends them, where one is still there after `seconds`."""
+        until = time.monotonic() + seconds
+        try:
+            codes = [c.wait(max(0.1, until - time.monotonic())) for c in self.children]
+        finally:
+            for child in self.children:
+                child.kill()
+        texts = [(out.read_text(), err.read_text()) for out, err in self._paths]
+        return [Ended(code, *both) for code, both in zip(codes, texts, strict=True)]
+
+
+def make_small_config(base, run_dir) -> Config:
+    """Three steps on four devices, however many processes; its reward asks worker processes."""
+    return make_config(
+        base,
+        run_dir,
+        total_steps=3,
+        mesh=Mesh(2, 2, 1),
+        data=Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=6),
+        rollout=Rollout(prompts_per_step=4, samples_per_prompt=4, updates_per_rollout=2),
+        sampler=Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
+        packing=Packing(row_tokens=64, rows_per_microbatch=4),
+        reward=Reward(parts="rule=1,think_format=0.1", workers=1),
+        evaluation=Evaluation(every_steps=0, samples_per_problem=2, top_p=1.0),
+        # Log-probs of tokens are rounded, and may round otherwise on another mesh.
+        log=Log(tensorboard=False, show_group_every_steps=0, token_groups=0),
+    )
+
+
+def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") -> Several:
+    """`count` processes of `devices` virtual devices each that train together.
+
+    Args:
+        patch: run in each before it joins; it knows its number as INDEX, and `config`.
+    """
+    program = PROGRAM.format(base=str(base), run_dir=str(run_dir), devices=devices, patch=patch)
+    folder = pathlib.Path(f"{run_dir}_output")
+    return Several(folder, [sys.executable, "-c", program], count)

@@ -1,0 +1,284 @@
+"""The commands that documentation shows, and what would be said against each.
+
+A command is a line of a ```bash fence, a line after "$ " in any other, or inline code that begins
+like one; flags of runs may stand alone (`--config.seed=1`). `CHECKS` load settings, read arguments
+and look for files; they start nothing. A fence with what no check knows needs a word that says why
+nobody tries it here: ```bash hardware, cloud or network.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import pathlib
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+
+import pytest
+from _pytest.mark.expression import Expression
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from dapo_jax.__main__ import COMMANDS, MODULES
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import (
+    Config,
+    DpoConfig,
+    ExportConfig,
+    ReportConfig,
+    ServeConfig,
+    SftConfig,
+)
+from dapo_jax.runtime.settings import leaves
+
+ROOT = pathlib.Path(__file__).parents[2]
+SETUP = (ROOT / "setup.py").read_text()
+NOT_HERE = {"torch"}  # what a script of the repository needs and tests do without
+SHELLS = {"bash", "sh", "shell"}
+MARKERS = {"hardware", "cloud", "network"}
+KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)
+FILE = "configs/arithmetic.py"
+PLACEHOLDERS = {"--config=FILE": f"--config={FILE}", "--config=...": f"--config={FILE}"}
+# Where flags stand alone, one of these commands has to take them.
+BASES = (
+    f"train --config={FILE}",
+    f"train --config={FILE}:ppo",
+    "train --config=configs/qwen2p5_0p5b_gsm8k.py",
+    "sft --config=configs/arithmetic_base.py",
+    "dpo --config.data.source=FILE --config.start=FOLDER",
+)
+TOOLS = {
+    "ruff": {"check", "format", "."},
+    "tensorboard": {"--logdir", "runs"},
+    "mkdocs": {"build", "serve", "--strict"},
+}
+
+
+def tokens_of(page: pathlib.Path) -> list[Token]:
+    """The blocks of a page and what stands in its lines."""
+    found = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    return [one for block in found for one in (block, *(block.children or ()))]
+
+
+def split_commands(text: str) -> Iterator[list[str]]:
+    """The commands of shell text as words, without comments, here-documents and variables."""
+    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.DOTALL | re.MULTILINE)
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set(";&|"):
+                if words:
+                    yield words
+                words = []
+            elif words or not re.match(r"[A-Z_]+=", word):
+                words.append(word)
+
+
+def commands_of(page: pathlib.Path) -> Iterator[tuple[list[str], str]]:
+    """The commands of a page, each with what excuses it where no check knows it, or nothing."""
+    for token in tokens_of(page):
+        if token.type == "fence":
+            language, *markers = token.info.lower().split() or [""]
+            text = token.content
+            if language not in SHELLS:
+                text = "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE))
+            excuse = " ".join(MARKERS.intersection(markers))
+            yield from ((words, excuse) for words in split_commands(text))
+        elif token.type == "code_inline" and BEGINS_A_COMMAND.match(token.content):
+            yield from ((words, "inline") for words in split_commands(token.content))
+
+
+class Accepted(Exception):
+    """The command line was read, and found good."""
+
+
+def and_stop(function: Callable) -> Callable:
+    """The same function, which asks no door of folders, and nothing comes after it."""
+
+    def read(*arguments, **options):
+        options.pop("door", None)
+        function(*arguments, **options)
+        raise Accepted
+
+    return read
+
+
+def refusal(arguments: list[str], owner: object, readers: str, work: Callable[[], object]) -> str:
+    """What a program says against its command line.
+
+    Args:
+        owner, readers: what reads it, and is stopped then.
+    """
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["program", *arguments])
+        for reader in readers.split():
+            patch.setattr(owner, reader, and_stop(getattr(owner, reader)))
+        try:
+            with contextlib.redirect_stdout(None):
+                work()
+        except Accepted:
+            return ""
+        except SystemExit as error:
+            text = said.getvalue().strip() if error.code else ""
+            extra = "without the package" in text and "pip install 'dapo_jax[" in text
+            return "" if extra else text  # of an extra that tests do without
+        except ModuleNotFoundError as error:
+            if error.name not in NOT_HERE:
+                raise
+            return ""
+    return "it did not read its arguments"
+
+
+def check_command(words: list[str]) -> str:
+    """`dapo-jax COMMAND`: its settings are loaded and checked."""
+    name, *arguments = (PLACEHOLDERS.get(word, word) for word in words[1:] or ["--help"])
+    if not arguments:  # a name alone
+        return "" if name in (*COMMANDS, "--help", "COMMAND") else "no such command"
+    if name not in COMMANDS:
+        return "no such command"
+    module = importlib.import_module(f"dapo_jax.commands.{MODULES.get(name, name)}")
+    text = pathlib.Path(module.__file__).read_text()
+    if "command_line.load" in text:
+        return refusal(arguments, command_line, "load", module.main)
+    if "ArgumentParser" in text:
+        return refusal(arguments, argparse.ArgumentParser, "parse_args", module.main)
+    return "it takes no flags"
+
+
+def check_flags(words: list[str]) -> str:
+    """Flags alone: one of the commands takes them. Without a value, the name is all there is."""
+    if any(word.startswith("--config=") for word in words):
+        return check_command(["dapo-jax", "train", *words])
+    known = {f"--config.{name}" for kind in KINDS for name, _, _ in leaves(kind())}
+    bare = [word.rstrip("=") for word in words if re.fullmatch(r"[^=]*=?", word)]
+    if bare:
+        return "".join(f"{name}: no such setting" for name in bare if name not in known)
+    said = [check_command(["dapo-jax", *base.split(), *words]) for base in BASES]
+    return "" if "" in said else said[0]
+
+
+def selects(expression: str, files: list[pathlib.Path]) -> bool:
+    """Whether `-k expression` leaves a test of these files, as far as their names tell."""
+    matcher = Expression.compile(expression)
+    names = [
+        f"{file.name}::{name}".lower()
+        for file in files
+        for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)
+    ]
+    return any(matcher.evaluate(lambda word, name=name: word.lower() in name) for name in names)
+
+
+def check_pytest(words: list[str]) -> str:
+    """pytest: its files are there, `-k` leaves a test, `-m` knows its marks."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("files", nargs="*", type=pathlib.Path)
+    for flag in "-k", "-m":
+        parser.add_argument(flag)
+    for flag in "-q", "-s":
+        parser.add_argument(flag, action="store_true")
+    try:
+        found = parser.parse_args(words[1:])
+    except (argparse.ArgumentError, SystemExit) as error:
+        return f"pytest: {error}"
+    missing = [str(file) for file in found.files if not (ROOT / file).exists()]
+    if missing:
+        return f"no such file: {missing}"
+    files = [ROOT / file for file in found.files] or sorted(ROOT.glob("tests/*/test_*.py"))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    marks = {mark.partition(":")[0] for mark in settings["ini_options"]["markers"]}
+    if set(re.findall(r"\w+", found.m or "")) - marks - {"not", "or", "and"}:
+        return f"-m {found.m}: no such mark"
+    return "" if not found.k or selects(found.k, files) else f"-k {found.k}: selects no test"
+
+
+def check_shell_script(words: list[str]) -> str:
+    """`bash X.sh`: its own flags stand in its text, and a run's are those of a run."""
+    script, arguments = ROOT / words[1], words[2:]
+    if not script.is_file():
+        return f"no such file: {words[1]}"
+    if words[1] == "tests/run.sh":
+        return check_pytest(["pytest", *arguments])
+    own = [one for one in arguments if one.startswith("--") and not one.startswith("--config")]
+    run = [one for one in arguments if one.startswith("--config")]
+    text = script.read_text() + (ROOT / "launch/lib.sh").read_text()
+    for flag in {one.partition("=")[0] for one in own} - {"--"}:
+        if not re.search(rf"{flag}(=\*)?( \||\))", text):
+            return f"{words[1]} has no flag {flag}"
+    if not run:
+        return ""
+    default = [] if any(one.startswith("--config=") for one in run) else [f"--config={FILE}"]
+    return check_command(["dapo-jax", "train", *default, *run])
+
+
+def check_python_script(words: list[str]) -> str:
+    """`python X.py`: it is run until it has read its arguments."""
+    script, arguments = ROOT / words[0], words[1:]
+    if not script.is_file():
+        return f"no such file: {words[0]}"
+    if "ArgumentParser" not in script.read_text():
+        flags = [one for one in arguments if one.startswith("-")]
+        return f"it takes no flags: {flags}" if flags else ""
+    return refusal(
+        arguments,
+        argparse.ArgumentParser,
+        "parse_args parse_known_args",
+        lambda: runpy.run_path(str(script), run_name="__main__"),
+    )
+
+
+def check_pip(words: list[str]) -> str | None:
+    """pip installs this project, with extras that it has. Of other packages nothing is known."""
+    *_, wanted = words
+    found = re.fullmatch(r"(?:dapo_jax|\.)(?:\[([\w,]+)\])?", wanted)
+    if words[1] != "install" or not found:
+        return None
+    extras = (found[1] or "").split(",") if found[1] else []
+    missing = [extra for extra in extras if f'"{extra}": [' not in SETUP]
+    return f"no such extra: {missing}" if missing else ""
+
+
+def check_tool(words: list[str]) -> str:
+    """A program of a package that setup.py names."""
+    unknown = set(words[1:]) - TOOLS[words[0]]
+    return f"{words[0]}: unknown here: {unknown}" if unknown else ""
+
+
+def check_nothing(words: list[str]) -> str:
+    """What makes small files of the reader's own."""
+    return ""
+
+
+CHECKS: dict[str, Callable[[list[str]], str | None]] = {
+    r"dapo[-_]jax": check_command,
+    r"--config.*": check_flags,
+    r"pytest": check_pytest,
+    r"bash": check_shell_script,
+    r"[\w/]+\.py": check_python_script,
+    r"pip": check_pip,
+    "|".join(TOOLS): check_tool,
+    r"cat|echo|mkdir|printf": check_nothing,
+}
+BEGINS_A_COMMAND = re.compile(
+    r"([A-Z_]+=\S+ )*((\S*/)?python3?|dapo-jax|bash|pytest|pip|"
+    + "|".join(TOOLS)
+    + r") \S|--config[.=]\w"
+)
+
+
+def what_is_wrong(words: list[str]) -> str | None:
+    """What a check has against a command; None where no check knows it."""
+    if re.fullmatch(r"(.*/)?python3?", words[0]):
+        words = words[2:] if words[1:2] == ["-m"] else words[1:]
+    elif words[0].startswith((".venv/bin/", "./")):
+        words = [pathlib.Path(words[0]).name, *words[1:]]
+    for pattern, check in CHECKS.items():
+        if words and re.fullmatch(pattern, words[0]):
+            return check(words)
+    return None

@@ -1,0 +1,141 @@
+"""What tests of whole runs share: a small base policy, a config around it, and a run's files.
+
+Not in conftest.py because the imports bring TensorFlow, seconds that most test files don't need.
+"""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from conftest import make_completion, make_prompt
+
+from dapo_jax import algorithms
+from dapo_jax.commands import command_line
+from dapo_jax.config.experiment import (
+    Architecture,
+    Checkpoint,
+    Config,
+    Critic,
+    Data,
+    Evaluation,
+    Examples,
+    Log,
+    Mesh,
+    Model,
+    Optimizer,
+    Packing,
+    Rollout,
+    Sampler,
+    SftConfig,
+)
+from dapo_jax.reporting.metrics import CLOCKED, Clock, add_up
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.run.run import Run, Signals
+from dapo_jax.run.supervised.sft import make_base
+from dapo_jax.structs import Group, Verdict
+from dapo_jax.train import RunState, update_policy
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 4
+
+
+def make_small_base(folder: pathlib.Path) -> pathlib.Path:
+    """A policy that knows the format and guesses the sums."""
+    config = SftConfig(
+        out=str(folder),
+        total_steps=60,
+        examples_per_step=32,
+        architecture=Architecture(layers=2, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=128),
+        examples=Examples(min_terms=2, max_terms=3),
+        max_response_tokens=24,
+        optimizer=Optimizer(learning_rate=5e-3, warmup_steps=5),
+        packing=Packing(row_tokens=64, rows_per_microbatch=16),
+        mesh=Mesh(data=8, fsdp=1, tensor=1),
+    )
+    return make_base(config)
+
+
+def make_config(folder, run_dir, **changes) -> Config:
+    """Four steps of DAPO on eight virtual devices; `changes` replace whole sections."""
+    config = Config(
+        run_dir=str(run_dir),
+        total_steps=STEPS,
+        model=Model(folder=str(folder)),
+        data=Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=16),
+        rollout=Rollout(prompts_per_step=8, samples_per_prompt=8, updates_per_rollout=2),
+        sampler=Sampler(slots=32, burst_tokens=4, max_response_tokens=24, first_window_tokens=32),
+        optimizer=Optimizer(learning_rate=1e-3, warmup_steps=2),
+        packing=Packing(row_tokens=64, rows_per_microbatch=8),
+        mesh=Mesh(data=2, fsdp=2, tensor=2),
+        checkpoint=Checkpoint(every_steps=1, keep=9),
+        evaluation=Evaluation(every_steps=2, samples_per_problem=2, top_p=1.0),
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    command_line.check(config)
+    return config
+
+
+def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> Config:
+    """Two steps of a preset on one device (see the fixture `alone`); only the steps themselves."""
+    algorithm = algorithms.preset(preset)
+    updates = 1 if algorithm.ratio == "none" else updates
+    quick = {
+        "algorithm": algorithm,
+        "total_steps": 2,
+        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=0),
+        "rollout": Rollout(prompts_per_step=4, samples_per_prompt=4, updates_per_rollout=updates),
+        "sampler": Sampler(slots=16, burst_tokens=8, max_response_tokens=24),
+        "mesh": Mesh(1, 1, 1),
+        "checkpoint": Checkpoint(every_steps=0),
+        "critic": Critic(pretrain_steps=0),
+        "log": Log(0, tensorboard=False, rollouts=False, report=False),
+    }
+    return make_config(folder, run_dir, **quick | changes)
+
+
+@contextlib.contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """The run of that config, begun or resumed, for tests that look inside between two steps."""
+    with contextlib.ExitStack() as stack:
+        yield Run(config, Signals(), stack)
+
+
+def make_groups(config: Config) -> list[Group]:
+    """Groups in which every other response is right."""
+    samples = config.rollout.samples_per_prompt
+    verdicts = tuple(Verdict(i % 2 == 0, "1") for i in range(samples))
+    return [
+        reward_group(
+            config,
+            make_prompt(i, [3 + i, 4]),
+            tuple(make_completion([5 + (7 * i + 3 * j) % 15, 6, 1]) for j in range(samples)),
+            verdicts,
+        )
+        for i in range(config.rollout.prompts_per_step)
+    ]
+
+
+def equal(left, right) -> bool:
+    """Whether every array of two trees is the same, bit for bit."""
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
+
+
+def read_rows(run_dir) -> list[dict]:
+    """The lines of metrics.jsonl without what the clock says."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
+    """The rollouts or evaluations files by name."""
+    return {path.name: path.read_text() for path in sorted((run_dir / folder).iterdir())}
+
+
+def learn(parts, run, groups) -> tuple[RunState, dict[str, float]]:
+    """The state after the updates of a rollout batch, and what was measured."""
+    run, values, means, _ = update_policy(parts, run, groups, Clock())
+    return run, values | add_up(jax.device_get(means))

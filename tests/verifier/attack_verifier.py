@@ -1,0 +1,260 @@
+"""Attacks golds of all kinds with expressions made to look equal to them, and reports by family.
+
+    python tests/verifier/attack_verifier.py    (300 golds, all attacks: some minutes)
+    python tests/verifier/attack_verifier.py --golds 30 --every 20
+
+No attack is equal to its gold, so each that is accepted is a failure; so is a killed worker. An
+attack holds `GOLD` where the gold's text belongs. Exit code 1 for failures.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
+from dapo_jax.verifier.verifier import math
+
+SECONDS = 60.0  # of a verdict, after which its worker is killed
+
+
+class Gold(NamedTuple):
+    """An answer. kind: 'number' (a real constant), 'formula' (with a variable), or 'other'."""
+
+    text: str
+    kind: str
+
+
+def golds(count: int, seed: int = 0) -> list[Gold]:
+    """Answers of all kinds, as many of each, none twice."""
+    rng = random.Random(seed)
+    shapes = [
+        (kind, shape)
+        for kind, found in {
+            "number": r"A|-A|\frac{A}{B}|A.B|A\sqrt{B}|\frac{A\pi}{B}|A+\sqrt{B}|\sqrt[3]{B}|A\%|"
+            r"10^{A}|\ln B|e^{A}|A^\circ|\log_2 B|\frac{A-\sqrt{B}}{C}|A!|\binom{B}{2}|2^{B}|\$A|"
+            r"A\text{ cm}|\sin A|\arctan\frac{A}{B}|\sqrt{A+\sqrt{B}}|A\pi+B",
+            "formula": r"x^2+Ax+B|Ax-B|\frac{A}{x+B}|A\sqrt{x}+B|\frac{n(n+A)}{B}|2^n+A|A\sin x+B|"
+            r"e^{Ax}|(x+A)(x-B)|A-x|x^2-B|\lfloor\frac{n}{A}\rfloor|\frac{x-A}{x^2+B}|a^2+Ab",
+            "other": r"(A,B)|\{A,B\}|[A,\infty)|(-\infty,A)\cup(B,\infty)|x=A|y=Ax+B|x\ge A|"
+            r"\begin{pmatrix}A\\B\end{pmatrix}|\text{Monday A}|A\pm\sqrt{B}|A+Bi|x^2+y^2=A",
+        }.items()
+        for shape in found.split("|")
+    ]
+    seen: dict[str, Gold] = {}
+    for kind, shape in itertools.cycle(shapes):
+        a, b, c = rng.randrange(2, 90), rng.randrange(91, 400), rng.randrange(2, 9)
+        text = shape.replace("A", str(a)).replace("B", str(b)).replace("C", str(c))
+        seen.setdefault(text, Gold(text, kind))
+        if len(seen) == count:
+            return list(seen.values())
+    raise AssertionError
+
+
+def _tiny() -> list[str]:
+    """Numbers that are nearly, but not, zero."""
+    made = [rf"\sqrt{{{n}!}}-\sqrt{{{n}!+1}}" for n in (9, 20, 50, 99, 150, 400, 1000)]
+    made += [rf"\sqrt[{k}]{{{n}!+1}}-\sqrt[{k}]{{{n}!}}" for k in (3, 7) for n in (30, 99)]
+    made += [rf"10^{{-{k}}}" for k in (5, 15, 17, 60, 100, 400, 1000)]
+    made += [rf"e^{{-{k}}}" for k in (30, 100, 700, 1000)]
+    made += [rf"2^{{-{k}}}" for k in (53, 64, 500, 1000)]
+    made += [r"1-\tanh(50)", r"\tanh(1000)-1", r"\frac{\pi}{2}-\arctan(10^{80})"]
+    made += [r"e^{\pi\sqrt{163}}-640320^3-744", r"\cos(10^{-40})-1", r"\sin(10^{-90})"]
+    made += [rf"(\sqrt{{2}}-1)^{{{k}}}" for k in (40, 100, 300)]
+    made += [r"\sqrt{10}+\sqrt{11}-\sqrt{5}-\sqrt{18}", r"\frac{1}{999!}", r"\frac{1}{100^{100}}"]
+    made += [r"\frac{22}{7}-\pi-\frac{1}{791}", r"\frac{355}{113}-\pi", r"\ln(1+10^{-50})"]
+    made += [r"\sqrt{1000!+\sqrt{1000!}}-\sqrt{1000!+\sqrt{1000!-1}}"]
+    made += [r"\sqrt{10^{200}+1}-10^{100}", r"\log_{10}(10^{50}+1)-50", r"\frac{3^{400}}{2^{1000}}"]
+    made += [r"\arctan\frac12+\arctan\frac13-\frac{\pi}{4}+10^{-70}"]
+    return made
+
+
+ZEROS = (
+    r"\sqrt2\sqrt3-\sqrt6",
+    r"\sqrt{3+2\sqrt2}-1-\sqrt2",
+    r"\sin^2 1+\cos^2 1-1",
+    r"\arctan\frac12+\arctan\frac13-\frac\pi4",
+    r"\ln 8-3\ln 2",
+    r"\cos\frac\pi5-\frac{1+\sqrt5}4",
+    r"\sqrt[3]{2+\sqrt5}-\sqrt[3]{\sqrt5-2}-1",
+    r"e^{i\pi}+1",
+    r"|x|^2-x^2",
+    r"\sqrt{x}\sqrt{y}-\sqrt{xy}",
+    r"\lfloor\pi\rfloor-3",
+    r"\sin(2x)-2\sin x\cos x",
+    r"\binom{n}{2}-\frac{n(n-1)}{2}",
+    r"\sqrt{x^2}-|x|",
+    r"\ln(2x)-\ln 2-\ln x",
+    r"4^n-2^n2^n",
+)
+STEPS = (
+    r"\lfloor 1-T\rfloor",
+    r"\lfloor\sqrt{99!+1}\rfloor-\sqrt{99!+1}",
+    r"\lceil 10^{-300}\rceil",
+    r"\lfloor\frac{n}{2}\rfloor-\frac{n}{2}",
+    r"\lceil x\rceil-x",
+    r"\lfloor e^{\pi\sqrt{163}}\rfloor-640320^3-744",
+    r"\lfloor\tanh(100)\rfloor-1",
+    r"\lfloor x\rfloor-x",
+)
+CORNERS = (
+    r"|x|-x",
+    r"|x|+x",
+    r"\sqrt{x^2}-x",
+    r"\sqrt{(x-3)^2}-x+3",
+    r"|x-10^{9}|+x-10^{9}",
+    r"|x+10^{9}|-x-10^{9}",
+    r"\sqrt{x^2+10^{-80}}-|x|",
+    r"|x-1|-|x+1|+2",
+    r"\sqrt[4]{x^4}-x",
+    r"\ln(x^2)-2\ln x",
+    r"\arctan x+\arctan\frac1x-\frac\pi2",
+    r"\tanh(10^9x)-1",
+    r"\sqrt{x}\sqrt{y}-\sqrt{xy}",
+    r"e^{-x^2}",
+    r"\arcsin(\sin x)-x",
+    r"|\sin x|-\sin x",
+    r"(-1)^n-1",
+    r"(-1)^n+1",
+    r"\sin(n\pi)+(-1)^{n}-1",
+)
+
+
+def _vanishing() -> list[str]:
+    """Formulas that are zero at points where one might look."""
+    whole = "".join(f"(n-{i})" for i in range(12))
+    made = [whole, whole.replace("n", "x"), "x(x-1)(x+1)(x-2)(x+2)(x-3)(x+3)", r"\sin(\pi x)"]
+    looked = [137 + 41 * i for i in range(8)]
+    made.append("".join(rf"(x-\frac{{{n}}}{{1997}})" for n in looked))
+    made += [r"10^{-300}x", r"x^{40}", r"\frac{1}{x}", r"e^{-1000x^2}", r"2^{-100n}", r"0.5^{99}n!"]
+    return made
+
+
+EXPENSIVE = (
+    r"\sqrt{1000!+1}",
+    r"\sqrt{1000!+\sqrt{999!+\sqrt{998!+\sqrt{997!+1}}}}",
+    "(" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 20)) + "+x)^{12}",
+    "(" + "+".join("abcdfghjkl") + ")^{20}",
+    "+".join(rf"\sqrt{{{i}!+1}}" for i in range(60, 90)),
+    r"\sqrt{2+" * 25 + "2" + "}" * 25,
+    "+".join(rf"\sin {i}" for i in range(1, 40)),
+    r"\cos(" * 20 + "x" + ")" * 20,
+    "".join(rf"(x+\sqrt{{{i}}})" for i in range(2, 30)),
+    "+".join(rf"\frac{{1}}{{x+\sqrt{{{i}}}}}" for i in range(2, 14)),
+    r"|x-1|" + "".join(rf"|x-{i}|" for i in range(2, 30)),
+    r"\binom{x}{50}\binom{y}{50}",
+    "+".join(rf"\lfloor\frac{{n}}{{{i}}}\rfloor" for i in range(2, 30)),
+    r"\cup".join(rf"(\sqrt{{{i}}},\sqrt{{{i + 1}}}+\frac{{1}}{{{i}}})" for i in range(2, 32)),
+    r"\{" + ",".join(rf"\sqrt{{{i}}}+\sqrt{{{i + 1}}}" for i in range(2, 40)) + r"\}",
+    "9" * 390 + r"^{\frac{1}{97}}",
+    r"e^{e^{e^{e^{e}}}}",
+    r"\sin(10^{300})",
+    r"\arctan(" * 15 + "2" + ")" * 15,
+    r"\ln(" * 15 + "10^{300}" + ")" * 15,
+    r"(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{30}",
+    "x^{1000}" + "+x" * 100,
+    r"\frac{1}{1+" * 30 + r"\sqrt2" + "}" * 30,
+    r"(x+1)^{1000}-(x+1)^{999}",
+    r"999!^{7}+998!^{7}+\sqrt{997!}",
+)
+CANDIDATES = (
+    r"GOLD \text{ or } 0",
+    r"0,GOLD",
+    r"\{GOLD,0\}",
+    r"(-\infty,\infty)",
+    r"\mathbb{R}",
+    r"x",
+    r"x=x",
+    "0=0",
+    r"\text{GOLD}0",
+    r"GOLD\ne GOLD",
+    r"\emptyset",
+    r"\infty",
+    r"\frac{0}{0}",
+    r"GOLD\cdot\infty",
+    r"\ldots",
+    r"?",
+    r"(GOLD",
+    "f(x)",
+)
+
+
+def attacks() -> Iterator[tuple[str, str, str]]:
+    """(family, kind of golds it is for ('' for all), text)."""
+    for tiny in _tiny():
+        yield "a tiny number", "", tiny
+        yield "gold and a tiny number", "number formula", rf"GOLD+({tiny})"
+        yield "gold times nearly 1", "number formula", rf"(GOLD)(1+({tiny}))"
+    for zero in ZEROS:
+        yield "zero over zero", "", rf"\frac{{{zero}}}{{{zero}}}"
+        yield "gold over a hidden zero", "", rf"GOLD+\frac{{0}}{{{zero}}}"
+        yield "hidden zeros around gold", "number formula", rf"\frac{{({zero})(GOLD)}}{{{zero}}}"
+        yield "a power of a hidden zero", "", rf"({zero})^{{-1}}"
+    for step in STEPS:
+        if "T" not in step:
+            yield "a floor", "number formula", rf"GOLD+({step})"
+    for corner in CORNERS:
+        yield "a corner", "number formula", rf"GOLD+({corner})"
+        yield "a corner alone", "", corner
+    for vanishing in _vanishing():
+        yield "zero at many points", "number formula", rf"GOLD+({vanishing})"
+    for expensive in EXPENSIVE:
+        yield "expensive", "", expensive
+        yield "expensive beside gold", "number formula", rf"GOLD+({expensive})"
+    for text in CANDIDATES:
+        yield "candidates", "", text
+    yield "candidates", "number formula", "GOLD GOLD"
+
+
+def run(gold_count: int, every: int, workers: RemoteAlgebra) -> tuple[list[dict], list[tuple]]:
+    """A row per family, and (family, attack, gold) of all that was accepted."""
+    rows: dict[str, dict] = {}
+    accepted = []
+    pairs = itertools.product(attacks(), golds(gold_count))
+    for number, ((family, kinds, text), gold) in enumerate(pairs):
+        if number % every or kinds and gold.kind not in kinds:
+            continue
+        row = rows.setdefault(family, {"attacks": 0, "accepted": 0, "undecided": 0, "seconds": []})
+        response = rf"\boxed{{{text.replace('GOLD', gold.text)} }}"
+        undecided, started = workers.undecided, time.perf_counter()
+        workers.begin(SECONDS)
+        same = math(response, gold.text, workers).correct
+        row["seconds"].append(time.perf_counter() - started)
+        row["undecided"] += workers.undecided > undecided
+        row["attacks"] += 1
+        row["accepted"] += same
+        if same:
+            accepted.append((family, response, gold.text))
+    return [{"family": family} | row for family, row in rows.items()], accepted
+
+
+def main() -> int:
+    """The exit code: 1 where an attack was accepted or a worker killed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--golds", type=int, default=300)
+    parser.add_argument("--every", type=int, default=1, help="only every so many-th pair")
+    arguments = parser.parse_args()
+    workers = RemoteAlgebra(Memory())
+    workers.begin(SECONDS)
+    workers.same_value("x", "y")  # the interpreter's start belongs to no attack
+    rows, accepted = run(arguments.golds, arguments.every, workers)
+    names = "attacks accepted undecided".split()
+    print("| family | " + " | ".join(names) + " | median ms | worst ms |\n" + "|---" * 6 + "|")
+    for row in rows:
+        counts = " | ".join(str(row[name]) for name in names)
+        median, worst = statistics.median(row["seconds"]), max(row["seconds"])
+        print(f"| {row['family']} | {counts} | {1e3 * median:.2f} | {1e3 * worst:.0f} |")
+    total = {name: sum(row[name] for row in rows) for name in names}
+    print(json.dumps(total | {"golds": arguments.golds, "killed": workers.kills}))
+    for family, response, gold in accepted[:40]:
+        print(f"ACCEPTED {family}: {response} for {gold}")
+    workers.close()
+    return int(bool(accepted) or workers.kills > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

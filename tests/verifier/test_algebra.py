@@ -1,0 +1,237 @@
+"""Proofs of equality: sound against sympy's numbers, complete on identities, bounded in work."""
+
+import itertools
+import random
+
+import mpmath
+import pytest
+import sympy
+from flint import acb
+
+from dapo_jax.verifier.algebra import proportional, same_expression
+from dapo_jax.verifier.ball_arithmetic import Undefined, enclose, with_bits
+from dapo_jax.verifier.expression_tree import Refused, Tree, number, symbols
+from dapo_jax.verifier.expressions import parse
+from dapo_jax.verifier.number_field import Field
+from dapo_jax.verifier.polynomials import rational
+from dapo_jax.verifier.proven_algebra import ProvenAlgebra
+from dapo_jax.verifier.roots import NeedsSign, sign
+from dapo_jax.verifier.tree_to_element import read
+from dapo_jax.verifier.work_budget import WORK, Budget, Undecided
+
+ATOMS = ["2", "3", r"\frac{1}{2}", r"\pi", "e", "5", "x", "n", r"\sqrt{2}", r"\sqrt[3]{5}"]
+ONE_ARGUMENT = [
+    r"\sqrt{%s}",
+    r"\ln(%s)",
+    r"\sin(%s)",
+    r"\cos(%s)",
+    r"\arctan(%s)",
+    r"|%s|",
+    "(%s)^2",
+    "e^{%s}",
+    r"\lfloor %s\rfloor",
+    r"(%s)^{-1}",
+    r"\tanh(%s)",
+    r"\arcsin(\frac{%s}{9})",
+]
+TWO_ARGUMENTS = ["(%s)+(%s)", "(%s)-(%s)", r"(%s)\cdot(%s)", r"\frac{%s}{%s}", r"(%s)^{%s}"]
+
+
+def made_up(rng: random.Random, depth: int) -> str:
+    """A random expression in LaTeX."""
+    if depth == 0 or rng.random() < 0.2:
+        return rng.choice(ATOMS)
+    if rng.random() < 0.5:
+        return rng.choice(ONE_ARGUMENT) % made_up(rng, depth - 1)
+    return rng.choice(TWO_ARGUMENTS) % (made_up(rng, depth - 1), made_up(rng, depth - 1))
+
+
+TO_SYMPY = {
+    "sum": lambda *parts: sympy.Add(*parts),
+    "product": lambda a, b: a * b,
+    "quotient": lambda a, b: a / b,
+    "power": lambda a, b: a**b,
+    "abs": sympy.Abs,
+    "ceiling": sympy.ceiling,
+} | {name: getattr(sympy, name) for name in "sin cos tan tanh exp log asin atan floor".split()}
+POINT = {"x": sympy.Rational(7, 3), "n": sympy.Rational(-9, 4)}
+
+
+def by_sympy(tree: Tree) -> sympy.Expr:
+    """The tree at POINT, as sympy sees it."""
+    match tree.kind:
+        case "number":
+            return sympy.Rational(int(tree.value.p), int(tree.value.q))
+        case "symbol":
+            return POINT[tree.value]
+        case "pi" | "e" | "i":
+            return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I}[tree.kind]
+    return TO_SYMPY[tree.kind](*map(by_sympy, tree.parts))
+
+
+def test_enclosures_hold_the_value_that_sympy_computes():
+    rng, seen = random.Random(3), 0
+    for _ in range(250):
+        tree = parse(made_up(rng, 3))
+        try:
+            with with_bits(256):
+                point = {name: acb(int(v.p)) / int(v.q) for name, v in POINT.items()}
+                ball = enclose(tree, point, Budget())
+                middle, radius = complex(ball.mid()), float(ball.rad())
+            value = complex(sympy.N(by_sympy(tree), 30))
+        except (Undefined, Refused, TypeError, OverflowError, ValueError, ZeroDivisionError):
+            continue
+        if value != value or abs(value) > 1e12 or radius > 1e-6:
+            continue
+        seen += 1
+        assert abs(middle - value) <= 1e-9 * max(1, abs(value)), tree
+    assert seen > 120
+
+
+def with_numbers(tree: Tree) -> Tree:
+    """The tree at x = 7 and n = 3."""
+    if tree.kind == "symbol":
+        return number({"x": 7, "n": 3}[tree.value])
+    return tree._replace(parts=tuple(map(with_numbers, tree.parts)))
+
+
+def test_normal_forms_have_the_value_of_their_trees():
+    rng, seen = random.Random(5), 0
+    for _ in range(300):
+        tree = with_numbers(parse(made_up(rng, 3)))
+        field = Field(Budget())
+        try:
+            element = read(field, tree)
+            with with_bits(256):
+                difference = field.value(element, 256) - enclose(tree, {}, Budget())
+        except (Undefined, Undecided, Refused):
+            continue
+        seen += 1
+        assert bool(abs(difference) < 1e-9) or not bool(abs(difference) > 0), tree
+    assert seen > 120
+
+
+def test_what_is_equal_at_a_point_is_only_accepted_where_sympy_agrees():
+    rng, accepted = random.Random(11), 0
+    trees = [parse(made_up(rng, 2)) for _ in range(90)]
+    for tree, other in itertools.combinations(trees, 2):
+        try:
+            if tree == other or not same_expression(tree, other, Budget()):
+                continue
+            values = [complex(sympy.N(by_sympy(one), 30)) for one in (tree, other)]
+        except (Undecided, Refused, TypeError, OverflowError):
+            continue
+        accepted += 1
+        assert abs(values[0] - values[1]) < 1e-9
+    assert accepted > 5
+
+
+IDENTITIES = [
+    (r"\cos\frac{2\pi}{17}+\cos\frac{15\pi}{17}", "0"),
+    (r"\sqrt{2+\sqrt{2+\sqrt{2}}}", r"2\cos\frac{\pi}{16}"),
+    (r"\arcsin\frac35+\arcsin\frac45", r"\frac\pi2"),
+    (r"\sqrt[3]{7+5\sqrt2}", r"1+\sqrt2"),
+    (r"\sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5}", "1"),
+    (r"\sqrt[5]{-\sqrt2}", r"-2^{\frac{1}{10}}"),
+    (r"e^{2\ln 3}", "9"),
+    (r"2^{\log_2 5}", "5"),
+    (r"i^i", r"e^{-\pi/2}"),
+    (r"\sqrt{i}", r"\frac{1+i}{\sqrt2}"),
+    (r"|2+3i|", r"\sqrt{13}"),
+    (r"\frac{e^{ix}-e^{-ix}}{2i}", r"\sin x"),
+    (r"\sin(x+y)", r"\sin x\cos y+\cos x\sin y"),
+    (r"\tan x", r"\frac{\sin 2x}{1+\cos 2x}"),
+    (r"\cosh(2x)", r"2\cosh(x)^2-1"),
+    (r"\ln(e^x)", "x"),
+    (r"\binom{n}{k}", r"\binom{n}{n-k}"),
+    ("(n+2)!", "(n+2)(n+1)n!"),
+    (r"\sin(n\pi+\frac\pi2)", "(-1)^n"),
+    (r"\lfloor\frac{n}{3}\rfloor+\lfloor\frac{n+1}{3}\rfloor+\lfloor\frac{n+2}{3}\rfloor", "n"),
+    (r"\frac{1}{\sqrt{x}+1}", r"\frac{\sqrt x-1}{x-1}"),
+    (r"\sqrt{x^2+2x+1}", "|x+1|"),
+    ("|x||y|", "|xy|"),
+]
+
+
+@pytest.mark.parametrize(("mine", "gold"), IDENTITIES)
+def test_identities_are_proven(mine, gold):
+    assert same_expression(parse(mine), parse(gold), Budget())
+
+
+def nearly(text: str) -> str:
+    return rf"({text})+\frac{{1}}{{10^{{40}}}}"
+
+
+@pytest.mark.parametrize(("mine", "gold"), IDENTITIES)
+def test_what_is_nearly_equal_is_proven_different(mine, gold):
+    assert not same_expression(parse(nearly(mine)), parse(gold), Budget())
+
+
+def test_a_zero_below_is_found_however_it_hides():
+    for zero in (r"\sqrt2\sqrt3-\sqrt6", r"\ln 8-3\ln 2", r"e^{i\pi}+1", r"\sin^2 x+\cos^2 x-1"):
+        for gold in ("1", "x", zero):
+            with pytest.raises((Refused, Undecided)):
+                assert not same_expression(
+                    parse(rf"\frac{{{zero}}}{{{zero}}}"), parse(gold), Budget()
+                )
+                raise Undecided
+
+
+def test_a_constant_factor_is_found_with_its_sign():
+    pairs = {("2x-4", "x-2"): 1, ("2-x", "x-2"): -1, (r"\sqrt2x-2", r"x-\sqrt2"): 1}
+    pairs |= {("x^2-4", "x-2"): 0, ("ix", "x"): 0, ("x-x", "x"): 0, ("y-2", "x-2"): 0}
+    for (mine, gold), wanted in pairs.items():
+        try:
+            assert proportional(parse(mine), parse(gold), Budget()) == wanted
+        except Undecided:
+            assert wanted == 0
+
+
+def test_the_budget_ends_a_proof_and_is_never_overdrawn_by_much():
+    text = "(" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 20)) + "+x)^{12}"
+    for units in (0, 100, 3_000, WORK):
+        budget = Budget(units)
+        with pytest.raises(Undecided):
+            same_expression(parse(text), parse(text.replace("2}", "2}+0", 1) + "+x-x"), budget)
+        assert budget.left > -WORK
+
+
+def test_signs_of_near_equal_roots_are_exact():
+    field = Field(Budget())
+    sums = r"\sqrt{5}+\sqrt{18}", r"\sqrt{10}+\sqrt{11}"
+    a, b = (read(field, parse(text)) for text in sums)
+    wanted = 1 if mpmath.sqrt(5) + mpmath.sqrt(18) > mpmath.sqrt(10) + mpmath.sqrt(11) else -1
+    assert sign(field, field.subtract(a, b)) == wanted
+    assert sign(field, field.subtract(a, a)) == 0 and sign(field, rational(-3)) == -1
+
+
+def test_an_absolute_value_asks_for_the_sign_of_each_factor():
+    with pytest.raises(NeedsSign) as case:
+        read(Field(Budget()), parse("|x^2-9|"))
+    assert len(case.value.poly) == 2 and symbols(parse("|x^2-9|")) == {"x"}
+
+
+REGIONS = [
+    (r"x^2\ge 0", r"\mathbb{R}", True),
+    (r"x^2<0", r"\emptyset", True),
+    (r"x^2-2x+1\le 0", r"\{1\}", True),
+    (r"|x-1|<|x+3|", r"(-1,\infty)", True),
+    (r"|x|\ge \sqrt{99!}", r"(-\infty,-\sqrt{99!+1}]\cup[\sqrt{99!},\infty)", False),
+    (r"|2x-1|\le 5", "[-2,3]", True),
+    (r"x^2-2>0", r"(-\infty,-\sqrt2)\cup(\sqrt2,\infty)", True),
+    (r"x^2-3>0", r"(-\infty,-\sqrt2)\cup(\sqrt2,\infty)", False),
+    (r"-x>-3", "x<3", True),
+    (r"\mathbb{R}\setminus\{0,1\}", r"(-\infty,0)\cup(0,1)\cup(1,\infty)", True),
+    (r"[0,1]\cap[1,2]", r"\{1\}", True),
+    (r"(0,1)\cup(1,2)", "(0,2)", False),
+    (r"(0,\pi)", r"(0,\frac{355}{113})", False),
+    (r"x>1 \text{ or } x\le 1", r"\mathbb{R}", True),
+]
+
+
+@pytest.mark.parametrize(("mine", "gold", "same"), REGIONS)
+def test_regions_are_compared_by_proof(mine, gold, same):
+    from dapo_jax.verifier.normalisation import normalise
+
+    algebra = ProvenAlgebra(Budget())
+    assert algebra.same_region(normalise(mine), normalise(gold)) is same

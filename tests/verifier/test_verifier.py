@@ -1,0 +1,260 @@
+"""The verifier's contract: what equals what, what is an answer, and what hostile text can't do.
+
+`verifier_cases.jsonl`: clause, kind ('core' is beyond dispute, 'convention' is decided here), a
+response, its gold answer, and whether they are equivalent. `verifier_hostile.jsonl`: texts that
+attack, none of them equivalent to its answer; 'parts' are repeated to any size.
+"""
+
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.verifier import algebra_process, is_equivalent
+from dapo_jax.verifier.extraction import extract
+from dapo_jax.verifier.numerals import read_number
+from dapo_jax.verifier.verifier import dapo
+
+HERE = pathlib.Path(__file__).parent
+LONGEST_SECONDS = 5.0
+
+
+def lines(name: str) -> list[dict]:
+    return [json.loads(line) for line in (HERE / name).read_text().splitlines()]
+
+
+CASES, HOSTILE = lines("verifier_cases.jsonl"), lines("verifier_hostile.jsonl")
+CLAUSES = sorted({case["clause"] for case in CASES})
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_acceptance(clause):
+    wrong = [
+        case
+        for case in CASES
+        if case["clause"] == clause
+        and is_equivalent(case["prediction"], case["answer"]) is not case["equivalent"]
+    ]
+    assert not wrong
+
+
+def test_the_acceptance_set_covers_the_contract():
+    wanted = {f"E{i}" for i in range(1, 10)} | {f"Q{i}" for i in range(1, 12)} | {"S1"}
+    assert set(CLAUSES) == wanted and len(CASES) >= 400
+    for clause in CLAUSES:
+        assert {case["equivalent"] for case in CASES if case["clause"] == clause} == {True, False}
+
+
+def hostile_texts(characters: int, marker: str):
+    """(name, text, answer), repeated parts stretched to about that size."""
+    for case in HOSTILE:
+        if "prediction" in case:
+            yield case["name"], case["prediction"].replace("MARKER", marker), case["answer"]
+            continue
+        first, piece, *middle = case["parts"]
+        times = math.ceil(characters / len(piece + "".join(middle[1:2])))
+        text = first + piece * times + middle[0]
+        if len(middle) > 1:
+            text += middle[1] * times + middle[2]
+        yield case["name"], text, case["answer"]
+
+
+def attack(characters: int, marker: pathlib.Path) -> None:
+    for name, text, answer in hostile_texts(characters, str(marker)):
+        started = time.monotonic()
+        assert is_equivalent(text, answer) is False, name
+        assert time.monotonic() - started < LONGEST_SECONDS, name
+        assert not marker.exists(), name
+
+
+@pytest.mark.parametrize("characters", [300, 1_800, 60_000])
+def test_hostile_text_is_wrong_quickly_and_runs_nothing(characters, tmp_path):
+    attack(characters, tmp_path / "marker")
+
+
+@pytest.mark.slow
+def test_ten_megabytes_of_hostile_text(tmp_path):
+    attack(10_000_000, tmp_path / "marker")
+
+
+def test_numbered_bombs_are_wrong_quickly():
+    bombs = {
+        "+".join(rf"\frac{{1}}{{x+{i}}}" for i in range(60)): r"\frac{1}{x}",
+        "".join(f"(x+{i})" for i in range(200)): "x^{200}",
+        "+".join(rf"\sqrt{{{i}}}" for i in range(2, 120)): r"\frac{\sqrt{2}}{2}",
+        r"\{" + ",".join(rf"\sqrt{{{i}}}+1" for i in range(60)) + r"\}": r"\{1,2\}",
+        r"\cup".join(rf"(\sqrt{{{i}}},\sqrt{{{i}}}+\pi)" for i in range(31)): "(0,1)",
+        "<".join(map(str, range(300))) + "<x": "(0,2)",
+        r"\begin{pmatrix}" + r"\\".join("&".join("1" * 12) for _ in range(12)) + r"\end{pmatrix}":
+            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+        "2^{" * 9 + "2" + "}" * 9: "16",
+        r"\sin(" * 30 + "1" + ")" * 30: "0",
+        "e^{" * 8 + "9" + "}" * 8: "1",
+        "(1+i)^{1000}+" * 20 + "1": "1",
+        "999!+" * 50 + "1": "1",
+        r"\binom{1000}{500}^{1000}": "1",
+        "(" + "9" * 390 + r")^{\frac{1}{3}}": "1",
+    }  # fmt: skip
+    for text, answer in bombs.items():
+        started = time.monotonic()
+        assert is_equivalent(rf"\boxed{{{text}}}", answer) is False, text[:60]
+        assert time.monotonic() - started < LONGEST_SECONDS, text[:60]
+
+
+def test_a_worker_killed_from_outside_costs_nothing():
+    assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
+    os.kill(algebra_process._shared.algebra._process._process.pid, signal.SIGKILL)
+    assert is_equivalent(r"\boxed{\sqrt{18}}", r"3\sqrt{2}")
+
+
+FORKING = r"""
+import os
+from dapo_jax.verifier import is_equivalent
+assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
+child = os.fork()
+fine = is_equivalent(r"\boxed{\sqrt{50}}", r"5\sqrt{2}")
+if child:
+    fine = fine and os.waitpid(child, 0)[1] == 0
+    raise SystemExit(not fine)
+os._exit(not fine)
+"""
+
+
+def test_a_forked_child_has_a_worker_of_its_own():
+    subprocess.run([sys.executable, "-c", FORKING], check=True, cwd=HERE.parents[1], timeout=60)
+
+
+def test_threads_ask_the_same_worker_in_turn():
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda i=i: found.append(is_equivalent(rf"\sqrt{{{i * i * 2}}}", rf"{i}\sqrt2"))
+        )
+        for i in range(2, 10)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8
+
+
+def test_a_late_worker_is_killed_and_the_next_verdict_is_right(monkeypatch):
+    process = algebra_process._shared.algebra
+    assert is_equivalent(r"\sqrt{72}", r"6\sqrt{2}")
+    os.kill(process._process._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(algebra_process, "SECONDS", 0.2)
+    kills = process.kills
+    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") is False and process.kills == kills + 1
+    monkeypatch.undo()
+    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}")
+
+
+def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):
+    code = (
+        "import os, sys; from dapo_jax.verifier import is_equivalent, algebra_process as remote;"
+        "is_equivalent(r'\\sqrt{8}', '1'); print(remote._shared.algebra._process._process.pid);"
+        "sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1]
+    )
+    worker = pathlib.Path(f"/proc/{done.stdout.strip()}")
+    deadline = time.monotonic() + 10
+    while worker.exists() and time.monotonic() < deadline:
+        if "Z" in (worker / "stat").read_text().split(")")[1][:3]:
+            break
+        time.sleep(0.1)
+    else:
+        assert not worker.exists()
+    assert is_equivalent(r"\sqrt{8}", "1") is False
+    pid = algebra_process._shared.algebra._process._process.pid
+    limits = pathlib.Path(f"/proc/{pid}/limits").read_text()
+    rows = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()}
+    assert rows["Max address space"] == str(2 << 30) and rows["Max file size"] == "0"
+
+
+def test_markers_can_be_required():
+    text = "Answer: 3\nso \\boxed{4}"
+    found = [is_equivalent(text, gold, mode) for mode in ("any", "box", "label") for gold in "34"]
+    assert found == [False, True, False, True, True, False]
+    assert extract("17", "box").text is None and extract("17").text == "17"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("so\nAnswer: $34$", "34", True),
+        ("Answer: 33\nAnswer: 1,234", "1234", True),
+        ("answer: x = 5", "5", True),
+        ("Answer: \\frac12", "\\frac{1}{2}", True),
+        ("Answer: 0.5", "\\frac{1}{2}", False),
+        ("Answer: 34 degrees", "34", True),
+        ("\\boxed{34}", "34", False),
+        ("Answer: 34" + " " * 300, "34", False),
+    ],
+)
+def test_the_released_scorer_reads_a_label_near_the_end_and_compares_strings(
+    response, answer, correct
+):
+    assert dapo(response, answer, None).correct is correct
+    assert is_equivalent(response, answer, "dapo") is correct
+
+
+def test_plain_numerals_are_exact():
+    assert read_number("0.1") * 3 == read_number(r"\frac{3}{10}")
+    assert read_number("9" * 999) == int("9" * 999)
+    assert read_number("1e2000") is None and read_number("1/0") is None
+
+
+EXPENSIVE = (
+    r"\sqrt{1000!+1}",
+    r"\sqrt{1000!+1+\sqrt{999!+2+\sqrt{998!+3}}}",
+    r"(" + "+".join(rf"\sqrt{{{i}}}" for i in range(2, 20)) + r"+x)^{12}>x",
+    r"\cup".join(rf"(\sqrt{{{i}}},\sqrt{{{i + 1}}}+\frac{{1}}{{{i}}})" for i in range(2, 32)),
+)
+
+
+def test_sixty_four_expensive_responses_cost_no_other_its_verdict():
+    pool = RewardPool(Reward(verifier="math", workers=2))
+    golds = [r"\sqrt{1000!}", r"(x+\sqrt2)^{12}", r"x>\sqrt{2}", r"(\sqrt2,\sqrt3+\pi)", "x+1"]
+    hard = [
+        pool.submit("", rf"\boxed{{{text} }}", gold)
+        for text in EXPENSIVE
+        for gold in golds
+        for _ in range(4)
+    ]
+    easy = [
+        pool.submit("", rf"\boxed{{\sqrt{{{2 * i * i}}}}}", rf"{i}\sqrt2") for i in range(2, 66)
+    ]
+    right = [verdict.result() for verdict in easy]
+    wrong, kills = [verdict.result() for verdict in hard], pool.kills
+    pool.close()
+    assert len(wrong) > 64 and not any(verdict.correct for verdict in wrong)
+    assert all(verdict.correct for verdict in right) and kills == 0
+
+
+def test_a_verdict_says_how_it_was_decided():
+    pool = RewardPool(Reward(verifier="math"))
+    texts = [r"\boxed{1/2}", r"\boxed{\sqrt{2}/2}", r"\boxed{\sqrt{2}/2}", "no", r"\boxed{1"]
+    golds = ["0.5", r"\frac{1}{\sqrt2}", r"\frac{1}{\sqrt2}", "5" * 9, "1"]
+    texts[3] = "first line\nsecond line"
+    verdicts = [pool.submit("", *pair).result() for pair in zip(texts, golds, strict=True)]
+    pool.close()
+    assert [verdict.decided for verdict in verdicts] == [
+        "direct",
+        "algebra",
+        "remembered",
+        "no_marker",
+        "truncated_box",
+    ]
+    assert [verdict.correct for verdict in verdicts] == [True, True, True, False, False]
