@@ -30,7 +30,9 @@ from dapo_jax.structs import Completion, Prompt
 TESTS = pathlib.Path(__file__).parent
 HELPERS = [str(TESTS), *(str(path) for path in sorted(TESTS.iterdir()) if path.is_dir())]
 sys.path[:0] = HELPERS
-os.environ["PYTHONPATH"] = os.pathsep.join([*HELPERS, os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS.parent), *HELPERS, os.environ.get("PYTHONPATH", "")]
+)
 
 # A shell's background job ignores Ctrl-C, and so would what tests start and then interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
