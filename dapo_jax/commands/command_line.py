@@ -271,7 +271,7 @@ def guarded(work: Callable[[], Any]) -> int:
 
 def main() -> None:
     """Checks a run's settings and folder, and prints the model folder that they name."""
-    usage = "Checks the settings of a run; arguments as for dapo_jax.main."
+    usage = "Checks the settings of a run; arguments as for dapo-jax train."
     print(load(Config, usage, door=check_run_dir).model.folder)
 
 

@@ -37,7 +37,7 @@ def _section(kind: type[T]) -> T:
 
 @section
 class Config:
-    """A reinforcement-learning run (`dapo-jax train`, `dapo_jax.evaluate`)."""
+    """A reinforcement-learning run (`dapo-jax train`, `dapo-jax evaluate`)."""
 
     run_dir: str = setting(
         "runs/dapo",

@@ -309,7 +309,7 @@ class Evaluation:
     temperature: float = setting(1.0, "Softmax temperature while evaluating; 0: greedy.")
     top_p: float = setting(0.7, "Nucleus share while evaluating; the default is DAPO's.")
     out: str = setting(
-        "", "Where dapo_jax.evaluate writes; empty: a folder in run_dir/evaluations."
+        "", "Where dapo-jax evaluate writes; empty: a folder in run_dir/evaluations."
     )
 
 

@@ -60,7 +60,8 @@ def test_a_checkpoint_of_eight_devices_is_exported_by_a_process_of_one(run, tmp_
     line = [
         sys.executable,
         "-m",
-        "dapo_jax.export",
+        "dapo_jax",
+        "export",
         f"--run={run_dir}",
         f"--out={tmp_path / 'out'}",
     ]

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from dapo_jax.__main__ import MODULES
+
 ROOT = pathlib.Path(__file__).parents[2]
 MAIN = f"--config={ROOT}/configs/arithmetic.py"
 MODEL = "--config.model.folder=tiny"
@@ -18,54 +20,62 @@ CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
 
 # (command, arguments, what the line must say); `=FILE` arguments are relative to the test's folder.
 FLAGS = [
-    ("main", [], ["--config=FILE is required", "configs/arithmetic.py"]),
-    ("main", ["--config=nowhere.py"], ["--config=nowhere.py", "no such file"]),
-    ("main", ["--config=notes.txt"], ["notes.txt", ".py file", "config.json"]),
-    ("main", [f"{MAIN}:dapoo"], ["'dapoo'", "dapo, dr_grpo"]),
-    ("main", ["--config=plain.py:dapo"], ["plain.py", "takes nothing after a colon"]),
-    ("main", [MAIN, "--config.seeed=1"], ["config.seeed", "did you mean seed"]),
-    ("main", [MAIN, "--config.sampler=3"], ["config.sampler", "a section"]),
-    ("main", [MAIN, "--config.seed=one"], ["seed", "one"]),
-    ("main", [MAIN, "--config.sampler.slots=1e3"], ["slots", "'1e3'", "a whole number"]),
-    ("main", [MAIN, "--config.log.tensorboard=maybe"], ["tensorboard", "maybe", "true or false"]),
-    ("main", [MAIN, "--config.total_steps=0"], ["total_steps", "0", "above 0"]),
-    ("main", [MAIN, "--config.optimizer.learning_rate=inf"], ["learning_rate", "inf", "finite"]),
-    ("main", [MAIN, "--config.optimizer.schedule=cosin"], ["schedule", "'cosin'", "cosine"]),
-    ("main", [MAIN, "--config.data.template=dap"], ["data.template", "'dap'", "dapo"]),
-    ("main", [MAIN, "--config.reward.verifier=maths"], ["verifier", "'maths'", "math_box"]),
-    ("main", [MAIN, "--config.reward.parts=rule"], ["reward.parts", "'rule'", "name=weight"]),
-    ("main", [MAIN, "--config.reward.parts=rule=1,rule=2"], ["reward.parts", "each name once"]),
-    ("main", [MAIN, "--config.reward.parts=ruel=1"], ["reward.parts", "'ruel'", "module:function"]),
-    ("main", [MAIN, "--config.reward.parts=nomodule:f=1"], ["nomodule:f", "No module named"]),
-    ("main", [MAIN, "--config.reward.parts=broken:f=1"], ["broken.py:2", "1 / 0", "ZeroDivision"]),
-    ("main", [MAIN, "--config.reward.parts=mine:nothing=1"], ["mine:nothing", "no attribute"]),
-    ("main", [MAIN, "--config.reward.parts=mine:number=1"], ["mine:number", "not a function"]),
+    ("train", [], ["--config=FILE is required", "configs/arithmetic.py"]),
+    ("train", ["--config=nowhere.py"], ["--config=nowhere.py", "no such file"]),
+    ("train", ["--config=notes.txt"], ["notes.txt", ".py file", "config.json"]),
+    ("train", [f"{MAIN}:dapoo"], ["'dapoo'", "dapo, dr_grpo"]),
+    ("train", ["--config=plain.py:dapo"], ["plain.py", "takes nothing after a colon"]),
+    ("train", [MAIN, "--config.seeed=1"], ["config.seeed", "did you mean seed"]),
+    ("train", [MAIN, "--config.sampler=3"], ["config.sampler", "a section"]),
+    ("train", [MAIN, "--config.seed=one"], ["seed", "one"]),
+    ("train", [MAIN, "--config.sampler.slots=1e3"], ["slots", "'1e3'", "a whole number"]),
+    ("train", [MAIN, "--config.log.tensorboard=maybe"], ["tensorboard", "maybe", "true or false"]),
+    ("train", [MAIN, "--config.total_steps=0"], ["total_steps", "0", "above 0"]),
+    ("train", [MAIN, "--config.optimizer.learning_rate=inf"], ["learning_rate", "inf", "finite"]),
+    ("train", [MAIN, "--config.optimizer.schedule=cosin"], ["schedule", "'cosin'", "cosine"]),
+    ("train", [MAIN, "--config.data.template=dap"], ["data.template", "'dap'", "dapo"]),
+    ("train", [MAIN, "--config.reward.verifier=maths"], ["verifier", "'maths'", "math_box"]),
+    ("train", [MAIN, "--config.reward.parts=rule"], ["reward.parts", "'rule'", "name=weight"]),
+    ("train", [MAIN, "--config.reward.parts=rule=1,rule=2"], ["reward.parts", "each name once"]),
     (
-        "main",
+        "train",
+        [MAIN, "--config.reward.parts=ruel=1"],
+        ["reward.parts", "'ruel'", "module:function"],
+    ),
+    ("train", [MAIN, "--config.reward.parts=nomodule:f=1"], ["nomodule:f", "No module named"]),
+    ("train", [MAIN, "--config.reward.parts=broken:f=1"], ["broken.py:2", "1 / 0", "ZeroDivision"]),
+    ("train", [MAIN, "--config.reward.parts=mine:nothing=1"], ["mine:nothing", "no attribute"]),
+    ("train", [MAIN, "--config.reward.parts=mine:number=1"], ["mine:number", "not a function"]),
+    (
+        "train",
         [MAIN, "--config.reward.parts=mine:short=1"],
         ["mine:short", "(prompt=, response=, answer=)"],
     ),
     (
-        "main",
+        "train",
         [MAIN, "--config.reward.parts=in_process:f=1"],
         ["in_process:f", "given by the program"],
     ),
-    ("main", [MAIN, "--config.algorithm.token_weights=mine"], ["token_weights", "module:function"]),
-    ("main", [MAIN, "--config.mesh.data=0"], ["mesh.data", "0", "above 0"]),
-    ("main", [MAIN, "--config.model.folder="], ["model.folder"]),
-    ("main", [MAIN, "--config.model.folder=nowhere"], ["model.folder", "'nowhere'"]),
-    ("main", [MAIN, "--config.model.folder=empty"], ["model.folder", "'empty'", "config.json"]),
     (
-        "main",
+        "train",
+        [MAIN, "--config.algorithm.token_weights=mine"],
+        ["token_weights", "module:function"],
+    ),
+    ("train", [MAIN, "--config.mesh.data=0"], ["mesh.data", "0", "above 0"]),
+    ("train", [MAIN, "--config.model.folder="], ["model.folder"]),
+    ("train", [MAIN, "--config.model.folder=nowhere"], ["model.folder", "'nowhere'"]),
+    ("train", [MAIN, "--config.model.folder=empty"], ["model.folder", "'empty'", "config.json"]),
+    (
+        "train",
         [MAIN, MODEL, "--config.data.source=nowhere.jsonl"],
         ["data.source", "'nowhere.jsonl'"],
     ),
-    ("main", [MAIN, "--config.data.source=a=0"], ["data.source", "a=0", "above 0"]),
-    ("main", [MAIN, MODEL, "--config.data.source=gym:nothing"], ["gym:nothing"]),
-    ("main", [MAIN, "--config.run_dir=full"], ["run_dir", "'full'"]),
-    ("main", [MAIN, "--config.run_dir=notes.txt"], ["run_dir", "'notes.txt'"]),
-    ("main", [MAIN, "--help=smapler"], ["--help=smapler", "sampler"]),
-    ("main", [MAIN, "seed=3"], ["unexpected", "seed=3"]),
+    ("train", [MAIN, "--config.data.source=a=0"], ["data.source", "a=0", "above 0"]),
+    ("train", [MAIN, MODEL, "--config.data.source=gym:nothing"], ["gym:nothing"]),
+    ("train", [MAIN, "--config.run_dir=full"], ["run_dir", "'full'"]),
+    ("train", [MAIN, "--config.run_dir=notes.txt"], ["run_dir", "'notes.txt'"]),
+    ("train", [MAIN, "--help=smapler"], ["--help=smapler", "sampler"]),
+    ("train", [MAIN, "seed=3"], ["unexpected", "seed=3"]),
     ("evaluate", [MAIN, "--k=0"], ["samples_per_problem", "0", "above 0"]),
     ("evaluate", [MAIN, "--temperature=-1"], ["temperature", "-1.0", "at least 0"]),
     ("evaluate", [MAIN, "--top_p=1.1"], ["top_p", "1.1", "at most 1"]),
@@ -79,22 +89,26 @@ FLAGS = [
     ("export", ["--run=", "--out=x"], ["config.run = ''"]),
     ("export", ["--run=a", "--out=x", "--dtype=int8"], ["dtype", "'int8'", "bfloat16"]),
     ("export", ["--rum=a"], ["--rum: there is no such flag", "did you mean run"]),
-    ("main", [MAIN, "--seed=3"], ["--seed: there is no such flag", "did you mean seed"]),
+    ("train", [MAIN, "--seed=3"], ["--seed: there is no such flag", "did you mean seed"]),
     ("serve", [], ["dapo-jax serve --model=FOLDER"]),
     ("serve", ["--model="], ["config.model = ''", "--model=FOLDER"]),
     ("sft", [], ["dapo-jax sft --config.data.source=FILE --config.start=FOLDER"]),
     ("dpo", [], ["dapo-jax dpo --config.data.source=FILE"]),
-    ("main", [MAIN, "--config.optimizer=3"], ["config.optimizer", "a section", "--help=optimizer"]),
-    ("main", [MAIN, "--config.total_steps"], ["total_steps", "a whole number"]),
-    ("main", [MAIN, "--config.total_steps="], ["total_steps", "a whole number"]),
-    ("main", [MAIN, "x\ny\x1b[31m"], ["unexpected", "x y"]),
     (
-        "main",
+        "train",
+        [MAIN, "--config.optimizer=3"],
+        ["config.optimizer", "a section", "--help=optimizer"],
+    ),
+    ("train", [MAIN, "--config.total_steps"], ["total_steps", "a whole number"]),
+    ("train", [MAIN, "--config.total_steps="], ["total_steps", "a whole number"]),
+    ("train", [MAIN, "x\ny\x1b[31m"], ["unexpected", "x y"]),
+    (
+        "train",
         [MAIN, "--config.data.template={% if system %}S{% endif %}{problem}"],
         ["data.template", "jinja"],
     ),
     (
-        "main",
+        "train",
         [MAIN, "--config.data.template={problem} {system}"],
         ["data.template", "{{ system }}"],
     ),
@@ -140,7 +154,8 @@ def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, s
     """Exit code and standard error of a command in this process."""
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     try:
-        code = importlib.import_module(f"dapo_jax.{command}").main()
+        module = MODULES.get(command, command)
+        code = importlib.import_module(f"dapo_jax.commands.{module}").main()
     except SystemExit as stopped:
         code = stopped.code
     return code, capsys.readouterr().err
@@ -173,7 +188,11 @@ def assert_refused(code: int, said: str, words: list[str], before: set, folder) 
     )
 
 
-@pytest.mark.parametrize(("command", "arguments", "words"), FLAGS, ids=lambda v: " ".join(v)[-40:])
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    FLAGS,
+    ids=lambda v: v if isinstance(v, str) else " ".join(v)[-40:],
+)
 def test_a_wrong_flag_is_one_line(command, arguments, words, folder, monkeypatch, capsys):
     before = set(folder.rglob("*"))
     code, said = run(command, arguments, monkeypatch, capsys)
@@ -184,7 +203,7 @@ def test_a_wrong_flag_is_one_line(command, arguments, words, folder, monkeypatch
 def test_a_wrong_line_of_a_config_file_is_shown(text, line, words, folder, monkeypatch, capsys):
     (folder / "mine_config.py").write_text(CONFIG + text + "\n")
     before = set(folder.rglob("*"))
-    code, said = run("main", ["--config=mine_config.py"], monkeypatch, capsys)
+    code, said = run("train", ["--config=mine_config.py"], monkeypatch, capsys)
     if line:
         number, shown = line, (CONFIG + text).splitlines()[line - 1].strip()
         words = [f"mine_config.py:{number}: {shown}", *words]
@@ -197,5 +216,5 @@ def test_there_are_sixty():
 
 def test_a_run_that_ended_is_repeated_by_its_settings_alone(folder, monkeypatch, capsys):
     shutil.copy(folder / "notes.txt", folder / "config.json")
-    code, said = run("main", ["--config=config.json"], monkeypatch, capsys)
+    code, said = run("train", ["--config=config.json"], monkeypatch, capsys)
     assert code == 2 and "config.json can't be read" in said and len(said.splitlines()) == 1

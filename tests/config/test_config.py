@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from dapo_jax.__main__ import MODULES
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.runtime.settings import ConfigError, leaves
@@ -157,11 +158,11 @@ def test_config_errors_are_value_errors():
     assert issubclass(ConfigError, ValueError)
 
 
-@pytest.mark.parametrize("command", "main evaluate sft dpo export serve plan.__main__".split())
+@pytest.mark.parametrize("command", "train evaluate sft dpo export serve plan".split())
 def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [command, "--help"])
     with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"dapo_jax.{command}").main()
+        importlib.import_module(f"dapo_jax.commands.{MODULES.get(command, command)}").main()
     shown = capsys.readouterr().out
     assert stopped.value.code == 0 and shown.index("Changed most") < len(shown) / 2
     assert [line for line in shown.splitlines() if len(line) > 80] == []
