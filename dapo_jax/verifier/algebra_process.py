@@ -13,7 +13,7 @@ from dapo_jax.verifier.equivalence import decide
 from dapo_jax.verifier.verifier import dapo, math, math_box, math_label
 from dapo_jax.verifier.work_budget import WORK
 
-ALGEBRA = "dapo_jax.runtime.workers.child"
+ALGEBRA = "dapo_jax.verifier.algebra_worker"
 MOST_REMEMBERED = 100_000
 SECONDS = 2.0  # for one verdict of `is_equivalent`, a worker's start not counted
 MODES = {"any": math, "box": math_box, "label": math_label, "dapo": dapo}
