@@ -18,7 +18,7 @@ from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.reporting.metrics import MEANINGS
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.jsonl import BROKEN, Growing, objects, rewind, spell
+from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import Collected, Completion, Trace
@@ -67,9 +67,9 @@ class MetricWriter:
         storage: Storage | None = None,
     ):
         self._storage, self._tracker = storage or Storage(), tracker
-        self._lines = Growing(run_dir / "metrics.jsonl")
+        self._lines = AppendFile(run_dir / "metrics.jsonl")
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._events = Growing(run_dir / "tensorboard" / name) if tensorboard else None
+        self._events = AppendFile(run_dir / "tensorboard" / name) if tensorboard else None
         try:
             broken = rewind(self._lines.path, last_row)
         except OSError as error:

@@ -35,7 +35,7 @@ from dapo_jax.reporting.notices import MOST_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.scheduler import RolloutSampler
-from dapo_jax.run.checkpointing.rollout_journal import FinishedGroups
+from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.runtime import processes
@@ -106,7 +106,7 @@ class Parts:
     token_weights: Callable | None  # the user's hook
     decoder: DecoderConfig
     skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
-    finished: FinishedGroups = dataclasses.field(default_factory=FinishedGroups)
+    finished: RolloutJournal = dataclasses.field(default_factory=RolloutJournal)
     on_update: Callable[..., None] = lambda *_: None  # see `BegunSteps.done`
 
     def rows(self, updates: Sequence[Sequence[Segment]]) -> Packing:

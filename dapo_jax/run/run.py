@@ -38,9 +38,9 @@ from dapo_jax.run.checkpointing.compatibility import (
     gather_inputs,
 )
 from dapo_jax.run.checkpointing.integrity import find_steps
-from dapo_jax.run.checkpointing.rollout_journal import FinishedGroups
+from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.checkpointing.same_run import run_identity, run_settings
-from dapo_jax.run.checkpointing.saver import Keeper
+from dapo_jax.run.checkpointing.saver import CheckpointSaver
 from dapo_jax.run.components import build, check_data, check_processes
 from dapo_jax.run.evaluation.heldout import (
     heldout_metrics,
@@ -91,7 +91,7 @@ class Run:
         self.checkpoints = stack.enter_context(
             Checkpoints(self.folder, config.checkpoint, self.storage.warn)
         )
-        self.keeper = Keeper(self.checkpoints, self.storage)
+        self.keeper = CheckpointSaver(self.checkpoints, self.storage)
         prompts = self.parts.prompts
         check_data([*prompts.sources, *prompts.heldout])
         announce_data(config, prompts, self.parts.progress)
@@ -107,7 +107,7 @@ class Run:
         if config.checkpoint.keep_groups:
             read = self._inputs | {"model": fingerprint(config.model.folder)}
             identity, decode = run_identity(self._settings, read), self.parts.tokenizer.decode
-            self.parts.finished = FinishedGroups(self.folder, identity, self.storage, decode)
+            self.parts.finished = RolloutJournal(self.folder, identity, self.storage, decode)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
         if config.checkpoint.every_updates:

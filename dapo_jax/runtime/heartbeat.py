@@ -37,7 +37,7 @@ def _hold_aborts() -> None:
     libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-class Watch:
+class Heartbeat:
     """The signs of life of all processes, in the coordination service that jax runs anyway.
 
     Args:

@@ -25,7 +25,7 @@ import numpy as np
 from jax._src import distributed  # the one way to the coordination service
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Watch
+from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Heartbeat
 from dapo_jax.runtime.settings import ConfigError
 
 # Said by a launcher that starts the processes itself; on Cloud TPU, GKE and Slurm jax knows.
@@ -34,7 +34,7 @@ JOINING_SECONDS = 300
 FIRST_BYTES = 1024  # of an all-gather; longer messages take a second one
 LENGTH_BYTES = 4
 
-_watch: Watch | None = None
+_heartbeat: Heartbeat | None = None
 _command = False
 
 
@@ -102,7 +102,7 @@ def join() -> None:
 
     Must come before anything asks jax for its devices.
     """
-    global _watch
+    global _heartbeat
     told = read_environment()
     if told.get("num_processes") == 1 or jax.distributed.is_initialized():
         return
@@ -121,7 +121,7 @@ def join() -> None:
     if count() > 1:
         service = distributed.global_state
         assert service.coordinator_address is not None  # once joined
-        _watch = Watch(service.client, service.coordinator_address, index(), count())
+        _heartbeat = Heartbeat(service.client, service.coordinator_address, index(), count())
 
 
 def keep_programs() -> None:
@@ -193,8 +193,8 @@ def _run(work: Callable[[], int], alone: str) -> int:
     if code:
         leave(code)
     agree("done", "the end")
-    if _watch is not None:
-        _watch.close()
+    if _heartbeat is not None:
+        _heartbeat.close()
     jax.distributed.shutdown()
     return 0
 
@@ -202,8 +202,8 @@ def _run(work: Callable[[], int], alone: str) -> int:
 def leave(code: int) -> None:
     """Ends this process where it stands, and the others with it."""
     sys.stdout.flush()
-    if _watch is not None:
-        _watch.leave(code)
+    if _heartbeat is not None:
+        _heartbeat.leave(code)
     os._exit(code)
 
 

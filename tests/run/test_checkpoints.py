@@ -17,7 +17,7 @@ from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing import saver
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
 from dapo_jax.run.checkpointing.integrity import CHECKSUMS, OF_ORBAX, damage, saved_steps
-from dapo_jax.run.checkpointing.saver import Keeper
+from dapo_jax.run.checkpointing.saver import CheckpointSaver
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 
@@ -194,7 +194,7 @@ class Training:
         self.said, self.size = [], size
         storage = Storage(self.said.append)
         self.checkpoints = Checkpoints(run_dir, Checkpoint(keep=2), storage.warn)
-        self.keeper, self.tried = Keeper(self.checkpoints, storage), []
+        self.keeper, self.tried = CheckpointSaver(self.checkpoints, storage), []
 
     def step(self, step, due):
         def save():

@@ -15,7 +15,7 @@ from dapo_jax.reporting.writers import MetricWriter, describe_gaps
 from dapo_jax.run.checkpointing.compatibility import finished
 from dapo_jax.run.evaluation.response_file import ResponseFile
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.jsonl import BROKEN, Growing, objects, rewind, spell
+from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
 from dapo_jax.runtime.storage.ownership import RUN, check_free
 from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage
 
@@ -91,7 +91,7 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch)
 def test_what_the_program_does_wrong_is_no_trouble_of_storage(tmp_path):
     with pytest.raises(ZeroDivisionError):
         Storage().attempt("it", lambda: 1 / 0)
-    growing = Growing(tmp_path / "gone" / "file")
+    growing = AppendFile(tmp_path / "gone" / "file")
     growing.add(b"x")
     growing.write()  # its folder was deleted
     assert (tmp_path / "gone/file").read_bytes() == b"x"

@@ -120,11 +120,11 @@ def check_same(store, local, folder, steps=STEPS):
 
 CHECKPOINTS = """
 from test_checkpoints import restored, save
-from dapo_jax.runtime.storage.jsonl import Growing, objects
+from dapo_jax.runtime.storage.jsonl import AppendFile, objects
 from dapo_jax.runtime.storage.ownership import folder_at
 save("gs://bucket/run", [1, 2, 3], keep=2)
 print(restored("gs://bucket/run"))
-lines = Growing(folder_at("gs://bucket/run", "lines"))
+lines = AppendFile(folder_at("gs://bucket/run", "lines"))
 for i in range(3):
     lines.add(b'{"i": %d}\\n' % i)
     lines.write()

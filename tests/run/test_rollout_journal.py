@@ -22,7 +22,7 @@ from small_runs import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Rollout
-from dapo_jax.run.checkpointing.rollout_journal import FOLDER, FinishedGroups, recall
+from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal, recall
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import Storage
@@ -43,11 +43,11 @@ train(make_config({base!r}, {run_dir!r}, checkpoint=KEEP))
 """
 
 
-def opened(config, folder, identity="of this run") -> FinishedGroups:
+def opened(config, folder, identity="of this run") -> RolloutJournal:
     def decode(ids):
         return " ".join(map(str, ids))
 
-    return FinishedGroups(folder, identity, Storage(), decode)
+    return RolloutJournal(folder, identity, Storage(), decode)
 
 
 @pytest.fixture

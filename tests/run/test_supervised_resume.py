@@ -31,7 +31,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size | changes))
 
     # Else a run as short as this one measures after every step.
-    monkeypatch.setattr(common.Journal, "is_due", lambda self, step: step in (8, self._total))
+    monkeypatch.setattr(common.TrainingLog, "is_due", lambda self, step: step in (8, self._total))
     whole = config_in(tmp_path / "whole")
     work(whole)
     assert read_metrics(whole.out)[-1]["step"] > 8
@@ -49,7 +49,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
     monkeypatch.setattr(room, "learning_rate", learning_rate)
     if end == "while it measures":
-        monkeypatch.setattr(common.Journal, "stop_if", lambda self, signals: None)
+        monkeypatch.setattr(common.TrainingLog, "stop_if", lambda self, signals: None)
     with pytest.raises((Killed, common.Stopped)) as raised:
         work(stopped)
     last = {"signal": 5, "kill": 3, "while it measures": 6}[end]

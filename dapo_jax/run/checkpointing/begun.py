@@ -14,7 +14,7 @@ from etils import epath
 
 from dapo_jax.config.checkpoint import Checkpoint
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.saver import Keeper
+from dapo_jax.run.checkpointing.saver import CheckpointSaver
 from dapo_jax.run.components import Parts
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.sharding import put, to_host
@@ -43,7 +43,7 @@ class BegunSteps:
 
     def _open(self) -> None:
         self._checkpoints = Checkpoints(self._folder, Checkpoint(keep=1), self._storage.warn)
-        self._keeper = Keeper(self._checkpoints, self._storage)
+        self._keeper = CheckpointSaver(self._checkpoints, self._storage)
 
     def done(
         self,

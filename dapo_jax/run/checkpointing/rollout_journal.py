@@ -30,7 +30,7 @@ def _digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
-class FinishedGroups:
+class RolloutJournal:
     """Keeps the judged groups of a step until a checkpoint has it. Every process calls `begin`.
 
     A file holds what a burst of decoding finished, and is there whole or not at all.

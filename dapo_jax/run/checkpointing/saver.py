@@ -12,7 +12,7 @@ WAIT_SECONDS = 60.0  # for slow storage, before a save that is due is left out
 WHAT = "the checkpoint"
 
 
-class Keeper:
+class CheckpointSaver:
     """Saves while training goes on. Every process calls every method.
 
     Args:

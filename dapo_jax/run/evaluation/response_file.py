@@ -9,7 +9,7 @@ from typing import Any
 from dapo_jax.reporting.scores import REFLECTION, Response
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.jsonl import Growing, read_object, spell
+from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
 from dapo_jax.structs import Group
@@ -123,7 +123,7 @@ class ResponseFile:
         # A verdict that a worker could not finish is asked for again.
         finished = (one for one in found if one.failure is None)
         self.responses = {(one.index, one.sample): one for one in finished}
-        self._growing = Growing(path)
+        self._growing = AppendFile(path)
         self.tidy()
 
     def append(self, response: Response) -> None:

@@ -26,7 +26,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.run.compute import check_divisible, numerics
-from dapo_jax.run.supervised.resume import METRICS, Halfway, Stopped
+from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
 from dapo_jax.runtime.settings import require
@@ -159,7 +159,7 @@ def score_responses(
         )
 
 
-class Journal:
+class TrainingLog:
     """A line of metrics.jsonl per step; a console line now and then.
 
     A step's numbers are read when the next one is under way, so that no step waits for the host.
@@ -169,7 +169,7 @@ class Journal:
         half: where the run is; its folder gets the lines.
     """
 
-    def __init__(self, half: Halfway, total_steps: int, max_skipped_steps: int):
+    def __init__(self, half: ResumePoint, total_steps: int, max_skipped_steps: int):
         self._half, folder = half, half.folder
         self._writer = MetricWriter(folder, half.step, tensorboard=False) if folder else None
         self._every, self._total = max(1, total_steps // LINES_PER_RUN), total_steps
@@ -235,7 +235,7 @@ def write_policy(
     decoder: DecoderConfig,
     tokenizer: Tokenizer,
     start: str,
-    half: Halfway,
+    half: ResumePoint,
 ) -> None:
     """The policy's files in `folder`, which is there; None: another process writes.
 

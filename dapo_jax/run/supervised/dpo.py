@@ -29,14 +29,14 @@ from dapo_jax.run.components import check_processes, check_same_model
 from dapo_jax.run.compute import open_mesh
 from dapo_jax.run.supervised.common import (
     WRITTEN,
-    Journal,
+    TrainingLog,
     open_examples,
     own_segments,
     score_responses,
     starting_point,
     write_policy,
 )
-from dapo_jax.run.supervised.resume import Halfway, forget, model_digests
+from dapo_jax.run.supervised.resume import ResumePoint, forget, model_digests
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import replace
@@ -170,7 +170,7 @@ def train_and_write(config: DpoConfig, folder: pathlib.Path | None, signals: Sig
         frozen = load_huggingface.load_params(other, decoder, mesh, field="reference", cast=True)
     probe = Probe(learner, config, signals, found, frozen)
     digests = {"data": found.digest()} | model_digests(config.start, other)
-    with Halfway(config, digests) as half:
+    with ResumePoint(config, digests) as half:
         state = half.begin(learner.abstract_state, lambda: learner.start(params))
         del params, frozen
         state = learn(config, Course(found, steps, of_step), learner, probe, state, half, signals)
@@ -191,13 +191,13 @@ def learn(
     learner: Learner,
     probe: Probe,
     state: TrainState,
-    half: Halfway,
+    half: ResumePoint,
     signals: Signals,
 ) -> TrainState:
     """The state after all steps."""
     packing, algorithm = config.packing, algorithm_of(config)
     found, steps, of_step = course
-    journal = Journal(half, steps, config.optimizer.max_skipped_steps)
+    journal = TrainingLog(half, steps, config.optimizer.max_skipped_steps)
     if half.step:
         first = half.first_row()
         before = {name: first[name] for name in SHOWN if name in first}

@@ -16,7 +16,7 @@ from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.integrity import saved_steps
 from dapo_jax.run.checkpointing.same_run import run_identity
-from dapo_jax.run.checkpointing.saver import Keeper
+from dapo_jax.run.checkpointing.saver import CheckpointSaver
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.jsonl import objects
@@ -50,7 +50,7 @@ class Stopped(Exception):
     step = 0
 
 
-class Halfway:
+class ResumePoint:
     """The newest state of such a run, saved now and then. Every process calls every method.
 
     A context manager: it holds the folder against other processes.
@@ -76,14 +76,14 @@ class Halfway:
         self.folder = self._path if processes.is_first() else None
         self.step, self.skipped, self._state = 0, dict[str, int](), None
 
-    def __enter__(self) -> "Halfway":
+    def __enter__(self) -> "ResumePoint":
         with contextlib.ExitStack() as stack:
             stack.enter_context(claim("out", str(self._path), HALFWAY))
             stack.callback(self._tidy)
             self._begin_anew_if_other()
             checkpoints = Checkpoints(self._path, Checkpoint(keep=1), self._storage.warn)
             self._checkpoints = stack.enter_context(checkpoints)
-            self._keeper = Keeper(self._checkpoints, self._storage)
+            self._keeper = CheckpointSaver(self._checkpoints, self._storage)
             self._stack = stack.pop_all()
         return self
 

@@ -24,14 +24,14 @@ from dapo_jax.run.components import check_processes
 from dapo_jax.run.compute import open_mesh
 from dapo_jax.run.supervised.common import (
     WRITTEN,
-    Journal,
+    TrainingLog,
     open_examples,
     own_segments,
     score_responses,
     starting_point,
     write_policy,
 )
-from dapo_jax.run.supervised.resume import Halfway, forget, model_digests
+from dapo_jax.run.supervised.resume import ResumePoint, forget, model_digests
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import TRAINED
@@ -122,7 +122,7 @@ def train_and_write(config: SftConfig, folder: pathlib.Path | None, signals: Sig
     decoder, tokenizer, load = starting_point(config, mesh)
     course = open_course(config, tokenizer)
     learner = policy_learner(sft(), config.compute, config.optimizer, decoder, mesh)
-    with Halfway(config, course.digests | model_digests(config.start)) as half:
+    with ResumePoint(config, course.digests | model_digests(config.start)) as half:
         state = half.begin(learner.abstract_state, lambda: learner.start(load()))
         state = learn(config, course, learner, state, half, signals)
         write_policy(folder, state.params, decoder, tokenizer, config.start, half)
@@ -133,7 +133,7 @@ def learn(
     course: Course,
     learner: Learner,
     state: TrainState,
-    half: Halfway,
+    half: ResumePoint,
     signals: Signals,
 ) -> TrainState:
     """The state after all steps."""
@@ -149,7 +149,7 @@ def learn(
         total, tokens = np.sum(parts, axis=0) if parts else (0.0, 0.0)
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
-    journal = Journal(half, course.steps, config.optimizer.max_skipped_steps)
+    journal = TrainingLog(half, course.steps, config.optimizer.max_skipped_steps)
     before, after = half.first_row() or heldout_nll(), {}
     if before and not half.step:
         journal.add(0, before, {})

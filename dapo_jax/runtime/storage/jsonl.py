@@ -77,7 +77,7 @@ def spell(numbers: Iterable[int]) -> str:
     return ", ".join(said[:SHOWN_STEPS] + more)
 
 
-class Growing:
+class AppendFile:
     """A file that is added to; what could not be written is written with what follows.
 
     To an object nothing can be added: it is written whole each time, from memory.

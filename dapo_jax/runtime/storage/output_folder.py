@@ -22,15 +22,15 @@ from dapo_jax.runtime.storage.ownership import (
     MARK,
     OURS,
     Folder,
-    Place,
+    OutputFolder,
     check_free,
     entries,
     folder_at,
     is_ours,
     is_remote,
     is_written,
-    place_of,
     read_mark,
+    resolve_folder,
     stamp,
 )
 from dapo_jax.runtime.storage.retries import full_or_broken, is_refusal, reason
@@ -68,7 +68,7 @@ def is_at(path: pathlib.Path, descriptor: int) -> bool:
         return False
 
 
-class Hold:
+class FolderLock:
     """A folder of ours, made and marked where it was missing, locked until `close`.
 
     Args:
@@ -78,7 +78,7 @@ class Hold:
     Raises `ConfigError` where it must not be written or another process holds it.
     """
 
-    def __init__(self, place: Place, mark: dict[str, Any], exclusive: bool = True):
+    def __init__(self, place: OutputFolder, mark: dict[str, Any], exclusive: bool = True):
         self.path, self._place, self._lock = place.path, place, -1
         self._made: list[pathlib.Path] = []  # go at `close` if they are empty, the deepest first
         self._fresh = False  # whether the mark goes too, if nothing came beside it
@@ -178,7 +178,7 @@ class Hold:
         write_mark(self.path, {"kind": mark["kind"], "files": files})
         self._made, self._fresh = [], False
 
-    def take_place(self, place: Place, old: "Hold | None") -> None:
+    def take_place(self, place: OutputFolder, old: "FolderLock | None") -> None:
         """Takes the name of `place`; `old`, which has it now, then has the one of this."""
         if old is None or not place.path.exists():
             self.path.rename(place.path)
@@ -208,7 +208,9 @@ def exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
 def claim(
     field: str, value: str, kind: str, below: str = "", *, exclusive: bool = True
 ) -> Iterator[Folder]:
-    """The folder, made and marked where it was missing; arguments as for `check_free` and `Hold`.
+    """A folder of one command, made and marked where it was missing, and locked meanwhile.
+
+    Arguments as for `check_free` and `FolderLock`.
 
     What is still empty when the block ends is taken away again. Of several processes the first one
     holds it for all; nobody can hold one that is not of this file system.
@@ -218,7 +220,7 @@ def claim(
             _try_to_write(folder_at(value, below), field, value)
         yield folder_at(value, below)
         return
-    hold = Hold(place_of(field, value, kind, below), {"kind": kind}, exclusive)
+    hold = FolderLock(resolve_folder(field, value, kind, below), {"kind": kind}, exclusive)
     try:
         yield pathlib.Path(value, below)
     finally:
@@ -257,9 +259,9 @@ def replace(
         yield None
         return
     check_free(field, value, kind)
-    place, mark = place_of(field, value, kind), {"kind": kind, "writes": list(writes)}
+    place, mark = resolve_folder(field, value, kind), {"kind": kind, "writes": list(writes)}
     with contextlib.ExitStack() as stack:
-        new = Hold(place.beside("unfinished"), mark)  # while it is held nobody else gets here
+        new = FolderLock(place.beside("unfinished"), mark)  # while it is held nobody else gets here
         stack.callback(new.close)
         try:
             _put_back(place)
@@ -267,7 +269,7 @@ def replace(
             write_mark(new.path, mark)
         except OSError as error:
             place.refuse(f"{str(new.path)!r} can't be written: {error.strerror}")
-        old = Hold(place, {"kind": kind}) if place.path.exists() else None
+        old = FolderLock(place, {"kind": kind}) if place.path.exists() else None
         if old:
             stack.callback(old.close)
         try:
@@ -293,7 +295,7 @@ def replace(
                 old.clear()
 
 
-def _put_back(place: Place) -> None:
+def _put_back(place: OutputFolder) -> None:
     """Ends an exchange in several steps that was killed between them."""
     aside = place.beside("replaced")
     if read_mark(aside.path) is None:
@@ -301,6 +303,6 @@ def _put_back(place: Place) -> None:
     if not place.path.exists():
         aside.path.rename(place.path)
         return
-    hold = Hold(aside, {})
+    hold = FolderLock(aside, {})
     hold.clear()
     hold.close()

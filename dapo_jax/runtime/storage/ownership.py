@@ -106,7 +106,7 @@ def is_unmarked_run(folder: pathlib.Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class OutputFolder:
     """A folder that a setting names, or one below or beside that, and what it is to be.
 
     Attributes:
@@ -171,15 +171,15 @@ class Place:
         ]
         return f"{shown} also holds {strange[0]!r}, which is new or was changed" if strange else ""
 
-    def beside(self, ending: str) -> "Place":
+    def beside(self, ending: str) -> "OutputFolder":
         """The folder whose name has that ending too."""
         path = self.path.with_name(f"{self.path.name}.{ending}")
         return dataclasses.replace(self, path=path)
 
 
-def place_of(field: str, value: str, kind: str, below: str = "") -> Place:
+def resolve_folder(field: str, value: str, kind: str, below: str = "") -> OutputFolder:
     """The place that a setting names. Raises `ConfigError` for a name that can be no folder's."""
-    named = Place(field, str(value), kind, pathlib.Path(), below)
+    named = OutputFolder(field, str(value), kind, pathlib.Path(), below)
     if not named.value or "\0" in named.value:
         named.refuse("this names no folder")
     try:
@@ -199,7 +199,7 @@ def check_free(field: str, value: str, kind: str, below: str = "") -> None:
     if is_remote(value):
         require(kind in (RUN, EVALUATION), field, value, "a folder of this file system")
         return
-    place = place_of(field, value, kind, below)
+    place = resolve_folder(field, value, kind, below)
     place.check()
     if kind in REPLACED:
         place.beside("unfinished").check()
