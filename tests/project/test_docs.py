@@ -89,7 +89,7 @@ def test_every_command_is_one_that_is_accepted(page, in_the_root):
         "dapo-jax nothing": "no such command",
         "dapo-jax plan --config=FILE --topolgy=v5e:2x4": "topolgy",
         "dapo-jax evaluate --config=FILE --kk=3": "unexpected|kk",
-        "dapo-jax replay --now": "unrecognized",
+        "dapo-jax replay DIR --now": "unrecognized",
         "--config.algorithm.clip_hgih=0.3": "clip_high",
         "--config.sampler.pagse=": "no such setting",
         "pytest tests/test_nothing.py": "no such file",
