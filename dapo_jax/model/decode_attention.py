@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import KVCache, PageCache, PromptCache
 
 LARGEST_INT8 = 127
 LANES = 128  # of a TPU's vector registers; its paged kernel takes heads of a multiple of them

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.model.caches import PromptCache
 from dapo_jax.model.decode_attention import PromptContext, SlotContext, attend_prompt
 from dapo_jax.model.decoder import SCALE, Block, DecoderConfig, head_kernel, rms_norm
-from dapo_jax.structs import PromptCache
 
 
 def _run_layers(

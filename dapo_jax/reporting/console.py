@@ -25,7 +25,7 @@ from dapo_jax.runtime.processes import printable
 from dapo_jax.structs import Group
 
 if TYPE_CHECKING:  # it brings TensorFlow, and the first word comes before that
-    from dapo_jax.rollout.scheduler import RolloutSampler
+    from dapo_jax.rollout.scheduler import Scheduler
 
 WIDTH = 80  # columns of a step's lines
 ANSWER_TAIL, PROMPT_TAIL = 38, 300  # characters that a table shows of a response and of its prompt
@@ -217,7 +217,7 @@ class Progress:
                 stack.close()
 
     @contextlib.contextmanager
-    def collecting(self, step: int, sampler: "RolloutSampler") -> Iterator[Callable]:
+    def collecting(self, step: int, sampler: "Scheduler") -> Iterator[Callable]:
         """Yields the callback that `filtering.collect` calls after every burst."""
         with self.working(f"step {step}: sampling", stays=False) as doing:
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dapo_jax.model import inference
+from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decode_attention import SlotContext, at_each
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.paged_cache import Fills
 from dapo_jax.rollout.sampling import SamplingRule, draw, draw_each
-from dapo_jax.structs import DecodeState, Prefix
 
 
 def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int) -> DecodeState:

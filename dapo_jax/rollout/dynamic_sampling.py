@@ -50,7 +50,7 @@ class Prompts(Protocol):
 
 
 class Sampler(Protocol):
-    """Draws groups, as `sampler.rollout.RolloutSampler` does."""
+    """Draws groups, as `rollout.scheduler.Scheduler` does."""
 
     @property
     def idle(self) -> bool: ...

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.model import decoder
+from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
@@ -31,7 +32,6 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_k
 from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
-from dapo_jax.structs import DecodeState, Prefix
 
 
 class PolicyEngine(Engine):

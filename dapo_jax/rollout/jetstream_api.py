@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.structs import DecodeState
+from dapo_jax.model.caches import DecodeState
 
 
 @contextlib.contextmanager

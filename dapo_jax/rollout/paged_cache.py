@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
+from dapo_jax.model.caches import PageCache, PromptCache
 from dapo_jax.model.decode_attention import (
     PagedAttention,
     has_kernel,
@@ -23,7 +24,6 @@ from dapo_jax.rollout.page_table import PageBook
 from dapo_jax.rollout.slot_cache import SlotStore, window_of
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
-from dapo_jax.structs import PageCache, PromptCache
 
 DROPPED = np.iinfo(np.int32).max  # an index past every end
 

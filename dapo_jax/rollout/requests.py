@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.structs import Carried, Completion, Prefix, Prompt
+from dapo_jax.model.caches import Prefix
+from dapo_jax.structs import Carried, Completion, Prompt
 
 SMALLEST_PROMPT_BUCKET = 16
 COARSE = 4  # between padded lengths of responses that go on, which have many
 
 
 @dataclasses.dataclass(eq=False)
-class Asked:
+class PendingGroup:
     """A group on its way, and those of its responses that are finished."""
 
     prompt: Prompt
@@ -29,10 +30,10 @@ class Asked:
 
 
 @dataclasses.dataclass(eq=False)
-class Request:
+class PendingResponses:
     """Responses of a group that begin with the same tokens; `waiting` are those without a slot."""
 
-    asked: Asked
+    asked: PendingGroup
     waiting: collections.deque[int]
     number: int  # names what its responses share in the cache
     padded: np.ndarray
@@ -60,7 +61,9 @@ def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> 
     return padded
 
 
-def split_group(asked: Asked, carried: Carried | None) -> Iterator[tuple[Completion | None, list]]:
+def split_group(
+    asked: PendingGroup, carried: Carried | None
+) -> Iterator[tuple[Completion | None, list]]:
     """The requests of a group: (what the response has so far, numbers of the responses)."""
     begun = {one.sample: one for one in carried.begun} if carried else {}
     for sample, one in begun.items():
@@ -71,7 +74,7 @@ def split_group(asked: Asked, carried: Carried | None) -> Iterator[tuple[Complet
 
 
 def completion_of(
-    request: Request,
+    request: PendingResponses,
     sample: int,
     tokens: np.ndarray,
     logprobs: np.ndarray,
@@ -95,9 +98,9 @@ def completion_of(
     return Completion(tokens, logprobs, policy_step=policy_step, sample=sample, **fields)
 
 
-def carry_groups(parts: Iterable[tuple[Asked, Completion | None]]) -> list[Carried]:
+def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[Carried]:
     """The groups of those unfinished responses, in data order; None: of one nothing was drawn."""
-    begun: dict[Asked, list[Completion]] = {}
+    begun: dict[PendingGroup, list[Completion]] = {}
     for asked, one in parts:
         begun.setdefault(asked, []).extend([one] if one else [])
     groups = [

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from dapo_jax.data.prompts.tokenizer import Decodes
+from dapo_jax.model.caches import DecodeState
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     COARSE,
-    Asked,
-    Request,
+    PendingGroup,
+    PendingResponses,
     carry_groups,
     completion_of,
     pad_prompt,
@@ -23,7 +24,7 @@ from dapo_jax.rollout.requests import (
 )
 from dapo_jax.rollout.sampling import SamplingRule, sample_keys
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Carried, Completion, DecodeState, Prompt
+from dapo_jax.structs import Carried, Completion, Prompt
 
 
 @dataclasses.dataclass
@@ -66,7 +67,7 @@ class SamplerCounts:
         }
 
 
-class RolloutSampler:
+class Scheduler:
     """Keeps the engine's slots full and hands back whole groups.
 
     A prompt is prefilled once and inserted `samples` times. What is drawn depends on the key of
@@ -78,8 +79,8 @@ class RolloutSampler:
     def __init__(self, engine: PolicyEngine, tokenizer: Decodes, seed: int):
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._in_slot: dict[int, tuple[Request, int]] = {}  # the oldest first
+        self._waiting: collections.deque[PendingResponses] = collections.deque()
+        self._in_slot: dict[int, tuple[PendingResponses, int]] = {}  # the oldest first
         self._submitted = itertools.count()
         self.counts = SamplerCounts()
 
@@ -114,7 +115,7 @@ class RolloutSampler:
         Args:
             carried: what an earlier step has of it; its draws go on as if no step had ended.
         """
-        asked = Asked(prompt, range(samples), whole=True, step=self._step)
+        asked = PendingGroup(prompt, range(samples), whole=True, step=self._step)
         if carried is not None and carried.tokens:
             asked.step = carried.step
             asked.finished = {one.sample: one for one in carried.finished}
@@ -122,9 +123,9 @@ class RolloutSampler:
 
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         """Queues the responses of those numbers; each is a group of its own, once finished."""
-        self._queue(Asked(prompt, samples, whole=False, step=self._step))
+        self._queue(PendingGroup(prompt, samples, whole=False, step=self._step))
 
-    def _queue(self, asked: Asked, carried: Carried | None = None) -> None:
+    def _queue(self, asked: PendingGroup, carried: Carried | None = None) -> None:
         tokens, engine, pad_id = asked.prompt.tokens, self._engine, self._tokenizer.pad_id
         if len(tokens) == 0:
             raise ValueError(f"prompt {asked.prompt.id!r} has no tokens")
@@ -135,7 +136,7 @@ class RolloutSampler:
                 known = np.concatenate([tokens, begun.tokens])
                 padded = pad_prompt(known, engine.cache_tokens, pad_id, COARSE)
             waiting, number = collections.deque(samples), next(self._submitted)
-            self._waiting.append(Request(asked, waiting, number, padded, begun))
+            self._waiting.append(PendingResponses(asked, waiting, number, padded, begun))
 
     @property
     def held(self) -> Any:
@@ -225,7 +226,7 @@ class RolloutSampler:
         """The first response that waits gets a free slot that has room for it, and so on."""
         slots = range(self._engine.max_concurrent_decodes)
         free = [slot for slot in slots if slot not in self._in_slot]
-        starting: dict[int, list[tuple[int, Request, int]]] = {}
+        starting: dict[int, list[tuple[int, PendingResponses, int]]] = {}
         while free and self._waiting:
             request = self._waiting[0]
             slot = self._claim(free, request)
@@ -247,7 +248,7 @@ class RolloutSampler:
             if not request.waiting:
                 request.prefilled = None
 
-    def _claim(self, free: list[int], request: Request) -> int | None:
+    def _claim(self, free: list[int], request: PendingResponses) -> int | None:
         """The first free slot whose replica has room; None if none has."""
         tokens, full = request.length, set()
         for slot in free:
@@ -259,7 +260,7 @@ class RolloutSampler:
             full.add(replica)
         return None
 
-    def _insert(self, started: list[tuple[int, Request, int]]) -> None:
+    def _insert(self, started: list[tuple[int, PendingResponses, int]]) -> None:
         slots, requests, samples = zip(*started, strict=True)
         slots, rows = np.array(slots), [request.prefilled[1] for request in requests]
         prefix = requests[0].prefilled[0]
@@ -290,7 +291,7 @@ class RolloutSampler:
         for row, request in enumerate(batch):
             request.prefilled = (prefix, row)
 
-    def _keys(self, asked: list[Asked]) -> jax.Array:
+    def _keys(self, asked: list[PendingGroup]) -> jax.Array:
         asked += [asked[-1]] * (self._engine.prefilled_together(len(asked)) - len(asked))
         places = [one.step for one in asked], [one.prompt.index for one in asked]
         return sample_keys(self._seed, self._purpose, *places)

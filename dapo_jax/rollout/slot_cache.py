@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dapo_jax.model.caches import KVCache, PromptCache
 from dapo_jax.model.decode_attention import attend_slots, quantise
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import KVCache, PromptCache
 
 
 def window_of(needed: int, first: int, limit: int) -> int:

@@ -34,7 +34,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MOST_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
 from dapo_jax.run.memory import check_run_fits
@@ -96,7 +96,7 @@ class Parts:
     config: Config
     tokenizer: Tokenizer
     prompts: PromptStream
-    sampler: RolloutSampler
+    sampler: Scheduler
     judge: Judge
     learner: Learner
     progress: Progress
@@ -265,7 +265,7 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        sampler=RolloutSampler(engine, tokenizer, config.seed),
+        sampler=Scheduler(engine, tokenizer, config.seed),
         judge=Judge(config, RewardPool(config.reward), reward_model),
         learner=learner,
         progress=progress,

@@ -14,8 +14,7 @@ import pathlib
 import statistics
 
 from family import trained
-
-from dapo_jax.commands.plan.cost_model import overlapped_seconds
+from rule_of_thumb import overlapped_seconds
 
 LAGS, CAP = (0, 1), 2.0
 PARTS = ("seconds_score", "seconds_update")

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from rule_of_thumb import Speed, rule_of_thumb
 
-from dapo_jax.commands.plan.cost_model import Speed, rule_of_thumb
 from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import describe_mesh
-from dapo_jax.commands.plan.workload import Assumed
+from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
 
@@ -33,7 +33,7 @@ SHAPE = DecoderConfig(  # what the cache's shape depends on
 )
 
 
-def serve(args: argparse.Namespace, law: Assumed, **cache: Any) -> dict[str, Any]:
+def serve(args: argparse.Namespace, law: AssumedWorkload, **cache: Any) -> dict[str, Any]:
     """All responses, through a cache of `slots` and `pages` a replica."""
     replicas, slots, limit = args.replicas, cache["slots"], args.max_prompt + args.max_response
     config = Config(
@@ -59,7 +59,7 @@ def serve(args: argparse.Namespace, law: Assumed, **cache: Any) -> dict[str, Any
         replicas=replicas,
         slots=slots,
     )
-    mesh = describe_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", replicas * args.tensor)
+    mesh = named_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", replicas * args.tensor)
     simulation = Simulation(config, SHAPE, mesh, law, costs, reads=cache["reads"])
     step = simulation.sample(args.responses // args.group)
     return {
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--max_response", type=int, default=20_480)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    law = Assumed(
+    law = AssumedWorkload(
         args.median,
         args.spread,
         args.max_response,

@@ -16,11 +16,11 @@ import json
 import statistics
 
 from pages import BANDWIDTHS, SHAPE
+from rule_of_thumb import Speed, rule_of_thumb
 
-from dapo_jax.commands.plan.cost_model import Speed, rule_of_thumb
 from dapo_jax.commands.plan.simulate import Simulation, Step
-from dapo_jax.commands.plan.simulated_engine import describe_mesh
-from dapo_jax.commands.plan.workload import Assumed, right_from_kept
+from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.workload import AssumedWorkload, right_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
 
 PEAKS = {"v5p": 459e12, "v6e": 918e12}  # operations a second in bfloat16, as published
@@ -50,7 +50,7 @@ def simulate(
         ),
         packing=Packing(row_tokens=ROW, rows_per_microbatch=learners),
     )
-    law = Assumed(
+    law = AssumedWorkload(
         args.median,
         args.spread,
         response,
@@ -65,7 +65,7 @@ def simulate(
         slots=args.slots,
         learners=learners,
     )
-    mesh = describe_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", chips)
+    mesh = named_mesh(Mesh(fsdp=replicas, tensor=args.tensor), "tpu", chips)
     simulation = Simulation(config, SHAPE, mesh, law, costs)
     return [simulation.step() for _ in range(args.steps)]
 

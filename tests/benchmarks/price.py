@@ -18,8 +18,8 @@ from pages import SHAPE
 from dapo_jax import algorithms
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import describe_mesh
-from dapo_jax.commands.plan.workload import Assumed, right_from_kept
+from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.workload import AssumedWorkload, right_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 
 ROUND = 3  # batches; 1,536 prompts for 512
@@ -27,7 +27,9 @@ FIRST_STEPS = 4  # until the estimate of the kept fraction has settled
 KINDS = ("none", "unfinished", "all")
 
 
-def fixed_rounds(law: Assumed, prompts: int, samples: int, steps: int) -> tuple[float, float]:
+def fixed_rounds(
+    law: AssumedWorkload, prompts: int, samples: int, steps: int
+) -> tuple[float, float]:
     """By rounds of one size: tokens drawn per trained one, and per one that the ideal draws."""
     place = drawn = used = trained = 0
     for step in range(steps):
@@ -55,7 +57,7 @@ class Cost(NamedTuple):
     decode_steps: float
 
 
-def ours(law: Assumed, options: argparse.Namespace, kind: str) -> Cost:
+def ours(law: AssumedWorkload, options: argparse.Namespace, kind: str) -> Cost:
     budget, samples = options.max_response, options.samples
     config = Config(
         algorithm=algorithms.dapo(),
@@ -65,7 +67,7 @@ def ours(law: Assumed, options: argparse.Namespace, kind: str) -> Cost:
             slots=options.slots, burst_tokens=options.burst, max_response_tokens=budget
         ),
     )
-    mesh = describe_mesh(Mesh(fsdp=1), "cpu", 1)
+    mesh = named_mesh(Mesh(fsdp=1), "cpu", 1)
     simulation = Simulation(config, SHAPE, mesh, law, Costs())
     drawn = used = trained = decoded = 0
     for number in range(FIRST_STEPS + options.steps):
@@ -92,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     print("| kept | ideal | rounds | " + " | ".join(KINDS) + " |\n|---" + "|---" * 5 + "|")
     for kept in options.kept:
-        law = Assumed(
+        law = AssumedWorkload(
             options.median,
             options.spread,
             options.max_response,

@@ -16,10 +16,11 @@ import pathlib
 import runpy
 import statistics
 
-from dapo_jax.commands.plan.calibrate import FIRST_STEPS, calibrate, replay
+from calibrate import FIRST_STEPS, calibrate, replay
+
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation, Step
-from dapo_jax.commands.plan.workload import Measured
+from dapo_jax.commands.plan.workload import RecordedWorkload
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
 from dapo_jax.model import load_huggingface
 from dapo_jax.run.compute import numerics, open_mesh
@@ -92,7 +93,7 @@ def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> li
     """Steps under the other run's lengths and verdicts, drawn anew."""
     records = []
     for seed in range(SEEDS):
-        simulation = Simulation(config, *model, Measured(law, seed=seed), costs)
+        simulation = Simulation(config, *model, RecordedWorkload(law, seed=seed), costs)
         steps = [simulation.step() for _ in range(config.total_steps)]
         records += map(record, steps[FIRST_STEPS:])
     return records

@@ -209,7 +209,7 @@ def test_the_search_finds_the_most_rows_and_slots_that_fit(config, settings, mon
 
 
 def test_an_update_has_the_microbatches_that_its_rows_need(config):
-    law = PlanSettings(median_tokens=20.0).make_law(config)
+    law = PlanSettings(median_tokens=20.0).make_workload(config)
     lengths = measure_lengths(config, law)
     rows = lengths.microbatches * config.packing.rows_per_microbatch
     assert rows - config.packing.rows_per_microbatch < lengths.rows <= rows

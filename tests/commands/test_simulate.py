@@ -6,15 +6,22 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calibrate import calibrate, fit, replay
+from rule_of_thumb import Speed, overlapped_seconds, rule_of_thumb
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.calibrate import calibrate, fit, replay
-from dapo_jax.commands.plan.cost_model import Costs, Speed, overlapped_seconds, rule_of_thumb
+from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation
-from dapo_jax.commands.plan.simulated_engine import describe_mesh
-from dapo_jax.commands.plan.workload import Assumed, Drawn, Measured, kept_fraction, right_from_kept
+from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.commands.plan.workload import (
+    AssumedWorkload,
+    Drawn,
+    RecordedWorkload,
+    kept_fraction,
+    right_from_kept,
+)
 from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
@@ -23,7 +30,9 @@ from dapo_jax.runtime.settings import ConfigError
 SHAPE = DecoderConfig(
     vocab=2, layers=1, embed=128, heads=2, kv_heads=2, head_dim=128, mlp=1, dtype=jnp.bfloat16
 )
-LAW = Assumed(40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, right=(0.4, 0.6))
+WORKLOAD = AssumedWorkload(
+    40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, right=(0.4, 0.6)
+)
 COSTS = Costs(burst=1e-3, decode_step=2e-3, read_token=1e-6, response=1e-3, update_token=1e-5)
 
 
@@ -41,7 +50,9 @@ class Constant:
         return Drawn(np.full(samples, self._tokens), np.zeros(samples, bool), right)
 
 
-def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over="none", **sampler):
+def make_simulation(
+    workload=WORKLOAD, costs=COSTS, replicas=1, filtered=True, carry_over="none", **sampler
+):
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = filtered
     sizes = {"slots": 16, "burst_tokens": 8, "max_response_tokens": 200, "page_tokens": 8}
@@ -51,8 +62,8 @@ def make_simulation(law=LAW, costs=COSTS, replicas=1, filtered=True, carry_over=
         rollout=Rollout(prompts_per_step=16, samples_per_prompt=4, carry_over=carry_over),
         sampler=Sampler(**sizes | sampler),
     )
-    mesh = describe_mesh(Mesh(fsdp=replicas), "tpu", replicas)
-    return Simulation(config, SHAPE, mesh, law, costs)
+    mesh = named_mesh(Mesh(fsdp=replicas), "tpu", replicas)
+    return Simulation(config, SHAPE, mesh, workload, costs)
 
 
 def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
@@ -92,10 +103,11 @@ def test_every_token_that_is_drawn_is_accounted_for(cache):
         assert busy == step.drawn_tokens > step.kept_tokens > 0
         assert (step.sampled.put_back_tokens > 0) == (cache == "paged")
     whole = simulation.sample(40)
-    law = [
-        LAW.draw(3, i, 4).tokens.sum() for i in range(simulation.position - 40, simulation.position)
+    lengths = [
+        WORKLOAD.draw(3, i, 4).tokens.sum()
+        for i in range(simulation.position - 40, simulation.position)
     ]
-    assert whole.sampled.tokens == sum(law)
+    assert whole.sampled.tokens == sum(lengths)
 
 
 def test_more_slots_never_take_more_steps():
@@ -176,8 +188,8 @@ def test_a_chip_reads_weights_and_cache_or_computes_longer():
 def test_the_share_of_kept_groups_is_that_of_the_law():
     right = right_from_kept(0.6, 0.5, 8)
     assert math.isclose(kept_fraction(right, 8), 0.5) and math.isclose(right[0] / sum(right), 0.6)
-    law = Assumed(10, 0.1, 200, right=right)
-    counts = [law.draw(0, i, 8).correct.sum() for i in range(4000)]
+    workload = AssumedWorkload(10, 0.1, 200, right=right)
+    counts = [workload.draw(0, i, 8).correct.sum() for i in range(4000)]
     assert abs(np.mean([0 < count < 8 for count in counts]) - 0.5) < 0.03
     with pytest.raises(ConfigError, match="at most 0.651"):
         right_from_kept(0.9, 0.8, 10)
@@ -243,10 +255,10 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
     )
     with open_run(config) as run:
         model = run.parts.decoder, run.parts.learner.mesh
-        law = draw_all(run, config.rollout.prompts_per_step * config.rollout.max_sample_rounds)
+        workload = draw_all(run, config.rollout.prompts_per_step * config.rollout.max_sample_rounds)
         run.step()
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
-    step = Simulation(config, *model, law, Costs()).step()
+    step = Simulation(config, *model, workload, Costs()).step()
     found = step.record()
     assert [found[name] for name in SAME] == [row[name] for name in SAME]
     assert step.sampled.occupancy == row["slot_occupancy"]
@@ -262,13 +274,13 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
 
 def test_a_folder_without_rollouts_is_no_law(tmp_path):
     with pytest.raises(ConfigError, match="holds no rollouts"):
-        Measured(tmp_path)
+        RecordedWorkload(tmp_path)
 
 
 def test_what_no_law_and_no_mesh_has_stops_at_the_door():
     with pytest.raises(ConfigError, match="law.spread = 0"):
-        Assumed(10, 0, 100)
+        AssumedWorkload(10, 0, 100)
     with pytest.raises(ConfigError, match="law.right"):
-        Assumed(10, 1, 100, right=(0.0, 1.0))
+        AssumedWorkload(10, 1, 100, right=(0.0, 1.0))
     with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
-        describe_mesh(Mesh(tensor=4), "tpu", 6)
+        named_mesh(Mesh(tensor=4), "tpu", 6)

@@ -22,7 +22,7 @@ from dapo_jax.model.decoder import Decoder, RopeScaling, head_kernel
 from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SamplingRule
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.settings import ConfigError
 
 MODELS = sorted((pathlib.Path(__file__).parents[1] / "fixtures/models").iterdir())
@@ -66,7 +66,7 @@ def greedy_tokens(folder, mesh):
         insert_width=1,
         tokenizer=tokenizer,
     )
-    sampler = RolloutSampler(engine, tokenizer, seed=0)
+    sampler = Scheduler(engine, tokenizer, seed=0)
     params = load_huggingface.load_params(folder, config, mesh)
     sampler.begin(params, purpose=0, step=0, rule=SamplingRule(temperature=0))
     for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):

@@ -18,7 +18,7 @@ from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.trainable import frozen_layers, join, without
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SamplingRule
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.runtime.settings import ConfigError
 
@@ -97,7 +97,7 @@ def make_sampler(config, mesh, frozen=None):
         tokenizer=tokenizer,
         frozen=frozen,
     )
-    return RolloutSampler(engine, tokenizer, seed=0)
+    return Scheduler(engine, tokenizer, seed=0)
 
 
 def sample(sampler, params, rule=DRAWN):

@@ -14,7 +14,7 @@ from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollo
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
 # --- the sampler ----------------------------------------------------------------------------------
 
 
-def make_sampler(mesh, **settings) -> RolloutSampler:
+def make_sampler(mesh, **settings) -> Scheduler:
     engine = PolicyEngine(
         TINY,
         mesh,
@@ -39,7 +39,7 @@ def make_sampler(mesh, **settings) -> RolloutSampler:
         tokenizer=TOKENIZER,
         settings=Sampler(**settings),
     )
-    return RolloutSampler(engine, TOKENIZER, seed=5)
+    return Scheduler(engine, TOKENIZER, seed=5)
 
 
 def draw(sampler, params, stops=()):

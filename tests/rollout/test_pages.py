@@ -15,19 +15,19 @@ from test_sampler import GREEDY, TOKENIZER, sample
 from dapo_jax.commands.serve import jetstream_driver, server
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model import decode_attention
+from dapo_jax.model.caches import PageCache
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.page_table import PageBook
 from dapo_jax.rollout.sampling import SamplingRule
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import warn_about_rounding
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import PageCache
 
 RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) for i in range(14)]
 LONGEST, RESPONSE = 17, 30
 
 
-def make_sampler(mesh, *, slots=8, burst=3, response=RESPONSE, **settings) -> RolloutSampler:
+def make_sampler(mesh, *, slots=8, burst=3, response=RESPONSE, **settings) -> Scheduler:
     engine = PolicyEngine(
         TINY,
         mesh,
@@ -40,10 +40,10 @@ def make_sampler(mesh, *, slots=8, burst=3, response=RESPONSE, **settings) -> Ro
         tokenizer=TOKENIZER,
         settings=Sampler(**settings),
     )
-    return RolloutSampler(engine, TOKENIZER, seed=5)
+    return Scheduler(engine, TOKENIZER, seed=5)
 
 
-def paged(mesh, **settings) -> RolloutSampler:
+def paged(mesh, **settings) -> Scheduler:
     return make_sampler(mesh, cache="paged", page_tokens=4, **settings)
 
 

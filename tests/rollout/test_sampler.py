@@ -24,7 +24,7 @@ from dapo_jax.rollout.sampling import (
     sample_keys,
     truncate,
 )
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.settings import ConfigError
 
 END = 1
@@ -33,7 +33,7 @@ PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for 
 GREEDY = SamplingRule(temperature=0)
 
 
-def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> RolloutSampler:
+def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> Scheduler:
     engine = PolicyEngine(
         TINY,
         mesh,
@@ -45,7 +45,7 @@ def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> RolloutSampler
         insert_width=width,
         tokenizer=TOKENIZER,
     )
-    return RolloutSampler(engine, TOKENIZER, seed=5)
+    return Scheduler(engine, TOKENIZER, seed=5)
 
 
 def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  # noqa: B008

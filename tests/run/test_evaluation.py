@@ -17,7 +17,7 @@ from test_scores import respond
 from dapo_jax.commands import command_line
 from dapo_jax.commands.evaluate import main
 from dapo_jax.config.experiment import Data, Evaluation, Sampler
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.evaluation.evaluate import params_digest
 from dapo_jax.run.evaluation.response_file import ResponseFile
@@ -122,7 +122,7 @@ def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
     whole, base, tmp_path, alone, capsys, monkeypatch
 ):
     """After four bursts of 8 tokens the first 16 slots have finished their 24, the last not."""
-    decode, bursts = RolloutSampler.decode_burst, []
+    decode, bursts = Scheduler.decode_burst, []
 
     def decode_and_stop(self):
         bursts.append(decode(self))
@@ -130,7 +130,7 @@ def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
             os.kill(os.getpid(), signal.SIGTERM)
         return bursts[-1]
 
-    monkeypatch.setattr(RolloutSampler, "decode_burst", decode_and_stop)
+    monkeypatch.setattr(Scheduler, "decode_burst", decode_and_stop)
     assert run_evaluation(make_evaluation(base, tmp_path)) is None
     said = capsys.readouterr().out
     assert "stopped by SIGTERM" in said and "The same command goes on" in said

@@ -209,16 +209,16 @@ def test_a_run_goes_on_while_its_disk_is_full(base, tmp_path, alone, capfd):
 
 
 TERM_GROUP_IN_EVALUATION = """
-from dapo_jax.rollout.scheduler import RolloutSampler
+from dapo_jax.rollout.scheduler import Scheduler
 os.setpgrp()
-submit, sent = RolloutSampler.submit_each, []
+submit, sent = Scheduler.submit_each, []
 def submit_and_stop(self, prompt, samples):
     submit(self, prompt, samples)
     evaluating = self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
     if evaluating and not sent:
         sent.append(True)
         os.killpg(0, signal.SIGTERM)
-RolloutSampler.submit_each = submit_and_stop
+Scheduler.submit_each = submit_and_stop
 """
 
 

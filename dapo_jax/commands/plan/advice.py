@@ -3,14 +3,14 @@
 from typing import Any
 
 from dapo_jax.commands.plan.chips import GIB
-from dapo_jax.commands.plan.compile_programs import Measured
+from dapo_jax.commands.plan.compile_programs import CompiledProgram
 from dapo_jax.commands.plan.programs import SAMPLING
 from dapo_jax.commands.plan.step_estimate import token_bytes
 
 STRONGER_REMAT = {"none": "attention", "dots": "attention", "attention": "full", "full": "offload"}
 
 
-def _sampling(plan: Any, one: Measured, missing: float) -> list[str]:
+def _sampling(plan: Any, one: CompiledProgram, missing: float) -> list[str]:
     """For programs of the sampler: fewer slots, more shards, loading by layers."""
     config, engine = plan.layout.config, plan.layout.engine
     if one.name == "load":

@@ -30,7 +30,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class CompiledProgram:
     """A compiled program; bytes are of one chip.
 
     Attributes:
@@ -95,7 +95,7 @@ class Compiler:
         cuda = topology.chip.platform == "cuda"
         self._options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if cuda else None
 
-    def measure(self, program: Program) -> Measured:
+    def measure(self, program: Program) -> CompiledProgram:
         """Compiles it if that was not done before."""
         started = time.perf_counter()
         found = self._facts(program.lower(), program.name)
@@ -109,7 +109,7 @@ class Compiler:
             beside = sum(alive.values()) - (0 if found["temporaries"] else found["needs"])
             beside = max(0, beside)
         sent = {name: Times(**times) for name, times in found["sent"].items()}
-        return Measured(
+        return CompiledProgram(
             program.name,
             found["peak"],
             found["needs"],

@@ -2,7 +2,12 @@
 
 from dapo_jax.commands.plan.chips import check_flag
 from dapo_jax.commands.plan.roofline import Efficiency
-from dapo_jax.commands.plan.workload import Assumed, Law, Measured, right_from_kept
+from dapo_jax.commands.plan.workload import (
+    AssumedWorkload,
+    RecordedWorkload,
+    Workload,
+    right_from_kept,
+)
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import section, setting
 
@@ -46,13 +51,13 @@ class PlanSettings:
         """The assumed shares of peaks."""
         return Efficiency(self.flops, self.hbm, self.ici)
 
-    def make_law(self, config: Config) -> Law:
+    def make_workload(self, config: Config) -> Workload:
         """Lengths and verdicts of responses. Raises `ConfigError`."""
         if self.law:
-            return Measured(self.law)
+            return RecordedWorkload(self.law)
         limit = config.sampler.max_response_tokens
         right = right_from_kept(self.accuracy, self.kept, config.rollout.samples_per_prompt)
-        return Assumed(
+        return AssumedWorkload(
             median_tokens=self.median_tokens or MEDIAN_SHARE * limit,
             spread=self.spread,
             max_response_tokens=limit,

@@ -48,7 +48,7 @@ _GPUS_PER_HOST = 8
 _MEMORY = {"h100": 84_942_979_072, "h200": 151_397_597_184}  # bytes of a device
 
 
-def describe(topology: Topology) -> list[Any]:
+def gpu_devices(topology: Topology) -> list[Any]:
     """The devices of so many GPUs, 8 to a host.
 
     Raises `ConfigError` for hosts that are not whole, and without the compiler.

@@ -9,7 +9,7 @@ import time
 
 from dapo_jax.commands.plan import tables
 from dapo_jax.commands.plan.chips import GIB, check_flag, parse
-from dapo_jax.commands.plan.compile_programs import Compiler, Measured, cache_folder, limit
+from dapo_jax.commands.plan.compile_programs import CompiledProgram, Compiler, cache_folder, limit
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import Layout, lay_out, programs
@@ -21,7 +21,7 @@ from dapo_jax.commands.plan.step_estimate import (
     step_costs,
     training_mfu,
 )
-from dapo_jax.commands.plan.workload import Law
+from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 
 
@@ -39,7 +39,7 @@ class Plan:
 
     layout: Layout
     lengths: Lengths
-    measured: dict[str, Measured]
+    measured: dict[str, CompiledProgram]
     limit: int
     costs: Costs | None
     step: Step | None
@@ -51,7 +51,7 @@ class Plan:
     def fits(self) -> bool:
         return all(map(self.has_room, self.measured.values()))
 
-    def has_room(self, one: Measured) -> bool:
+    def has_room(self, one: CompiledProgram) -> bool:
         """Whether a program fits beside what stays."""
         return one.peak is not None and one.together <= self.limit
 
@@ -73,7 +73,9 @@ def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
     return Compiler(layout, folder)
 
 
-def measure_all(layout: Layout, settings: PlanSettings, microbatches: int) -> dict[str, Measured]:
+def measure_all(
+    layout: Layout, settings: PlanSettings, microbatches: int
+) -> dict[str, CompiledProgram]:
     """Every program of the run, compiled."""
     compile_it, found = compiler(layout, settings), {}
     for program in programs(layout, microbatches):
@@ -83,10 +85,10 @@ def measure_all(layout: Layout, settings: PlanSettings, microbatches: int) -> di
     return found
 
 
-def simulate_step(layout: Layout, law: Law, costs: Costs) -> Step:
+def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
     """The second step of a run: the first knows nothing of how many groups are kept."""
     say("simulating a step")
-    simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, law, costs)
+    simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, workload, costs)
     simulation.step()
     return simulation.step()
 
@@ -94,15 +96,15 @@ def simulate_step(layout: Layout, law: Law, costs: Costs) -> Step:
 def make(config: Config, settings: PlanSettings) -> Plan:
     """Compiles and simulates what the config says, and nothing else."""
     started, topology = time.perf_counter(), parse(settings.topology)
-    law = settings.make_law(config)
-    lengths = measure_lengths(config, law)
+    workload = settings.make_workload(config)
+    lengths = measure_lengths(config, workload)
     say(f"describing {topology.name}")
     layout = lay_out(config, topology)
     found = measure_all(layout, settings, lengths.microbatches)
     plan = Plan(layout, lengths, found, limit(layout), None, None, 0.0, 0.0, 0)
     if plan.fits:
         costs = step_costs(layout, found, settings.efficiency, lengths.tokens / 2)
-        step = simulate_step(layout, law, costs)
+        step = simulate_step(layout, workload, costs)
         update = estimate(layout, found["update"], lengths.tokens / 2)
         chip = topology.chip
         seconds = lengths.microbatches * update.each.bound(chip, settings.efficiency)[1]

@@ -14,7 +14,7 @@ from flax.traverse_util import unflatten_dict
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.commands.plan.published_shapes import read_shape
-from dapo_jax.commands.plan.tpu_targets import describe
+from dapo_jax.commands.plan.tpu_targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder as decoders
@@ -94,7 +94,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     Args:
         devices: of that topology; None: as its compiler describes them.
     """
-    devices = describe(topology) if devices is None else devices
+    devices = target_devices(topology) if devices is None else devices
     rows = config.packing.rows_per_microbatch
     mesh, sampling_mesh = open_meshes(config.mesh, rows, devices=devices)
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)

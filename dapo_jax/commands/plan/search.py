@@ -7,13 +7,13 @@ from typing import Any
 
 from dapo_jax.commands.plan import plan
 from dapo_jax.commands.plan.chips import GIB, parse
-from dapo_jax.commands.plan.compile_programs import Measured, limit
+from dapo_jax.commands.plan.compile_programs import CompiledProgram, limit
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import Layout, lay_out, sampling_programs, training_programs
 from dapo_jax.commands.plan.published_shapes import read_shape
 from dapo_jax.commands.plan.step_estimate import measure_lengths, step_costs, token_bytes
 from dapo_jax.commands.plan.tables import table
-from dapo_jax.commands.plan.tpu_targets import describe
+from dapo_jax.commands.plan.tpu_targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
 
@@ -64,30 +64,33 @@ class Search:
     def __init__(self, config: Config, settings: PlanSettings):
         self._config, self._settings = config, settings
         self._topology = parse(settings.topology)
-        self._devices, self._law = describe(self._topology), settings.make_law(config)
+        self._devices, self._workload = (
+            target_devices(self._topology),
+            settings.make_workload(config),
+        )
 
     def _lay_out(self, config: Config) -> Layout:
         return lay_out(config, self._topology, self._devices)
 
-    def _measure(self, layout: Layout, programs: Any, name: str) -> Measured:
+    def _measure(self, layout: Layout, programs: Any, name: str) -> CompiledProgram:
         compiler = plan.compiler(layout, self._settings)
         (program,) = (program for program in programs if program.name == name)
         return compiler.measure(program)
 
-    def _update(self, config: Config) -> Measured | None:
+    def _update(self, config: Config) -> CompiledProgram | None:
         """The update of a config where it fits."""
         try:
             layout = self._lay_out(config)
         except ConfigError:
             return None
-        lengths = measure_lengths(config, self._law)
+        lengths = measure_lengths(config, self._workload)
         found = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
         room = found.peak is not None and found.together <= limit(layout)
         memory = f"{found.together / GIB:.1f} GiB" + ("" if room else ": too much")
         plan.say(f"{Found(config, 0, 0, 0).row()[:3]} update {memory}")
         return found if room else None
 
-    def train(self, config: Config) -> tuple[Config, Measured] | None:
+    def train(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """With the least recomputed, and then the most rows of a chip."""
         shards_of_rows = config.mesh.fsdp * config.mesh.decode_tensor
         config = changed(config, "packing", rows_per_microbatch=shards_of_rows)
@@ -106,7 +109,7 @@ class Search:
             tried, found = more, fitting
         return tried, found
 
-    def sample(self, config: Config) -> tuple[Config, Measured] | None:
+    def sample(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """With the most slots of full length: from what one leaves free, then compiled."""
         replicas = config.mesh.fsdp
         one = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
@@ -140,9 +143,9 @@ class Search:
         config, decode = sampled
         layout = self._lay_out(config)
         found = {"update": trained[1], "decode": decode}
-        lengths = measure_lengths(config, self._law)
+        lengths = measure_lengths(config, self._workload)
         costs = step_costs(layout, found, self._settings.efficiency, lengths.tokens / 2)
-        step = plan.simulate_step(layout, self._law, costs)
+        step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds
         return Found(config, seconds, trained[1].together / GIB, decode.together / GIB)
 

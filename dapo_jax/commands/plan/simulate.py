@@ -1,8 +1,8 @@
-"""A step without a model: the real schedule on a virtual clock, lengths and verdicts from a law.
+"""Simulated training steps: the real schedule on a virtual clock, responses from a workload.
 
-`filtering.collect`, `RolloutSampler`, the host's side of `PolicyEngine`, its cache's book and the
-packing are those of a run. What is replaced are compiled programs, by what they would have drawn
-and cost, and the judge's workers. So the counts are those of a run with the same responses.
+`dynamic_sampling.collect`, `Scheduler`, `PolicyEngine`, its page table and the packing are those of
+a run. Replaced are the compiled programs, by what they would have drawn and cost, and the judge's
+workers. So the counts are those of a run with the same responses.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from dapo_jax.commands.plan.simulated_engine import (
     SimulatedPrompts,
     Text,
 )
-from dapo_jax.commands.plan.workload import Law
+from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.dynamic_sampling import collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.rollout.scheduler import RolloutSampler, SamplerCounts
+from dapo_jax.rollout.scheduler import SamplerCounts, Scheduler
 from dapo_jax.structs import Collected, Group
 
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
@@ -116,7 +116,7 @@ class Simulation:
         config: of the run; its sections rollout, sampler, packing, algorithm and data's and
             reward's limits are read.
         decoder: the policy's shape, for its cache.
-        mesh: only named devices will do (`describe_mesh`).
+        mesh: only named devices will do (`named_mesh`).
         reads: as for `SimulatedEngine`.
     """
 
@@ -125,15 +125,15 @@ class Simulation:
         config: Config,
         decoder: DecoderConfig,
         mesh: jax.sharding.Mesh,
-        law: Law,
+        workload: Workload,
         costs: Costs,
         *,
         reads: str = "auto",
     ):
-        self._config, self._law, self._costs = config, law, costs
-        self._engine = SimulatedEngine(config, decoder, mesh, law, Meter(costs), reads)
-        self.sampler = RolloutSampler(self._engine, Text(), config.seed)
-        self._prompts, self._carried = SimulatedPrompts(law), ()
+        self._config, self._workload, self._costs = config, workload, costs
+        self._engine = SimulatedEngine(config, decoder, mesh, workload, Meter(costs), reads)
+        self.sampler = Scheduler(self._engine, Text(), config.seed)
+        self._prompts, self._carried = SimulatedPrompts(workload), ()
         self._number, self._kept_fraction = 0, FIRST_KEPT_FRACTION
 
     def _begin(self) -> Meter:
@@ -153,7 +153,7 @@ class Simulation:
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
         """The next one. Raises what `filtering.collect` raises."""
         meter, number = self._begin(), self._number - 1
-        judge = SimulatedJudge(self._config, self._law, meter, self._engine.begun)
+        judge = SimulatedJudge(self._config, self._workload, meter, self._engine.begun)
         collected = collect(
             self._config,
             self._prompts,
@@ -165,7 +165,7 @@ class Simulation:
             on_burst=on_burst,
         )
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
-        return self._describe(meter, collected.groups, collected)
+        return self._summary(meter, collected.groups, collected)
 
     def sample(self, prompts: int) -> Step:
         """Every response to so many prompts, without filter and update."""
@@ -174,9 +174,9 @@ class Simulation:
             self.sampler.submit(next(self._prompts), self._config.rollout.samples_per_prompt)
         while not self.sampler.idle:
             self.sampler.decode_burst()
-        return self._describe(meter, [], None)
+        return self._summary(meter, [], None)
 
-    def _describe(self, meter: Meter, groups: list[Group], collected: Collected | None) -> Step:
+    def _summary(self, meter: Meter, groups: list[Group], collected: Collected | None) -> Step:
         rows, fill = learn(self._config, groups, meter)
         asked = collected.asked_prompts if collected else 0
         return Step(

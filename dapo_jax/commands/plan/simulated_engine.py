@@ -8,24 +8,16 @@ import jax
 import numpy as np
 
 from dapo_jax.commands.plan.cost_model import Meter
-from dapo_jax.commands.plan.workload import Law
+from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.compute import Mesh
 from dapo_jax.config.experiment import Config, Reward
+from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.sharding import AXES, mesh_shape
-from dapo_jax.structs import (
-    Completion,
-    DecodeState,
-    Group,
-    PageCache,
-    Prefix,
-    Prompt,
-    PromptCache,
-    Verdict,
-)
+from dapo_jax.structs import Completion, Group, Prompt, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +29,7 @@ class _Chip:
     process_index: int = 0
 
 
-def describe_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
+def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
     """A mesh of the run's shape whose devices are only named; nothing can be computed on it.
 
     Raises `ConfigError` where the product is not the number of chips.
@@ -75,7 +67,7 @@ class SimulatedEngine(PolicyEngine):
             slots), 'existing' (tokens that are there), or 'auto': as the store's attention does.
 
     Attributes:
-        step: of the rollout, for the law.
+        step: of the rollout, for the workload.
         begun: the step that began a group, by its place in the data, where that was an earlier one.
         bursts: since it was last emptied.
         meter: the clock; replaced at every step.
@@ -86,12 +78,16 @@ class SimulatedEngine(PolicyEngine):
         config: Config,
         decoder: DecoderConfig,
         mesh: jax.sharding.Mesh,
-        law: Law,
+        workload: Workload,
         meter: Meter,
         reads: str,
     ):
         self.step, self.begun, self.bursts = 0, {}, []
-        self._law, self.meter, self._samples = law, meter, config.rollout.samples_per_prompt
+        self._workload, self.meter, self._samples = (
+            workload,
+            meter,
+            config.rollout.samples_per_prompt,
+        )
         super().__init__(
             decoder,
             mesh,
@@ -161,7 +157,7 @@ class SimulatedEngine(PolicyEngine):
         )
         for slot, row, sample in zip(slots, rows, samples, strict=True):
             index = int(prefix.last_token[row])
-            drawn = self._law.draw(self.begun.get(index, self.step), index, self._samples)
+            drawn = self._workload.draw(self.begun.get(index, self.step), index, self._samples)
             self._lengths[slot] = drawn.tokens[sample]
             self._ends[slot] = not drawn.truncated[sample]
         length[slots], active[slots] = prefix.true_length[rows] - 1, True
@@ -211,17 +207,17 @@ class SimulatedEngine(PolicyEngine):
 
 
 class SimulatedPrompts:
-    """The endless data order of a law."""
+    """The endless data order of a workload."""
 
-    def __init__(self, law: Law):
-        self.position, self._law = 0, law
+    def __init__(self, workload: Workload):
+        self.position, self._workload = 0, workload
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
         index, self.position = self.position, self.position + 1
-        tokens = np.full(self._law.prompt_tokens(index), index, np.int32)
+        tokens = np.full(self._workload.prompt_tokens(index), index, np.int32)
         return Prompt(index, str(index), "", tokens, "", "simulated")
 
 
@@ -234,13 +230,13 @@ class Judged(NamedTuple):
 
 
 class SimulatedJudge:
-    """Verdicts from the law, by workers that take their time beside decoding."""
+    """Verdicts from the workload, by workers that take their time beside decoding."""
 
-    def __init__(self, config: Config, law: Law, meter: Meter, begun: dict[int, int]):
-        # Right or wrong is all that a law says.
+    def __init__(self, config: Config, workload: Workload, meter: Meter, begun: dict[int, int]):
+        # Right or wrong is all that a workload says.
         self._config = dataclasses.replace(config, reward=Reward())
         self._workers = config.reward.workers
-        self._law, self._meter, self._begun, self._free = law, meter, begun, 0.0
+        self._workload, self._meter, self._begun, self._free = workload, meter, begun, 0.0
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Judged:
         self._meter.add(response=len(completions))
@@ -255,6 +251,6 @@ class SimulatedJudge:
 
     def _group(self, one: Judged) -> Group:
         step = self._begun.get(one.prompt.index, one.completions[0].policy_step)
-        drawn = self._law.draw(step, one.prompt.index, len(one.completions))
+        drawn = self._workload.draw(step, one.prompt.index, len(one.completions))
         verdicts = tuple(Verdict(bool(right), None) for right in drawn.correct)
         return reward_group(self._config, one.prompt, one.completions, verdicts)

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.commands.plan import roofline
-from dapo_jax.commands.plan.compile_programs import Measured
+from dapo_jax.commands.plan.compile_programs import CompiledProgram
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.programs import SAMPLING, Layout
 from dapo_jax.commands.plan.roofline import Efficiency, Work
-from dapo_jax.commands.plan.workload import Law
+from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.run import memory
@@ -38,12 +38,14 @@ class Lengths:
     microbatches: int
 
 
-def measure_lengths(config: Config, law: Law) -> Lengths:
-    """Draws one update's groups from the law, and packs them."""
+def measure_lengths(config: Config, workload: Workload) -> Lengths:
+    """Draws one update's groups from the workload, and packs them."""
     rollout, packing = config.rollout, config.rows()
     groups = rollout.prompts_per_step // rollout.updates_per_rollout
     samples = rollout.samples_per_prompt
-    drawn = [(law.prompt_tokens(i), law.draw(0, i, samples).tokens) for i in range(groups)]
+    drawn = [
+        (workload.prompt_tokens(i), workload.draw(0, i, samples).tokens) for i in range(groups)
+    ]
     lengths = np.concatenate([prompt + tokens for prompt, tokens in drawn])
     rows = len(assign_rows(lengths.tolist(), packing.row_tokens))
     microbatches = -(-rows // packing.rows_per_microbatch)
@@ -68,13 +70,13 @@ class Estimate:
     once: Work = Work()  # noqa: RUF009
 
 
-def _moved(measured: Measured, part: str) -> Work:
+def _moved(measured: CompiledProgram, part: str) -> Work:
     written, sent = measured.traffic.written, measured.traffic.sent.values()
     hbm = (1 + READ_PER_WRITTEN) * getattr(written, part)
     return Work(hbm_bytes=hbm, ici_bytes=sum(getattr(times, part) for times in sent))
 
 
-def _training(layout: Layout, measured: Measured) -> Estimate:
+def _training(layout: Layout, measured: CompiledProgram) -> Estimate:
     packing, decoder = layout.config.rows(), layout.decoder
     places = packing.rows_per_microbatch * packing.row_tokens
     if measured.name.endswith("update"):
@@ -91,7 +93,7 @@ def token_bytes(layout: Layout) -> float:
     return memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
 
 
-def _decode(layout: Layout, measured: Measured, context: float) -> Estimate:
+def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
     """A step: the weights once, and the keys and values that are there."""
     engine = layout.engine
     slots = engine.max_concurrent_decodes / engine.replicas
@@ -104,7 +106,7 @@ def _decode(layout: Layout, measured: Measured, context: float) -> Estimate:
     return Estimate("decode step", Work(flops, hbm, sent))
 
 
-def _prefill(layout: Layout, measured: Measured) -> Estimate:
+def _prefill(layout: Layout, measured: CompiledProgram) -> Estimate:
     """A call, its prompts as long as they may be."""
     limit = layout.config.data.max_prompt_tokens
     tokens = layout.engine.prefill_width * limit
@@ -120,7 +122,7 @@ def _prefill(layout: Layout, measured: Measured) -> Estimate:
     return Estimate("call", work)
 
 
-def estimate(layout: Layout, measured: Measured, context: float) -> Estimate:
+def estimate(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
     """What a program does, as its text and the policy's shape say.
 
     Args:
@@ -136,7 +138,7 @@ def estimate(layout: Layout, measured: Measured, context: float) -> Estimate:
 
 
 def step_costs(
-    layout: Layout, found: dict[str, Measured], efficiency: Efficiency, context: float
+    layout: Layout, found: dict[str, CompiledProgram], efficiency: Efficiency, context: float
 ) -> Costs:
     """What the simulator's calls cost, by the roofline."""
     chip, config = layout.topology.chip, layout.config

@@ -257,10 +257,10 @@ def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
 def simulations(plan: Any, settings: PlanSettings) -> str:
     """What a step would take with other slots, without the filter, with carry-over or a lag."""
     config, layout = plan.layout.config, plan.layout
-    law, rows = settings.make_law(config), []
+    workload, rows = settings.make_workload(config), []
 
     def add(name: str, changed: Any = config, count: int = 1) -> None:
-        parts = changed, layout.decoder, layout.sampling_mesh, law, plan.costs
+        parts = changed, layout.decoder, layout.sampling_mesh, workload, plan.costs
         simulation = Simulation(*parts)
         simulation.step()
         steps = [simulation.step() for _ in range(count)]

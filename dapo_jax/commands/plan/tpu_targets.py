@@ -19,13 +19,13 @@ def _wraps(topology: Topology) -> tuple[bool, ...]:
     return (*(size == multiple for size in sizes), False)
 
 
-def describe(topology: Topology) -> list[Any]:
+def target_devices(topology: Topology) -> list[Any]:
     """The devices of a topology, which jax can compile for and nothing else.
 
     Raises `ConfigError` where the compiler is not installed or knows no such topology.
     """
     if topology.chip.platform == "cuda":
-        return gpu_targets.describe(topology)
+        return gpu_targets.gpu_devices(topology)
     if topology.chip.platform == "cpu":
         devices = jax.devices("cpu")
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.chips}"

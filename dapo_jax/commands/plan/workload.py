@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
     correct: np.ndarray  # bool
 
 
-class Law(Protocol):
+class Workload(Protocol):
     """Keyed: the same place in the data gives the same prompt and, in a step, the same group."""
 
     def prompt_tokens(self, index: int) -> int:
@@ -35,7 +35,7 @@ class Law(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Assumed:
+class AssumedWorkload:
     """Log-normal lengths, cut off at the limit, and a Beta of how often a problem is solved.
 
     Attributes:
@@ -131,7 +131,7 @@ def _read_step(path: pathlib.Path) -> dict[int, _Recorded]:
     return groups
 
 
-class Measured:
+class RecordedWorkload:
     """The groups that a run judged (`rollouts/`), drawn again at random, step by step.
 
     A later step than the last recorded one is as that; an earlier one than the first, as that.

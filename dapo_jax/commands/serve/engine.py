@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, SamplingRule, SamplingRules, sample_key
-from dapo_jax.structs import DecodeState, Prefix
 
 SMALLEST_TOP_P = 1e-6  # below, float32 could leave no token at all; the likeliest one is kept
 

@@ -10,7 +10,7 @@ import scipy.optimize  # comes with jax
 
 from dapo_jax.commands.plan.cost_model import Costs, Counts
 from dapo_jax.commands.plan.simulate import Simulation, Step
-from dapo_jax.commands.plan.workload import Measured
+from dapo_jax.commands.plan.workload import RecordedWorkload
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.settings import ConfigError
@@ -29,7 +29,7 @@ def replay(
 
     Responses that were stopped were never written: others of their step stand in for them.
     """
-    simulation = Simulation(config, decoder, mesh, Measured(folder, replay=True), Costs())
+    simulation = Simulation(config, decoder, mesh, RecordedWorkload(folder, replay=True), Costs())
     return [simulation.step() for _ in range(steps)]
 
 

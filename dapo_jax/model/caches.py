@@ -1,0 +1,74 @@
+"""Key/value caches and the decode state built on them, with shapes.
+
+Dimension letters are those of `structs`: S decode slots, B prompts, K key/value heads, E head
+dimension, T cached tokens of a slot, P tokens of a prompt or of a page, W pages of a slot's table,
+C response tokens.
+"""
+
+from typing import Any
+
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+class KVCache(struct.PyTreeNode):
+    """One layer's keys and values of every slot, all of one length.
+
+    Time is last in keys on CPU, where scores are then 3 times faster; elsewhere it is next to
+    last, or each decode step would write the whole cache anew.
+    """
+
+    keys: Array  # [S, K, E, T] where `time_last`, else [S, K, T, E]
+    values: Float[Array, "S K T E"]
+    key_scale: Float[Array, "S K T"] | None = None  # of int8 keys
+    value_scale: Float[Array, "S K T"] | None = None
+    time_last: bool = struct.field(pytree_node=False, default=True)
+
+
+class PageCache(struct.PyTreeNode):
+    """One layer's pages, those of every replica one after the other; key and value heads in turn.
+
+    Page 0 of a replica belongs to nobody: slots that are done write there.
+    """
+
+    pages: Float[Array, "N P K2 E"]
+    scales: Float[Array, "N P K2"] | None = None  # of int8 pages
+
+
+class PromptCache(struct.PyTreeNode):
+    """One layer's keys and values of prefilled prompts."""
+
+    keys: Float[Array, "B P K E"]
+    values: Float[Array, "B P K E"]
+
+
+class Prefix(struct.PyTreeNode):
+    """Prefilled prompts. A prompt's last token is fed by the first decode step.
+
+    `key` belongs to the prompt; the sample index is folded in at insertion.
+    """
+
+    caches: tuple[PromptCache, ...]
+    last_token: Int[Array, "B"]
+    true_length: Int[Array, "B"]
+    key: jax.Array  # [B]
+    drawn: Int[Array, "B"]  # how many of the last tokens are a response's that goes on
+    rules: Any = None  # SamplingRules of [B] where each response has its own
+
+
+class DecodeState(struct.PyTreeNode):
+    """Everything that a burst of decoding changes, per slot."""
+
+    caches: tuple[KVCache, ...] | tuple[PageCache, ...]
+    tables: Int[Array, "S W"] | None  # the pages of each slot, in order; 0 where there is none yet
+    last_token: Int[Array, "S"]
+    length: Int[Array, "S"]  # tokens in the cache, so also the position of last_token
+    generated: Int[Array, "S"]  # response tokens drawn so far
+    active: Array  # [S] bool: occupied and not finished
+    key: jax.Array  # [S] typed keys, one per response
+    tokens: Int[Array, "S C"]  # drawn tokens, C = max_response_tokens
+    logprobs: Float[Array, "S C"]
+    busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
+    slot_steps: Int[Array, ""]  # decode steps of all slots since the start
+    rules: Any = None  # SamplingRules of [S] where each response has its own
