@@ -7,10 +7,8 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.reporting.alerts import Watched
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
-from dapo_jax.runtime.nonfinite import PREFIXES, reasons
 
 MANY_WITHOUT_ANSWER = 0.5
 MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
@@ -75,26 +73,6 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
     progress.say(escape(f"{folder} is already finished: {steps} steps{scores}"))
     for name, command in choices.items():
         progress.say(escape(f"  {name:<10}  {command}"))
-
-
-def warn_about(step: int, values: dict[str, float], progress: Progress, watched: Watched) -> None:
-    """Says what a person would want to know of a step that went badly."""
-    for said in watched.warnings(values):
-        progress.warn(escape(f"step {step}: {said}"))
-    if values["starved"]:
-        count = values["trained_groups"]
-        broken = f", {values['broken_groups']:.0f} were broken" if values["broken_groups"] else ""
-        progress.warn(
-            f"step {step}: only {count:.0f} group{'s' * (count != 1)} carried signal{broken}"
-        )
-    if values.get("empty_updates"):
-        progress.warn(
-            f"step {step}: {values['empty_updates']:.0f} updates had no trained token and were "
-            "not taken (every response filtered, weighed 0, or none right?)"
-        )
-    for prefix, whose in zip(PREFIXES, ("an update", "an update of the critic"), strict=True):
-        if said := reasons(values, prefix):
-            progress.warn(f"step {step}: {whose} was skipped: {said} was not finite")
 
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:

@@ -13,16 +13,15 @@ from rich.markup import escape
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.skipped_batches import write_skipped
 from dapo_jax.model.load_huggingface import fingerprint
-from dapo_jax.reporting.alerts import Watched
+from dapo_jax.reporting.alerts import Alerts
 from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.notices import (
     announce_data,
-    warn_about,
     warn_about_answers,
     warn_about_rounding,
 )
+from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.page.page import write_own_page
-from dapo_jax.reporting.plots import plot_run
 from dapo_jax.reporting.scores import Response
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
@@ -125,7 +124,7 @@ class Run:
             )
             for text in describe_gaps(self.folder, self._last_row(), config.log.rollouts):
                 self.storage.warn(text)
-        self.watched = Watched(config.watch, self.writer.read() if self.writer else ())
+        self.alerts = Alerts(config, self.writer.read() if self.writer else ())
         self._started = time.perf_counter() - self.state.seconds
 
     def _begin(self) -> RunState:
@@ -215,7 +214,8 @@ class Run:
             )
         if due(step - 1, log.show_group_every_steps) and collected.groups:
             self.parts.progress.group(collected.groups[0])
-        warn_about(step, values, self.parts.progress, self.watched)
+        for text in self.alerts.of_step(values):
+            self.parts.progress.warn(escape(f"step {step}: {text}"))
         self._keep_skipped(collected.groups)
         self.complete_row()
 

@@ -1,12 +1,15 @@
-"""What is warned about by name while a run goes on: the metric, its value, and what to try."""
+"""Alerts at a step and in the report: the metric, its value, and what to try."""
+
+import re
 
 import pytest
 from conftest import make_completion, make_prompt
 from small_runs import make_quick_config, open_run
+from test_report import row
 
 from dapo_jax.config.alerts import Watch
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.alerts import ADVICE, Watched, measure
+from dapo_jax.reporting.alerts import ALERTS, Alerts, alerts_of_run
 from dapo_jax.reporting.metrics import response_metrics, verdict_counts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.structs import Group, Verdict
@@ -56,28 +59,68 @@ INJECTED = {
 }
 
 
-@pytest.mark.parametrize("name", ADVICE)
-def test_what_goes_wrong_is_named_with_its_value_and_what_to_try(name):
-    values, said = INJECTED[name]
-    watched = Watched(Watch())
-    assert watched.warnings(HEALTHY) == []
-    (warning,) = watched.warnings(values)
-    assert said in warning and f"config.watch.{name} = " in warning
-    assert warning.endswith(f"try {ADVICE[name][1]}")
-    assert Watched(Watch(**{name: 0.0}), [HEALTHY]).warnings(values) == []
+@pytest.mark.parametrize("alert", [one for one in ALERTS if one.setting], ids=lambda a: a.setting)
+def test_an_alert_names_the_metric_its_value_and_what_to_try(alert):
+    name = alert.setting.removeprefix("watch.")
+    values, text = INJECTED[name]
+    alerts = Alerts(Config())
+    assert alerts.of_step(HEALTHY) == []
+    (said,) = alerts.of_step(values)
+    assert text in said and f"config.watch.{name} = " in said
+    assert said.endswith(f"try {alert.advice}")
+    assert Alerts(Config(watch=Watch(**{name: 0.0})), [HEALTHY]).of_step(values) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"starved": 1.0, "trained_groups": 1.0}, "only 1 group carried signal"),
+        (
+            {"starved": 1.0, "trained_groups": 2.0, "broken_groups": 3.0},
+            "only 2 groups carried signal, 3 were broken",
+        ),
+        (
+            {"skipped_updates": 0.5, "skipped_for_gradient": 0.5, "skipped_for_moments": 0.5},
+            "an update was skipped: the gradient and an optimizer moment was not finite",
+        ),
+        (
+            {"value_skipped_updates": 1.0, "value_skipped_for_parameters": 1.0},
+            "an update of the critic was skipped: a new parameter was not finite",
+        ),
+    ],
+)
+def test_an_event_is_told_at_each_of_its_steps(values, text):
+    alerts = Alerts(Config())
+    assert [alerts.of_step(HEALTHY | values) for _ in range(2)] == [[text], [text]]
 
 
 def test_what_stays_wrong_is_said_every_ten_steps_and_again_after_it_was_right():
-    values, watched = INJECTED["max_all_wrong"][0], Watched(Watch())
-    assert [len(watched.warnings(values)) for _ in range(12)] == [1, *[0] * 9, 1, 0]
-    assert watched.warnings(HEALTHY) == [] and len(watched.warnings(values)) == 1
+    values, alerts = INJECTED["max_all_wrong"][0], Alerts(Config())
+    assert [len(alerts.of_step(values)) for _ in range(12)] == [1, *[0] * 9, 1, 0]
+    assert alerts.of_step(HEALTHY) == [] and len(alerts.of_step(values)) == 1
 
 
 def test_lengths_are_compared_with_the_steps_before_also_after_a_resume():
     long = INJECTED["max_length_growth"][0]
-    assert measure(long, 10.0)["max_length_growth"] == 3.5
-    assert Watched(Watch()).warnings(long) == []  # nothing came before
-    assert len(Watched(Watch(), [HEALTHY] * 3).warnings(long)) == 1
+    assert Alerts(Config()).of_step(long) == []  # nothing came before
+    assert len(Alerts(Config(), [HEALTHY] * 3).of_step(long)) == 1
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([row(s, starved=float(s == 3)) for s in range(21)], "too few groups .* 1 of 21.*step 3"),
+        ([row(s) for s in range(200)], "entropy fell from .* to"),
+        ([row(s) for s in range(8)], "ends at step 7 of 20"),
+        ([row(s, truncated_fraction=0.5) for s in range(21)], "cut off.*truncated_fraction is 0.5"),
+        ([row(0, heldout_accuracy=0.9), row(20)], "fell from 0.900 to 0.400"),
+        ([row(s, entropy=None, reward=float("nan")) for s in range(21)], None),
+    ],
+)
+def test_the_report_names_what_is_wrong_with_a_run(rows, said):
+    found = alerts_of_run(rows, 20)
+    assert bool(found) == bool(said), found
+    assert said is None or any(re.search(said, one) for one in found), found
 
 
 def test_a_run_says_it_on_the_console(base, alone, tmp_path, capsys):

@@ -21,7 +21,6 @@ from dapo_jax.reporting.page.comparison import (
     mean_interval,
     spent,
 )
-from dapo_jax.reporting.page.curves import warnings
 from dapo_jax.reporting.page.recorded_run import coarse_to_fine, read_run, sample_groups, spread_out
 from dapo_jax.runtime.settings import ConfigError
 
@@ -189,23 +188,6 @@ def test_the_preset_is_the_nearest_or_the_one_that_was_named(write_run):
     assert name == "grpo" and ["algorithm.clip_high", 0.28, 0.2] in changed
     with pytest.raises(ConfigError, match="preset = 'gpro'"):
         from_preset(settings, "gpro")
-
-
-@pytest.mark.parametrize(
-    "rows, said",
-    [
-        ([row(s, starved=float(s == 3)) for s in range(21)], "too few groups .* 1 of 21.*step 3"),
-        ([row(s) for s in range(200)], "entropy fell from .* to"),
-        ([row(s) for s in range(8)], "ends at step 7 of 20"),
-        ([row(s, truncated_fraction=0.5) for s in range(21)], "cut off.*truncated_fraction is 0.5"),
-        ([row(0, heldout_accuracy=0.9), row(20)], "fell from 0.900 to 0.400"),
-        ([row(s, entropy=None, reward=float("nan")) for s in range(21)], None),
-    ],
-)
-def test_what_is_ill_is_said(rows, said):
-    found = warnings(rows, 20)
-    assert bool(found) == bool(said), found
-    assert said is None or any(re.search(said, one) for one in found), found
 
 
 def test_a_thousand_steps_and_long_responses_stay_under_the_cap(write_run):

@@ -10,7 +10,7 @@ from scipy.special import stdtrit  # comes with jax
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.page.curves import LAST, values
+from dapo_jax.reporting.alerts import LAST, finite_values
 from dapo_jax.reporting.page.recorded_run import Recorded, heldout_shares
 from dapo_jax.reporting.scores import estimate_over_seeds
 from dapo_jax.runtime.settings import leaves, require
@@ -88,7 +88,7 @@ HEADLINES = (
 def _reached(experiment: Experiment, metric: str, taken: str) -> tuple[list[float | None], str]:
     """[mean, low, high] of a headline number, and over what the interval is."""
     part = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}[taken]
-    chosen = [values(run.rows, metric)[part] for run in experiment.runs]
+    chosen = [finite_values(run.rows, metric)[part] for run in experiment.runs]
     chosen = [one for one in chosen if one.size]
     if len(experiment.runs) > 1 and metric == "heldout_accuracy":
         kept = [heldout_shares(run, 0 if taken == "first" else -1) for run in experiment.runs]
@@ -100,7 +100,7 @@ def _reached(experiment: Experiment, metric: str, taken: str) -> tuple[list[floa
         found = mean_interval(np.array([one.mean() for one in chosen]))
         return found, f"over {len(chosen)} seeds"
     if taken in ("first", "last"):
-        rows = [row for row in experiment.runs[0].rows if values([row], metric).size]
+        rows = [row for row in experiment.runs[0].rows if finite_values([row], metric).size]
         row = rows[0 if taken == "first" else -1] if rows else {}
         ends = [row.get(f"{metric}{end}") for end in ("", "_low", "_high")]
         return ends, "over problems (bootstrap)"
@@ -164,7 +164,7 @@ def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
     rows = [row for run in experiment.runs for row in run.rows]
 
     def total(name: str) -> float:
-        return float(values(rows, name).sum())
+        return float(finite_values(rows, name).sum())
 
     rollout, update = total("seconds_rollout"), total("seconds_update")
     decode = min(total("seconds_decode"), rollout)

@@ -1,11 +1,9 @@
-"""How to read a run: for every curve, what is healthy and what is ill; and what to warn of."""
+"""Curves of a run: charts of its report with a reading aid, and the picture `curves.png`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import io
+from typing import NamedTuple
 
-import numpy as np
-
-LAST = 10  # rows that stand for the end of a run
+from dapo_jax.runtime.storage.ownership import Folder
 
 
 class Curve(NamedTuple):
@@ -136,76 +134,36 @@ CURVES = (
     ),
 )
 
-Rows = Sequence[dict[str, Any]]
-
-
-def values(rows: Rows, name: str) -> np.ndarray:
-    """That metric of the rows that have it as a finite number."""
-    found = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-    return np.asarray([x for x in found if np.isfinite(x)], float)
-
-
-def _steps(name: str, text: str) -> Callable[[Rows, int], str]:
-    """Warns of the steps in which a metric is above 0."""
-
-    def read(rows: Rows, total: int) -> str:
-        bad = [row["step"] for row in rows if values([row], name).sum() > 0]
-        where = ", ".join(map(str, bad[:8])) + ", ..." * (len(bad) > 8)
-        return f"{text} in {len(bad)} of {len(rows)} rows (step {where})" if bad else ""
-
-    return read
-
-
-def _end(name: str, limit: float, text: str) -> Callable[[Rows, int], str]:
-    """Warns where a metric ends above a limit."""
-
-    def read(rows: Rows, total: int) -> str:
-        end = values(rows, name)[-LAST:]
-        over = end.size > 0 and abs(end.mean()) > limit
-        return f"{text}: {name} is {end.mean():.3g} at the end" if over else ""
-
-    return read
-
-
-def _collapse(rows: Rows, total: int) -> str:
-    entropy = values(rows, "entropy")
-    if entropy.size < 2 * LAST or entropy[-LAST:].mean() > 0.1 * entropy[:LAST].mean():
-        return ""
-    first, last = entropy[:LAST].mean(), entropy[-LAST:].mean()
-    return f"entropy fell from {first:.3g} to {last:.3g} nats: little is explored any more"
-
-
-def _unfinished(rows: Rows, total: int) -> str:
-    last = rows[-1]["step"]
-    return f"ends at step {last} of {total}: still running, or stopped" if last < total else ""
-
-
-def _forgot(rows: Rows, total: int) -> str:
-    scores = values(rows, "heldout_accuracy")
-    if scores.size < 2 or scores[-1] >= scores[0]:
-        return ""
-    return f"held-out accuracy fell from {scores[0]:.3f} to {scores[-1]:.3f}"
-
-
-# Each says what is wrong with a run of so many planned steps, or nothing.
-WARNINGS: tuple[Callable[[Rows, int], str], ...] = (
-    _unfinished,
-    _forgot,
-    _collapse,
-    _end("truncated_fraction", 0.3, "many responses are cut off by the budget"),
-    _end("answer_not_found_rate", 0.3, "many responses have no answer the verifier can find"),
-    _end("all_wrong_fraction", 0.8, "most groups are all wrong"),
-    _end("all_right_fraction", 0.8, "most groups are all right: little is left to learn"),
-    _end("kl_sampler_trainer", 0.05, "sampler and trainer disagree"),
-    _end("clip_fraction_high", 0.1, "the upper clip cuts many tokens"),
-    _steps("starved", "too few groups carried signal"),
-    _steps("empty_updates", "updates had no trained token"),
-    _steps("skipped_updates", "updates were skipped, their gradient was not finite,"),
-    _steps("broken_groups", "groups were dropped because their reward failed"),
-    _steps("verifier_failures", "the verifier failed on responses"),
+PANELS = (
+    ("Reward", ("reward",)),
+    ("Accuracy (sampled)", ("accuracy", "heldout_accuracy")),
+    ("Entropy (nats per token)", ("entropy",)),
+    ("Response tokens", ("response_tokens_mean", "response_tokens_right", "response_tokens_wrong")),
+    ("Share of groups", ("kept_fraction", "all_right_fraction", "all_wrong_fraction")),
+    ("Truncated responses", ("truncated_fraction",)),
 )
 
 
-def warnings(rows: Rows, total_steps: int) -> list[str]:
-    """All that is wrong with a run, a sentence each."""
-    return [said for warn in WARNINGS if (said := warn(rows, total_steps))]
+def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
+    """Writes one PNG with six panels over rollout steps."""
+    from matplotlib.figure import Figure
+
+    # Without pyplot, whose backend may be that of the notebook that called.
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True)
+    for axis, (name, metrics) in zip(axes.flat, PANELS, strict=True):
+        for metric in metrics:
+            points = [(row["step"], row[metric]) for row in rows if metric in row]
+            if points:
+                few = len(points) < len(rows)
+                axis.plot(*zip(*points, strict=True), "o-" if few else "-", label=metric, ms=4)
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+        if len(metrics) > 1:
+            axis.legend(fontsize=7)
+    for axis in axes[-1]:
+        axis.set_xlabel("rollout step")
+    figure.suptitle(title)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110)
+    path.write_bytes(picture.getvalue())

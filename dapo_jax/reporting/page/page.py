@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import ReportConfig
 from dapo_jax.config.user_code import describe_error
+from dapo_jax.reporting.alerts import alerts_of_run
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page.comparison import (
     Experiment,
@@ -30,7 +31,7 @@ from dapo_jax.reporting.page.comparison import (
     headlines,
     spent,
 )
-from dapo_jax.reporting.page.curves import CURVES, warnings
+from dapo_jax.reporting.page.curves import CURVES
 from dapo_jax.reporting.page.recorded_run import (
     FILES_READ,
     SHOWN_CHARACTERS,
@@ -120,7 +121,9 @@ def describe(experiment: Experiment, preset: str) -> dict[str, Any]:
     planned = experiment.settings.get("total_steps", 0)
     return {
         "name": experiment.name,
-        "runs": [{"name": r.name, "warnings": warnings(r.rows, planned)} for r in experiment.runs],
+        "runs": [
+            {"name": r.name, "warnings": alerts_of_run(r.rows, planned)} for r in experiment.runs
+        ],
         "headlines": headlines(experiment),
         "spent": spent(experiment),
         "preset": nearest,
