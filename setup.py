@@ -40,6 +40,7 @@ setup(
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
         "etils[epath]>=1.15",
+        "filelock>=4.2",
         "google-jetstream==0.2.2",  # its last release; the package called jetstream is another
         "grain>=0.2.18",
         "ml-collections>=1.1.0",

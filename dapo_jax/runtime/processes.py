@@ -6,7 +6,6 @@ process nothing here costs anything.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # the one way to the coordination service
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
 
 from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Heartbeat
 from dapo_jax.runtime.settings import ConfigError
@@ -224,38 +223,16 @@ def agree(value: Any, name: str) -> list[Any]:
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """Every process's message; lengths may differ."""
-    size = len(message).to_bytes(LENGTH_BYTES, "little")
-    found = _gather_padded(size + message, FIRST_BYTES)
-    lengths = [int.from_bytes(one[:LENGTH_BYTES], "little") for one in found]
-    longest = LENGTH_BYTES + max(lengths)
-    if longest > FIRST_BYTES:  # powers of two, so that few programs are compiled
-        found = _gather_padded(size + message, 1 << (longest - 1).bit_length())
-    pairs = zip(found, lengths, strict=True)
-    return [one[LENGTH_BYTES : LENGTH_BYTES + length] for one, length in pairs]
-
-
-def _gather_padded(message: bytes, size: int) -> list[bytes]:
-    row = np.frombuffer(message[:size].ljust(size, b"\0"), np.uint8)[None]
-    mesh, copy = _speakers()
-    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    shape = (count(), size)
-    rows = jax.make_array_from_single_device_arrays(
-        shape, place, [jax.device_put(row, mesh.local_devices[0])]
-    )
-    return [bytes(row) for row in np.asarray(copy(rows))]
-
-
-@functools.cache
-def _speakers() -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
-    """A device of each process, and what copies an array from all to all.
-
-    The last of each: where devices are shared out it samples, and an update that is under way on
-    the others does not hold an agreement up.
-    """
-    last = {device.process_index: device for device in jax.devices()}
-    mesh = Mesh([last[process] for process in range(count())], "process")
-    return mesh, jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    """Messages of all processes, in their order; lengths may differ."""
+    framed, size = len(message).to_bytes(LENGTH_BYTES, "little") + message, FIRST_BYTES
+    while True:
+        row = np.frombuffer(framed[:size].ljust(size, b"\0"), np.uint8)
+        # On a mesh of all devices: libtpu aborts where a program runs on some chips of a host only.
+        rows = [bytes(row) for row in multihost_utils.process_allgather(row)]
+        ends = [LENGTH_BYTES + int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]
+        if max(ends) <= size:
+            return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
+        size = 1 << (max(ends) - 1).bit_length()  # a power of two: few programs are compiled
 
 
 def from_first(work: Callable[[], Any], name: str) -> Any:
@@ -305,7 +282,7 @@ def check_same(values: Callable[[], dict[str, Any]]) -> None:
 
 def code_digest() -> str:
     """Tells versions of this package apart by their files."""
-    folder, digest = pathlib.Path(__file__).parent, hashlib.sha256()
+    folder, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -214,7 +214,7 @@ def test_a_run_that_can_t_save_its_end_says_so_in_one_line(tmp_path, monkeypatch
     def fail(config):
         raise NotSaved("step 3: No space left on device")
 
-    monkeypatch.setattr("dapo_jax.run.train", fail)
+    monkeypatch.setattr("dapo_jax.run.run.train", fail)
     run_dir = f"--config.run_dir={tmp_path}"
     monkeypatch.setattr("sys.argv", ["main", f"--config={ROOT}/configs/arithmetic.py", run_dir])
     assert train.main() == UNSAVED == 74

@@ -38,10 +38,13 @@ COMMANDS = {
     "sft": (sft.main, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
     "dpo": (
         dpo.main,
-        ["--config.start=nowhere", f"--config.data.source={ROOT}/tests/verifier_cases.jsonl"],
+        [
+            "--config.start=nowhere",
+            f"--config.data.source={ROOT}/tests/verifier/verifier_cases.jsonl",
+        ],
         "--config.out=",
     ),
-    "main": (train.main, [RL], "--config.run_dir="),
+    "train": (train.main, [RL], "--config.run_dir="),
     "evaluate": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--out="),
     "evaluate_below": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--config.run_dir="),
     "export": (export.main, ["--run=RUN"], "--out="),
@@ -49,7 +52,7 @@ COMMANDS = {
 KINDS = {
     "sft": TRAINED,
     "dpo": PREFERRING,
-    "main": RUN,
+    "train": RUN,
     "evaluate": EVALUATION,
     "evaluate_below": RUN,
     "export": EXPORTED,
@@ -137,28 +140,27 @@ def test_a_folder_that_is_not_its_own_is_refused_untouched(bad, command, tmp_pat
 
 REAL = """
 import runpy, sys
-sys.argv = sys.argv[1:]
 try:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    runpy.run_module("dapo_jax", run_name="__main__", alter_sys=True)
 finally:
     heavy = {"tensorflow", "dapo_jax.run.components"} & set(sys.modules)
     print(heavy or "nothing was opened")
 """
 
 
-@pytest.mark.parametrize("command", ["sft", "main", "evaluate", "export"])
+@pytest.mark.parametrize("command", ["sft", "train", "evaluate", "export"])
 def test_the_real_command_refuses_before_any_work(command, tmp_path):
     make_somebodys(tmp_path / "mine")
     before = snapshot(tmp_path)
     _, arguments, flag = COMMANDS[command]
-    line = [sys.executable, "-c", REAL, f"dapo_jax.{command}", *arguments, f"{flag}{tmp_path}/mine"]
+    line = [sys.executable, "-c", REAL, command, *arguments, f"{flag}{tmp_path}/mine"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "nothing was opened\n"
     assert len(done.stderr.splitlines()) == 1 and "holds 'chapters'" in done.stderr
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("command", ["sft", "main", "evaluate_below", "export"])
+@pytest.mark.parametrize("command", ["sft", "train", "evaluate_below", "export"])
 def test_an_empty_name_is_no_folder(command, capsys):
     assert call(command, "") == 2
     message = capsys.readouterr().err

@@ -7,13 +7,14 @@ nobody a file.
 import contextlib
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import require
@@ -37,20 +38,9 @@ from dapo_jax.runtime.storage.retries import full_or_broken, is_refusal, reason
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 ROOM = "a folder of storage with room"
+LOCK_SECONDS = 0.2  # for a process that is about to leave the folder
 TRIES = 9  # each is lost only to a process that leaves the same folder at the same moment
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
-
-_locks: set[int] = set()  # open file descriptors
-
-
-def _forget_locks() -> None:
-    """A forked child that outlives a killed parent does not keep its folders."""
-    for descriptor in _locks:
-        os.close(descriptor)
-    _locks.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
 
 
 def write_mark(folder: pathlib.Path, mark: dict[str, Any]) -> None:
@@ -79,7 +69,9 @@ class FolderLock:
     """
 
     def __init__(self, place: OutputFolder, mark: dict[str, Any], exclusive: bool = True):
-        self.path, self._place, self._lock = place.path, place, -1
+        self.path, self._place = place.path, place
+        self._lock: BaseFileLock | None = None
+        self._descriptor = -1
         self._made: list[pathlib.Path] = []  # go at `close` if they are empty, the deepest first
         self._fresh = False  # whether the mark goes too, if nothing came beside it
         try:
@@ -107,49 +99,40 @@ class FolderLock:
     def _take(self) -> None:
         for _ in range(TRIES):
             self._make()
-            with contextlib.suppress(FileNotFoundError):
-                if self._locked():
-                    return
+            with contextlib.suppress(FileNotFoundError):  # its holder removed the folder meanwhile
+                return self._acquire()
         raise OSError(errno.EAGAIN, "other processes make and remove it at the same time")
 
-    def _locked(self) -> bool:
-        """Whether the lock is ours; False where its holder took the file away meanwhile."""
+    def _acquire(self) -> None:
         path = self.path / LOCK
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 200).decode(errors="replace") or "another process"
-            os.close(lock)
+            self._lock = FileLock(path, fallback_to_soft=False, on_acquired=self._sign)
+            self._lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            holder = path.read_text(errors="replace")[:200] or "another process"
             reason = f"{str(self.path)!r} is being written by {holder}"
             self._place.refuse(reason, "a folder that no other process writes")
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                os.close(lock)
                 raise
             warning = f"{path} can't be locked ({error.strerror}): start nothing else there"
             print(f"warning: {warning}", file=sys.stderr)
-        if not is_at(path, lock):
-            os.close(lock)
-            return False
-        self._lock = lock
-        _locks.add(lock)
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
-        return True
+
+    def _sign(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
 
     def close(self) -> None:
         """Lets others have the folder; one that nothing came into leaves no trace."""
         with contextlib.suppress(OSError):
             if self._fresh and not entries(self.path):
                 (self.path / MARK).unlink()
-        if self._lock in _locks:  # it is ours, and this is no forked child
+        if self._lock and self._lock.is_locked:  # not in a forked child
             with contextlib.suppress(OSError):
-                if is_at(self.path / LOCK, self._lock):
+                if is_at(self.path / LOCK, self._descriptor):
                     (self.path / LOCK).unlink()
-            _locks.remove(self._lock)
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.release()
         with contextlib.suppress(OSError):
             for made in self._made:
                 made.rmdir()
