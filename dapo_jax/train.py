@@ -1,7 +1,7 @@
 """The algorithm: prompts to update, as in DAPO's Algorithm 1. `run/run.py` is the run around it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,15 +46,6 @@ from dapo_jax.structs import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    """What of a step's updates was made before the run was stopped in it (`begun.py`)."""
-
-    updates: int = 0
-    means: Sequence[dict[str, Mean]] = ()  # of those that had something to learn from
-    scores: Mapping[str, Any] | None = None  # fields of ScoredBatch, from before the first of them
-
-
 @dataclasses.dataclass
 class RunState:
     """All that a checkpoint holds. `step` counts finished rollout steps."""
@@ -71,15 +62,13 @@ class RunState:
     ahead: Gathered | None = None  # those rollouts
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # see `count_skipped`
     carried: tuple[Carried, ...] = ()  # what the newest rollouts left to the next
-    started: tuple[int, float] = (0, 0.0)  # position and kept_fraction before the newest rollouts
-    begun: Begun = Begun()  # of the step that comes next
 
     def after_step(self) -> "RunState":
-        return dataclasses.replace(self, step=self.step + 1, begun=Begun())
+        return dataclasses.replace(self, step=self.step + 1)
 
     def record(self) -> dict[str, Any]:
         """What is saved beside the arrays."""
-        others = {"train", "critic", "behaviour", "ahead", "carried", "started", "begun"}
+        others = {"train", "critic", "behaviour", "ahead", "carried"}
         names = {field.name for field in dataclasses.fields(self)} - others
         return {name: getattr(self, name) for name in sorted(names)}
 
@@ -141,8 +130,6 @@ def score(
     """Packs the updates and adds what policy, reference and critic say before any of them."""
     algorithm = parts.config.algorithm
     rollouts, used = pack_updates(updates, parts.rows(updates))
-    if run.begun.scores is not None:
-        return ScoredBatch(rollouts, **{"old_logprobs": None} | dict(run.begun.scores)), used
 
     def over_updates(learner: Learner, params: Any) -> jax.Array:
         return jnp.stack(
@@ -231,9 +218,9 @@ def update_policy(
     clock.lap("score")
     feedback = gather(config, scored, groups, sum(updates, []))
     advantages, returns = estimate(algorithm, feedback)
-    means, ratios, rates = [*run.begun.means], [], learning_rates(config, run.step)
+    means, ratios, rates = [], [], learning_rates(config, run.step)
     budget, planned = config.sampler.max_response_tokens, prompts_per_update(config)
-    for u, segments in list(enumerate(updates))[run.begun.updates :]:
+    for u, segments in enumerate(updates):
         part, gains, targets = nth((scored, advantages, returns), u)
         batch = make_batch(part, segments, gains, targets, algorithm, budget, planned)
         if not batch.loss_weights.any():  # nothing to learn from, all filtered or nothing right
@@ -247,7 +234,6 @@ def update_policy(
             ratios = trace_ratios(algorithm, batch, logprobs)
         run, mean = take_update(parts, run, batch, used[u], rates)
         means.append(mean)
-        parts.on_update(u + 1, run, scored, means, groups)
     values = {"empty_updates": float(len(updates) - len(means)), "learning_rate": rates[0]}
     values |= feedback_metrics(algorithm, feedback, advantages, returns)
     values |= {"packing_fill": fill(scored.rollouts, used)}
@@ -273,7 +259,6 @@ def take_rollouts(
         behaviour = parts.learner.copy(run.train.params)  # the update consumes them
     return gathered, dataclasses.replace(
         run,
-        started=place[:2],
         position=collected.next_position,
         kept_fraction=collected.kept_fraction,
         behaviour=behaviour,

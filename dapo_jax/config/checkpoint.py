@@ -14,11 +14,6 @@ class Checkpoint:
         "Whether judged groups are on disk before their step is done, so that a kill costs no "
         "finished response: the step is the same, what it cost is counted from where it goes on.",
     )
-    every_updates: int = setting(
-        0,
-        "Updates of a step between saves in the middle of it, with keep_groups; 0: a step that was "
-        "killed makes all of its updates again.",
-    )
     leave_seconds: float = setting(
         30.0,
         "What SIGTERM and Ctrl-C wait for a place to save at; then the process leaves with the "

@@ -50,7 +50,7 @@ AT_LEAST_ZERO = (
     "algorithm.kl_coefficient algorithm.entropy_coefficient algorithm.positive_nll_coefficient "
     "algorithm.importance_cap reward.min_spread algorithm.critic_pretrain_steps sampler.top_k "
     "optimizer.warmup_steps optimizer.weight_decay checkpoint.every_steps "
-    "checkpoint.every_updates evaluation.every_steps "
+    "evaluation.every_steps "
     "log.show_group_every_steps log.token_groups data.bad_rows_limit temperature top_k "
     "evaluation.temperature shutdown_seconds checkpoint.leave_seconds lora.rank sampler.pages "
     "sampler.prefill_chunk_tokens sampler.load_layers total_steps watch.min_entropy "
@@ -217,9 +217,6 @@ def _check_kept_groups(config: Config) -> None:
     keeps, carry = config.checkpoint.keep_groups, config.rollout.carry_over
     allowed = f"false with rollout.carry_over = {carry!r}: a step takes what is judged first"
     require(carry == "none" or not keeps, "checkpoint.keep_groups", keeps, allowed)
-    every, lag = config.checkpoint.every_updates, config.rollout.lag
-    allowed = "0 without checkpoint.keep_groups, or with rollout.lag"
-    require(every == 0 or keeps and not lag, "checkpoint.every_updates", every, allowed)
 
 
 def _check_steps(total_steps: int) -> None:

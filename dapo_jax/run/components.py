@@ -107,7 +107,6 @@ class Parts:
     decoder: DecoderConfig
     skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
     finished: RolloutJournal = dataclasses.field(default_factory=RolloutJournal)
-    on_update: Callable[..., None] = lambda *_: None  # see `BegunSteps.done`
 
     def rows(self, updates: Sequence[Sequence[Segment]]) -> Packing:
         """The rows that these minibatches are packed into."""

@@ -27,7 +27,6 @@ from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
 from dapo_jax.rollout.dynamic_sampling import Interrupted, Starved
 from dapo_jax.rollout.sampling import SamplingRule
-from dapo_jax.run.checkpointing.begun import BegunSteps
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.compatibility import (
     INPUTS,
@@ -109,10 +108,6 @@ class Run:
             self.parts.finished = RolloutJournal(self.folder, identity, self.storage, decode)
         resumed_step = self.checkpoints.latest_step()
         self.state = self._begin() if resumed_step is None else self._resume(resumed_step)
-        if config.checkpoint.every_updates:
-            begun = BegunSteps(self.parts, self.folder, identity, self.storage)
-            stack.callback(begun.close)
-            self.parts.on_update, self.state = begun.done, begun.restore(self.state)
         announce_policy(self.parts, self.state)
         self.writer = None  # the first process writes for all
         if processes.is_first():

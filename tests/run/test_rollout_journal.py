@@ -1,21 +1,17 @@
 """Groups of a step that was killed are read back, and make the step that they would have made."""
 
 import random
-import shutil
 import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from small_runs import (
     ROOT,
-    equal,
     make_config,
     make_groups,
     make_quick_config,
-    open_run,
     read_rollouts,
     read_rows,
 )
@@ -209,98 +205,3 @@ def test_what_was_finished_is_not_drawn_again(base, uninterrupted, tmp_path, mon
     is_the_same(tmp_path / "run", uninterrupted)
     prefills, whole = (read_rows(path)[1]["prefills"] for path in (tmp_path / "run", uninterrupted))
     assert prefills <= whole - bursts[-2] + 1
-
-
-MIDDLE = Checkpoint(every_steps=1, keep=9, keep_groups=True, every_updates=1)
-
-
-class Killed(BaseException):
-    """Ends a run as a kill would: nothing is saved any more."""
-
-
-def stop_after(updates: int, monkeypatch) -> list[int]:
-    """Lets a run end after so many updates; the list grows with each."""
-    from dapo_jax.run.checkpointing.begun import BegunSteps
-
-    done, made = BegunSteps.done, []
-
-    def done_and_fail(self, count, *rest):
-        done(self, count, *rest)
-        self._checkpoints.wait()
-        made.append(count)
-        if len(made) == updates:
-            raise Killed
-
-    monkeypatch.setattr(BegunSteps, "done", done_and_fail)
-    return made
-
-
-def test_a_step_goes_on_after_the_last_update_that_was_saved(
-    base, uninterrupted, tmp_path, monkeypatch
-):
-    """Two updates a step: stopped after the first one of the second step."""
-    run_dir = tmp_path / "run"
-    config = make_config(base, run_dir, checkpoint=MIDDLE)
-    with monkeypatch.context() as patch:
-        stop_after(3, patch)
-        with pytest.raises(Killed):
-            train(config)
-    with monkeypatch.context() as patch:
-        made = stop_after(100, patch)
-        train(config)
-    assert made[0] == 2 and len(made) == 5  # of eight, three were made before
-    is_the_same(run_dir, uninterrupted)
-    final = [open_state(base, path) for path in (run_dir, uninterrupted)]
-    assert equal(*final)
-
-
-def open_state(base, run_dir):
-    with open_run(make_config(base, run_dir)) as run:
-        return jax.device_get(run.state.train)
-
-
-@pytest.mark.parametrize("trouble", ["a group is gone", "other rows", "other settings"])
-def test_updates_without_their_groups_or_of_another_run_are_made_again(
-    trouble, base, uninterrupted, tmp_path, monkeypatch
-):
-    run_dir = tmp_path / "run"
-    config = make_config(base, run_dir, checkpoint=MIDDLE)
-    with monkeypatch.context() as patch:
-        stop_after(1, patch)
-        with pytest.raises(Killed):
-            train(config)
-    if trouble == "a group is gone":
-        for path in list((run_dir / FOLDER).rglob("*.npz"))[:2]:
-            path.unlink()
-        expected = uninterrupted
-    elif trouble == "other rows":
-        config.packing.row_tokens, expected = 96, None
-    else:
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-        config.seed, expected = 1, tmp_path / "other"
-        other = make_config(base, expected)
-        other.seed = 1
-        train(other)
-    with monkeypatch.context() as patch:
-        made = stop_after(100, patch)
-        train(config)
-    assert made == [1, 2] * 4
-    if expected is not None:  # other rows round otherwise
-        is_the_same(run_dir, expected)
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "rollout"),
-    [
-        (Checkpoint(every_updates=1), Rollout(4, 4)),
-        (Checkpoint(every_updates=1, keep_groups=True), Rollout(4, 4, lag=1)),
-        (Checkpoint(every_updates=-1, keep_groups=True), Rollout(4, 4)),
-    ],
-    ids=["without groups", "lag", "negative"],
-)
-def test_updates_are_kept_only_where_they_can_be(checkpoint, rollout, tiny_folder, tmp_path):
-    algorithm = algorithms.dapo()
-    algorithm.importance_cap = 2.0
-    changes = {"algorithm": algorithm, "rollout": rollout, "checkpoint": checkpoint}
-    with pytest.raises(ConfigError, match="checkpoint.every_updates"):
-        make_quick_config(tiny_folder, tmp_path / "run", **changes)
