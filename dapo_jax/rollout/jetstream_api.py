@@ -1,10 +1,8 @@
-"""What JetStream's side of the engine needs: its classes, a tokenizer, its layout of results.
-
-Importing JetStream pulls TensorFlow in, which is kept quiet and off the GPU.
-"""
+"""What JetStream's side of the engine needs: its classes, a tokenizer, its layout of results."""
 
 import contextlib
-import os
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,27 +15,28 @@ from dapo_jax.model.caches import DecodeState
 
 
 @contextlib.contextmanager
-def _standard_error_muted() -> Iterator[None]:
-    """TensorFlow reports the GPUs it does not find on standard error, whatever its log level."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def _without_seqio() -> Iterator[None]:
+    """Stand-in for seqio while JetStream is imported: seqio brings TensorFlow, 5 s of every start.
+
+    JetStream names two classes of it, for tokenizers of SentencePiece, which nothing here makes.
+    """
+    names = [name for name in ("seqio", "seqio.vocabularies") if name not in sys.modules]
+    for name in names:
+        sys.modules[name] = module = types.ModuleType(name)
+        vars(module).update(Vocabulary=object, SentencePieceVocabulary=object)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        for name in names:
+            del sys.modules[name]
 
 
-with _standard_error_muted():
-    import tensorflow
+with _without_seqio():
     from jetstream.engine import token_utils, tokenizer_api
     from jetstream.engine.engine_api import Engine, ResultTokens
     from jetstream.engine.tokenizer_pb2 import (
         TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
     )
-
-    tensorflow.config.set_visible_devices([], "GPU")
 
 __all__ = ["Engine", "JetStreamTokenizer", "ResultTokens", "TokenizerParameters", "result_tokens"]
 

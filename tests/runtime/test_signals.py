@@ -96,7 +96,7 @@ def test_a_command_that_hears_nothing_is_acknowledged_and_left(seconds, signals,
     assert last in said and len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("library", ["jaxlib", "tensorflow"])
+@pytest.mark.parametrize("library", ["jaxlib", "tensorstore"])
 def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(library, tmp_path):
     command = [sys.executable, "-m", "dapo_jax", "train", f"--config={ROOT}/configs/arithmetic.py"]
     child = subprocess.Popen(
