@@ -1,1 +1,1 @@
-"""The decoder: families, attention, the head, weights in and out."""
+"""Decoder-only language models: families, attention, output head, loading and saving of weights."""

@@ -1,8 +1,8 @@
-"""Attention over packed rows in blocks, so that no [T, T] array exists; every platform runs it.
+"""Blockwise attention over packed rows for every platform; no [T, T] array exists.
 
-The softmax is computed online (FlashAttention-2, arXiv 2307.08691): a block of queries meets the
-blocks of keys up to its own one after the other, with a running maximum and sum in float32. The
-backward pass recomputes each block of probabilities from the kept sums.
+The softmax is computed online (FlashAttention-2, arXiv 2307.08691). A block of queries reads the
+blocks of keys up to its own in turn, with a running maximum and sum in float32. The backward pass
+recomputes each block of probabilities from the kept sums.
 """
 
 import functools
@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int
 
 BLOCK = 512  # tokens
 LOWEST = float(jnp.finfo(jnp.float32).min)
-ATTENTION_RESIDUALS = "attention"  # what the remat policy of that name keeps
+ATTENTION_RESIDUALS = "attention"  # name of the arrays that the remat policy 'attention' keeps
 
 
 class Blocks(NamedTuple):
-    """Inputs cut into n blocks of b tokens; g = H / K query heads share a key."""
+    """Attention inputs cut into n blocks of b tokens; g = H / K query heads share a key head."""
 
     queries: Float[Array, "n B K g b E"]  # scaled
     keys: Float[Array, "n B K b E"]
@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 def _cut(array: Array, size: int) -> Array:
-    """[B, T, ...] to [n, B, b, ...]; the last block is filled up with zeros."""
+    """Cuts [B, T, ...] into [n, B, b, ...]; the last block is padded with zeros."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, -array.shape[1] % size)
     array = jnp.pad(array, pad)
@@ -36,7 +36,7 @@ def _cut(array: Array, size: int) -> Array:
 
 
 def _join(blocks: Array, length: int) -> Array:
-    """The inverse of `_cut`."""
+    """Joins the blocks of `_cut` to [B, T, ...] again, without padding."""
     array = blocks.swapaxes(0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
@@ -64,23 +64,23 @@ def _blocks(queries, keys, values, segment_ids) -> Blocks:
 
 
 def _scores(blocks: Blocks, i: Array, j: Array) -> Float[Array, "B K g b c"]:
-    """Of query block i with key block j; float32, the lowest number where a key is not seen."""
+    """Scores of query block i with key block j; float32, LOWEST where a key is masked."""
     scores = jnp.einsum(
         "bkgqe,bkce->bkgqc", blocks.queries[i], blocks.keys[j], preferred_element_type=jnp.float32
     )
     size = scores.shape[-1]
-    place = jnp.arange(size)
-    causal = (i - j) * size + place[:, None] >= place[None, :]
-    same = blocks.segment_ids[i][:, :, None] == blocks.segment_ids[j][:, None, :]
-    return jnp.where((same & causal[None])[:, None, None], scores, LOWEST)
+    position = jnp.arange(size)
+    causal = (i - j) * size + position[:, None] >= position[None, :]
+    same_segment = blocks.segment_ids[i][:, :, None] == blocks.segment_ids[j][:, None, :]
+    return jnp.where((same_segment & causal[None])[:, None, None], scores, LOWEST)
 
 
 def _forward(blocks: Blocks):
-    """Attended values [n, B, K, g, b, E] and the log of each query's sum [n, B, K, g, b]."""
+    """Attention output [n, B, K, g, b, E] and each query's log-sum-exp [n, B, K, g, b]."""
     count = blocks.queries.shape[0]
 
-    def of_queries(i):
-        def meet(j, carry):
+    def attend_block(i):
+        def add_keys(j, carry):
             mixed, largest, total = carry
             scores = _scores(blocks, i, j)
             new = jnp.maximum(largest, scores.max(axis=-1))
@@ -94,25 +94,25 @@ def _forward(blocks: Blocks):
             return mixed * shrink[..., None] + more, new, total * shrink + powers.sum(axis=-1)
 
         shape = blocks.queries.shape[1:]
-        # What a query meets before its first visible key shrinks to nothing once that comes.
+        # Masked keys before a query's first visible one count, and shrink to 0 once it comes.
         start = (jnp.zeros(shape), jnp.full(shape[:-1], LOWEST), jnp.zeros(shape[:-1]))
-        mixed, largest, total = jax.lax.fori_loop(0, i + 1, meet, start)
+        mixed, largest, total = jax.lax.fori_loop(0, i + 1, add_keys, start)
         mixed = (mixed / total[..., None]).astype(blocks.values.dtype)
         return mixed, largest + jnp.log(total)
 
-    return jax.lax.map(of_queries, jnp.arange(count))
+    return jax.lax.map(attend_block, jnp.arange(count))
 
 
 def _backward(blocks: Blocks, mixed, log_total, upstream):
-    """Gradients of queries (scaled ones), keys and values, in blocks; float32."""
+    """Gradients of scaled queries, keys and values, in blocks; float32."""
     count = blocks.queries.shape[0]
     # The softmax's own term, sum over keys of probability * its gradient (section 3.1).
     own = jnp.sum(upstream.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dtype = blocks.queries.dtype
 
-    def of_keys(queries_gradient, j):
-        def meet(i, carry):
+    def block_gradients(queries_gradient, j):
+        def add_queries(i, carry):
             queries_gradient, keys_gradient, values_gradient = carry
             probability = jnp.exp(_scores(blocks, i, j) - log_total[i][..., None])
             over = dot("bkgqe,bkce->bkgqc", upstream[i], blocks.values[j])
@@ -124,11 +124,11 @@ def _backward(blocks: Blocks, mixed, log_total, upstream):
 
         zeros = jnp.zeros(blocks.keys.shape[1:])
         carry = (queries_gradient, zeros, zeros)
-        queries_gradient, *found = jax.lax.fori_loop(j, count, meet, carry)
-        return queries_gradient, tuple(found)
+        queries_gradient, *gradients = jax.lax.fori_loop(j, count, add_queries, carry)
+        return queries_gradient, tuple(gradients)
 
     zeros = jnp.zeros(blocks.queries.shape)
-    queries_gradient, (keys, values) = jax.lax.scan(of_keys, zeros, jnp.arange(count))
+    queries_gradient, (keys, values) = jax.lax.scan(block_gradients, zeros, jnp.arange(count))
     return queries_gradient, keys, values
 
 
@@ -139,7 +139,7 @@ def blocked_attention(
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T H E"]:
-    """Causal attention inside segments; query heads of a group are neighbours."""
+    """Causal attention inside segments; adjacent query heads share a key head."""
     mixed, _ = _forward(_blocks(queries, keys, values, segment_ids))
     return _join_queries(mixed, queries.shape[1])
 
@@ -156,12 +156,12 @@ def _gradients(kept, upstream):
     blocks = _blocks(queries, keys, values, segment_ids)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], queries.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
-    of_queries, of_keys, of_values = _backward(blocks, cut(mixed), log_total, cut(upstream))
-    of_queries = _join_queries(of_queries, length) * queries.shape[-1] ** -0.5
+    d_queries, d_keys, d_values = _backward(blocks, cut(mixed), log_total, cut(upstream))
+    d_queries = _join_queries(d_queries, length) * queries.shape[-1] ** -0.5
     return (
-        of_queries.astype(queries.dtype),
-        _join(of_keys.swapaxes(2, 3), length).astype(keys.dtype),
-        _join(of_values.swapaxes(2, 3), length).astype(values.dtype),
+        d_queries.astype(queries.dtype),
+        _join(d_keys.swapaxes(2, 3), length).astype(keys.dtype),
+        _join(d_values.swapaxes(2, 3), length).astype(values.dtype),
         None,
     )
 

@@ -1,8 +1,7 @@
-"""One decoder family as a Flax Linen module; one `Block` serves training and decoding.
+"""Decoder-only transformer as a Flax Linen module, for Qwen2, Qwen3 and Llama 3.
 
-Qwen2, Qwen3 and Llama 3 are switches of `DecoderConfig` (see model/families.py).
-
-Training scans over stacked layers; `inference.py` applies the same `Block` layer by layer.
+Families are switches of `DecoderConfig` (see model/families.py). Training scans one `Block` over
+stacked layers; `inference.py` applies the same `Block` layer by layer.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context
 from dapo_jax.runtime.sharding import constrain
 
-ADAPTER_NAMES = ("lora_a", "lora_b")  # beside the kernel that they add to
-SCALE = "_scale"  # what an int8 matrix of decoding has beside it, by its own name with this
+ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
+SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
 
 LAYER_INPUT = "layer_input"
 REMAT_POLICIES = {
@@ -41,17 +40,17 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Slower rotations for positions beyond the first training's, as Llama 3.1 does it."""
+    """Llama 3.1's slower rotations, for positions beyond the context of the first training."""
 
     factor: float  # long wavelengths are stretched by this
     low_freq_factor: float  # turns over `original_tokens` below which a wavelength is long
-    high_freq_factor: float  # turns from which it is left alone; between the two, a blend
+    high_freq_factor: float  # turns above which a wavelength is kept; in between, a blend
     original_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Low-rank additions to matrices: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
+    """Low-rank adapters of matrices: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
 
     rank: int
     scale: float  # alpha / rank
@@ -60,7 +59,7 @@ class Adapters:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and numerics of a decoder, as config.json of the model folder tells them."""
+    """Shape and numerics of a decoder, from config.json of a model folder and from settings."""
 
     vocab: int
     layers: int
@@ -81,13 +80,13 @@ class DecoderConfig:
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
     scan_unroll: int = 1  # layers per iteration of the training scan
-    frozen_layers: int = 0  # the first ones, in a subtree of their own: `frozen_layers`
-    adapters: Adapters | None = None  # then nothing else is trained (see model/trainable.py)
-    scalar_head: bool = False  # a vector instead of a vocabulary: critics and reward models
+    frozen_layers: int = 0  # number of first layers in the subtree `frozen_layers`
+    adapters: Adapters | None = None  # if any, only they are trained (see model/trainable.py)
+    scalar_head: bool = False  # one scalar per token instead of logits: critics, reward models
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[np.ndarray, "E/2"]:
-    """Radians per position of each pair of a head's dimensions, float32.
+    """Rotary frequencies, in radians per position, of each pair of a head's dimensions; float32.
 
     Rounded to float32 step by step, where the published models round: at position 100,000 the
     last bit of a frequency is an angle that changes logits.
@@ -107,7 +106,7 @@ def rope_frequencies(config: DecoderConfig) -> Float[np.ndarray, "E/2"]:
 def rotate(
     x: Float[Array, "B T H E"], positions: Int[Array, "B T"], config: DecoderConfig
 ) -> Float[Array, "B T H E"]:
-    """Rotary position embedding (arXiv 2104.09864), halves paired as in the published weights."""
+    """Rotary position embedding (arXiv 2104.09864); halves are paired as in published weights."""
     half = x.shape[-1] // 2
     angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -116,21 +115,21 @@ def rotate(
 
 
 def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """An initialiser whose parameter carries these logical axis names; `self.param` unboxes it."""
+    """Initialiser whose parameter carries these logical axis names; `self.param` unboxes it."""
     return nn.with_logical_partitioning(init, axes)
 
 
 def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm:
-    """The family's norm; its statistics are float32 whatever the compute dtype."""
+    """RMS norm with float32 statistics in every compute dtype."""
     scale = named(nn.initializers.ones, ("norm",))
     return nn.RMSNorm(config.norm_eps, dtype=config.dtype, scale_init=scale, name=name)
 
 
 class Projection(nn.Module):
-    """x times a kernel over x's last `contracted` axes, as one product of two matrices.
+    """Linear layer over the last `contracted` axes of x, as one product of two matrices.
 
-    Flat on purpose: the gradient of a product over more axes makes XLA:CPU transpose (and
-    recompute) what comes back, which took a third of the backward pass.
+    The axes are merged because XLA:CPU transposes and recomputes the gradient of a product over
+    several axes, which took a third of the backward pass.
     """
 
     features: tuple[int, ...]
@@ -163,7 +162,7 @@ class Projection(nn.Module):
     def _low_rank(
         self, adapters: Adapters, flat: Float[Array, "N I"], inputs: tuple[int, ...]
     ) -> Array:
-        """scale (x A) B; B begins at zero, so that training begins at the base model."""
+        """The adapters' term, scale (x A) B; B starts at zero, so training starts at the base."""
         rank, inner, into = adapters.rank, flat.shape[1], self.axes[: self.contracted]
         init = named(nn.initializers.normal(inner**-0.5), (*into, "rank"))
         down = self.param(ADAPTER_NAMES[0], init, (*inputs, rank)).astype(self.dtype)
@@ -174,7 +173,7 @@ class Projection(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and gated MLP, each behind an RMS norm, each added to the residual stream."""
+    """Transformer layer: attention and gated MLP, each after an RMS norm, each added to x."""
 
     config: DecoderConfig
     attend: Callable  # see model/training_attention.py and model/decode_attention.py
@@ -195,14 +194,14 @@ class Block(nn.Module):
         return rms_norm(self.config, name=name)
 
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The normed input of projections, with all of a row's length."""
+        """Normed input of projections, with a row's whole length on each device."""
         return constrain(self._norm(name)(x), "batch", None, None)
 
     def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
-        """The residual stream, cut by length again.
+        """Residual stream after an addition, sharded by length again.
 
-        A projection's result is named whole first: its gradient, which is of all of a row's length,
-        would else be gathered over the batch too.
+        `more` is constrained to a row's whole length first. Otherwise its gradient, which has the
+        whole length, would be gathered over the batch too.
         """
         return constrain(x + constrain(more, "batch", None, None), "batch", "length", None)
 
@@ -232,13 +231,16 @@ class Block(nn.Module):
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:
-    """The stacks of layers in a parameter tree, first layers first, with their heights."""
+    """Number of layers in each stack of a parameter tree, by name, first layers first."""
     frozen = {"frozen_layers": config.frozen_layers} if config.frozen_layers else {}
     return frozen | {"layers": config.layers - config.frozen_layers}
 
 
 class Decoder(nn.Module):
-    """Tokens of packed rows to final hidden states; the head is applied by `model.logprobs`."""
+    """Decoder from the tokens of packed rows to final hidden states.
+
+    `model.logprobs` applies the output head to them.
+    """
 
     config: DecoderConfig
 
@@ -258,8 +260,9 @@ class Decoder(nn.Module):
         elif not c.tie_embeddings:
             init = named(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
-        # Gathered over fsdp first: looking rows up in a table cut both ways replicates the batch,
-        # and in one cut by vocabulary, for tokens cut by length, gathers the table.
+        # The table is gathered over fsdp first, and x is sharded by length only afterwards: a
+        # lookup in a table sharded both ways replicates the batch, and a lookup of tokens sharded
+        # by length in a table sharded by vocabulary gathers the table.
         table = constrain(embedding.astype(c.dtype), "vocab", None)
         x = constrain(table[tokens], "batch", None, None)
         x = constrain(x, "batch", "length", None)
@@ -283,8 +286,8 @@ class Decoder(nn.Module):
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Any:
     """Random parameters, each boxed with its logical axis names; float32."""
-    one = jnp.zeros((1, 1), jnp.int32)
-    return Decoder(config).init(key, one, one, one)["params"]
+    ids = jnp.zeros((1, 1), jnp.int32)
+    return Decoder(config).init(key, ids, ids, ids)["params"]
 
 
 def abstract_params(config: DecoderConfig) -> Any:
@@ -293,19 +296,19 @@ def abstract_params(config: DecoderConfig) -> Any:
 
 
 def head_kernel(params: Any) -> Float[Array, "D V"]:
-    """The matrix from hidden state to logits: its own, or the embedding transposed."""
+    """Matrix of the output head: a parameter, or the transposed embedding where both are tied."""
     return params["head"] if "head" in params else params["embedding"].T
 
 
 def forward_dtype(path: str, config: DecoderConfig) -> Any:
-    """What a forward pass needs a parameter in: the compute dtype, float32 for norms."""
+    """Dtype of a parameter in a forward pass: float32 for norms, else the compute dtype."""
     return jnp.float32 if path.endswith("scale") else config.dtype
 
 
 def summed_axes(path: str) -> int:
-    """Over how many of its first axes a product sums with the matrix at that path.
+    """Number of leading axes of a parameter that a matrix product sums over.
 
-    0: no such matrix, one whose rows are looked up (the embedding), or a small one (adapters).
+    0 for a parameter that is in no such product (norms, biases, the embedding) and for adapters.
     """
     if path.endswith("/kernel"):
         return 2 if path.endswith("/out/kernel") else 1
@@ -313,7 +316,7 @@ def summed_axes(path: str) -> int:
 
 
 def layer_paths(path: str, config: DecoderConfig) -> list[str]:
-    """Where the layers of a stack go while decoding; the path itself of what is no stack."""
+    """Decoding's paths of a stack's layers; the path itself of a parameter outside layers."""
     stack, _, below = path.partition("/")
     first = {"frozen_layers": 0, "layers": config.frozen_layers}
     if stack not in first:
@@ -322,6 +325,6 @@ def layer_paths(path: str, config: DecoderConfig) -> list[str]:
 
 
 def for_decoding(flat: Mapping[str, Array | jax.ShapeDtypeStruct], config: DecoderConfig) -> Any:
-    """Parameters by path, each layer's apart, as a tree; `layers` is a tuple of trees."""
+    """Parameter tree for decoding, where `layers` is a tuple with a tree for each layer."""
     tree = unflatten_dict(flat, sep="/")
     return tree | {"layers": tuple(tree["layers"][str(i)] for i in range(config.layers))}

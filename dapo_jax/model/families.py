@@ -1,7 +1,7 @@
-"""config.json of a model folder to the switches of the decoder, and back.
+"""Model families: config.json of a model folder to switches of the decoder, and back.
 
 Qwen2 and Qwen2.5, Qwen3, and Llama 3.x differ in which projections have a bias, in the norm of
-queries and keys, and in how rotations are scaled.
+queries and keys, and in the scaling of rotations.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from dapo_jax.model.decoder import DecoderConfig, RopeScaling
 from dapo_jax.runtime.settings import ConfigError, require
 
 CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # by model_type
-QWEN3_HEAD_DIM = 128  # where its config.json does not say; others divide hidden_size by the heads
-MAX_POSITION_EMBEDDINGS = 32_768  # of folders that were not read from another
+QWEN3_HEAD_DIM = 128  # default of head_dim; other families divide hidden_size by the heads
+MAX_POSITION_EMBEDDINGS = 32_768  # of new folders, made from no other one
 
 SIZES = {
     "vocab": "vocab_size",
@@ -21,7 +21,9 @@ SIZES = {
     "mlp": "intermediate_size",
 }
 
-# Settings that would change the numbers, with the only value that is computed here.
+ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+
+# Settings that would change the numbers, with the only value that is supported.
 UNSUPPORTED = {
     "use_sliding_window": False,
     "hidden_act": "silu",
@@ -31,14 +33,14 @@ UNSUPPORTED = {
 
 
 def family(config: DecoderConfig) -> str:
-    """The model_type that has these switches."""
+    """Name of the family (`model_type`) that has the decoder's switches."""
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.qkv_bias and not config.out_bias else "llama"
 
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:
-    """Raises KeyError for what is missing, ValueError for what makes no decoder."""
+    """Sizes of the decoder. Raises KeyError for a missing one, ValueError for a wrong one."""
     sizes = {name: values[key] for name, key in SIZES.items()}
     heads, embed = sizes["heads"], sizes["embed"]
     sizes["kv_heads"] = values.get("num_key_value_heads") or heads
@@ -57,7 +59,7 @@ def _sizes(values: dict[str, Any]) -> dict[str, int]:
 
 
 def _switches(values: dict[str, Any]) -> dict[str, bool]:
-    """Which parts the layers have."""
+    """Optional parts of the layers: biases, and norms of queries and keys."""
     kind, bias = values["model_type"], bool(values.get("attention_bias", False))
     return {
         "qk_norm": kind == "qwen3",
@@ -68,7 +70,7 @@ def _switches(values: dict[str, Any]) -> dict[str, bool]:
 
 
 def _rope(values: dict[str, Any], field: str, folder: str) -> dict[str, Any]:
-    """Base and scaling: newer folders keep both in rope_parameters, older ones apart."""
+    """Base and scaling of rotations; newer folders keep both in rope_parameters, older apart."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(
@@ -80,19 +82,18 @@ def _rope(values: dict[str, Any], field: str, folder: str) -> dict[str, Any]:
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     if kind == "default":
         return {"rope_theta": float(theta)}
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    factor, low, high = (float(rope[name]) for name in names)
-    scaling = RopeScaling(factor, low, high, rope["original_max_position_embeddings"])
+    factors = {name: float(rope[name]) for name in ROPE_FACTORS}
+    scaling = RopeScaling(**factors, original_tokens=rope["original_max_position_embeddings"])
     return {"rope_theta": float(theta), "rope_scaling": scaling}
 
 
 def decoder_config(
     values: dict[str, Any], folder: str, field: str, **numerics: Any
 ) -> DecoderConfig:
-    """The decoder that a config.json describes; `numerics` are fields that it does not.
+    """Decoder that the fields of a config.json describe; `numerics` are all other fields.
 
-    Raises `ConfigError` naming the setting `field`, the folder, and what is missing there or not
-    computed here.
+    Raises:
+        ConfigError: a field is missing, wrong or not supported; names the setting `field` too.
     """
     kind = values.get("model_type")
     allowed = f"a folder with model_type {' or '.join(CLASSES)}"
@@ -123,7 +124,7 @@ def decoder_config(
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a decoder that came from no folder."""
+    """Fields of a config.json for a decoder that came from no folder."""
     kind = family(config)
     values = {
         "architectures": architectures(config),
@@ -149,15 +150,13 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     if scaling is not None:
         values["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
+            **{name: getattr(scaling, name) for name in ROPE_FACTORS},
             "original_max_position_embeddings": scaling.original_tokens,
         }
     return values
 
 
 def architectures(config: DecoderConfig) -> list[str]:
-    """The class that `transformers` loads the folder with."""
+    """Name of the class by which `transformers` loads the folder."""
     head = "ForSequenceClassification" if config.scalar_head else "ForCausalLM"
     return [CLASSES[family(config)] + head]

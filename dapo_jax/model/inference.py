@@ -1,7 +1,7 @@
-"""The decoder while sampling: prompts prefilled, slots taken one token further.
+"""Forward passes of the sampler: prefill of prompts, and one decode step of all slots.
 
-The same `Block` as in training is applied layer by layer to per-layer parameters and caches, which
-XLA then updates in place (a scan over layers would copy the stacked cache).
+Training's `Block` is applied layer by layer to per-layer parameters and caches, so that XLA updates
+the caches in place. A scan over layers would copy a stacked cache.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def prefill(
     lengths: Int[Array, "B"],
     chunk_tokens: int = 0,
 ) -> tuple[PromptCache, ...]:
-    """Keys and values of every layer for prompts padded on the right.
+    """Prefills prompts that are padded on the right: keys and values of every layer.
 
-    Padding never reaches earlier positions; the caller masks what it left behind.
+    Padding never reaches earlier positions; the caller masks the keys that it leaves.
 
     Args:
-        chunk_tokens: longer prompts go through the layers so many tokens at a time, as far as the
-            longest of them reaches: attention scores are [chunk, P] then. 0: all at once.
+        chunk_tokens: longer prompts go through the layers in chunks of so many tokens, up to the
+            end of the longest; attention scores are then [chunk, P]. 0: all at once.
     """
     batch, width = tokens.shape
 
@@ -74,7 +74,7 @@ def decode_step(
     context: SlotContext,
     caches: tuple,
 ) -> tuple[Float[Array, "S V"], tuple]:
-    """Feeds one token per slot at its position; float32 logits of the next token, new caches."""
+    """Feeds one token per slot; returns float32 logits of the next token, and the new caches."""
     x = params["embedding"][tokens][:, None].astype(config.dtype)
     x, caches = _run_layers(params, config, attend, x, context, caches)
     x = cast(Array, rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0]))

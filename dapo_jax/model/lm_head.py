@@ -1,9 +1,9 @@
-"""The head of a language model: log-probability and entropy of given tokens, cut by vocabulary.
+"""Output head of a language model: log-probabilities and entropies, sharded by vocabulary.
 
-Logits come in chunks of tokens, so that [R, T, V] never exists, and each device computes those of
-its own rows over its own part of the vocabulary. The head is gathered over the rest once per call,
-and its gradient adds up in float32 over all chunks before it is reduced, once: as autodiff would
-have it, both happen in every chunk, in the compute dtype.
+Logits are computed in chunks of tokens, so [R, T, V] never exists. Each device has the logits of
+its own rows over its own part of the vocabulary. The head is gathered over the other axes once per
+call, and its gradient is summed in float32 over all chunks before it is reduced once. Autodiff
+would do both in every chunk, in the compute dtype.
 """
 
 import functools
@@ -22,7 +22,7 @@ ROWS, WEIGHTS = ("batch", None), ("embed", "vocab")  # logical names
 
 
 class Softmax(NamedTuple):
-    """What is known of each token's distribution; float32, over the whole vocabulary."""
+    """Statistics of each token's distribution over the whole vocabulary; float32."""
 
     logprobs: Float[Array, "R T"]  # of the target
     entropy: Float[Array, "R T"]
@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 
 
 class _Share:
-    """One device's share of the head: which mesh axes its parts are exchanged over."""
+    """Collectives of a device's share of the head, over the mesh axes that split it."""
 
     def __init__(self, mesh: Any):
         def axes(name: str) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class _Share:
         return jax.lax.pmax(values, self.vocab) if self.vocab else values
 
     def local(self, targets: Int[Array, "n"], size: int) -> Int[Array, "n"]:
-        """Targets as places in this device's part; beyond it where they are not in it."""
+        """Indices of targets in this device's part of the vocabulary; `size` where outside it."""
         if not self.vocab:
             return targets
         targets = targets - jax.lax.axis_index(self.vocab) * size
@@ -64,7 +64,7 @@ class _Share:
 
 
 def _chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
-    """[r, t, ...] to [chunks, tokens, ...], chunks as even as can be, the last filled up."""
+    """Cuts [r, t, ...] into [chunks, tokens, ...] of even size; the last chunk is padded."""
     tokens = math.prod(arrays[0].shape[:2])
     count = math.ceil(tokens / chunk_tokens)
     size = math.ceil(tokens / count)
@@ -90,9 +90,9 @@ def _logits(hidden: Float[Array, "n D"], head: Float[Array, "D v"], temperature:
 def _forward(share: _Share, temperature: float, chunk_tokens: int, hidden, head, targets):
     whole = share.whole(head, hidden.dtype)
 
-    def of_chunk(chunk):
+    def chunk_softmax(chunk):
         logits = _logits(chunk[0], whole, temperature)
-        # Less the largest first, as the sampler: two large numbers' difference has few digits.
+        # The largest is subtracted first, as in the sampler: large numbers differ by few digits.
         largest = share.largest(jnp.max(logits, axis=-1))
         logits -= largest[:, None]
         powers = jnp.exp(logits)
@@ -103,26 +103,29 @@ def _forward(share: _Share, temperature: float, chunk_tokens: int, hidden, head,
         log_total = jnp.log(total)
         return Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
 
-    found = jax.lax.map(of_chunk, _chunks(chunk_tokens, hidden, targets))
-    return jax.tree.map(lambda chunks: _uncut(chunks, *targets.shape), found)
+    softmax = jax.lax.map(chunk_softmax, _chunks(chunk_tokens, hidden, targets))
+    return jax.tree.map(lambda chunks: _uncut(chunks, *targets.shape), softmax)
 
 
 def _backward(share: _Share, temperature: float, chunk_tokens: int, hidden, head, targets, *kept):
-    """`kept`: the Softmax and the gradients of logprobs and entropy, each [r, t].
+    """Gradients of hidden states and head.
 
     d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
+
+    Args:
+        kept: the Softmax, and the gradients of logprobs and entropy, each [r, t].
     """
     whole = share.whole(head, hidden.dtype)
 
-    def of_chunk(gradient, chunk):
-        states, targets, softmax, of_logprob, of_entropy = chunk
+    def add_chunk(gradient, chunk):
+        states, targets, softmax, d_logprob, d_entropy = chunk
         logits = _logits(states, whole, temperature)
         logprobs = logits - softmax.largest[:, None] - softmax.log_total[:, None]
-        slope = of_logprob[:, None] + of_entropy[:, None] * (logprobs + softmax.entropy[:, None])
+        slope = d_logprob[:, None] + d_entropy[:, None] * (logprobs + softmax.entropy[:, None])
         change = -jnp.exp(logprobs) * slope
         at = share.local(targets, logits.shape[1])
         hit = jnp.arange(logits.shape[1])[None] == at[:, None]
-        change = (change + jnp.where(hit, of_logprob[:, None], 0.0)) / temperature
+        change = (change + jnp.where(hit, d_logprob[:, None], 0.0)) / temperature
         change = change.astype(hidden.dtype)
         gradient += jnp.dot(states.T, change, preferred_element_type=jnp.float32)
         back = share.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
@@ -131,12 +134,12 @@ def _backward(share: _Share, temperature: float, chunk_tokens: int, hidden, head
     cut = _chunks(chunk_tokens, hidden, targets, *jax.tree.leaves(kept))
     chunks = (*cut[:2], Softmax(*cut[2:6]), *cut[6:])
     zeros = jnp.zeros(whole.shape, jnp.float32)
-    gradient, back = jax.lax.scan(of_chunk, zeros, chunks)
+    gradient, back = jax.lax.scan(add_chunk, zeros, chunks)
     return _uncut(back, *targets.shape), share.reduced(gradient).astype(head.dtype)
 
 
 def _sharded(function: Callable, rows_in: int, weights_out: bool):
-    """`function(share, hidden, head, targets, *rows)` on every device's own part."""
+    """Runs `function(share, hidden, head, targets, *rows)` on every device's own part."""
     mesh = sharding.active_mesh()
     local = functools.partial(function, _Share(mesh))
     if mesh is None:
@@ -159,10 +162,10 @@ def head_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability of each target under its hidden state, and the entropy there; float32.
+    """Log-probability of each target, and entropy of the distribution that it is from; float32.
 
     Args:
-        chunk_tokens: tokens, per device, whose logits exist at the same time.
+        chunk_tokens: number of tokens per device whose logits exist at the same time.
     """
     return _keep(hidden, head, targets, temperature, chunk_tokens)[0]
 

@@ -1,7 +1,8 @@
-"""Model folders in the Hugging Face layout, read into device shards; `saving.py` writes them.
+"""Loading of model folders in the Hugging Face layout, straight into the shards of devices.
 
-What a device shard needs is read in blocks of rows, one published tensor after another, so the
-host holds one of them (float32, its own devices' part) beside the shards themselves.
+Each published tensor is read in blocks of rows, one tensor after another. So the host holds one
+tensor (float32, the part of its own devices) beside the shards. `save_huggingface.py` writes
+such folders.
 """
 
 import functools
@@ -18,47 +19,45 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax.model import families, weight_names
-from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
 from dapo_jax.runtime.settings import ConfigError, read_json
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as the files call them
-Layers = Callable[[int], Any]  # number -> that layer of a parameter; 0 for what has no layers
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
+Layers = Callable[[int], Any]  # layer of a parameter by number; 0 for one outside layers
 INDEX = "model.safetensors.index.json"
-# OWNER/NAME; not the folders that our configs and commands name.
+# OWNER/NAME of the hub, but not folders that our configs and commands name.
 HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 
 
 def read_config(
     folder: str | pathlib.Path, *, field: str = "model.folder", **numerics: Any
 ) -> DecoderConfig:
-    """The decoder that config.json describes; `numerics` are fields it does not (dtype, remat).
+    """Decoder that config.json describes; `numerics` are all other fields (dtype, remat).
 
-    Raises `ConfigError` naming the setting `field`, the folder and what it lacks.
+    Raises:
+        ConfigError: config.json is missing or wrong; names the setting `field` and the folder.
     """
     path = pathlib.Path(folder) / "config.json"
     if not path.exists():
-        published = HUB_NAME.fullmatch(str(folder)) and not pathlib.Path(folder).exists()
+        name, advice = folder, ""
+        if pathlib.Path(folder).exists() or not HUB_NAME.fullmatch(str(folder)):
+            name, command = "OWNER/NAME", "dapo-jax sft --config=configs/arithmetic_base.py"
+            advice = f"; the embedded task's policy is made by: {command}"
         raise ConfigError(
             f"config.{field} = {str(folder)!r}: has no config.json, and nothing is downloaded "
-            f"unasked: hf download {folder if published else 'OWNER/NAME'} --local-dir {folder}"
-            + (
-                ""
-                if published
-                else "; the embedded task's policy is made by: dapo-jax sft "
-                "--config=configs/arithmetic_base.py"
-            )
+            f"unasked: hf download {name} --local-dir {folder}{advice}"
         )
     return families.decoder_config(read_json(path, field), str(folder), field, **numerics)
 
 
 class _Tensors:
-    """Every tensor of a folder's safetensors files, by name.
+    """Tensors of a folder's safetensors files by name, and the problems found in the files.
 
-    Files are opened anew for each read: the pages of an open one stay mapped, and so count as
-    memory of this process.
+    Each read opens its file anew: the pages of an open one stay mapped, and count as memory of
+    this process.
     """
 
     def __init__(self, folder: pathlib.Path, field: str = "model.folder"):
@@ -87,40 +86,39 @@ class _Tensors:
             self.dtypes[name] = part.get_dtype()
 
     def _check_index(self, field: str) -> None:
-        """What the index promises must be where it says."""
+        """Adds a problem for every tensor that is not in the file that the index names."""
         path = self.folder / INDEX
-        places = read_json(path, field).get("weight_map", {}) if path.exists() else {}
-        for name, file in places.items():
+        weight_map = read_json(path, field).get("weight_map", {}) if path.exists() else {}
+        for name, file in weight_map.items():
             if name not in self._files or self._files[name].name != file:
                 self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
 
     def read(self, name: str, *index: slice) -> np.ndarray:
-        """That part of a tensor, in the file's dtype."""
+        """Part of a tensor, in the file's dtype; all of it without an index."""
         return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
 
 
 def _check_names(
     tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
 ) -> None:
-    """Raises one error that names every missing, unknown or wrongly made tensor."""
+    """Raises one `ConfigError` that names every missing, unknown or wrongly shaped tensor."""
     problems = list(tensors.problems)
-    # May be there unread: a tied embedding repeated, a critic's policy.
-    head, unread = weight_names.TOP_NAMES["head"], (config.vocab, config.embed)
+    # A head may be there and stay unread: beside a tied embedding, or in a critic's folder.
+    head, head_shape = weight_names.TOP_NAMES["head"], (config.vocab, config.embed)
     known = {head}
-    if tensors.shapes.get(head, unread) != unread:
-        problems.append(f"{head}: shape {tensors.shapes[head]}, expected {unread}")
+    if tensors.shapes.get(head, head_shape) != head_shape:
+        problems.append(f"{head}: shape {tensors.shapes[head]}, expected {head_shape}")
     for path, shape in shapes.items():
-        wanted = weight_names.published_shape(
-            path, shape[1:] if weight_names.below_stack(path) else shape
-        )
+        layer_shape = shape[1:] if weight_names.below_stack(path) else shape
+        expected = weight_names.published_shape(path, layer_shape)
         for name in weight_names.published_names(path, config):
             known.add(name)
             if name not in tensors.shapes:
                 problems.append(f"{name}: missing")
                 continue
-            found, dtype = tensors.shapes[name], tensors.dtypes[name]
-            if found != wanted:
-                problems.append(f"{name}: shape {found}, expected {wanted}")
+            actual, dtype = tensors.shapes[name], tensors.dtypes[name]
+            if actual != expected:
+                problems.append(f"{name}: shape {actual}, expected {expected}")
             if dtype not in DTYPES:
                 problems.append(f"{name}: dtype {dtype}, expected {', '.join(DTYPES)}")
     problems += [f"{name}: unknown" for name in sorted(tensors.shapes.keys() - known)]
@@ -132,11 +130,11 @@ def _check_names(
 def _read_part(
     tensors: _Tensors, name: str, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """The part `index` of the parameter of `shape` that is published as `name`; float32."""
+    """Part `index` of the parameter of `shape` that is published as `name`; float32."""
     if len(tensors.shapes[name]) == 1 or path == "score":
         return tensors.read(name).reshape(shape)[index].astype(np.float32)
-    inputs = weight_names.contracted(path)
-    cut = inputs or 1  # where our dimensions fall into those two of the published matrix
+    inputs = summed_axes(path)
+    cut = inputs or 1  # our dimensions before it are one of the published matrix, the rest another
     first = weight_names.merged_slice(index[:cut], shape[:cut])
     second = weight_names.merged_slice(index[cut:], shape[cut:])
     out = np.empty((first.stop - first.start, second.stop - second.start), np.float32)
@@ -146,8 +144,8 @@ def _read_part(
         block = slice(start, min(start + step, rows.stop))
         place = slice(block.start - rows.start, block.stop - rows.start)
         published[place] = tensors.read(name, block, columns)
-    wanted = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
-    return out.reshape(wanted)
+    sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+    return out.reshape(sizes)
 
 
 def _to_devices(
@@ -156,12 +154,11 @@ def _to_devices(
     dtype: Any,
     read: Callable[[tuple], np.ndarray],
 ) -> jax.Array:
-    """A sharded array; what several devices hold is read once."""
+    """Sharded array; a part that several devices hold is read once."""
     parts: dict[tuple, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # jax says None of no array that has a shape
-        key = tuple((one.start, one.stop) for one in index)
+    def part(index: Any) -> np.ndarray:  # a tuple of slices; jax's type allows None too
+        key = tuple((axis.start, axis.stop) for axis in index)
         if key not in parts:
             parts[key] = read(index).astype(dtype, copy=False)
         return parts[key]
@@ -182,14 +179,14 @@ def _load_stack(
     dtype: Any,
     config: DecoderConfig,
 ) -> jax.Array:
-    """A stack of layers, filled in place on the devices, one layer after another."""
-    of_layer = jax.sharding.NamedSharding(place.mesh, jax.P(*place.spec[1:]))
+    """Stack of layers, filled in place on the devices, one layer after another."""
+    layer_sharding = jax.sharding.NamedSharding(place.mesh, jax.P(*place.spec[1:]))
     set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=place)
     stack = jnp.zeros(shape, dtype, device=place)
     for number, name in enumerate(weight_names.published_names(path, config)):
         layer = _to_devices(
             shape[1:],
-            of_layer,
+            layer_sharding,
             dtype,
             lambda index, name=name: _read_part(tensors, name, path, shape[1:], index),
         )
@@ -210,10 +207,13 @@ def load_params(
     """Parameters of a model folder, each shard read straight onto its device.
 
     Args:
-        wanted: which are read, by path; the names and shapes of all are checked.
-        cast: to what a forward pass alone needs (`forward_dtype`), instead of float32.
+        wanted: selects by path the parameters to read; names and shapes of all are checked.
+        cast: loads in the dtypes of a forward pass (`forward_dtype`) instead of float32.
         field: the setting that names the folder, for the error message.
-        fresh_score: a folder without a scalar head (a policy's) gets one of zeros.
+        fresh_score: gives a scalar head of zeros to a folder without one (a policy's).
+
+    Raises:
+        ConfigError: tensors are missing, unknown, wrongly shaped or not finite.
     """
     tensors = _Tensors(pathlib.Path(folder), field)
     boxed, shapes = abstract_params(config), weight_names.param_shapes(config)
@@ -236,17 +236,16 @@ def load_params(
             dtype,
             lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
         )
-    if found := nonfinite.describe(arrays):
-        raise ConfigError(
-            f"config.{field} = '{tensors.folder}': holds numbers that are not finite: {found}"
-        )
+    if nonfinite_names := nonfinite.describe(arrays):
+        problem = f"holds numbers that are not finite: {nonfinite_names}"
+        raise ConfigError(f"config.{field} = '{tensors.folder}': {problem}")
     return traverse_util.unflatten_dict(arrays, sep="/")
 
 
 def read_layers(
     folder: str | pathlib.Path, paths: Iterable[str], config: DecoderConfig
 ) -> Iterator[tuple[str, Layers]]:
-    """Parameters of a model folder on the host, float32, each layer read as it is asked for."""
+    """Parameters of a model folder on the host, float32; a layer is read when it is requested."""
     tensors, shapes = _Tensors(pathlib.Path(folder)), weight_names.param_shapes(config)
 
     def layer(path: str, number: int) -> np.ndarray:
@@ -259,16 +258,16 @@ def read_layers(
 
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
-    """The dtype of a folder's weights; float32 where there are several."""
+    """Dtype of a folder's weights; float32 where there are several."""
     dtypes = set(_Tensors(pathlib.Path(folder)).dtypes.values())
     return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 
 def fingerprint(folder: str | pathlib.Path, field: str = "model.folder") -> str:
-    """Tells one model from another without reading all its gigabytes.
+    """Hash of a model folder, without reading all its gigabytes.
 
-    From the shape that config.json describes and the *.safetensors files: their names and sizes,
-    and all their bytes or, of large ones, the first 64 kB of every 4 MB.
+    It covers the shape that config.json describes, the names and sizes of the *.safetensors files,
+    and all their bytes or, of files above 64 MB, the first 64 kB of every 4 MB.
     """
     shape = families.config_json(read_config(folder, field=field))
     digest = hashlib.sha256(repr(shape).encode())

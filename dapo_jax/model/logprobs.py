@@ -1,4 +1,4 @@
-"""What a decoder says of given tokens: log-probability and entropy, or a scalar."""
+"""Log-probabilities, entropies and scalar values of packed tokens under a decoder."""
 
 from typing import Any, cast
 
@@ -19,13 +19,13 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """log p(tokens[t] | tokens[<t]) and the entropy of that distribution, aligned with `tokens`.
+    """Log-probability log p(tokens[t] | tokens[<t]) and its distribution's entropy, at t; float32.
 
-    The first token of a segment has no past: what stands there is meaningless and must be masked.
+    The first token of a segment has no past: both numbers are meaningless there and must be masked.
     """
     hidden = Decoder(config).apply({"params": params}, tokens, segment_ids, positions)
     following = jnp.roll(tokens, -1, axis=1)
-    # A function with a gradient of its own has no type of its own.
+    # jax.custom_vjp loses the type of the function.
     logprobs, entropy = cast(
         tuple[Array, Array],
         head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens),
@@ -40,9 +40,9 @@ def token_values(
     segment_ids: Int[Array, "R T"],
     positions: Int[Array, "R T"],
 ) -> Float[Array, "R T"]:
-    """The scalar head's V(tokens[<t]), aligned with `tokens`; float32.
+    """Value V(tokens[<t]) of the scalar head at t; float32.
 
-    What stands on the first token of a segment is meaningless and must be masked.
+    The value at the first token of a segment is meaningless and must be masked.
     """
     return jnp.roll(scalars_after(params, config, tokens, segment_ids, positions), 1, axis=1)
 
@@ -54,6 +54,6 @@ def scalars_after(
     segment_ids: Int[Array, "R T"],
     positions: Int[Array, "R T"],
 ) -> Float[Array, "R T"]:
-    """The scalar head applied to the hidden state that has read tokens[<=t]; float32."""
+    """Scalar head at the hidden state of tokens[<=t]; float32."""
     hidden = cast(Array, Decoder(config).apply({"params": params}, tokens, segment_ids, positions))
     return jnp.dot(hidden, params["score"], preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Model folders in the Hugging Face layout, written; `huggingface.py` reads them."""
+"""Saving of model folders in the Hugging Face layout; `load_huggingface.py` reads them."""
 
 import collections
 import functools
@@ -20,12 +20,12 @@ from dapo_jax.model.load_huggingface import INDEX, Layers
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 
-# What a folder has beside weights and config.json, and an exported one keeps.
+# Files beside weights and config.json that an exported folder keeps.
 KEPT_FILES = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
 ).split()
-# Names of all that is written into a folder; .tmp* is of the safetensors library.
+# Names of all files written into a folder; .tmp* are those of the safetensors library.
 WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
 
 
@@ -37,13 +37,12 @@ def _layer(stack: jax.Array, number: int) -> jax.Array:
 def _published(
     leaves: Iterable[tuple[str, Layers]], config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every published tensor by name, made as it is asked for."""
+    """Every published tensor with its name, converted one by one. Raises `NotFinite`."""
     for path, layer in leaves:
         for number, name in enumerate(weight_names.published_names(path, config)):
-            with np.errstate(over="ignore"):  # which the next line says better
-                array = weight_names.to_published(path, to_host(layer(number))).astype(
-                    jnp.dtype(dtype)
-                )
+            array = weight_names.to_published(path, to_host(layer(number)))
+            with np.errstate(over="ignore"):  # NotFinite below says it better
+                array = array.astype(jnp.dtype(dtype))
             if not np.isfinite(array).all():
                 raise NotFinite(f"{name} holds numbers that are not finite as {dtype}: not written")
             yield name, array
@@ -56,14 +55,17 @@ def save_weights(
     dtype: str = "float32",
     max_shard_gb: float = 5.0,
 ) -> None:
-    """Writes safetensors files and, where there are several, their index.
+    """Writes safetensors files and, if there are several, their index.
 
     The host holds one file's tensors at a time.
 
     Args:
-        folder: None where another process writes: only together can they gather the tensors.
-        leaves: paths of all parameters and what gives their layers; consumed one by one.
-        max_shard_gb: a file ends before it would grow beyond this (10^9 bytes).
+        folder: None on processes that write nothing, but help to gather the tensors.
+        leaves: paths of all parameters with functions that return layers; consumed one by one.
+        max_shard_gb: largest size of a file, in 10^9 bytes.
+
+    Raises:
+        NotFinite: a tensor holds numbers that are not finite in `dtype`.
     """
     tensors = _published(leaves, config, dtype)
     if folder is None:
@@ -76,7 +78,7 @@ def save_weights(
     def write() -> None:
         path = folder / f"{len(files)}.unfinished"
         path.touch()
-        mode = path.stat().st_mode  # the library's own is 0600, whatever the umask allows
+        mode = path.stat().st_mode  # the library sets 0600 regardless of the umask
         save_file(part, path, metadata={"format": "pt"})
         path.chmod(mode)
         files.append(list(part))
@@ -101,12 +103,12 @@ def save_weights(
 
 
 def layers_of(path: str, array: Any) -> Layers:
-    """What gives the layers of a parameter that is there whole."""
+    """Function that returns single layers of a parameter in memory."""
     return functools.partial(_layer, array) if weight_names.below_stack(path) else lambda _: array
 
 
 def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
-    """Paths of a parameter tree and what gives their layers."""
+    """Paths of a parameter tree with functions that return their layers."""
     for path, array in traverse_util.flatten_dict(params, sep="/").items():
         yield path, layers_of(path, array)
 
@@ -114,9 +116,9 @@ def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
 def save_folder(
     folder: str | pathlib.Path | None, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
 ) -> None:
-    """Writes a new model: weights (float32), config.json and generation_config.json.
+    """Writes a new model folder: float32 weights, config.json and generation_config.json.
 
-    Without a folder this process only takes part in gathering them.
+    A process without a folder only helps to gather the weights.
     """
     if folder is None:
         save_weights(None, flatten(params), config)
@@ -131,7 +133,7 @@ def save_folder(
 
 
 def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:
-    """Beside weights in `dtype`: the config.json, tokenizer and generation settings of `source`."""
+    """Copies config.json (with `dtype`), tokenizer and generation settings of folder `source`."""
     source = pathlib.Path(source)
     values = json.loads((source / "config.json").read_text())
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype

@@ -1,4 +1,4 @@
-"""Attention over packed rows by JAX's splash kernel for TPU, on the heads of one device."""
+"""Training attention by JAX's splash kernel for TPU, over packed rows and one device's heads."""
 
 from typing import cast
 
@@ -14,13 +14,16 @@ MAX_COMPUTE_BLOCK = 512
 
 
 def _largest_divisor(length: int, limit: int) -> int:
-    """The largest multiple of LANES up to `limit` that divides `length`."""
+    """Largest multiple of LANES up to `limit` that divides `length`."""
     lanes = length // LANES
     return LANES * max(n for n in range(1, limit // LANES + 1) if lanes % n == 0)
 
 
 def _block_sizes(row_tokens: int) -> splash.BlockSizes:
-    """Unfused backward: the fused one holds five times as much."""
+    """Block sizes for rows of that many tokens, with an unfused backward pass.
+
+    The fused one holds five times as much memory.
+    """
     block = _largest_divisor(row_tokens, MAX_BLOCK)
     compute = _largest_divisor(block, MAX_COMPUTE_BLOCK)
     return splash.BlockSizes(
@@ -46,7 +49,7 @@ def splash_attention(
     """Causal attention inside segments; T is a multiple of 128.
 
     Args:
-        interpret: run the kernel's steps as plain operations (off TPU: slow, for tests).
+        interpret: runs the kernel as plain operations, slowly, where there is no TPU (for tests).
     """
     _, length, heads, width = queries.shape
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
@@ -60,5 +63,5 @@ def splash_attention(
     )
     heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
     segments = splash.SegmentIds(q=segment_ids, kv=segment_ids)
-    # Its residuals, the other thing that a kernel may return, are not asked for.
+    # Without `save_residuals` a kernel returns one array, which its type does not say.
     return cast(Array, jax.vmap(kernel)(*heads_first, segments)).swapaxes(1, 2)

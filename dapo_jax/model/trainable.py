@@ -1,7 +1,7 @@
-"""Which parameters are trained: all, those of the last layers, or low-rank adapters (LoRA).
+"""Trained and frozen parameters: all are trained, or the last layers, or low-rank adapters (LoRA).
 
-The others are frozen: they have no gradient, no moments and no place in a checkpoint, and the
-sampler keeps one copy of them.
+Frozen parameters have no gradient, no moments and no place in a checkpoint. The sampler keeps one
+copy of them.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
 
 
 def is_trained(path: str, config: DecoderConfig) -> bool:
-    """Whether the parameter at `layers/query/kernel` or the like takes a gradient."""
+    """True where the parameter at a path such as `layers/query/kernel` has a gradient."""
     if config.adapters:
         return path.endswith(ADAPTER_NAMES)
     return not path.startswith("frozen_layers/")
 
 
 def join(*trees: Any) -> Any:
-    """One parameter tree of several; what is in two is taken from the later."""
+    """Union of parameter trees; of a parameter in two of them, the later one's."""
     flat = {}
     for tree in trees:
         flat |= flatten_dict(tree)
@@ -42,14 +42,14 @@ def join(*trees: Any) -> Any:
 
 
 def without(tree: Any, other: Any) -> Any:
-    """What of a parameter tree is not in the other."""
+    """Parameter tree without the paths of another."""
     left_out = flatten_dict(other)
     flat = {path: leaf for path, leaf in flatten_dict(tree).items() if path not in left_out}
     return unflatten_dict(flat)
 
 
 def frozen_layers(share: float, layers: int) -> int:
-    """How many of the first layers are frozen. Raises `ConfigError` where a share freezes none."""
+    """Number of first layers that are frozen. Raises `ConfigError` if a share freezes none."""
     frozen = math.floor(share * layers + 1e-9)
     require(
         frozen < layers and (frozen > 0 or share == 0),
@@ -61,7 +61,7 @@ def frozen_layers(share: float, layers: int) -> int:
 
 
 def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> DecoderConfig:
-    """The decoder with what those settings leave to train. Raises `ConfigError`."""
+    """Decoder with frozen layers and adapters as the settings say. Raises `ConfigError`."""
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))
     allowed = f"some of {','.join(MATRICES)}, comma-separated, each once"
@@ -74,25 +74,25 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> D
 
 
 def without_adapters(config: DecoderConfig) -> DecoderConfig:
-    """The decoder as a model folder holds it."""
+    """Decoder without adapters, as in a model folder."""
     return dataclasses.replace(config, adapters=None)
 
 
 def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) -> Any:
-    """Adapters that change nothing yet: A is random, B is zero."""
+    """New adapters, which change nothing yet: A is random, B is zero."""
 
     def adapters_of(params: Any) -> Any:
         flat = flatten_dict(params, sep="/")
         return unflatten_dict({k: v for k, v in flat.items() if is_trained(k, config)}, sep="/")
 
-    places = adapters_of(sharding.tree_shardings(mesh, abstract_params(config)))
+    shardings = adapters_of(sharding.tree_shardings(mesh, abstract_params(config)))
 
-    def make() -> Any:  # what is not asked for is never computed
+    def make() -> Any:  # XLA drops the computation of all other parameters
         return adapters_of(sharding.unbox(init_params(config, jax.random.key(seed))))
 
-    return jax.jit(make, out_shardings=places)()
+    return jax.jit(make, out_shardings=shardings)()
 
 
 def merge(kernel: np.ndarray, down: np.ndarray, up: np.ndarray, adapters: Adapters) -> np.ndarray:
-    """One layer's W + scale A B, for a folder without adapters."""
+    """Merged matrix W + scale A B of one layer, for a folder without adapters."""
     return kernel + np.float32(adapters.scale) * np.tensordot(down, up, 1)

@@ -1,8 +1,9 @@
-"""Attention over packed rows, while training; `decode_attention.py` has what samples.
+"""Training attention over packed rows: plain, blockwise or by the TPU's splash kernel.
 
-`Block` calls `attend(queries, keys, values, context, cache)`; these are the things that may stand
-there. All take [batch, time, heads, head_dim] and return that with the cache, here None. Who needs
-a dense mask builds it: what layers share is one number per token.
+`Block` calls `attend(queries, keys, values, context, cache)` with [batch, time, heads, head_dim];
+it returns the attention output in that shape and the cache, which is None in training. Layers share
+one segment number per token; only `attend_plain` builds a dense mask of it. `decode_attention.py`
+has the attention of the sampler.
 """
 
 import functools
@@ -17,29 +18,29 @@ from dapo_jax.model.blockwise_attention import blocked_attention
 from dapo_jax.model.splash_attention import LANES, splash_attention
 from dapo_jax.runtime import sharding
 
-# Up to here all scores at once are faster than blocks of them, and small (measured on CPU).
+# Longest row for which 'auto' takes plain attention: faster than blocks there (measured on CPU).
 SHORT_ROW_TOKENS = 1024
 
 
 @struct.dataclass
 class Context:
-    """What every layer shares: places in the text, and which text it is (decoding has one)."""
+    """Positions and segments of packed tokens, shared by all layers."""
 
     positions: Int[Array, "B T"]
-    segment_ids: Int[Array, "B T"] | None = None
+    segment_ids: Int[Array, "B T"]
 
 
 def packed_mask(segment_ids: Int[Array, "R T"]) -> Bool[Array, "R T T"]:
-    """Causal inside a segment; padding (segment 0) sees padding only, so no row is empty."""
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    """Causal mask inside segments; padding (segment 0) sees padding, so no row of it is empty."""
+    same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
     causal = jnp.tril(jnp.ones(segment_ids.shape[-1:] * 2, bool))
-    return same & causal[None]
+    return same_segment & causal[None]
 
 
 def choose(requested: str, platform: str, row_tokens: int) -> str:
-    """The key of TRAINING_ATTENTION that is meant, 'auto' by platform and length of a row.
+    """Key of TRAINING_ATTENTION for a setting; 'auto' goes by platform and row length.
 
-    Long rows are never plain: its scores are [T, T] for every head.
+    'auto' never takes plain attention for long rows: its scores are [T, T] for every head.
     """
     if requested != "auto":
         return requested
@@ -50,53 +51,62 @@ def choose(requested: str, platform: str, row_tokens: int) -> str:
 
 def grouped_attention(
     queries: Float[Array, "B Q H E"],
-    keys: Float[Array, "B K E T"],
-    values: Float[Array, "B K T E"],
+    keys: Array,
+    values: Array,
     mask: Bool[Array, "B Q T"],
+    axes: tuple[str, str],
+    scales: tuple[Float[Array, "B K T"] | None, Float[Array, "B K T"] | None] = (None, None),
 ) -> Float[Array, "B Q H E"]:
-    """Grouped-query attention with a float32 softmax; query heads of a group are neighbours."""
+    """Grouped-query attention with a float32 softmax; adjacent query heads share a key head.
+
+    Args:
+        axes: order of the axes b, k, t, e in `keys` and in `values`.
+        scales: scales of int8 keys and values, multiplied into their products.
+    """
     batch, count, heads, width = queries.shape
-    groups = keys.shape[1]
-    grouped = queries.reshape(batch, count, groups, heads // groups, width) * width**-0.5
-    grouped = grouped.transpose(0, 2, 3, 1, 4)
-    scores = jnp.einsum("bkgqe,bket->bkgqt", grouped, keys, preferred_element_type=jnp.float32)
+    groups, dtype = keys.shape[axes[0].index("k")], queries.dtype
+    split = queries.reshape(batch, count, groups, heads // groups, width) * width**-0.5
+    scores = jnp.einsum(
+        f"bkgqe,{axes[0]}->bkgqt",
+        split.transpose(0, 2, 3, 1, 4),
+        keys.astype(dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if scales[0] is not None:
+        scores *= scales[0][:, :, None, None]
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    mixed = jnp.einsum("bkgqt,bkte->bkgqe", weights, values)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if scales[1] is not None:
+        weights *= scales[1][:, :, None, None]
+    mixed = jnp.einsum(f"bkgqt,{axes[1]}->bkgqe", weights.astype(dtype), values.astype(dtype))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads, width)
 
 
 def attend_plain(queries, keys, values, context: Context, cache):
-    """Training attention for short rows."""
-    assert context.segment_ids is not None  # of packed rows
+    """Training attention with all scores at once, for short rows."""
+    keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
     mask = packed_mask(context.segment_ids)
-    mixed = grouped_attention(
-        queries, keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3), mask
-    )
-    return mixed, cache
+    return grouped_attention(queries, keys, values, mask, ("bket", "bkte")), cache
 
 
 def _on_each_device(attention: Callable, queries, keys, values, segment_ids):
-    """Every device attends with its own rows and heads; nothing is exchanged."""
+    """Runs `attention` on every device over its own rows and heads; nothing is exchanged."""
     if sharding.active_mesh() is None:
         return attention(queries, keys, values, segment_ids)
-    of_queries = sharding.spec("batch", None, "heads", None)
-    of_keys, rows = sharding.spec("batch", None, "kv_heads", None), sharding.spec("batch", None)
+    heads = sharding.spec("batch", None, "heads", None)
+    kv_heads, rows = sharding.spec("batch", None, "kv_heads", None), sharding.spec("batch", None)
     return jax.shard_map(
-        attention,
-        in_specs=(of_queries, of_keys, of_keys, rows),
-        out_specs=of_queries,
-        check_vma=False,
+        attention, in_specs=(heads, kv_heads, kv_heads, rows), out_specs=heads, check_vma=False
     )(queries, keys, values, segment_ids)
 
 
 def attend_blocked(queries, keys, values, context: Context, cache):
-    """Training attention without a [T, T] array, for every platform."""
+    """Training attention in blocks, without a [T, T] array; for every platform."""
     return _on_each_device(blocked_attention, queries, keys, values, context.segment_ids), cache
 
 
 def attend_splash(queries, keys, values, context: Context, cache):
-    """Training attention by the TPU's kernel; plain where no mesh says what it runs on."""
+    """Training attention by the TPU's splash kernel; plain where no mesh names the platform."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return attend_plain(queries, keys, values, context, cache)

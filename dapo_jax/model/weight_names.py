@@ -1,14 +1,14 @@
-"""The one name table between parameter paths and published tensors, with shapes and layouts.
+"""Name table between parameter paths and published tensors, with shapes and layouts.
 
-A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors; others are one.
-Published matrices are [out, in] with heads merged; ours are [in, out] with heads apart.
+A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors; any other path is
+one tensor. Published matrices are [out, in] with heads merged; ours are [in, out] with heads apart.
 """
 
 import math
 
 import numpy as np
 
-from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, summed_axes
 from dapo_jax.runtime.sharding import flatten, unbox
 
 # our path below a stack of layers: published name below `model.layers.N`
@@ -41,19 +41,19 @@ TOP_NAMES = {
 
 
 def param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape by path of every parameter."""
+    """Shapes of all parameters by path."""
     abstract = flatten(unbox(abstract_params(config)))
     return {path: leaf.shape for path, leaf in abstract.items()}
 
 
 def below_stack(path: str) -> str | None:
-    """The path below a stack of layers; None for what is in none."""
+    """Path below a stack of layers; None of a parameter outside layers."""
     stack, _, below = path.partition("/")
     return below if stack in ("layers", "frozen_layers") else None
 
 
 def published_names(path: str, config: DecoderConfig) -> list[str]:
-    """The published tensors of a parameter, first layer first."""
+    """Names of the published tensors of a parameter, first layer first."""
     below = below_stack(path)
     if below is None:
         return [TOP_NAMES[path]]
@@ -62,16 +62,9 @@ def published_names(path: str, config: DecoderConfig) -> list[str]:
     return [f"model.layers.{i}.{LAYER_NAMES[below]}" for i in numbers]
 
 
-def contracted(path: str) -> int:
-    """How many leading dimensions a matrix contracts with its input; 0: not a matrix product."""
-    if path == "head":
-        return 1
-    return 0 if not path.endswith("kernel") else 2 if path.endswith("out/kernel") else 1
-
-
 def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape as published of one tensor that here has `shape`, without the layer dimension."""
-    inputs = contracted(path)
+    """Published shape of a parameter that has `shape`, without the layer dimension, here."""
+    inputs = summed_axes(path)
     if inputs:
         return (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     if path.endswith("bias"):
@@ -80,9 +73,9 @@ def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
-    """The part `index` of dimensions `shape`, as a slice of those dimensions merged into one.
+    """Slice of merged dimensions `shape` that is the part `index` of them.
 
-    Only the first of them may be cut; the mesh never cuts another.
+    Only the first dimension may be cut; the mesh never cuts another.
     """
     inner = math.prod(shape[1:])
     start, stop, _ = index[0].indices(shape[0])
@@ -90,8 +83,8 @@ def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 
 
 def to_published(path: str, array: np.ndarray) -> np.ndarray:
-    """One layer's array, or one outside layers, in its published layout."""
+    """Array of one layer, or of a parameter outside layers, in the published layout."""
     rows, *columns = published_shape(path, array.shape)
-    if contracted(path):
+    if summed_axes(path):
         return np.ascontiguousarray(array.reshape(*columns, rows).T)
     return np.ascontiguousarray(array.reshape(rows, *columns))

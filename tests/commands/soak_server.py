@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--load", default="", help="numbers of clients, as 1,8,32,128")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of clients")
     parser.add_argument("--state", type=pathlib.Path, default="build/soak_server.json")
-    parser.add_argument("flags", nargs="*", help="of dapo_jax.serve, after --")
+    parser.add_argument("flags", nargs="*", help="flags of dapo-jax serve, after --")
     args = parser.parse_args()
     progress = Progress(args.state, [args.requests, args.seed, args.switch, *args.flags])
     if progress.done == args.requests > 0:

@@ -124,7 +124,7 @@ def test_every_wrong_tensor_is_named_at_once(tiny_folder, tmp_path, one_device):
 
 
 def test_a_folder_that_is_none_says_how_to_make_one(tmp_path):
-    with pytest.raises(ConfigError, match="dapo_jax.sft"):
+    with pytest.raises(ConfigError, match="dapo-jax sft"):
         load_huggingface.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ConfigError, match="bert.*qwen2"):

@@ -1,26 +1,26 @@
-"""Whoever generates tokens, behind one small interface: JetStream's Driver over the engine.
+"""Asynchronous front of the generator: submit, stream, cancel.
 
-A protocol submits ids with a budget and a rule, and gets an iterator of drawn ids that it can
-cancel. It knows nothing of what runs behind that.
+A protocol submits prompt ids with a budget and a sampling rule, and gets an iterator of new tokens
+that it can cancel. JetStream's Driver generates them in threads of its own.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from dapo_jax.commands.serve.engine import Draws
-from dapo_jax.commands.serve.jetstream_driver import Driver, Request
+from dapo_jax.commands.serve.jetstream_driver import Driver, DriverRequest
 
 
-class Asked(NamedTuple):
-    """A response that is asked for.
+class ResponseRequest(NamedTuple):
+    """Request for one response.
 
     Attributes:
-        ids: of the prompt.
-        budget: the most tokens of the response.
+        ids: token ids of the prompt.
+        budget: most tokens of the response.
+        draws: sampling rule and seed.
     """
 
     ids: Sequence[int]
@@ -28,13 +28,13 @@ class Asked(NamedTuple):
     draws: Draws
 
 
-class Drawn(NamedTuple):
-    """What a response has become longer by.
+class TokenChunk(NamedTuple):
+    """New tokens of one response.
 
     Attributes:
-        response: its place in what was submitted.
-        ids: new tokens, the end token left out.
-        ended: nothing more will come.
+        response: index of the response in its submission.
+        ids: new tokens, without the end token.
+        ended: True in the last chunk of the response.
     """
 
     response: int
@@ -42,22 +42,22 @@ class Drawn(NamedTuple):
     ended: bool
 
 
-class Busy(Exception):
-    """As many responses wait as may wait."""
+class QueueFull(Exception):
+    """Refusal of responses beyond the number that may wait for a slot."""
 
 
 class GenerationFailed(Exception):
-    """What generates has broken."""
+    """Failure of a thread that generates; nothing is answered after it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What may be asked for, and the sentences for what may not.
+    """Limits of requests, and the messages for requests beyond them.
 
     Attributes:
-        prompt_bytes: of a text; longer ones are not tokenized.
-        vocab: ids are below it.
-        waiting: responses that may wait.
+        prompt_bytes: bytes of a prompt's text; a longer text is not tokenized.
+        vocab: vocabulary size; ids are below it.
+        waiting: number of responses that may wait.
     """
 
     prompt_tokens: int
@@ -67,13 +67,13 @@ class Limits:
     waiting: int
 
     def budget_problem(self, field: str, budget: int) -> str:
-        """What is wrong with a budget: field, value, what is allowed. Empty: nothing."""
+        """Message against a budget: field, value, what is allowed. Empty if the budget is fine."""
         if 0 < budget <= self.response_tokens:
             return ""
         return f"{field} = {budget}: must be from 1 to {self.response_tokens}"
 
     def text_problem(self, field: str, text: str) -> str:
-        """What is wrong with a prompt's text before it is tokenized. Empty: nothing."""
+        """Message against a prompt's text before it is tokenized. Empty if the text is fine."""
         size = len(text.encode())
         if size <= self.prompt_bytes:
             return ""
@@ -81,102 +81,108 @@ class Limits:
         return f"{field} has {size} bytes: must have {allowed}"
 
     def ids_problem(self, field: str, ids: Sequence[int]) -> str:
-        """What is wrong with a prompt's ids. Empty: nothing."""
+        """Message against a prompt's ids. Empty if the ids are fine."""
         if not 0 < len(ids) <= self.prompt_tokens:
             return f"{field} has {len(ids)} tokens: must have from 1 to {self.prompt_tokens}"
-        for place, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if not 0 <= token < self.vocab:
-                return f"{field}[{place}] = {token}: must be from 0 to {self.vocab - 1}"
+                return f"{field}[{index}] = {token}: must be from 0 to {self.vocab - 1}"
         return ""
 
 
 class _Channel:
-    """Where JetStream's threads put what a request is answered."""
+    """Return channel of one response, which JetStream's threads write to."""
 
-    def __init__(self, put: Callable[[Drawn], object], response: int):
+    def __init__(self, put: Callable[[TokenChunk], object], response: int):
         self._put, self._response = put, response
 
     def add_result(self, samples: list[Any]) -> None:
         (sample,) = samples
         if sample.token_ids:
-            self._put(Drawn(self._response, sample.token_ids, False))
+            self._put(TokenChunk(self._response, sample.token_ids, False))
 
     def close(self) -> None:
-        self._put(Drawn(self._response, [], True))
+        self._put(TokenChunk(self._response, [], True))
 
 
 class Responses:
-    """What was submitted together: iterate over it once, for `Drawn` of any of them.
+    """Responses of one submission; a single iteration gives the `TokenChunk`s of all of them.
 
     Raises `GenerationFailed` from the iteration.
     """
 
-    def __init__(self, asked: Sequence[Asked], forget: Callable[[Request], None]):
+    def __init__(
+        self, submitted: Sequence[ResponseRequest], forget: Callable[[DriverRequest], None]
+    ):
         self._queue, self._forget = asyncio.Queue(), forget
         put = functools.partial(
             asyncio.get_running_loop().call_soon_threadsafe, self._queue.put_nowait
         )
         self.requests = {
-            number: Request(
-                max_tokens=one.budget,
-                return_channel=_Channel(put, number),
-                prefill_content=list(one.ids),
-                is_client_side_tokenization=True,  # ids are all that is asked of JetStream
-                draws=one.draws,
+            response: DriverRequest(
+                max_tokens=request.budget,
+                return_channel=_Channel(put, response),
+                prefill_content=list(request.ids),
+                is_client_side_tokenization=True,  # JetStream only sees ids
+                draws=request.draws,
             )
-            for number, one in enumerate(asked)
+            for response, request in enumerate(submitted)
         }
 
-    async def __aiter__(self) -> AsyncIterator[Drawn]:
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
         while self.requests:
-            drawn = await self._queue.get()
-            if isinstance(drawn, Exception):
-                raise drawn
-            if drawn.response not in self.requests:
+            chunk = await self._queue.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            if chunk.response not in self.requests:
                 continue  # it was cancelled
-            if drawn.ended:
-                del self.requests[drawn.response]
-            yield drawn
-            await asyncio.sleep(0)  # where much is ready, others and news of a client get a turn
+            if chunk.ended:
+                del self.requests[chunk.response]
+            yield chunk
+            await asyncio.sleep(0)  # other tasks run, even where many chunks are ready
 
     def cancel(self, response: int) -> None:
-        """That one is wanted no more: its slot is freed, and its iteration ends."""
+        """Cancels one response: frees its slot and ends its chunks."""
         if request := self.requests.pop(response, None):
             self._forget(request)
 
     def cancel_all(self) -> None:
-        """None is wanted any more."""
+        """Cancels all responses that still run."""
         for response in list(self.requests):
             self.cancel(response)
 
     def fail(self, error: GenerationFailed) -> None:
-        """Ends the iteration by that error."""
+        """Ends the iteration with an error."""
         self._queue.put_nowait(error)
 
 
 class Generator:
-    """JetStream's Driver, as protocols see it. To be used in one event loop.
+    """Token generator for the protocols, to be used in one event loop.
 
     Args:
-        driver: already running.
-        waiting: how many responses may wait for a slot.
+        engine: a `ServedEngine`.
+        params: the result of its `load_params`.
+        waiting: number of responses that may wait for a slot.
+        metrics: collects JetStream's metrics for Prometheus.
     """
 
-    def __init__(self, driver: Driver, waiting: int):
-        self._driver, self._waiting = driver, waiting
+    def __init__(self, engine: Any, params: Any, *, waiting: int, metrics: bool):
+        self._driver, self._waiting = Driver(engine, params, metrics=metrics), waiting
         self._running: set[Responses] = set()
         self.failure = ""
 
-    def submit(self, asked: Sequence[Asked]) -> Responses:
-        """All of these or none; they are cancelled when the task that submits them ends.
+    def submit(self, requests: Sequence[ResponseRequest]) -> Responses:
+        """Submits all of these requests or none; they are cancelled when the caller's task ends.
 
-        Raises `Busy` where not all of them may wait, `GenerationFailed` where nothing answers.
+        Raises:
+            QueueFull: not all of them may wait.
+            GenerationFailed: a thread has failed before.
         """
         if self.failure:
             raise GenerationFailed(self.failure)
-        if self._driver.waiting + len(asked) > self._waiting:
-            raise Busy
-        responses = Responses(asked, self._driver.forget)
+        if self._driver.waiting + len(requests) > self._waiting:
+            raise QueueFull
+        responses = Responses(requests, self._driver.forget)
         self._running.add(responses)
 
         def end(_: Any) -> None:
@@ -191,7 +197,7 @@ class Generator:
         return responses
 
     def broken(self) -> str:
-        """What has failed; empty while nothing has. Then nothing more is answered."""
+        """Failure of a thread, after which nothing is answered; empty while all of them run."""
         ended = self._driver.ended()
         if ended and not self.failure:
             self.failure = f"JetStream's thread {ended[0]} has failed"
@@ -199,22 +205,6 @@ class Generator:
                 responses.fail(GenerationFailed(self.failure))
         return self.failure
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends JetStream's threads; call it while the event loop still runs, but not on it."""
         self._driver.stop()
-
-
-@contextlib.contextmanager
-def generating(engine: Any, params: Any, *, waiting: int, metrics: bool) -> Iterator[Generator]:
-    """A `Generator` over the engine.
-
-    Args:
-        engine: a `ServedEngine`.
-        params: as its `load_params` returns them.
-        metrics: collect JetStream's, for Prometheus.
-    """
-    driver = Driver(engine, params, metrics=metrics)
-    try:
-        yield Generator(driver, waiting)
-    finally:
-        driver.stop()

@@ -1,6 +1,6 @@
-"""JetStream's gRPC protocol: what is wrong is refused, text is put together.
+"""gRPC server of JetStream's protocol, with checked requests and whole characters.
 
-JetStream's own orchestrator checks nothing, cuts what is too long, decodes tokens one by one though
+JetStream's own orchestrator checks no request, cuts long prompts, decodes tokens one by one though
 characters span several, and leaves clients waiting where one of its threads dies.
 """
 
@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-# The classes of a .proto are made when its module is imported.
+# The module makes the classes of its .proto when it is imported.
 from jetstream.core.proto.jetstream_pb2 import (
     DESCRIPTOR,
     DecodeRequest,  # pyright: ignore[reportAttributeAccessIssue]
@@ -22,12 +22,19 @@ from jetstream.core.proto.jetstream_pb2 import (
 )
 
 from dapo_jax.commands.serve.engine import Draws
-from dapo_jax.commands.serve.generator import Asked, Busy, GenerationFailed, Generator, Limits
+from dapo_jax.commands.serve.generator import (
+    GenerationFailed,
+    Generator,
+    Limits,
+    QueueFull,
+    ResponseRequest,
+)
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.settings import require
 
-# Of JetStream's newer clients, by number: the name, and values that ask for nothing; None: any.
+# Fields of JetStream's newer clients by number: name, and the values that ask for nothing (None:
+# all values).
 NEWER_FIELDS = {7: ("metadata", None), 8: ("num_samples", (0, 1)), 9: ("lora_adapter_id", (b"",))}
 
 
@@ -38,7 +45,7 @@ def _response(text: str = "", ids: Sequence[int] = ()) -> DecodeResponse:
 
 
 def _unserved(request: DecodeRequest) -> str:
-    """What asks for something that is not served. Empty: nothing does."""
+    """Message against a field that is not served. Empty if there is none."""
     if request.session_cache:
         return f"session_cache = {reprlib.repr(request.session_cache)}: must be empty; none is kept"
     if request.priority:
@@ -51,12 +58,10 @@ def _unserved(request: DecodeRequest) -> str:
 
 
 class Servicer:
-    """JetStream's two calls, Decode and HealthCheck.
+    """Handlers of JetStream's two calls, Decode and HealthCheck.
 
     Args:
-        tokenizer: of the model folder.
-        limits: what a request may ask for.
-        rule: how responses are drawn; requests of this protocol can't say.
+        rule: sampling rule of all responses; requests of this protocol have none.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class Servicer:
         self._limits, self._rule = limits, rule
 
     def _read(self, message: bytes) -> tuple[DecodeRequest, list[int], str]:
-        """The request, its prompt's ids and what is wrong with it; empty: nothing."""
+        """Request, ids of its prompt, and the message against it; empty if the request is fine."""
         request = DecodeRequest()
         try:
             request.ParseFromString(message)
@@ -75,7 +80,7 @@ class Servicer:
         return request, *self._read_prompt(request)
 
     def _read_prompt(self, request: DecodeRequest) -> tuple[list[int], str]:
-        """Ids of the prompt, and what is wrong: field, value, what is allowed. Empty: nothing."""
+        """Ids of the prompt, and the message against the request; empty if it is fine."""
         content = request.WhichOneof("content")
         if problem := _unserved(request):
             return [], problem
@@ -100,39 +105,41 @@ class Servicer:
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         try:
-            responses = self._generator.submit([Asked(ids, request.max_tokens, Draws(self._rule))])
-        except Busy:
+            wanted = ResponseRequest(ids, request.max_tokens, Draws(self._rule))
+            responses = self._generator.submit([wanted])
+        except QueueFull:
             full = "as many requests wait as may wait; this one may be tried again"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
         except GenerationFailed as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         text, wants_text = TextStream(self._tokenizer), request.HasField("text_content")
         try:
-            async for drawn in responses:
-                if drawn.ids:
-                    yield _response(text.add(drawn.ids) if wants_text else "", drawn.ids)
+            async for chunk in responses:
+                if chunk.ids:
+                    yield _response(text.add(chunk.ids) if wants_text else "", chunk.ids)
         except GenerationFailed as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         if rest := text.rest():
             yield _response(rest)
 
     async def HealthCheck(self, _: bytes, context: grpc.aio.ServicerContext) -> HealthCheckResponse:
-        """Whether requests are answered."""
+        """Answers `is_live`: False once a thread of the generator has failed."""
         return HealthCheckResponse(is_live=not self._generator.failure)
 
 
 async def start_grpc(servicer: Servicer, address: str, most_bytes: int) -> tuple[Any, int]:
-    """A gRPC server that answers, and its port.
+    """Starts a gRPC server; returns the server and its port.
 
     Args:
-        most_bytes: of a message.
+        most_bytes: largest size of a message.
 
-    Raises `ConfigError` where the address can't be listened on.
+    Raises:
+        ConfigError: the address can't be listened on.
     """
-    # Without the first a second server would quietly take part of this one's requests.
+    # With so_reuseport a second server would quietly take part of this one's requests.
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", most_bytes)]
     server = grpc.aio.server(options=options)
-    # Messages come as bytes: the library would answer what it can't parse by a trace in the log.
+    # Messages come as bytes: the library would log a traceback for one that it can't parse.
     handlers = {
         "Decode": grpc.unary_stream_rpc_method_handler(
             servicer.Decode, response_serializer=DecodeResponse.SerializeToString

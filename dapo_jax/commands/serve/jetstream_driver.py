@@ -1,9 +1,9 @@
-"""JetStream's Driver, made to last: its loop of decode steps is written anew.
+"""JetStream's Driver with a decode loop and a `stop` of our own, since JetStream's have bugs.
 
-JetStream's own looks for a free slot, then for a request, then asserts that some slot is taken; the
-last response may end in between, and the thread with it. It stops all decoding for up to a second
-where a request that it waits for is given up. And its `stop` takes back again what is to wake the
-threads, until one happens to be quicker.
+JetStream's decode loop looks for a free slot, then for a request, then asserts that some slot is
+taken. The last response may end in between, and the thread ends with it. The loop stops all
+decoding for up to a second where a request that it waits for is cancelled. JetStream's `stop`
+takes the items that wake its threads out of the queues again, and so repeats itself.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
 
 from dapo_jax.commands.serve.engine import DrawnPrompt, Draws
 
-# JetStream's modules are made to run on today's JAX and inside a program of others.
-# Gone from JAX since 0.4.26, and called after every insert.
+# Changes without which JetStream does not run on today's JAX and inside another program.
+# JAX removed jax.tree_map in 0.4.26; JetStream calls it after every insert.
 jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]: it is new here
-# Its threads would end the process by SIGKILL; ours sees that one ended, and says so.
+# A failing JetThread kills the process by SIGKILL; `Driver.ended` reports it instead.
 orchestrator.JetThread = threading.Thread
-# It logs every decode step of every process that imports it to standard output.
+# JetStream's import makes the process log every decode step to standard output.
 logging.getLogger().removeHandler(orchestrator.handler)
 logging.getLogger().setLevel(logging.WARNING)
 
-WAIT_SECONDS = 0.02  # for a request that is being prefilled, before slots decode on without it
+WAIT_SECONDS = 0.02  # for a request that is being prefilled, before slots decode without it
 
 
 @dataclasses.dataclass
-class Request(orchestrator.ActiveRequest):
-    """JetStream's, with how its response is drawn."""
+class DriverRequest(orchestrator.ActiveRequest):
+    """JetStream's request, with a sampling rule and seed."""
 
-    return_channel: Any  # what has its `add_result` and `close`
+    return_channel: Any  # an object with `add_result` and `close`
     draws: Draws = dataclasses.field(kw_only=True)
 
 
 class Driver(orchestrator.Driver):
-    """Prefills and decodes `Request`s by one `ServedEngine`, each in threads of its own."""
+    """Threads that prefill and decode `DriverRequest`s by one `ServedEngine`."""
 
     def __init__(self, engine: Any, params: Any, *, metrics: bool):
         super().__init__(
@@ -54,18 +54,18 @@ class Driver(orchestrator.Driver):
             metrics_collector=JetstreamMetricsCollector() if metrics else None,
         )
 
-    def place(self, request: Request) -> None:
-        """Puts it behind those that wait."""
+    def place(self, request: DriverRequest) -> None:
+        """Puts a request at the end of the prefill queue."""
         self.place_request_on_prefill_queue(request)
 
     @property
     def waiting(self) -> int:
-        """How many requests nothing was done for yet."""
+        """Number of requests in the prefill queue."""
         return self._prefill_backlog.qsize()
 
-    def forget(self, request: Request) -> None:
-        """Frees its slot, or its place among those that wait."""
-        # JetStream serves clients that are gone, too; without a budget a response ends.
+    def forget(self, request: DriverRequest) -> None:
+        """Cancels a request: frees its slot, or takes it out of the prefill queue."""
+        # JetStream also serves clients that are gone; a response without a budget ends.
         request.max_tokens, backlog = 0, self._prefill_backlog
         with backlog.mutex:
             others = [other for other in backlog.queue if other is not request]
@@ -73,11 +73,11 @@ class Driver(orchestrator.Driver):
             backlog.queue.extend(others)
 
     def ended(self) -> list[str]:
-        """Names of the threads that have ended, of an error or of `stop`."""
+        """Names of the threads that have ended, by an error or by `stop`."""
         return [thread.name for thread in self._all_threads if not thread.is_alive()]
 
     def stop(self) -> None:
-        """Ends the threads; what they work at is dropped."""
+        """Ends the threads; requests under way are dropped."""
         self.live = False
         backlogs: list[Any] = [
             self._prefill_backlog,
@@ -86,7 +86,7 @@ class Driver(orchestrator.Driver):
             *self._detokenize_backlogs,
         ]
         for thread in self._all_threads:
-            while thread.is_alive():  # it waits for something to come, or for room
+            while thread.is_alive():  # it waits for an item, or for room in a full queue
                 for backlog in backlogs:
                     with contextlib.suppress(queue.Empty):
                         backlog.get_nowait()
@@ -94,20 +94,22 @@ class Driver(orchestrator.Driver):
                         backlog.put_nowait(None)
                 thread.join(WAIT_SECONDS)
 
-    def _process_prefill_content(self, request: Request, *args: Any) -> tuple[DrawnPrompt, int]:
+    def _process_prefill_content(
+        self, request: DriverRequest, *args: Any
+    ) -> tuple[DrawnPrompt, int]:
         tokens, length = super()._process_prefill_content(request, *args)
         return DrawnPrompt(tokens, request.draws), length
 
     def _generate_thread(self, idx: int) -> None:
         engine, params = self._generate_engines[idx], self._generate_params[idx]
         free, ready = self._generate_slots[idx], self._generate_backlogs[idx]
-        drawn: Any = self._detokenize_backlogs[idx]  # declared by half of what JetStream puts there
+        results: Any = self._detokenize_backlogs[idx]  # its type names half of what it holds
         if self._metrics_collector:
             share = self._metrics_collector.get_slots_available_percentage_metric(idx)
             share.set_function(lambda: free.qsize() / engine.max_concurrent_decodes)
         state, step = engine.init_decode_state(), 0
         while self.live:
-            # Slots only become more meanwhile: the step below may be one for nobody, which is fine.
+            # Slots may become free here: then the step below decodes for nobody, which is fine.
             if not free.empty():
                 idle, coming = free.full(), self._coming(idx)
                 try:
@@ -116,19 +118,19 @@ class Driver(orchestrator.Driver):
                     if coming:
                         continue
                 else:
-                    if request is None:  # it is told to stop
+                    if request is None:  # from `stop`
                         return
                     slot = free.get_nowait()
                     state = engine.insert(request.prefill_result, state, slot=slot)
                     orchestrator.delete_pytree(request.prefill_result)
                     request.complete = np.zeros(engine.samples_per_slot, np.bool_)
-                    drawn.put((slot, request))
+                    results.put((slot, request))
                     continue
             state, tokens = engine.generate(params, state)
             tokens.copy_to_host_async()
-            drawn.put((step, tokens))
+            results.put((step, tokens))
             step += 1
 
     def _coming(self, idx: int) -> bool:
-        """Whether a request is on its way to a slot; the step waits, and then decodes it too."""
+        """True while a request is on its way to a slot: the next step waits, to decode it too."""
         return not (self._prefill_backlog.empty() and self._transfer_backlogs[idx].empty())

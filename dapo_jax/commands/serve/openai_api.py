@@ -1,4 +1,4 @@
-"""OpenAI's HTTP protocol: models, completions and chat completions, streamed or whole."""
+"""HTTP server of OpenAI's protocol: models, completions and chat completions."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,34 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from dapo_jax.commands.serve.generator import Busy, Drawn, GenerationFailed, Generator, Responses
-from dapo_jax.commands.serve.openai_requests import BadRequest, Request, Served, read_request
+from dapo_jax.commands.serve.generator import (
+    GenerationFailed,
+    Generator,
+    QueueFull,
+    Responses,
+    TokenChunk,
+)
+from dapo_jax.commands.serve.openai_requests import (
+    BadRequest,
+    CompletionRequest,
+    ServedModel,
+    read_request,
+)
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
 
 RETRY_SECONDS = 1
 CLIENT_IS_GONE = 499
 
 
-class Form(NamedTuple):
-    """What completions and chat completions are told apart by.
+class AnswerFormat(NamedTuple):
+    """Differences between the answers of completions and of chat completions.
 
     Attributes:
-        path: of the URL.
-        prefix: of an answer's id.
-        whole, chunk: what an answer and a piece of a stream call themselves.
-        message, piece: a choice's text, as fields of it.
-        begin: fields of a choice before its first piece.
+        path: path of the URL.
+        prefix: prefix of an answer's id.
+        whole, chunk: value of `object` in an answer, and in a chunk of a stream.
+        message, piece: fields of a choice that hold its text, whole or in pieces.
+        begin: fields of a choice in a chunk before its first text.
     """
 
     path: str
@@ -46,7 +57,7 @@ class Form(NamedTuple):
     begin: dict[str, Any] | None
 
 
-COMPLETIONS = Form(
+COMPLETIONS = AnswerFormat(
     "/v1/completions",
     "cmpl",
     "text_completion",
@@ -55,7 +66,7 @@ COMPLETIONS = Form(
     piece=lambda text: {"text": text},
     begin=None,
 )
-CHAT = Form(
+CHAT = AnswerFormat(
     "/v1/chat/completions",
     "chatcmpl",
     "chat.completion",
@@ -67,23 +78,23 @@ CHAT = Form(
 
 
 class _Choice:
-    """One response as text.
+    """Text of one response.
 
     Attributes:
-        tokens: how many it has.
-        finish_reason: 'stop' or 'length', once it has ended.
+        tokens: number of tokens.
+        finish_reason: 'stop' or 'length', once the response has ended.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request):
+    def __init__(self, tokenizer: Tokenizer, request: CompletionRequest):
         self._stream, self._until = TextStream(tokenizer), UntilStop(request.stop)
         self._budget, self.tokens = request.budget, 0
         self.finish_reason: str | None = None
 
-    def add(self, drawn: Drawn) -> str:
-        """The text that may be shown now."""
-        self.tokens += len(drawn.ids)
-        text = self._until.add(self._stream.add(drawn.ids))
-        ended = drawn.ended or self.tokens == self._budget
+    def add(self, chunk: TokenChunk) -> str:
+        """Text that may be sent after these tokens."""
+        self.tokens += len(chunk.ids)
+        text = self._until.add(self._stream.add(chunk.ids))
+        ended = chunk.ended or self.tokens == self._budget
         if ended:
             text += self._until.add(self._stream.rest(), last=True)
         if self._until.stopped or (ended and self.tokens < self._budget):
@@ -94,42 +105,48 @@ class _Choice:
 
 
 class _Answer:
-    """What a request is answered, put together from what is drawn for it."""
+    """Answer to a request, whole or as events, made from its responses."""
 
-    def __init__(self, form: Form, request: Request, responses: Responses, served: Served):
+    def __init__(
+        self,
+        form: AnswerFormat,
+        request: CompletionRequest,
+        responses: Responses,
+        model: ServedModel,
+    ):
         self._form, self._request, self._responses = form, request, responses
         count = len(request.prompts) * request.n
-        self._choices = [_Choice(served.tokenizer, request) for _ in range(count)]
+        self._choices = [_Choice(model.tokenizer, request) for _ in range(count)]
         self._named = {
             "id": f"{form.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": served.name,
+            "model": model.name,
         }
 
     async def _texts(self) -> AsyncIterator[tuple[int, str]]:
-        """The choices' texts, piece by piece; each gets a last one with its reason to finish."""
-        async for drawn in self._responses:
-            choice = self._choices[drawn.response]
-            text = choice.add(drawn)
+        """Pieces of the choices' texts; the last piece of a choice comes with a finish_reason."""
+        async for chunk in self._responses:
+            choice = self._choices[chunk.response]
+            text = choice.add(chunk)
             if choice.finish_reason:
-                self._responses.cancel(drawn.response)
+                self._responses.cancel(chunk.response)
             if text or choice.finish_reason:
-                yield drawn.response, text
+                yield chunk.response, text
 
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._request.prompts))
-        drawn = sum(choice.tokens for choice in self._choices)
+        completion = sum(choice.tokens for choice in self._choices)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": drawn,
-            "total_tokens": prompt + drawn,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
 
     def _choice(self, index: int, fields: dict[str, Any], reason: str | None) -> dict[str, Any]:
         return {"index": index, **fields, "logprobs": None, "finish_reason": reason}
 
     async def whole(self) -> Response:
-        """Once every choice has ended."""
+        """Whole answer, once every choice has ended."""
         texts = [""] * len(self._choices)
         async for index, text in self._texts():
             texts[index] += text
@@ -141,7 +158,7 @@ class _Answer:
         return _json(self._named | fields)
 
     async def events(self) -> AsyncIterator[str]:
-        """Chunks as server-sent events."""
+        """Server-sent events with the answer's chunks."""
 
         def chunk(choices: list[dict[str, Any]], **usage: Any) -> str:
             return _event(self._named | {"object": self._form.chunk, "choices": choices} | usage)
@@ -162,17 +179,16 @@ class _Answer:
 
 
 class HttpApi:
-    """The application that a web server runs.
+    """ASGI application of OpenAI's protocol.
 
     Args:
-        served: what requests may ask for.
-        most_bytes: of a body; longer ones are refused unread.
+        most_bytes: largest size of a body; a longer one is refused unread.
     """
 
-    def __init__(self, generator: Generator, served: Served, most_bytes: int):
-        self._generator, self._served, self._most_bytes = generator, served, most_bytes
-        self._model = {
-            "id": served.name,
+    def __init__(self, generator: Generator, model: ServedModel, most_bytes: int):
+        self._generator, self._model, self._most_bytes = generator, model, most_bytes
+        self._description = {
+            "id": model.name,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "dapo_jax",
@@ -181,13 +197,13 @@ class HttpApi:
             Route(form.path, functools.partial(self._answer, form), methods=["POST"])
             for form in (COMPLETIONS, CHAT)
         ]
-        # Each is called with errors of its class alone, which the library's type can't say.
+        # Each handler gets errors of its own class only, which the library's type can't say.
         handlers: dict[Any, Any] = {
             BadRequest: _refused,
-            Busy: _busy,
+            QueueFull: _queue_full,
             GenerationFailed: _failed,
             HTTPException: _no_such_page,
-            ClientDisconnect: _gone,
+            ClientDisconnect: _client_is_gone,
             Exception: _failed,
         }
         self.app = Starlette(
@@ -199,34 +215,32 @@ class HttpApi:
             ],
             exception_handlers=handlers,
         )
-        self.app.router.redirect_slashes = False  # its answer is none of OpenAI's
+        self.app.router.redirect_slashes = False  # OpenAI's protocol has no redirects
 
     async def _models(self, _: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._model]})
+        return _json({"object": "list", "data": [self._description]})
 
     async def _one_model(self, http: HttpRequest) -> Response:
-        if http.path_params["name"] != self._served.name:
-            message = f"there is only the model {self._served.name!r}"
+        if http.path_params["name"] != self._model.name:
+            message = f"there is only the model {self._model.name!r}"
             raise BadRequest(message, "model", 404, "model_not_found")
-        return _json(self._model)
+        return _json(self._description)
 
     async def _health(self, _: HttpRequest) -> Response:
         if self._generator.failure:
             return _json({"status": self._generator.failure}, 503)
         return _json({"status": "ok"})
 
-    async def _answer(self, form: Form, http: HttpRequest) -> Response:
+    async def _answer(self, form: AnswerFormat, http: HttpRequest) -> Response:
         body, chat = await self._body(http), form is CHAT
-        # Parsing and tokenizing of large texts would hold up the tokens of others.
-        request = await asyncio.to_thread(read_request, body, self._served, chat=chat)
-        responses = self._generator.submit(request.asked())
-        answer = _Answer(form, request, responses, self._served)
-        if request.stream:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(
-                answer.events(), media_type="text/event-stream", headers=headers
-            )
-        return await _unless_gone(http, answer.whole())
+        # In a thread: a large text would delay the tokens of other clients.
+        request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
+        responses = self._generator.submit(request.responses())
+        answer = _Answer(form, request, responses, self._model)
+        if not request.stream:
+            return await _unless_gone(http, answer.whole())
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
 
     async def _body(self, http: HttpRequest) -> bytes:
         body, limit = bytearray(), self._most_bytes
@@ -241,13 +255,13 @@ class HttpApi:
 
 
 async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, Response]) -> Response:
-    """What `work` returns; it is cancelled where the client leaves before."""
+    """Response that `work` makes; `work` is cancelled when the client disconnects."""
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else Response(status_code=CLIENT_IS_GONE)
@@ -266,7 +280,7 @@ def _error(message: str, kind: str, param: str | None = None, code: str | None =
 def _json(
     fields: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    # ASCII: what a client sent may come back in an error, and need not be valid Unicode.
+    # Escaped to ASCII: an error may quote a client's text, which may be invalid Unicode.
     return Response(json.dumps(fields), status, headers, "application/json")
 
 
@@ -283,13 +297,13 @@ async def _refused(_: HttpRequest, error: BadRequest) -> Response:
     return _json(fields, error.status)
 
 
-async def _busy(_: HttpRequest, error: Busy) -> Response:
+async def _queue_full(_: HttpRequest, error: QueueFull) -> Response:
     message = "as many requests wait as may wait; this one may be tried again"
     fields = _error(message, "rate_limit_error", code="rate_limit_exceeded")
     return _json(fields, 429, {"Retry-After": str(RETRY_SECONDS)})
 
 
-async def _gone(*_: Any) -> Response:
+async def _client_is_gone(*_: Any) -> Response:
     return Response(status_code=CLIENT_IS_GONE)  # nobody reads it
 
 
@@ -309,12 +323,12 @@ async def _no_such_page(http: HttpRequest, error: HTTPException) -> Response:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the command's."""
+        """Leaves signals to the command."""
         yield
 
 
 class HttpServer:
-    """Answers on a socket that is bound, until it is stopped."""
+    """HTTP server on a bound socket, which runs until `stop`."""
 
     def __init__(self, api: HttpApi, listening: socket.socket, shutdown_seconds: float):
         self._server = _Server(
@@ -331,6 +345,6 @@ class HttpServer:
         self._running = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def stop(self) -> None:
-        """Lets running requests end for the seconds given; then they are cancelled."""
+        """Stops the server; requests still running after `shutdown_seconds` are cancelled."""
         self._server.should_exit = True
         await self._running

@@ -1,17 +1,15 @@
-"""From the body of an HTTP request to what is asked of the policy; what is wrong is refused.
+"""Parser and validator of request bodies of OpenAI's protocol.
 
-The fields are those of OpenAI's protocol. One that is not served is refused by its name, unless its
-value asks for nothing.
+A field that is not served is refused by name, unless its value asks for nothing.
 """
 
 import dataclasses
 import json
 import reprlib
-from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
 from dapo_jax.commands.serve.engine import Draws
-from dapo_jax.commands.serve.generator import Asked, Limits
+from dapo_jax.commands.serve.generator import Limits, ResponseRequest
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.settings import ConfigError
@@ -23,9 +21,9 @@ SERVED = (
     "model prompt messages max_tokens max_completion_tokens stream stream_options n stop "
     "temperature top_p top_k seed user"
 ).split()
-# Fields that are not served, with the values by which they ask for nothing (null always does).
+# Fields that are not served, with the values that ask for nothing (null always asks for nothing).
 ASK_FOR_NOTHING = {
-    "best_of": (),  # and n
+    "best_of": (),  # and the value of n
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
@@ -47,12 +45,12 @@ ASK_FOR_NOTHING = {
 
 
 class BadRequest(Exception):
-    """A request that is refused.
+    """Refusal of a request.
 
     Attributes:
-        param: the field that is wrong.
-        status: of HTTP.
-        code: what programs know the error by.
+        param: name of the wrong field.
+        status: status code of HTTP.
+        code: OpenAI's name of the error, for programs.
     """
 
     def __init__(
@@ -63,13 +61,8 @@ class BadRequest(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
-    """What requests may ask for.
-
-    Attributes:
-        name: of the model.
-        rule: how responses are drawn where a request does not say.
-    """
+class ServedModel:
+    """Model that is served, with the limits of requests and the default sampling rule."""
 
     name: str
     tokenizer: Tokenizer
@@ -78,13 +71,14 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A request that can be answered.
+class CompletionRequest:
+    """Validated request.
 
     Attributes:
-        prompts: their ids; each gets `n` responses.
+        prompts: ids of the prompts; each gets `n` responses.
+        budget: most tokens of a response.
         stop: strings that end a response and are left out of it.
-        include_usage: a last chunk of the stream counts tokens.
+        include_usage: adds a last chunk that counts tokens to the stream.
     """
 
     prompts: list[list[int]]
@@ -96,12 +90,12 @@ class Request:
     stream: bool
     include_usage: bool
 
-    def asked(self) -> list[Asked]:
-        """Prompt by prompt, its `n` responses one after the other."""
-        every = [ids for ids in self.prompts for _ in range(self.n)]
+    def responses(self) -> list[ResponseRequest]:
+        """Requests for single responses: `n` to the first prompt, then `n` to the next."""
+        repeated = [ids for ids in self.prompts for _ in range(self.n)]
         return [
-            Asked(ids, self.budget, Draws(self.rule, self.seed, number))
-            for number, ids in enumerate(every)
+            ResponseRequest(ids, self.budget, Draws(self.rule, self.seed, number))
+            for number, ids in enumerate(repeated)
         ]
 
 
@@ -118,75 +112,70 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Half a surrogate pair is what JSON can say and no tokenizer can read."""
+    """True for text without lone surrogates, which JSON can hold but no tokenizer can read."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The fields of a body that are not null. Raises `BadRequest` for one that is no object."""
+    """Fields of a body that are not null. Raises `BadRequest` for a body that is no object."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no number of JSON")
 
     try:
-        found = json.loads(body, parse_constant=refuse)
+        fields = json.loads(body, parse_constant=refuse)
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise BadRequest("the body must be a JSON object")
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def read_request(body: bytes, served: Served, *, chat: bool) -> Request:
-    """What a body asks for. Raises `BadRequest` for what can't be answered."""
+def _read_rule(fields: dict[str, Any], default: SamplingRule) -> SamplingRule:
+    """Sampling rule of a request; the server's where the request has none."""
+    temperature = fields.get("temperature", default.temperature)
+    # Logits divided by less than 0.001 would leave float32.
+    if not (_is_number(temperature) and (temperature == 0 or 1e-3 <= temperature <= 100)):
+        _refuse("temperature", temperature, "0, or from 0.001 to 100")
+    top_p = fields.get("top_p", default.top_p)
+    if not (_is_number(top_p) and 0 < top_p <= 1):
+        _refuse("top_p", top_p, "above 0 and at most 1")
+    top_k = fields.get("top_k", default.top_k)
+    if not (_is_whole(top_k) and 0 <= top_k < 2**31):
+        _refuse("top_k", top_k, "from 0 (all) to 2147483647")
+    return SamplingRule(temperature, top_p, top_k)
+
+
+def read_request(body: bytes, model: ServedModel, *, chat: bool) -> CompletionRequest:
+    """Request of a body. Raises `BadRequest` if it is wrong or not served."""
     fields = parse(body)
     _check_names(fields, chat)
-    model = fields.get("model")
-    if model is None:
-        raise BadRequest(f"model is missing: must be {served.name!r}", "model")
-    if model != served.name:
-        message = f"model = {reprlib.repr(model)}: there is only {served.name!r}"
+    name = fields.get("model")
+    if name is None:
+        raise BadRequest(f"model is missing: must be {model.name!r}", "model")
+    if name != model.name:
+        message = f"model = {reprlib.repr(name)}: there is only {model.name!r}"
         raise BadRequest(message, "model", 404, "model_not_found")
-
-    def take(name: str, default: Any, right: Callable[[Any], bool], allowed: str) -> Any:
-        value = fields.get(name, default)
-        return value if name not in fields or right(value) else _refuse(name, value, allowed)
-
-    rule = SamplingRule(
-        # Logits divided by less would leave float32.
-        take(
-            "temperature",
-            served.rule.temperature,
-            lambda x: _is_number(x) and (x == 0 or 1e-3 <= x <= 100),
-            "0, or from 0.001 to 100",
-        ),
-        take(
-            "top_p",
-            served.rule.top_p,
-            lambda x: _is_number(x) and 0 < x <= 1,
-            "above 0 and at most 1",
-        ),
-        take(
-            "top_k",
-            served.rule.top_k,
-            lambda x: _is_whole(x) and 0 <= x < 2**31,
-            "from 0 (all) to 2147483647",
-        ),
-    )
-    seed = take("seed", None, lambda x: _is_whole(x) and -(2**63) <= x < 2**63, "of 64 bits")
-    stream = take("stream", False, lambda x: type(x) is bool, "true or false")
-    n = take("n", 1, lambda x: _is_whole(x) and x > 0, "a whole number above 0")
-    prompts = _messages(fields, served) if chat else _prompts(fields, served)
-    if n * len(prompts) > served.limits.waiting:
-        what = f"n = {n} responses to {len(prompts)} prompts"
-        most = f"at most {served.limits.waiting} responses are drawn for one request"
-        raise BadRequest(f"{what}: {most}", "n" if n > 1 else "prompt")
-    return Request(
+    rule = _read_rule(fields, model.rule)
+    seed = fields.get("seed")
+    if seed is not None and not (_is_whole(seed) and -(2**63) <= seed < 2**63):
+        _refuse("seed", seed, "of 64 bits")
+    stream, n = fields.get("stream", False), fields.get("n", 1)
+    if type(stream) is not bool:
+        _refuse("stream", stream, "true or false")
+    if not (_is_whole(n) and n > 0):
+        _refuse("n", n, "a whole number above 0")
+    prompts = _messages(fields, model) if chat else _prompts(fields, model)
+    if n * len(prompts) > model.limits.waiting:
+        count = f"n = {n} responses to {len(prompts)} prompts"
+        most = f"at most {model.limits.waiting} responses are drawn for one request"
+        raise BadRequest(f"{count}: {most}", "n" if n > 1 else "prompt")
+    return CompletionRequest(
         prompts=prompts,
         n=n,
-        budget=_budget(fields, served.limits),
+        budget=_budget(fields, model.limits),
         rule=rule,
         seed=None if seed is None else seed % 2**64,
         stop=_stops(fields.get("stop", [])),
@@ -196,13 +185,14 @@ def read_request(body: bytes, served: Served, *, chat: bool) -> Request:
 
 
 def _check_names(fields: dict[str, Any], chat: bool) -> None:
+    """Raises `BadRequest` for a field that is unknown, or not served and asks for something."""
     other = "prompt" if chat else "messages"
     for name, value in fields.items():
         if name in ASK_FOR_NOTHING:
             nothing = (fields.get("n", 1),) if name == "best_of" else ASK_FOR_NOTHING[name]
-            # `logprobs` of 0 asks for something, and is equal to False.
-            alike = [one for one in nothing if isinstance(one, bool) == isinstance(value, bool)]
-            if value not in alike:
+            # `logprobs` of 0 asks for something, but equals False.
+            same_kind = [no for no in nothing if isinstance(no, bool) == isinstance(value, bool)]
+            if value not in same_kind:
                 raise BadRequest(f"{name} = {reprlib.repr(value)}: is not served", name)
         elif name == other or name not in SERVED:
             raise BadRequest(f"{reprlib.repr(name)}: there is no such field here", name)
@@ -222,92 +212,92 @@ def _budget(fields: dict[str, Any], limits: Limits) -> int:
     return budget
 
 
-def _stops(found: Any) -> list[str]:
-    stops = [found] if isinstance(found, str) else found
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(map(_is_text, stops)):
-        _refuse("stop", found, f"a text or a list of up to {MOST_STOPS} texts")
+        _refuse("stop", value, f"a text or a list of up to {MOST_STOPS} texts")
     if "" in stops:
-        _refuse("stop", found, "of texts that are not empty")
+        _refuse("stop", value, "of texts that are not empty")
     return stops
 
 
 def _include_usage(options: Any, stream: bool) -> bool:
     if options is None:
         return False
-    wanted = options.get("include_usage", False) if isinstance(options, dict) else None
-    if type(wanted) is not bool or set(options) - {"include_usage"}:
+    include = options.get("include_usage", False) if isinstance(options, dict) else None
+    if type(include) is not bool or set(options) - {"include_usage"}:
         _refuse("stream_options", options, "of include_usage, true or false")
     if not stream:
         _refuse("stream_options", options, "left out where stream is not true")
-    return wanted
+    return include
 
 
-def _prompts(fields: dict[str, Any], served: Served) -> list[list[int]]:
-    """Ids of every prompt: a text, texts, ids, or lists of ids."""
-    found = fields.get("prompt")
-    if found is None:
+def _prompts(fields: dict[str, Any], model: ServedModel) -> list[list[int]]:
+    """Ids of all prompts, from a text, texts, ids, or lists of ids."""
+    value = fields.get("prompt")
+    if value is None:
         raise BadRequest("prompt is missing", "prompt")
-    one = isinstance(found, str) or (isinstance(found, list) and all(map(_is_whole, found)))
-    prompts = [found] if one else found
+    single = isinstance(value, str) or (isinstance(value, list) and all(map(_is_whole, value)))
+    prompts = [value] if single else value
     if not isinstance(prompts, list):
-        _refuse("prompt", found, "a text, a list of texts, ids, or a list of lists of ids")
-    if len(prompts) > served.limits.waiting:
-        message = f"prompt has {len(prompts)} prompts: at most {served.limits.waiting} at once"
+        _refuse("prompt", value, "a text, a list of texts, ids, or a list of lists of ids")
+    if len(prompts) > model.limits.waiting:
+        message = f"prompt has {len(prompts)} prompts: at most {model.limits.waiting} at once"
         raise BadRequest(message, "prompt")
     return [
-        _ids("prompt" if one else f"prompt[{place}]", "prompt", prompt, served)
-        for place, prompt in enumerate(prompts)
+        _ids("prompt" if single else f"prompt[{index}]", "prompt", prompt, model)
+        for index, prompt in enumerate(prompts)
     ]
 
 
-def _ids(name: str, field: str, prompt: Any, served: Served) -> list[int]:
+def _ids(name: str, field: str, prompt: Any, model: ServedModel) -> list[int]:
+    """Ids of one prompt. Raises `BadRequest` that calls it `name`."""
     if isinstance(prompt, list) and all(map(_is_whole, prompt)):
         ids = prompt
     elif _is_text(prompt):
-        if problem := served.limits.text_problem(name, prompt):
+        if problem := model.limits.text_problem(name, prompt):
             raise BadRequest(problem, field, code=TOO_LONG)
-        ids = served.tokenizer.encode_prompt(prompt)
+        ids = model.tokenizer.encode_prompt(prompt)
     else:
         message = f"{name} = {reprlib.repr(prompt)}: must be text (valid Unicode) or a list of ids"
         raise BadRequest(message, field)
-    if problem := served.limits.ids_problem(name, ids):
-        long = len(ids) > served.limits.prompt_tokens
+    if problem := model.limits.ids_problem(name, ids):
+        long = len(ids) > model.limits.prompt_tokens
         raise BadRequest(problem, field, code=TOO_LONG if long else None)
     return ids
 
 
-def _messages(fields: dict[str, Any], served: Served) -> list[list[int]]:
-    """Ids of the one prompt that the model's chat template makes of the messages."""
-    found = fields.get("messages")
-    if served.tokenizer.chat is None:
-        raise BadRequest(
-            "messages: the model's folder has no chat template; /v1/completions is served",
-            "messages",
-        )
-    if not isinstance(found, list) or not found:
-        _refuse("messages", found, "a list of one or more messages")
-    messages = [_message(f"messages[{place}]", one) for place, one in enumerate(found)]
+def _messages(fields: dict[str, Any], model: ServedModel) -> list[list[int]]:
+    """Ids of the prompt that the model's chat template makes of the messages."""
+    messages, chat = fields.get("messages"), model.tokenizer.chat
+    if chat is None:
+        missing = "the model's folder has no chat template; /v1/completions is served"
+        raise BadRequest(f"messages: {missing}", "messages")
+    if not isinstance(messages, list) or not messages:
+        _refuse("messages", messages, "a list of one or more messages")
     try:
-        text = served.tokenizer.chat.render(messages, "messages")
+        checked = [_message(f"messages[{index}]", item) for index, item in enumerate(messages)]
+        text = chat.render(checked, "messages")
     except ConfigError as error:
         raise BadRequest(str(error), "messages") from None
-    return [_ids("messages", "messages", text, served)]
+    return [_ids("messages", "messages", text, model)]
 
 
-def _message(name: str, found: Any) -> dict[str, str]:
-    if not isinstance(found, dict):
-        _refuse(name, found, "an object")
-    found = {key: value for key, value in found.items() if value is not None}
-    for key in found:
+def _message(name: str, value: Any) -> dict[str, str]:
+    """Role and text of a message. Raises `BadRequest` that calls it `name`."""
+    if not isinstance(value, dict):
+        _refuse(name, value, "an object")
+    message = {key: item for key, item in value.items() if item is not None}
+    for key in message:
         if key not in ("role", "content"):
             raise BadRequest(f"{name}: {reprlib.repr(key)}: is not served", name)
-    if found.get("role") not in ROLES:
-        _refuse(f"{name}.role", found.get("role"), "one of " + ", ".join(ROLES))
-    content = found.get("content")
+    if message.get("role") not in ROLES:
+        _refuse(f"{name}.role", message.get("role"), "one of " + ", ".join(ROLES))
+    content = message.get("content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) == len(content) and all(_is_text(part.get("text")) for part in parts):
             content = "".join(part["text"] for part in parts)
     if not _is_text(content):
         _refuse(f"{name}.content", content, "text, or a list of parts of type 'text'")
-    return {"role": found["role"], "content": content}
+    return {"role": message["role"], "content": content}

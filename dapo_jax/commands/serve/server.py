@@ -2,8 +2,8 @@
 
     dapo-jax serve --model=FOLDER --http_port=8000 --port=9000
 
-JetStream's own Driver runs over the engine that also samples while training.
-SIGTERM and Ctrl-C let running requests end and exit 0. Short flags:
+The engine is the one that samples in training. SIGTERM and Ctrl-C let running requests end, and
+the exit code is 0. Short flags:
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from typing import Any
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Compute, Sampler, ServeConfig
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
 CHECK_SECONDS = 0.1
-JETSTREAM_PREFILL_LENGTHS = [2**i for i in range(4, 16)]  # it knows no other ones
+JETSTREAM_PREFILL_LENGTHS = [2**i for i in range(4, 16)]  # JetStream supports no others
 
 
 class ServingFailed(RuntimeError):
-    """A thread of JetStream ended while it was needed."""
+    """Failure of one of JetStream's threads."""
 
 
 def rule_of(config: ServeConfig) -> Any:
-    """How responses are drawn where a request does not say."""
+    """Sampling rule of requests that have none."""
     from dapo_jax.rollout.sampling import SamplingRule
 
     return SamplingRule(config.temperature, config.top_p, config.top_k)
@@ -91,7 +91,7 @@ def check_slots_fit(
 
 
 def warm_up(engine: Any, params: Any) -> None:
-    """Compiles every length of a prompt, so that no request waits for that."""
+    """Compiles the programs for every length of a prompt, so that no request waits for them."""
     import jax
     import numpy as np
 
@@ -107,7 +107,7 @@ def warm_up(engine: Any, params: Any) -> None:
 
 @contextlib.contextmanager
 def metrics_server(config: ServeConfig):
-    """An HTTP server of JetStream's Prometheus metrics, where the config asks for one."""
+    """HTTP server of JetStream's Prometheus metrics, if `metrics_port` is set."""
     if not config.metrics_port:
         yield
         return
@@ -116,9 +116,8 @@ def metrics_server(config: ServeConfig):
     try:
         server, thread = start_http_server(config.metrics_port, addr=config.host)
     except OSError:
-        server = None
-    require(server is not None, "metrics_port", config.metrics_port, "a port that is free")
-    assert server is not None  # or that was refused
+        port = config.metrics_port
+        raise ConfigError(f"config.metrics_port = {port}: must be a port that is free") from None
     try:
         yield
     finally:
@@ -127,7 +126,7 @@ def metrics_server(config: ServeConfig):
 
 
 def bind(config: ServeConfig, field: str) -> socket.socket:
-    """Listens on the host's port that the setting `field` says. Raises `ConfigError`."""
+    """Socket that listens on the port of setting `field`. Raises `ConfigError`."""
     port, host = getattr(config, field), config.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -139,7 +138,7 @@ def bind(config: ServeConfig, field: str) -> socket.socket:
 
 
 def served_name(config: ServeConfig) -> str:
-    """What clients call the model."""
+    """Name of the model for clients."""
     return config.served_name or os.path.basename(os.path.abspath(config.model))
 
 
@@ -151,16 +150,16 @@ async def answer(
     leave: Callable[[], bool],
     ready: Callable[[int, int], None],
 ) -> str:
-    """Answers requests until `leave()`; returns what has failed, or an empty string.
+    """Answers requests until `leave()` is true; returns the generator's failure or "".
 
     Args:
         generator: a `Generator`.
-        ready: is told the ports of gRPC and HTTP (0: none) once requests are answered.
+        ready: called with the ports of gRPC and HTTP (0: none) once requests are answered.
     """
     from dapo_jax.commands.serve.generator import Limits
     from dapo_jax.commands.serve.grpc_api import Servicer, start_grpc
     from dapo_jax.commands.serve.openai_api import HttpApi, HttpServer
-    from dapo_jax.commands.serve.openai_requests import Served
+    from dapo_jax.commands.serve.openai_requests import ServedModel
 
     limits = Limits(
         prompt_tokens=config.max_prompt_tokens,
@@ -175,49 +174,49 @@ async def answer(
     grpc, port = await start_grpc(servicer, f"{config.host}:{config.port}", most_bytes)
     stops = [lambda: grpc.stop(seconds)]
     if config.http_port:
-        served = Served(served_name(config), tokenizer, limits, rule)
-        api = HttpApi(generator, served, most_bytes)
+        model = ServedModel(served_name(config), tokenizer, limits, rule)
+        api = HttpApi(generator, model, most_bytes)
         stops.append(HttpServer(api, bind(config, "http_port"), seconds).stop)
     ready(port, config.http_port)
     while not leave() and not generator.broken():
         await asyncio.sleep(CHECK_SECONDS)
     await asyncio.gather(*(stop() for stop in stops))
-    await asyncio.to_thread(generator.stop)  # while the loop that it answers into still runs
+    await asyncio.to_thread(generator.close)  # before the event loop that it writes to ends
     return generator.failure
 
 
 def serve(
     config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int, int], None]
 ) -> None:
-    """Serves until `leave()`. Raises `ServingFailed` where a thread of JetStream ended.
+    """Serves until `leave()` is true.
 
     Args:
-        ready: is told the ports of gRPC and HTTP (0: none) once requests are answered.
+        ready: called with the ports of gRPC and HTTP (0: none) once requests are answered.
+
+    Raises:
+        ConfigError: a setting is wrong, or a port is taken.
+        ServingFailed: one of JetStream's threads failed.
     """
     for field in ("port", "http_port", "metrics_port"):
-        bind(config, field).close()  # found before a model is loaded
+        bind(config, field).close()  # a taken port is reported before a model is loaded
     engine, params, tokenizer = open_engine(config)
     warm_up(engine, params)
-    from dapo_jax.commands.serve.generator import (
-        generating,  # after the engine, which keeps TensorFlow quiet
-    )
+    # Imported after the engine, which keeps TensorFlow quiet.
+    from dapo_jax.commands.serve.generator import Generator
 
-    metrics = config.metrics_port > 0
-    with (
-        metrics_server(config),
-        generating(engine, params, waiting=config.waiting, metrics=metrics) as generator,
-    ):
-        broken = asyncio.run(answer(config, generator, tokenizer, leave=leave, ready=ready))
-    if broken:
-        raise ServingFailed(broken)
+    with metrics_server(config):
+        metrics = config.metrics_port > 0
+        generator = Generator(engine, params, waiting=config.waiting, metrics=metrics)
+        with contextlib.closing(generator):
+            failure = asyncio.run(answer(config, generator, tokenizer, leave=leave, ready=ready))
+    if failure:
+        raise ServingFailed(failure)
 
 
 def main() -> int:
-    """The exit code: 0 stopped by a signal; 1 a thread failed; 2 wrong settings."""
-    config, started = (
-        command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False),
-        time.time(),
-    )
+    """Runs the command; exit code 0: stopped by a signal, 1: a thread failed, 2: wrong settings."""
+    config = command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False)
+    started = time.time()
 
     def ready(port: int, http_port: int) -> None:
         http = f"HTTP on http://{config.host}:{http_port}/v1, " if http_port else ""
