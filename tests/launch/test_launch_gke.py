@@ -219,5 +219,5 @@ def test_a_machine_without_fit_gpus_is_refused(cloud, gpus, text):
 
 def test_a_dry_run_on_gpus_starts_nothing(cloud):
     said = on_gpus(cloud, "--dry-run")
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in said and "-m dapo_jax.main" in said
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in said and "-m dapo_jax train" in said
     assert not cloud.starts() and not (cloud.tree / ".venv").exists()
