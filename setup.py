@@ -8,12 +8,6 @@ from setuptools import find_packages, setup
 HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "dapo_jax/__init__.py").read_text())[1]
 
-# Two files that speak to the kernel; without the system's libseccomp.so.2 there is no jail.
-JAIL = [
-    "landlock>=1.0.0.dev5; sys_platform == 'linux'",
-    "pyseccomp>=0.1.2; sys_platform == 'linux'",
-]
-
 DOCS = ["mkdocs-material>=9.8"]  # mkdocs.yml
 NOTEBOOKS = [  # notebooks/build.py, and to run them
     "ipykernel>=7.4",
@@ -63,7 +57,7 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         "wandb": ["wandb>=0.31"],
-        "gym": ["reasoning-gym>=0.1.25", *JAIL],
+        "gym": ["reasoning-gym>=0.1.25"],
         "docs": [*DOCS],
         "notebooks": [*NOTEBOOKS],
         "test": [
@@ -78,7 +72,6 @@ setup(
             *DOCS,
             *NOTEBOOKS,
             "openai>=3.54",
-            *JAIL,
         ],
     },
     classifiers=[

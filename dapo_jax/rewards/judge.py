@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.reward_model import RewardModel
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
@@ -24,6 +23,14 @@ class Pending(NamedTuple):
     prompt: Prompt
     completions: tuple[Completion, ...]
     verdicts: list[Future[Verdict]]
+
+
+class RewardModel(Protocol):
+    """Learned scores of responses; `learner.reward_model` has the one on devices."""
+
+    def score(self, responses: list[tuple[Prompt, Completion]]) -> np.ndarray:
+        """[len(responses)] float32 scores, in their order."""
+        ...
 
 
 class Judge:

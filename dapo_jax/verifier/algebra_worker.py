@@ -7,7 +7,7 @@ from dapo_jax.verifier.proven_algebra import ProvenAlgebra
 from dapo_jax.verifier.work_budget import Budget, Undecided
 
 
-def make_algebra(output: int) -> Callable[[dict], dict]:
+def make_algebra() -> Callable[[dict], dict]:
     """The function that answers `{"question", "prediction", "answer", "work"}`.
 
     Its reply is `{"same", "work"}`, work being what was spent of it, and `"undecided"` where that

@@ -1,4 +1,4 @@
-"""Every task of the installed reasoning-gym: right answers score as before, payloads never run.
+"""Every task of the installed reasoning-gym is refused, or scores right answers and runs nothing.
 
 Slow: CI does not install the package. `python -m pytest -m slow tests/rewards/test_gym_safety.py`
 """
@@ -13,15 +13,16 @@ import time
 import pytest
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards.gym import answer_forms, tasks
+from dapo_jax.rewards.gym import tasks
+from dapo_jax.rewards.gym.evaluating_scorers import EVALUATING, READING, evaluators
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.parent import WorkerProcess
-from dapo_jax.verifier import jail
 from dapo_jax.verifier.extraction import LONGEST_ANSWER
 
 pytestmark = pytest.mark.slow
 factory = pytest.importorskip("reasoning_gym").factory
-TASKS = sorted(set(factory.DATASETS) - {"composite"})  # which only forwards, and has no default
+EVERY = sorted(set(factory.DATASETS) - {"composite"})  # which only forwards, and has no default
+TASKS = sorted(set(EVERY) - EVALUATING)
 
 # Their example stands elsewhere in the item than its answer.
 EXAMPLES = ("example_answer", "example_correct_answer")
@@ -42,17 +43,19 @@ def gold(item: dict) -> str:
     return str(next(text for text in [item["answer"], *examples, ""] if text is not None))
 
 
-def test_every_task_compares_or_has_a_rule():
-    found = {task for task in TASKS if answer_forms.evaluators(factory.DATASETS[task][0])}
-    assert found == set(answer_forms.FORMS) - {"rubiks_cube"}  # it repeats a move as often as told
-    assert len(TASKS) >= 105
+def test_the_lists_name_the_tasks_whose_source_could_evaluate():
+    assert {t for t in EVERY if evaluators(factory.DATASETS[t][0])} == EVALUATING | READING
+    assert len(EVERY) >= 105
     with pytest.raises(tasks.ConfigError, match="gym:composite"):
         tasks.open_task("data.source", "composite", 0, 10)
+    for task in EVALUATING:
+        with pytest.raises(tasks.ConfigError, match=f"gym:{task}': its scorer evaluates"):
+            tasks.open_task("data.source", task, 0, 10)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_right_answers_keep_their_score_in_the_jail(seed):
-    worker = WorkerProcess("dapo_jax.rewards.worker", "gym", environment=jail.environment())
+def test_right_answers_score_1(seed):
+    worker = WorkerProcess("dapo_jax.rewards.worker", "gym")
     lower = []
     for task in TASKS:
         dataset = tasks.open_task("data.source", task, seed, 50)
@@ -123,44 +126,34 @@ def test_payloads_behind_the_marker_never_run(tmp_path):
     pool.close()
     assert not made.exists() and not list(tmp_path.iterdir())
     assert {task for task, _ in right} <= set(ANYTHING)
-    assert slowest < 11 and after.correct
+    assert slowest < 15 and after.correct  # coin_flip works 1e999999999 out, and is killed twice
 
 
-BARE = """
-import json, os, sys
+DIRECTLY = """
+import json, sys
 
-from dapo_jax.rewards.gym import answer_forms as harmless, tasks as gym
-from dapo_jax.verifier.jail import enter_jail
+from reasoning_gym import factory
 
-harmless.is_harmless = lambda task, answer: True
-if sys.argv[1] == "jailed":
-    enter_jail(gym.package_folders())
-for task, metadata, text in json.load(sys.stdin):
+for task, text in json.load(sys.stdin):
     try:
-        gym.gym_score(task, metadata, text)
+        dataset = factory.create_dataset(task, seed=0, size=1)
+        dataset.score_answer(text, dataset[0])
     except BaseException:
         pass
 """
 
 
-@pytest.mark.parametrize("how", ["jailed", "free"])
-def test_the_jail_holds_where_the_rules_are_taken_away(how, tmp_path):
-    """And without both the payloads do run: this is what the two layers are for."""
-    jobs = []
-    for task in answer_forms.EVALUATING:
-        metadata = tasks.pack_item(tasks.open_task("data.source", task, 0, 1)[0])
-        made = f"{tmp_path}/{task}"
-        jobs.append((task, metadata, f"__import__('os').system('touch {made}')"))
-        jobs.append((task, metadata, f"[open('{made}', 'w')]"))
-    path = os.pathsep.join(filter(None, sys.path))
+def test_the_scorers_of_refused_tasks_run_what_they_are_given(tmp_path):
+    """The reason to refuse them; a task that no longer does may leave the list."""
+    texts = ("__import__('os').system('touch {}')", "[open('{}', 'w')]")
+    jobs = [(task, text.format(tmp_path / task)) for task in EVALUATING for text in texts]
     subprocess.run(
-        [sys.executable, "-c", BARE, how],
+        [sys.executable, "-c", DIRECTLY],
         input=json.dumps(jobs).encode(),
-        env=jail.environment() | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=True,
         timeout=120,
     )
-    made = {path.name for path in tmp_path.iterdir()}
-    assert made == (set() if how == "jailed" else set(answer_forms.EVALUATING))
+    assert {path.name for path in tmp_path.iterdir()} == EVALUATING

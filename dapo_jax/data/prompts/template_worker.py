@@ -97,7 +97,7 @@ def answer(job: dict) -> dict:
         return {"error": said, "line": getattr(error, "lineno", None)}
 
 
-def make_answer(_: int) -> Callable[[dict], dict]:
+def make_answer() -> Callable[[dict], dict]:
     limit_process()
     return answer
 

@@ -33,11 +33,11 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def serve(make_answer: Callable[[int], Callable[[dict], dict]]) -> None:
+def serve(make_answer: Callable[[], Callable[[dict], dict]]) -> None:
     """Answers standard input, line by line, until it closes.
 
     Args:
-        make_answer: from the open file that replies go to, the function that makes them.
+        make_answer: prepares the process and returns the function from a job to its reply.
 
     A signal to the whole process group is the trainer's to handle: a worker that died of it would
     turn the verdicts under way into wrong ones.
@@ -47,7 +47,7 @@ def serve(make_answer: Callable[[int], Callable[[dict], dict]]) -> None:
     # A reward function may print; the line to the trainer must stay clean.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    answer = make_answer(output.fileno())
+    answer = make_answer()
     exit_with_parent()
     output.write(READY)
     output.flush()
