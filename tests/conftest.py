@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
+from collections.abc import Iterable
 
 # LLVM is told to hurry: most programs of the tests run once or twice.
 os.environ["XLA_FLAGS"] = (
@@ -40,6 +42,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 TINY = DecoderConfig(
     vocab=32, layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, tie_embeddings=True
 )
+
+
+def check_documented(metrics: Iterable[str]) -> None:
+    """Fails on a name that has no line in the table of docs/metrics.md."""
+    table = (TESTS.parent / "docs/metrics.md").read_text()
+    meanings = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    unknown = {name.split("/")[0] for name in metrics} - meanings - {"step"}
+    assert not unknown, f"docs/metrics.md lacks {unknown}"
 
 
 @pytest.fixture(scope="session")

@@ -14,20 +14,21 @@ import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import ReportConfig
-from dapo_jax.reporting.page.page import MARK, page, write_page
-from dapo_jax.reporting.page.recorded_run import Recorded, read_run
+from dapo_jax.reporting.page.page import MARK, page
+from dapo_jax.reporting.page.recorded_run import RecordedRun, read_run
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import leaves, require
 from dapo_jax.runtime.storage.ownership import is_remote
+from dapo_jax.runtime.storage.retries import write_text
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ReportConfig())}
 BEGINNING = 1000  # characters of a page in which its mark stands
 SMALLEST_MB = 6.0  # the plotting library and little else
 
 
-def read_runs(config: ReportConfig) -> list[Recorded]:
+def read_runs(config: ReportConfig) -> list[RecordedRun]:
     """The runs that are named, each once, in order. Raises `ConfigError`."""
-    found: dict[str, Recorded] = {}
+    found: dict[str, RecordedRun] = {}
     for name in config.run.splitlines():
         matches = sorted(glob.glob(name)) if glob.has_magic(name) and not is_remote(name) else []
         for folder in matches or [name]:
@@ -58,7 +59,7 @@ def report(config: ReportConfig) -> None:
     path, runs = check_out(config.out), read_runs(config)
     text = page(runs, config)
     try:
-        write_page(path, text)
+        write_text(path, text)
     except OSError as error:
         require(False, "out", config.out, f"a file that can be written; {error}")
     print(f"{len(runs)} run{'s' * (len(runs) > 1)}, {len(text) / 1e6:.1f} MB written to {path}")

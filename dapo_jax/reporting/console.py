@@ -1,6 +1,6 @@
-"""The console: a live line while something goes on, two lines per step, and now and then a group.
+"""Console: a live line of the activity, two lines per step, and now and then a group.
 
-A file or a pipe gets no live line, and one that stays only of what is slow.
+A file or a pipe gets no live line, and a line of its own only about a slow activity.
 """
 
 import collections
@@ -24,15 +24,15 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.structs import Group
 
-if TYPE_CHECKING:  # it brings TensorFlow, and the first word comes before that
+if TYPE_CHECKING:  # it imports TensorFlow, and the first word comes before that
     from dapo_jax.rollout.scheduler import Scheduler
 
 WIDTH = 80  # columns of a step's lines
 ANSWER_TAIL, PROMPT_TAIL = 38, 300  # characters that a table shows of a response and of its prompt
-SHOWN_SECONDS, SLOW_SECONDS = 0.5, 3.0  # until the live line says it; until a line stays
-ETA_STEPS = 10  # by whose mean the ETA goes
+SHOWN_SECONDS, SLOW_SECONDS = 0.5, 3.0  # until the live line shows it; until a line stays
+ETA_STEPS = 10  # steps whose mean duration the ETA assumes
 
-# What jax says of every program, once it is lowered and once it is compiled; ours by name.
+# Events of jax for every program that is lowered and compiled, and our names of programs.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PROGRAMS = {
@@ -46,7 +46,7 @@ PROGRAMS = {
 
 
 def duration(seconds: float) -> str:
-    """As 45 s, 12 min, 12.3 h, 5.1 days."""
+    """Seconds in words: 45 s, 12 min, 12.3 h, 5.1 days."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes, hours = seconds / 60, seconds / 3600
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def fit(parts: Iterable[str], indent: int = 2) -> str:
-    """The parts side by side, on as many lines of `WIDTH` columns as they need."""
+    """Parts side by side, on as many lines of `WIDTH` columns as they need."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= WIDTH:
@@ -67,14 +67,16 @@ def fit(parts: Iterable[str], indent: int = 2) -> str:
 
 
 def one_line(text: str, tail: int) -> str:
-    """The end of a text that a model wrote or a file holds, safe to show in a table."""
+    """End of a text from a model or a file, safe to show in a table."""
     return escape(printable(" ".join(text[-tail:].split())))
 
 
 def remaining(ends: Sequence[float], steps: int) -> float | None:
-    """Seconds that so many steps will take, by when the last ones ended; None if nothing tells.
+    """Estimated seconds of the next `steps`; None before two steps have ended.
 
-    The first step of a process only begins the count: it compiles.
+    Args:
+        ends: times, in seconds, when the last steps ended. The first step of a process compiles,
+            so its end only begins the count.
     """
     if len(ends) < 2 or steps <= 0:
         return None
@@ -84,9 +86,10 @@ def remaining(ends: Sequence[float], steps: int) -> float | None:
 def step_lines(
     step: int, total: int, values: dict[str, float], eta: float | None = None
 ) -> list[str]:
-    """What a step leaves on the console: two lines, and one of the evaluation where there was one.
+    """Console lines of a step: two, and one about an evaluation where there was one.
 
-    A value too wide for its line goes on the next.
+    Args:
+        eta: seconds to the end of the run.
     """
     name = f"step {step:>{len(str(total))}}/{total}"
     row = [name, f"reward {values['reward']:+.2f}", f"accuracy {values['accuracy']:.2f}"]
@@ -115,8 +118,8 @@ def step_lines(
     return lines
 
 
-class _Doing:
-    """Something that goes on."""
+class _Activity:
+    """Text of an activity and when it began."""
 
     def __init__(self, text: str, shown_after: float):
         self.text, self.shown_after, self._since = text, shown_after, time.perf_counter()
@@ -126,13 +129,13 @@ class _Doing:
 
 
 class Progress:
-    """Speaks to a person; on a terminal the live line is redrawn in place.
+    """Console of a run; on a terminal with a live line that is redrawn in place.
 
-    Of several processes the first one speaks. No text can make it write what a terminal obeys, or
-    end the run because an encoding lacks a character.
+    Of several processes the first one prints. Control characters of a text are written out, and no
+    text ends the run because an encoding lacks a character.
 
     Args:
-        speaks: without it nothing is said.
+        speaks: False for a silent one.
     """
 
     def __init__(self, speaks: bool = True):
@@ -140,110 +143,115 @@ class Progress:
             reconfigure(errors="backslashreplace")
         quiet = not (speaks and processes.is_first())
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
-        self._doing: list[_Doing] = []
+        self._activities: list[_Activity] = []
         self._ends: collections.deque[float] = collections.deque(maxlen=ETA_STEPS + 1)
 
     def say(self, text: str) -> None:
+        """Prints a text with rich's markup."""
         self.console.print(printable(text))
 
     def warn(self, text: str) -> None:
+        """Prints a warning with rich's markup."""
         self.say(f"[bold yellow]warning:[/] {text}")
 
     def alarm(self, title: str, text: str) -> None:
-        """A warning that nobody overlooks."""
+        """Prints a warning in a panel, its texts without markup."""
         title = f"[bold]warning: {escape(printable(title))}[/]"
         panel = Panel(escape(printable(text)), title=title, border_style="bold yellow")
         self.console.print(panel, soft_wrap=False)
 
     def __rich__(self) -> Text:
-        """The live line as it is now: the innermost of what goes on."""
-        outer, *inner = self._doing
+        """Live line: the innermost activity that has lasted long enough to be shown."""
+        outer, *inner = self._activities
         long = (one for one in reversed(inner) if one.seconds() >= one.shown_after)
-        doing = next(long, outer)
-        text = printable(f"{doing.text} · {doing.seconds():.0f} s")
+        activity = next(long, outer)
+        text = printable(f"{activity.text} · {activity.seconds():.0f} s")
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     @contextlib.contextmanager
     def working(
         self, text: str, *, stays: bool = True, shown_after: float = 0.0
-    ) -> Iterator[_Doing]:
-        """The live line says so while the block lasts; what it yields may change the text.
+    ) -> Iterator[_Activity]:
+        """Shows an activity while the block lasts; the yielded object's text may be changed.
 
         Args:
-            stays: where there is no live line, a line says it once it is slow.
-            shown_after: seconds for which the live line says what goes on around it.
+            stays: whether a slow one gets a line where there is no live line.
+            shown_after: seconds until the live line shows it instead of the activity around it.
         """
-        doing = _Doing(text, shown_after)
+        activity = _Activity(text, shown_after)
         late = threading.Timer(SLOW_SECONDS, lambda: self.say(f"{escape(text)} ..."))
         late.daemon = True
         if stays and not self.console.is_interactive:
             late.start()
-        self._doing.append(doing)
+        self._activities.append(activity)
         # A notebook is no terminal: each live line would leave an empty widget in the cell.
-        live = len(self._doing) == 1 and self.console.is_interactive
+        live = len(self._activities) == 1 and self.console.is_interactive
         try:
             with self.console.status(self) if live else contextlib.nullcontext():
-                yield doing
+                yield activity
         finally:
             late.cancel()
-            self._doing.remove(doing)
+            self._activities.remove(activity)
 
     @contextlib.contextmanager
     def compilation(self) -> Iterator[None]:
-        """Says while the block lasts which programs are compiled, and how long slow ones took."""
-        going_on: dict[str, tuple[contextlib.ExitStack, _Doing]] = {}
+        """Shows compilations while the block lasts, and how long slow ones took."""
+        open_programs: dict[str, tuple[contextlib.ExitStack, _Activity]] = {}
 
         def hear(event: str, duration_secs: float, **about: str | int) -> None:
             if event not in (LOWERED, COMPILED):
                 return
             fun_name = str(about.get("fun_name", ""))
             program = PROGRAMS.get(fun_name, fun_name)
-            if fun_name in going_on:
-                stack, doing = going_on.pop(fun_name)
+            if fun_name in open_programs:
+                stack, activity = open_programs.pop(fun_name)
                 stack.close()
-                if (seconds := doing.seconds()) >= SLOW_SECONDS:
+                if (seconds := activity.seconds()) >= SLOW_SECONDS:
                     self.say(f"compiled {escape(program)} in {duration(seconds)}")
             if event == LOWERED:
                 stack = contextlib.ExitStack()
                 working = self.working(f"compiling {program}", shown_after=SHOWN_SECONDS)
-                going_on[fun_name] = stack, stack.enter_context(working)
+                open_programs[fun_name] = stack, stack.enter_context(working)
 
         jax.monitoring.register_event_duration_secs_listener(hear)
         try:
             yield
         finally:
             jax.monitoring.unregister_event_duration_listener(hear)
-            for stack, _ in going_on.values():  # programs that were refused
+            for stack, _ in open_programs.values():  # programs that failed to compile
                 stack.close()
 
     @contextlib.contextmanager
     def collecting(self, step: int, sampler: "Scheduler") -> Iterator[Callable]:
-        """Yields the callback that `filtering.collect` calls after every burst."""
-        with self.working(f"step {step}: sampling", stays=False) as doing:
+        """Shows a collection of groups; yields the callback for its state after each burst."""
+        with self.working(f"step {step}: sampling", stays=False) as activity:
 
             def show(collection) -> None:
-                speed = sampler.counts.tokens / doing.seconds()
-                doing.text = f"step {step}: {collection.describe()} · {speed:,.0f} tokens/s"
+                speed = sampler.counts.tokens / activity.seconds()
+                activity.text = f"step {step}: {collection.describe()} · {speed:,.0f} tokens/s"
 
             yield show
 
     @contextlib.contextmanager
     def evaluating(self, done: int, total: int) -> Iterator[Callable[[Response], None]]:
-        """Yields what is called with every new response; `done` were there before.
+        """Shows an evaluation; yields the callback for every new response.
 
-        A log file gets a line per tenth instead of the live one.
+        A file or a pipe gets a line per tenth instead of the live one.
+
+        Args:
+            done: responses of an earlier start, of `total`.
         """
         new, right = 0, 0
-        with self.working("evaluating", stays=False) as doing:
+        with self.working("evaluating", stays=False) as activity:
 
             def show(response: Response) -> None:
                 nonlocal new, right
                 new, right = new + 1, right + response.correct
-                speed = new / doing.seconds()
+                speed = new / activity.seconds()
                 text = (
                     f"{done + new} of {total} responses · {speed:.1f}/s · {right / new:.2f} right"
                 )
-                doing.text = f"evaluating: {text}"
+                activity.text = f"evaluating: {text}"
                 tenths = 10 * (done + new) // total
                 if not self.console.is_terminal and tenths > 10 * (done + new - 1) // total:
                     self.say(text)
@@ -251,7 +259,11 @@ class Progress:
             yield show
 
     def report(self, report: Report, marks: Mapping[str, object]) -> None:
-        """An evaluation's scores. `marks` says what was evaluated, and how."""
+        """Prints the scores of an evaluation.
+
+        Args:
+            marks: policy, data, temperature, top_p and template, by name.
+        """
         self.say(
             f"\n[bold]{escape(str(marks['data']))}[/] · {escape(str(marks['policy']))} · "
             f"T {marks['temperature']:g} · top_p {marks['top_p']:g} · "
@@ -262,13 +274,13 @@ class Progress:
             self.console.print(table, soft_wrap=False)
 
     def step(self, step: int, total: int, values: dict[str, float]) -> None:
-        """The lines that a step leaves, of `WIDTH` columns at most."""
+        """Prints the lines of a step, of `WIDTH` columns at most."""
         self._ends.append(time.perf_counter())
         for line in step_lines(step, total, values, remaining(self._ends, total - step)):
             self.say(line)
 
     def group(self, group: Group) -> None:
-        """One group as a table: what was answered, and what it earned."""
+        """Prints a group as a table: answers, verdicts, rewards, lengths."""
         prompt, answer = group.prompt.text, group.prompt.answer
         table = Table(
             title=f"{one_line(prompt, PROMPT_TAIL)}  (answer {one_line(answer, ANSWER_TAIL)})",

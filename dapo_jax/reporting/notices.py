@@ -1,4 +1,4 @@
-"""What a person is told of a run besides its numbers: what it works on, and what goes badly."""
+"""Notices before and after training: the data, settings and answers that fit badly, the end."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
 MANY_WITHOUT_ANSWER = 0.5
-MOST_CUT = 0.5  # share of prompts that may be cut; of more, what is learned is beside the question
-LIMIT_MULTIPLE = 64  # advised limits are rounded up to it
+MOST_CUT = 0.5  # share of prompts that may be cut; beyond it a run learns beside the question
+LIMIT_MULTIPLE = 64  # advised limits are a multiple of it, in tokens
 SHOWN_CHARACTERS = 200
 
 
 def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
-    """A value under which the prompts that were looked at fit, and what else has to be raised."""
+    """Advised `data.max_prompt_tokens`, and `packing.row_tokens` where it has to be raised too."""
     limit = -(-max(one.longest for one in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
     row = limit + config.sampler.max_response_tokens
     beside = f" with packing.row_tokens of at least {row}" * (config.rows().row_tokens < row)
@@ -25,7 +25,7 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
 
 
 def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:
-    """What there is to train on and to evaluate, and what of it is bad or not seen whole."""
+    """Prints the training and held-out data, their bad rows, and prompts over the limit."""
     progress.say(escape(f"data: {prompts.describe()}"))
     for complaint in prompts.complaints():
         progress.warn(escape(complaint))
@@ -43,7 +43,7 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
 
 
 def warn_about_rounding(config: Config, progress: Progress) -> None:
-    """Says where the sampler's policy differs from the trained one and nothing corrects for it."""
+    """Warns of an int8 sampler whose policy differs from the trained one without a correction."""
     corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
     for field in ("cache_dtype", "weights_dtype"):
         if getattr(config.sampler, field) == "int8" and not corrected:
@@ -54,10 +54,11 @@ def warn_about_rounding(config: Config, progress: Progress) -> None:
 
 
 def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress: Progress) -> None:
-    """That nothing is left to do, and what can be done with what is there.
+    """Prints that a run is finished, and commands for what comes after it.
 
     Args:
-        longer: whether the run goes on with a larger `total_steps`.
+        summary: content of summary.json.
+        longer: whether the run may go on with a larger `total_steps`.
     """
     folder, steps = config.run_dir, summary["steps"]
     before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
@@ -76,7 +77,7 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
 
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
-    """Says loudly, before anything is trained, that what is asked for is not what is read."""
+    """Alarms before training where most responses hold no answer that the verifier reads."""
     reward = config.reward
     judged_by_answer = reward.correct == "verifier" or "rule" in reward.weights()
     without = [one for one in responses if one.extracted is None]

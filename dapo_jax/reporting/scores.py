@@ -1,9 +1,9 @@
-"""From judged responses to scores: avg@k, pass@k, maj@k and what the responses look like.
+"""Scores of an evaluation from judged responses: avg@k, pass@k, maj@k, and response statistics.
 
 Responses to the same question are samples of ONE problem, however often the file lists it: a
 benchmark file that repeats its problems 32 times and is sampled once gives avg@32, not mean@1.
-The problem is the unit of everything here: intervals resample problems, never responses, and means
-weigh a problem by its responses, so that they are also means over the lines of the file.
+The problem is the unit: intervals resample problems, never responses, and means weigh a problem by
+its responses, so that they are also means over the lines of the file.
 """
 
 import collections
@@ -17,7 +17,7 @@ import numpy as np
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
-RIGHT = 0  # the class of right answers
+RIGHT = 0  # class of right answers
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 
 # (prediction, answer) -> whether both mean the same
@@ -26,29 +26,29 @@ Equivalence = Callable[[str, str], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """One judged response, all that a report needs of it; a line of responses.jsonl."""
+    """A judged response as a report needs it; a line of responses.jsonl."""
 
-    problem: str  # the id that the file gives it
+    problem: str  # id in the file
     index: int  # place of the problem in the file
-    sample: int  # place of the response among those to this line of the file
-    question: str  # what the policy saw
+    sample: int  # place of the response among the responses to this line of the file
+    question: str  # as the policy saw it
     answer: str
     response: str
-    extracted: str | None  # the answer that was found in it
+    extracted: str | None  # answer found in the response
     correct: bool
     truncated: bool
     tokens: int
     logprob: float  # sum over the tokens, in nats, before top_p
     reflection: bool  # holds a word such as wait, recheck, again
     repetition: float  # share of 8-token windows that occurred before
-    failure: str | None = None  # what kept the verifier from finishing
+    failure: str | None = None  # error or time-out of the verifier
     subject: str = ""
     level: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean over problems with its 95 % bootstrap interval; of one problem there is none."""
+    """Mean over problems with a 95 % bootstrap interval, None for a single problem."""
 
     value: float
     low: float | None
@@ -63,7 +63,7 @@ class Reflection:
     difficulty instead of what reflection does.
     """
 
-    questions: int  # how many have both kinds
+    questions: int  # number with both kinds
     with_word: Estimate
     without: Estimate
     difference: Estimate
@@ -71,7 +71,7 @@ class Reflection:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One subject or level."""
+    """Accuracy of a subject or level."""
 
     name: str
     problems: int
@@ -80,13 +80,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What an evaluation found. Means over nothing are None."""
+    """Scores and response statistics of an evaluation. Means over nothing are None."""
 
     problems: int  # different ones
     responses: int
     samples_per_problem: int  # k: the fewest that any problem has
-    repeated_problems: int  # problems that the file lists more than once ...
-    most_listings: int  # ... and how often at most
+    repeated_problems: int  # problems that the file lists more than once
+    most_listings: int  # times that the file lists a problem at most
     accuracy: Estimate  # avg@k
     pass_at_k: dict[int, Estimate]  # by k = 1, 2, 4, ..
     majority: Estimate  # maj@k
@@ -105,7 +105,7 @@ class Report:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a right one. Unbiased.
+    """Unbiased chance that k of the samples, drawn without replacement, hold a right one.
 
     1 - C(n-c, k) / C(n, k) (Chen et al., 2021, arXiv 2107.03374), in exact integers.
     """
@@ -116,29 +116,29 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def answer_classes(
     responses: Sequence[Response], equivalent: Equivalence = operator.eq
 ) -> list[int | None]:
-    """Class of each response's answer; None where none was found.
+    """Class of each response's answer; None where no answer was found.
 
-    Right answers are class `RIGHT`: each was found to mean the gold answer. A wrong one joins the
-    first class whose first member it is equivalent to.
+    Right answers are class `RIGHT`: each means the gold answer. A wrong one joins the first class
+    whose first member it is equivalent to.
     """
     known: dict[str, int] = {}
     firsts: list[str] = []
     classes: list[int | None] = []
-    for one in responses:
-        if one.extracted is None or one.correct:
-            classes.append(RIGHT if one.correct else None)
+    for response in responses:
+        answer = response.extracted
+        if answer is None or response.correct:
+            classes.append(RIGHT if response.correct else None)
             continue
-        if one.extracted not in known:
-            like = (i for i, first in enumerate(firsts) if equivalent(one.extracted, first))
-            known[one.extracted] = next(like, len(firsts))
-            if known[one.extracted] == len(firsts):
-                firsts.append(one.extracted)
-        classes.append(RIGHT + 1 + known[one.extracted])
+        if answer not in known:
+            alike = (i for i, first in enumerate(firsts) if equivalent(answer, first))
+            known[answer] = next(alike, len(firsts))
+            firsts += [answer] * (known[answer] == len(firsts))
+        classes.append(RIGHT + 1 + known[answer])
     return classes
 
 
 def majority_score(classes: Sequence[int | None]) -> float:
-    """Whether the largest class is right; of t tied ones, one drawn at random is: 1/t.
+    """1 where the largest class is right, 1/t where it ties with t - 1 others, else 0.
 
     Responses without an answer don't vote.
     """
@@ -149,19 +149,25 @@ def majority_score(classes: Sequence[int | None]) -> float:
 
 
 def _majority(responses: Sequence[Response], k: int, equivalent: Equivalence) -> float:
-    """Mean over the problem's blocks of k samples, so that every problem's vote has k voices."""
+    """Mean majority score over the problem's blocks of k samples: every vote has k voices."""
     classes = answer_classes(responses, equivalent)
     starts = range(0, len(classes) - k + 1, k)
     return float(np.mean([majority_score(classes[i : i + k]) for i in starts]))
 
 
+def _interval(resampled: np.ndarray) -> np.ndarray:
+    """Percentile interval of resampled means, [2] or [2, M]."""
+    tail = 50 * (1 - CONFIDENCE)
+    return np.percentile(resampled, [tail, 100 - tail], axis=0)
+
+
 def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estimate]:
-    """Weighted means of the columns, each with the percentile interval of resampled problems.
+    """Weighted mean of each column with the percentile interval of resampled problems.
 
     Args:
-        values: [P, M], one row per problem.
-        weights: [P], above 0.
-        seed: key of the resampling; all columns see the same resamples.
+        values: a row per problem, [P, M].
+        weights: of the problems, [P], above 0.
+        seed: of the resampling; all columns see the same resamples.
     """
     problems = len(values)
     means = weights @ values / weights.sum()
@@ -169,40 +175,36 @@ def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estima
         return [Estimate(float(mean), None, None) for mean in means]
     shares = np.full(problems, 1 / problems)
     drawn = np.random.default_rng(seed).multinomial(problems, shares, size=RESAMPLES) * weights
-    resampled = drawn @ values / drawn.sum(axis=1, keepdims=True)
-    tail = 50 * (1 - CONFIDENCE)
-    lows, highs = np.percentile(resampled, [tail, 100 - tail], axis=0)
-    return [Estimate(*map(float, found)) for found in zip(means, lows, highs, strict=True)]
+    lows, highs = _interval(drawn @ values / drawn.sum(axis=1, keepdims=True))
+    return [Estimate(*map(float, column)) for column in zip(means, lows, highs, strict=True)]
 
 
 def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int) -> Estimate:
-    """Mean over seeds of their means over problems, with an interval that resamples both.
+    """Mean over runs of their means over problems; the interval resamples runs and problems.
 
     Args:
-        shares: of each seed its problems' values, [P]; the percentile interval is that of seeds
-            drawn anew and, of each that is drawn, its problems.
-        seed: key of the resampling.
+        shares: values of each run's problems, [P] each.
+        seed: of the resampling.
     """
-    mean = float(np.mean([one.mean() for one in shares]))
+    mean = float(np.mean([values.mean() for values in shares]))
     if len(shares) < 2:
         return Estimate(mean, None, None)
     rng, draws = np.random.default_rng(seed), (RESAMPLES, len(shares))
     chosen = rng.integers(len(shares), size=draws)
     resampled = np.zeros(draws)
     for number, values in enumerate(shares):
-        here = chosen == number
-        counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), here.sum())
-        resampled[here] = counts @ values / len(values)
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(resampled.mean(axis=1), [tail, 100 - tail])
+        mask = chosen == number
+        counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), mask.sum())
+        resampled[mask] = counts @ values / len(values)
+    low, high = _interval(resampled.mean(axis=1))
     return Estimate(mean, float(low), float(high))
 
 
 def by_problem(responses: Sequence[Response]) -> list[list[Response]]:
     """Responses to the same question with the same answer, in the order given."""
     problems: dict[tuple[str, str], list[Response]] = {}
-    for one in responses:
-        problems.setdefault((one.question, one.answer), []).append(one)
+    for response in responses:
+        problems.setdefault((response.question, response.answer), []).append(response)
     return list(problems.values())
 
 
@@ -221,7 +223,7 @@ def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
 
 
 def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
-    """avg@k of each value of `field`, in its order; none where the data doesn't say."""
+    """Accuracy by value of `field`, sorted; empty where the data has no such field."""
     members: dict[str, list[list[Response]]] = {}
     for samples in problems:
         members.setdefault(getattr(samples[0], field), []).append(samples)
@@ -249,13 +251,13 @@ def _mean_of_some(values: Sequence[float]) -> float | None:
 def make_report(
     responses: Sequence[Response], equivalent: Equivalence = operator.eq, seed: int = 0
 ) -> Report:
-    """Every score of the responses, of which there must be at least one.
+    """Report on at least one response.
 
     Args:
-        equivalent: which wrong answers are the same for the majority.
-        seed: key of the bootstrap.
+        equivalent: equality of wrong answers in the majority's vote.
+        seed: of the bootstrap.
     """
-    # In file order, so that no sum depends on which response was finished first.
+    # Sorted, so that no sum depends on which response was finished first.
     responses = sorted(responses, key=lambda one: (one.index, one.sample))
     problems = by_problem(responses)
     sizes = np.array([len(samples) for samples in problems])

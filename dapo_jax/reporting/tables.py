@@ -1,4 +1,4 @@
-"""A report as a person reads it: the headline, then what explains it."""
+"""Console tables of an evaluation's report."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def bar(share: float) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    """The bounds, or nothing of a single problem."""
+    """Text of the bounds; empty for a single problem."""
     return "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
 
 
@@ -38,12 +38,12 @@ def _table(title: str, *columns: str) -> Table:
 def _headline(report: Report) -> Table:
     k = report.samples_per_problem
     rows = {f"[bold]avg@{k}": report.accuracy}
-    rows |= {f"pass@{power}": one for power, one in report.pass_at_k.items() if power > 1}
+    rows |= {f"pass@{power}": value for power, value in report.pass_at_k.items() if power > 1}
     rows |= {f"maj@{k}": report.majority} if k > 1 else {}
     table = _table("", "", "score", "95 % interval", "")
-    for name, one in rows.items():
-        bold = "[bold]" if "bold" in name else ""
-        table.add_row(name, f"{bold}{one.value:.3f}", interval(one), f"[cyan]{bar(one.value)}")
+    for name, estimate in rows.items():
+        value, bold = estimate.value, "[bold]" if "bold" in name else ""
+        table.add_row(name, f"{bold}{value:.3f}", interval(estimate), f"[cyan]{bar(value)}")
     return table
 
 
@@ -62,13 +62,13 @@ def _of_responses(report: Report) -> Iterable[tuple[str, str]]:
         yield "-log p", f"{report.entropy:.3f} nats per token, before top_p"
     yield "reflection", f"{report.reflection_fraction:.1%} have a reflection word"
     if report.reflection is not None:
-        found = report.reflection
-        bounds = interval(found.difference)
+        reflection = report.reflection
+        bounds = interval(reflection.difference)
         yield (
             "",
-            f"accuracy {found.with_word.value:.3f} with, {found.without.value:.3f} without, inside "
-            f"the {found.questions} questions\nthat have both; difference "
-            f"{found.difference.value:+.3f}" + (f" ({bounds})" if bounds else ""),
+            f"accuracy {reflection.with_word.value:.3f} with, {reflection.without.value:.3f} "
+            f"without, inside the {reflection.questions} questions\nthat have both; difference "
+            f"{reflection.difference.value:+.3f}" + (f" ({bounds})" if bounds else ""),
         )
 
 
@@ -82,7 +82,7 @@ def _breakdown(title: str, rows: list[Row], k: int) -> Table:
 
 
 def report_tables(report: Report) -> Iterable[Table]:
-    """The headline, the responses, and a table per subject and level where the data has them."""
+    """Scores, response statistics, and a table per subject and level where the data has them."""
     yield _headline(report)
     grid = Table.grid(padding=(0, 2))
     for name, text in _of_responses(report):
@@ -94,7 +94,7 @@ def report_tables(report: Report) -> Iterable[Table]:
 
 
 def describe_problems(report: Report) -> str:
-    """How many problems and samples; says so where the data repeats problems."""
+    """Text about the numbers of problems and samples, and about repeated problems."""
     k = report.samples_per_problem
     more = " or more" if report.responses > report.problems * k else ""
     text = f"{report.problems} problems, {k}{more} samples each"

@@ -1,4 +1,4 @@
-"""Weights & Biases beside the other writers, where `log.wandb` names a project."""
+"""Weights & Biases: a run's rows in the project that `log.wandb` names."""
 
 import dataclasses
 import importlib.util
@@ -10,29 +10,29 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.storage.ownership import Folder, is_remote
 
-RUN_ID = "wandb_id"  # the file in the run folder
-REFUSED, LONGEST = "/\\#?%:", 128  # in and of a project's name, by wandb itself
+RUN_ID = "wandb_id"  # file in the run folder
+REFUSED, LONGEST = "/\\#?%:", 128  # characters and length of a project's name, by wandb's rules
 
 
 def check_project(project: str) -> None:
-    """Raises `ConfigError` for a project that can't be, or where wandb is not installed."""
+    """Raises `ConfigError` for a name that wandb refuses, or where wandb is not installed."""
     named = project == project.strip() and not set(REFUSED) & set(project)
     allowed = f"empty, or at most {LONGEST} characters, none of {' '.join(REFUSED)}"
     require(named and len(project) <= LONGEST, "log.wandb", project, allowed)
     if not project:
         return
-    found = importlib.util.find_spec("wandb")
+    package = importlib.util.find_spec("wandb")
     # A folder called wandb, where offline runs go, would pass for a package without an origin.
-    installed = found is not None and found.origin is not None
+    installed = package is not None and package.origin is not None
     allowed = "empty without the package wandb: pip install 'dapo_jax[wandb]'"
     require(installed, "log.wandb", project, allowed)
 
 
 class Tracker:
-    """A run's rows in the project `config.log.wandb`; a context manager.
+    """Tracker of a run's rows in the project `config.log.wandb`; a context manager.
 
-    What a resumed run repeats is already there, the same bit for bit, and not sent again.
-    Raises `ConfigError` where wandb can't begin: no key, no such mode, nobody answers.
+    A resumed run repeats rows bit for bit; those are not sent again. Raises `ConfigError` where
+    wandb can't begin: no key, no such mode, no answer.
     """
 
     def __init__(self, run_dir: Folder, config: Config):
@@ -60,7 +60,7 @@ class Tracker:
             raise ConfigError(f"config.log.wandb = {config.log.wandb!r}: {reason}") from None
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """The values of one step."""
+        """Sends the metrics of a step."""
         if step >= self._run.step:
             self._run.log(values, step=step, commit=True)
 

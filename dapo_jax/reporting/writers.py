@@ -1,4 +1,4 @@
-"""Where what was measured is written: metrics.jsonl, event files, rollouts/."""
+"""Writers of a run's files: metrics.jsonl, TensorBoard's events, rollouts/."""
 
 import io
 import json
@@ -15,7 +15,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
-from dapo_jax.reporting.metrics import MEANINGS
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
@@ -27,17 +26,22 @@ TOKEN_DECIMALS = 3
 
 
 def describe_gaps(run_dir: Folder, last_row: int, rollouts: bool) -> list[str]:
-    """What a run that goes on after the row `last_row` should have left, and has not."""
-    steps, said = range(1, last_row + 1), []
+    """Texts about rows and rollouts that are missing before a run goes on.
+
+    Args:
+        last_row: newest step that should have a row.
+        rollouts: whether the run writes rollouts.
+    """
+    steps, texts = range(1, last_row + 1), []
     rows = {row.get("step") for row in _rows(run_dir / "metrics.jsonl")}
     if missing := [step for step in steps if step not in rows]:
-        said.append(f"metrics.jsonl lacks the rows of steps {spell(missing)}")
-    there = run_dir / "rollouts"
-    names = {path.name for path in there.iterdir()} if there.exists() else set()
+        texts.append(f"metrics.jsonl lacks the rows of steps {spell(missing)}")
+    folder = run_dir / "rollouts"
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     missing = [step for step in steps if _rollouts_name(step) not in names]
     if rollouts and missing:
-        said.append(f"rollouts/ lacks steps {spell(missing)}: deleted, or never written")
-    return said
+        texts.append(f"rollouts/ lacks steps {spell(missing)}: deleted, or never written")
+    return texts
 
 
 def _rows(path: Folder) -> list[dict[str, float]]:
@@ -49,13 +53,15 @@ def _rollouts_name(step: int) -> str:
 
 
 class MetricWriter:
-    """Appends to metrics.jsonl, to TensorBoard's event files and to a tracker.
+    """Rows of metrics, appended to metrics.jsonl, TensorBoard's event file and a tracker.
 
     Args:
-        last_row: lines of later steps are dropped.
-        tensorboard: whether there are events, too.
-        tracker: gets the same; whoever made it closes it.
-        storage: is told of lines that can't be read, and what can't be written.
+        last_row: step of the last row that stays; later ones are dropped.
+        tensorboard: whether an event file is written.
+        tracker: stays open; its maker closes it.
+        storage: warns of lines that can't be read and of writes that fail.
+
+    Raises `ConfigError` where metrics.jsonl can't be cut back.
     """
 
     def __init__(
@@ -88,9 +94,7 @@ class MetricWriter:
         self._add(Event(wall_time=time.time(), step=last_row + 1, session_log=restart))
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line, with its time, and one event. Raises KeyError for a name without a meaning."""
-        for name in values:
-            MEANINGS[name.split("/")[0]]
+        """Appends a row, with its time, and an event."""
         line = {"step": step, "time": round(time.time(), 3)}
         line |= {name: _number(value) for name, value in values.items()}
         self._lines.add(json.dumps(line).encode() + b"\n")
@@ -108,32 +112,35 @@ class MetricWriter:
             self._storage.attempt("TensorBoard's file", self._events.write)
 
     def read(self) -> list[dict[str, float]]:
-        """All lines so far."""
+        """Rows so far."""
         return _rows(self._lines.path)
 
 
 def _number(value: float) -> float | None:
-    """What JSON can hold of a float."""
+    """A finite float; None, which JSON has, in place of any other."""
     return float(value) if math.isfinite(value) else None
 
 
 def _short(values: np.ndarray) -> list[float]:
-    """As float64, whose decimals are short in a file; those of float32 are not."""
+    """Rounded numbers for a file, as float64: decimals of a float32 would be long again."""
     return values.astype(float).round(TOKEN_DECIMALS).tolist()
 
 
 def token_fields(
     completion: Completion, trace: Trace | None, tokenizer: Tokenizer
 ) -> dict[str, list]:
-    """The text of each token and what is known of it. A character of several stands at its last."""
+    """Texts, log-probs, ratios and clips of a response's tokens.
+
+    A character of several tokens is the text of the last of them.
+    """
     stream = TextStream(tokenizer)
     texts = [stream.add([token]) for token in completion.tokens.tolist()]
-    texts[-1:] = [one + stream.rest() for one in texts[-1:]]
-    found = {"token_texts": texts, "token_logprobs": _short(completion.sampler_logprobs)}
+    texts[-1:] = [text + stream.rest() for text in texts[-1:]]
+    fields = {"token_texts": texts, "token_logprobs": _short(completion.sampler_logprobs)}
     if trace and trace.ratios is not None and trace.clipped is not None:
-        found |= {"token_ratios": _short(trace.ratios)}
-        found |= {"token_clipped": trace.clipped.astype(int).tolist()}
-    return found
+        fields |= {"token_ratios": _short(trace.ratios)}
+        fields |= {"token_clipped": trace.clipped.astype(int).tolist()}
+    return fields
 
 
 def write_rollouts(
@@ -143,14 +150,14 @@ def write_rollouts(
     token_groups: int = 0,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """rollouts/step_NNNNNN.jsonl: a line per judged response, complete or absent.
+    """Writes rollouts/step_NNNNNN.jsonl, a line per judged response, whole or not at all.
 
     Args:
-        token_groups: of the last so many trained groups every token is written, too.
-        tokenizer: needed for that.
+        token_groups: number of trained groups, the last ones, whose tokens are written as well.
+        tokenizer: decodes those tokens; without it none are written.
     """
     first = max(0, len(collected.groups) - token_groups)
-    told = {group.prompt.index for group in collected.groups[first:]}
+    with_tokens = {group.prompt.index for group in collected.groups[first:]}
     groups = collected.judged + collected.surplus + collected.broken
     surplus = {group.prompt.index for group in collected.surplus}
     folder = run_dir / "rollouts"
@@ -186,6 +193,6 @@ def write_rollouts(
                 }
                 if len(completion.drawn_by) > 1:
                     line["drawn_by"] = completion.drawn_by
-                if tokenizer and group.prompt.index in told:
+                if tokenizer and group.prompt.index in with_tokens:
                     line |= token_fields(completion, trace, tokenizer)
                 file.write(json.dumps(line).encode() + b"\n")

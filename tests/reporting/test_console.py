@@ -212,7 +212,7 @@ def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
     assert train(config) == json.loads(summary.read_text())
     said = capsys.readouterr().out
     assert "is already finished: 2 steps, held-out" in said and "--config.total_steps=4" in said
-    assert "dapo_jax.evaluate" in said and "dapo_jax.export" in said and "policy:" not in said
+    assert "dapo-jax evaluate" in said and "dapo-jax export" in said and "policy:" not in said
     assert before == [path.stat().st_mtime_ns for path in files]
     config.seed = 1
     with pytest.raises(ConfigError, match="seed = 1"):

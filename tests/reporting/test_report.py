@@ -304,7 +304,7 @@ def test_a_run_does_not_fail_at_its_page(write_run, monkeypatch, capsys):
     def broken():
         raise ModuleNotFoundError("No module named 'plotly'")
 
-    monkeypatch.setattr(page, "plotting_code", broken)
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", broken)
     folder = read_run(write_run("a")).folder
     page.write_own_page(folder, Progress(True))
     assert "report.html was not written: " in capsys.readouterr().out

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, check_documented
 from safetensors.numpy import load_file
 from several import Several
 from test_output_folder import KINDS, snapshot
@@ -136,7 +136,9 @@ def settings(path: pathlib.Path, rows: list[dict], folder, **changes) -> dict:
 
 
 def read_metrics(out) -> list[dict]:
-    return [json.loads(line) for line in (pathlib.Path(out) / "metrics.jsonl").open()]
+    rows = [json.loads(line) for line in (pathlib.Path(out) / "metrics.jsonl").open()]
+    check_documented(name for row in rows for name in row)
+    return rows
 
 
 def answer(a: int, b: int, wrong: int = 0) -> str:

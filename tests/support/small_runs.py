@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from conftest import make_completion, make_prompt
+from conftest import check_documented, make_completion, make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.commands import command_line
@@ -125,8 +125,9 @@ def equal(left, right) -> bool:
 
 
 def read_rows(run_dir) -> list[dict]:
-    """The lines of metrics.jsonl without what the clock says."""
+    """The lines of metrics.jsonl without what the clock says; every name has a meaning."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    check_documented(name for row in rows for name in row)
     return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side: which are seeds of one experiment, what sets them apart, what each reached."""
+"""Comparison of runs: seeds of one experiment, headline numbers, settings that differ."""
 
 import dataclasses
 import os.path
@@ -11,20 +11,20 @@ from scipy.special import stdtrit  # comes with jax
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
 from dapo_jax.reporting.alerts import LAST, finite_values
-from dapo_jax.reporting.page.recorded_run import Recorded, heldout_shares
+from dapo_jax.reporting.page.recorded_run import RecordedRun, heldout_shares
 from dapo_jax.reporting.scores import estimate_over_seeds
 from dapo_jax.runtime.settings import leaves, require
 
-# What may differ between two seeds of one experiment.
+# Beginnings of settings that may differ between two seeds of one experiment.
 OF_A_SEED = ("seed", "run_dir", "log.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Runs whose settings differ only in their seed."""
+    """Runs whose settings differ only in the seed."""
 
     name: str
-    runs: list[Recorded]
+    runs: list[RecordedRun]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _decisive(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not name.startswith(OF_A_SEED)}
 
 
-def _name(runs: list[Recorded]) -> str:
+def _name(runs: list[RecordedRun]) -> str:
     names = [run.name for run in runs]
     if len(names) == 1:
         return names[0]
@@ -43,26 +43,25 @@ def _name(runs: list[Recorded]) -> str:
     return f"{common.rstrip('_-. ') or names[0]} ({len(runs)} seeds)"
 
 
-def experiments(runs: Sequence[Recorded]) -> list[Experiment]:
-    """The runs, seeds of one experiment together, in the order given; no name twice."""
-    together: list[list[Recorded]] = []
+def experiments(runs: Sequence[RecordedRun]) -> list[Experiment]:
+    """Groups runs that are seeds of one experiment, in the order given; no name comes twice."""
+    together: list[list[RecordedRun]] = []
     for run in runs:
-        for others in together:
-            if _decisive(others[0].settings) == _decisive(run.settings):
-                others.append(run)
-                break
-        else:
+        seeds = (r for r in together if _decisive(r[0].settings) == _decisive(run.settings))
+        if (others := next(seeds, None)) is None:
             together.append([run])
+        else:
+            others.append(run)
     named: list[Experiment] = []
     for number, members in enumerate(together, 1):
         name = _name(members)
-        taken = any(name == one.name for one in named)
-        named.append(Experiment(f"{name} [{number}]" if taken else name, members))
+        is_taken = any(name == experiment.name for experiment in named)
+        named.append(Experiment(f"{name} [{number}]" if is_taken else name, members))
     return named
 
 
 def mean_interval(samples: np.ndarray) -> list[float | None]:
-    """Mean and 95 % interval (Student's t) of independent values; of fewer than 2, no interval."""
+    """[mean, low, high] of independent values: 95 % by Student's t, no interval below 2 values."""
     if not samples.size:
         return [None, None, None]
     mean = float(samples.mean())
@@ -73,7 +72,7 @@ def mean_interval(samples: np.ndarray) -> list[float | None]:
     return [mean, mean - half, mean + half]
 
 
-# Name, metric, what is made of its rows, and the form to show it in.
+# Name, metric, rows that count (the first, the last, the run's end), form of the number.
 HEADLINES = (
     ("Held-out accuracy before", "heldout_accuracy", "first", "share"),
     ("Held-out accuracy after", "heldout_accuracy", "last", "share"),
@@ -85,50 +84,48 @@ HEADLINES = (
 )
 
 
-def _reached(experiment: Experiment, metric: str, taken: str) -> tuple[list[float | None], str]:
-    """[mean, low, high] of a headline number, and over what the interval is."""
-    part = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}[taken]
-    chosen = [finite_values(run.rows, metric)[part] for run in experiment.runs]
-    chosen = [one for one in chosen if one.size]
-    if len(experiment.runs) > 1 and metric == "heldout_accuracy":
-        kept = [heldout_shares(run, 0 if taken == "first" else -1) for run in experiment.runs]
-        shares = [one for one in kept if one is not None]
-        if len(shares) == len(kept):
-            found = estimate_over_seeds(shares, 0)
-            return list(dataclasses.astuple(found)), f"over {len(shares)} seeds and their problems"
-    if len(experiment.runs) > 1:
-        found = mean_interval(np.array([one.mean() for one in chosen]))
-        return found, f"over {len(chosen)} seeds"
-    if taken in ("first", "last"):
-        rows = [row for row in experiment.runs[0].rows if finite_values([row], metric).size]
-        row = rows[0 if taken == "first" else -1] if rows else {}
-        ends = [row.get(f"{metric}{end}") for end in ("", "_low", "_high")]
-        return ends, "over problems (bootstrap)"
-    return mean_interval(np.concatenate([*chosen, np.zeros(0)])), "over these steps"
+def _headline(experiment: Experiment, metric: str, at: str) -> tuple[list[float | None], str]:
+    """[mean, low, high] of a headline number, and what the interval is over."""
+    part = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}[at]
+    which, runs = 0 if at == "first" else -1, experiment.runs
+    chosen = [numbers for run in runs if (numbers := finite_values(run.rows, metric)[part]).size]
+    if len(runs) > 1 and metric == "heldout_accuracy":
+        shares = [share for run in runs if (share := heldout_shares(run, which)) is not None]
+        if len(shares) == len(runs):
+            estimate = dataclasses.astuple(estimate_over_seeds(shares, 0))
+            return list(estimate), f"over {len(runs)} seeds and their problems"
+    if len(runs) > 1:
+        means = np.array([numbers.mean() for numbers in chosen])
+        return mean_interval(means), f"over {len(chosen)} seeds"
+    if at == "end":
+        return mean_interval(np.concatenate([*chosen, np.zeros(0)])), "over these steps"
+    rows = [row for row in runs[0].rows if finite_values([row], metric).size] or [{}]
+    names = (metric, f"{metric}_low", f"{metric}_high")
+    return [rows[which].get(name) for name in names], "over problems (bootstrap)"
 
 
 def headlines(experiment: Experiment) -> list[dict[str, Any]]:
-    """The numbers to read first, each with its 95 % interval where there is one."""
-    found = []
-    for name, metric, taken, form in HEADLINES:
-        numbers, over = _reached(experiment, metric, taken)
-        if form == "share":  # which a t interval knows nothing of
+    """Headline numbers of an experiment, each with a 95 % interval where there is one."""
+    lines = []
+    for name, metric, at, form in HEADLINES:
+        numbers, over = _headline(experiment, metric, at)
+        if form == "share":  # a t interval does not end at 0 and 1
             numbers = [x and min(1.0, max(0.0, x)) for x in numbers]
         if numbers[0] is not None:
-            found.append({"name": name, "form": form, "value": numbers, "over": over})
-    return found
+            lines.append({"name": name, "form": form, "value": numbers, "over": over})
+    return lines
 
 
 def _changed(settings: dict[str, Any], others: dict[str, Any]) -> list[list[Any]]:
-    """[name, value, other value] of every setting that differs and that both have."""
+    """[name, value, other value] of every setting that both have and that differs."""
     both = [name for name in settings if name in others]
     return [[n, settings[n], others[n]] for n in both if settings[n] != others[n]]
 
 
 def from_preset(settings: dict[str, Any], preset: str = "") -> tuple[str, list[list[Any]]]:
-    """The preset of that name, or else the nearest, and what of `algorithm` differs from it.
+    """Name of a preset, the nearest by default, and the settings of `algorithm` that differ.
 
-    Raises `ConfigError` for a name that is none.
+    Raises `ConfigError` for a name that no preset has.
     """
     require(not preset or preset in PRESETS, "preset", preset, f"one of {', '.join(PRESETS)}")
     differences = {
@@ -140,19 +137,19 @@ def from_preset(settings: dict[str, Any], preset: str = "") -> tuple[str, list[l
 
 
 def from_defaults(settings: dict[str, Any]) -> list[list[Any]]:
-    """What differs from the defaults of all settings."""
+    """[name, value, default] of every setting that differs from its default."""
     return _changed(settings, {name: value for name, _, value in leaves(Config())})
 
 
-def apart(found: Sequence[Experiment]) -> list[list[Any]]:
-    """[setting, value of each experiment, ...] of every decisive setting in which they differ."""
-    tables = [_decisive(one.settings) for one in found]
+def apart(shown: Sequence[Experiment]) -> list[list[Any]]:
+    """[name, value in each experiment, ...] of every setting that sets experiments apart."""
+    tables = [_decisive(experiment.settings) for experiment in shown]
     names = list(dict.fromkeys(name for table in tables for name in table))
     lines = [[name, *(table.get(name) for table in tables)] for name in names]
     return [line for line in lines if any(value != line[1] for value in line[2:])]
 
 
-# What tells how many tokens of a step were trained on.
+# Metrics from which the trained tokens of a step follow.
 OF_TOKENS = (
     "sampled_tokens_per_second seconds_rollout abandoned_tokens put_back_tokens "
     "sampled_to_kept_tokens trained_groups"
@@ -160,7 +157,7 @@ OF_TOKENS = (
 
 
 def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
-    """Seconds and tokens of all runs together, by what they went into."""
+    """Seconds and tokens of all runs together, by what they were spent on."""
     rows = [row for run in experiment.runs for row in run.rows]
 
     def total(name: str) -> float:
@@ -177,7 +174,7 @@ def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
     }
     kept = dropped = 0.0
     for row in rows:
-        # Missing or not finite is as good as none.
+        # A metric may be missing, or null where it was not finite.
         speed, took, lost, back, ratio, groups = (row.get(name) or 0.0 for name in OF_TOKENS)
         drawn = speed * took
         trained = min(drawn, (drawn + lost + back) / ratio) if ratio and groups else 0.0

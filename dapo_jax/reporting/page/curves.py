@@ -7,7 +7,7 @@ from dapo_jax.runtime.storage.ownership import Folder
 
 
 class Curve(NamedTuple):
-    """One chart: metrics over steps, and two sentences on what to see in them."""
+    """A chart: metrics over steps, and how a healthy and an ill one look."""
 
     title: str
     metrics: tuple[str, ...]
@@ -145,7 +145,7 @@ PANELS = (
 
 
 def plot_run(rows: list[dict[str, float]], path: Folder, title: str) -> None:
-    """Writes one PNG with six panels over rollout steps."""
+    """Writes a PNG of six panels over rollout steps."""
     from matplotlib.figure import Figure
 
     # Without pyplot, whose backend may be that of the notebook that called.

@@ -1,26 +1,27 @@
-"""What a run left in its folder, read for its report: settings, rows, a sample of its rollouts.
+"""Reader of a run's folder for the report: settings, rows, a sample of the rollouts.
 
-Files are read as they may be found: of a run that goes on, that was killed, or that is older than
-a setting or a metric. A line that is no object is passed over.
+The run may still go on, may have been killed, or may be older than a setting or a metric. A line
+that is no JSON object is passed over.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.ownership import SECTIONS_OF_A_RUN, Folder, folder_at
 
 FILES_READ = 24  # rollouts files of a run
-BYTES_READ = 32_000_000  # of each
+BYTES_READ = 32_000_000  # of each file
 GROUPS_OF_A_STEP = 4
-SHOWN_CHARACTERS = 6000  # of a text; of a longer one, beginning and end
+SHOWN_CHARACTERS = 6000  # of a text; a longer one loses its middle
 A_RUN = "the folder of a run, with config.json and metrics.jsonl"
-# Of a response: what it is called in the page, by its name in the file.
+# Fields of a response: name in the page by name in the file.
 FIELDS = {
     "response": "text",
     "extracted": "extracted",
@@ -40,8 +41,8 @@ FIELDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
-    """One run. `settings` are by dotted name, `rows` by step."""
+class RecordedRun:
+    """A run as its folder tells it: `settings` by dotted name, `rows` in the order of steps."""
 
     folder: Folder
     settings: dict[str, Any]
@@ -52,17 +53,8 @@ class Recorded:
         return self.folder.name or str(self.folder)
 
 
-def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else None
-        found |= {f"{prefix}{name}": value} if inner is None else inner
-    return found
-
-
-def read_run(name: str) -> Recorded:
-    """The run in that folder. Raises `ConfigError` where there is none, or no step of one."""
+def read_run(name: str) -> RecordedRun:
+    """Reads the run in a folder. Raises `ConfigError` where there is none, or none of its steps."""
     folder = folder_at(name)
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -74,12 +66,17 @@ def read_run(name: str) -> Recorded:
     require(known, "run", name, f"{A_RUN}; its config.json is not that of a run")
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     require(bool(by_step), "run", name, f"{A_RUN}; there is no row in its metrics.jsonl")
-    return Recorded(folder, dotted(settings), [by_step[step] for step in sorted(by_step)])
+    return RecordedRun(
+        folder, flatten_dict(settings, sep="."), [by_step[step] for step in sorted(by_step)]
+    )
 
 
-def heldout_shares(run: Recorded, which: int) -> np.ndarray | None:
-    """[P], share of right responses to each held-out problem in the first (0) or last (-1)
-    evaluation of the run; None where its responses were not kept."""
+def heldout_shares(run: RecordedRun, which: int) -> np.ndarray | None:
+    """Shares of right responses to each held-out problem, [P]; None where none were kept.
+
+    Args:
+        which: 0 for the first evaluation of the run, -1 for the last.
+    """
     steps = [row["step"] for row in run.rows if "heldout_accuracy" in row]
     path = run.folder / "evaluations" / f"step_{steps[which] if steps else 0:06d}.jsonl"
     right: dict[Any, list[bool]] = {}
@@ -90,28 +87,19 @@ def heldout_shares(run: Recorded, which: int) -> np.ndarray | None:
 
 
 def spread_out(count: int, most: int) -> list[int]:
-    """At most so many of the first `count` numbers, evenly, the ends among them."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
+    """At most `most` of the numbers below `count`, evenly spaced, both ends among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
-def coarse_to_fine(numbers: Iterable[int]) -> list[int]:
-    """The last, the first, and then ever those that halve what lies between."""
-    rest = sorted(numbers)
-    ordered = [rest.pop(), *rest[:1]] if rest else []
-    spans = [rest[1:]]
-    while spans:
-        span = spans.pop(0)
-        if span:
-            middle = len(span) // 2
-            ordered.append(span[middle])
-            spans += [span[:middle], span[middle + 1 :]]
-    return ordered
+def coarse_to_fine(numbers: Sequence[int]) -> list[int]:
+    """All numbers, reordered: the last, the first, then halves, quarters and so on."""
+    count = len(numbers)
+    parts = [2**power + 1 for power in range(count.bit_length() + 1)]
+    return [numbers[i] for i in dict.fromkeys(i for n in parts for i in spread_out(count, n)[::-1])]
 
 
 def shorten(text: Any) -> str:
-    """A text that fits a page."""
+    """A text without its middle where it is too long for a page."""
     text, half = str(text), SHOWN_CHARACTERS // 2
     if len(text) <= SHOWN_CHARACTERS:
         return text
@@ -119,17 +107,15 @@ def shorten(text: Any) -> str:
 
 
 def _response(line: dict[str, Any]) -> dict[str, Any]:
-    found = {new: line[name] for name, new in FIELDS.items() if line.get(name) is not None}
+    fields = {new: line[name] for name, new in FIELDS.items() if line.get(name) is not None}
     if "advantage" in line:  # null where no update saw the response; older runs don't say
-        found["advantage"] = line["advantage"]
-    whole = len(str(found.get("text", ""))) <= SHOWN_CHARACTERS
-    if not whole:
+        fields["advantage"] = line["advantage"]
+    if len(str(fields.get("text", ""))) > SHOWN_CHARACTERS:
         for name in ("pieces", "logprobs", "ratios", "clipped"):
-            found.pop(name, None)
-    for name in ("text", "extracted", "failure"):
-        if name in found:
-            found[name] = shorten(found[name])
-    return found
+            fields.pop(name, None)
+    return fields | {
+        name: shorten(fields[name]) for name in ("text", "extracted", "failure") if name in fields
+    }
 
 
 def _outcome(lines: list[dict[str, Any]]) -> str:
@@ -138,7 +124,7 @@ def _outcome(lines: list[dict[str, Any]]) -> str:
 
 
 def groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
-    """A few groups of a rollouts file: with tokens, and of each outcome, as far as there are."""
+    """A few groups of a rollouts file: those with tokens first, then of every outcome."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for line in objects(path, BYTES_READ):
         groups.setdefault(line.get("index"), []).append(line)
@@ -162,16 +148,14 @@ def groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
     ]
 
 
-def sample_groups(run: Recorded) -> Iterator[dict[str, Any]]:
-    """Groups of some steps, the most telling first, so that any beginning is a fair sample."""
+def sample_groups(run: RecordedRun) -> Iterator[dict[str, Any]]:
+    """Groups of evenly spaced steps, ordered so that any beginning is a fair sample."""
     folder = run.folder / "rollouts"
-    files = {}
-    for path in folder.glob("step_*.jsonl") if folder.exists() else ():
-        number = path.stem.removeprefix("step_")
-        if number.isdigit():
-            files[int(number)] = path
+    paths = folder.glob("step_*.jsonl") if folder.exists() else ()
+    numbers = ((path.stem.removeprefix("step_"), path) for path in paths)
+    files = {int(number): path for number, path in numbers if number.isdigit()}
     steps = sorted(files)
-    chosen = coarse_to_fine(steps[i] for i in spread_out(len(steps), FILES_READ))
-    read = [groups_of(files[step], step) for step in chosen]
+    chosen = coarse_to_fine([steps[i] for i in spread_out(len(steps), FILES_READ)])
+    groups = [groups_of(files[step], step) for step in chosen]
     for place in range(GROUPS_OF_A_STEP):
-        yield from (groups[place] for groups in read if place < len(groups))
+        yield from (of_step[place] for of_step in groups if place < len(of_step))
