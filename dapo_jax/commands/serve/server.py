@@ -201,7 +201,7 @@ def serve(
         bind(config, field).close()  # a taken port is reported before a model is loaded
     engine, params, tokenizer = open_engine(config)
     warm_up(engine, params)
-    # Imported after the engine, which keeps TensorFlow quiet.
+    # Imported after the engine, which prepares the import of JetStream.
     from dapo_jax.commands.serve.generator import Generator
 
     with metrics_server(config):
