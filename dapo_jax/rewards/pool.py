@@ -1,71 +1,38 @@
-"""Reward workers: threads that judge, and processes that can be killed for what is dangerous."""
+"""Pool of reward workers: threads that judge, and processes that can be killed."""
 
 import dataclasses
 import os
 import sys
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.functions import GYM, HERE, compute, own_parts
-from dapo_jax.runtime.workers.parent import WorkerProcess
+from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.structs import Verdict
+from dapo_jax.verifier import algebra_process
 from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
 from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 from dapo_jax.verifier.equivalence import decide, gold_answer
 from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
 
 WORKER = "dapo_jax.rewards.worker"
-TRIES = 2  # a verdict must not depend on one worker's bad luck
 
 
-class _Desk:
-    """What one thread of the pool judges with: algebra, and processes for the functions of others.
+class _Workers(NamedTuple):
+    """Processes that one thread of the pool asks; each starts with its first job."""
 
-    Attributes:
-        kills: workers that had to be killed, those of the algebra aside.
-    """
-
-    def __init__(self, memory: Memory):
-        self.algebra, self.kills = RemoteAlgebra(memory), 0
-        self._processes: dict[tuple[str, ...], WorkerProcess] = {}
-        self._closed = False
-
-    def ask(self, kind: tuple[str, ...], job: dict, seconds: float) -> dict:
-        """The reply of that kind of worker. Raises TimeoutError, OSError or ValueError."""
-        for last in range(TRIES - 1, -1, -1):
-            try:
-                if self._closed:
-                    raise OSError("closed")
-                if kind not in self._processes:
-                    # The user's own functions are found wherever this process finds them.
-                    path = os.pathsep.join(filter(None, sys.path))
-                    variables = os.environ | {"PYTHONPATH": path}
-                    self._processes[kind] = WorkerProcess(WORKER, *kind, environment=variables)
-                    if self._closed:  # while it was starting: `close` could not know of it
-                        raise OSError("closed")
-                return self._processes[kind].ask(job, time.monotonic() + seconds)
-            except (TimeoutError, OSError, ValueError):
-                process = self._processes.pop(kind, None)
-                if process is not None:
-                    self.kills += 1
-                    process.kill()
-                if not last:
-                    raise
-        raise AssertionError
-
-    def close(self) -> None:
-        self._closed = True
-        self.algebra.close()
-        for process in list(self._processes.values()):
-            process.kill()
+    algebra: RestartingWorker
+    gym: RestartingWorker
+    parts: RestartingWorker
 
 
 class RewardPool:
-    """Judges responses beside the decoding: a thread per worker, and processes where needed.
+    """Judging of responses beside the decoding: a thread per worker, and processes where needed.
 
-    Raises `ConfigError` for a reward function that can't be found.
+    Raises:
+        ConfigError: a reward function can't be found.
     """
 
     def __init__(self, reward: Reward):
@@ -74,46 +41,46 @@ class RewardPool:
         self._verify = VERIFIERS[reward.verifier]
         self._here = {name: parts[name] for name in parts if name.startswith(HERE)}
         self._names = [name for name in parts if name not in self._here]
-        self._lock, self._desks, self._closed = threading.Lock(), [], False
+        self._lock, self._closed = threading.Lock(), False
+        self._workers: list[_Workers] = []
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="reward")
 
     @property
     def kills(self) -> int:
-        """Workers that had to be killed since the start."""
+        """Count of worker processes that had to be killed since the start."""
         with self._lock:
-            return sum(desk.kills + desk.algebra.kills for desk in self._desks)
+            return sum(worker.kills for workers in self._workers for worker in workers)
 
     def submit(
         self, prompt: str, response: str, answer: str, source: str = "", metadata: str = ""
     ) -> Future[Verdict]:
-        """The verdict on one response, later. Never fails: what went wrong is in the verdict.
+        """Future verdict on one response. It never fails: errors are in the verdict.
 
         Args:
-            source, metadata: of a problem with a scorer of its own.
+            source, metadata: those of a problem with a scorer of its own.
         """
         job = {"prompt": prompt, "response": response, "answer": answer}
         return self._threads.submit(self._judge, job, source, metadata)
 
     def _judge(self, job: dict[str, str], source: str, metadata: str) -> Verdict:
-        desk = self._desk()
-        verdict = self._verify_with(desk, job)
+        workers, seconds = self._own_workers(), self._reward.timeout_seconds
+        verdict = self._verify_with(workers.algebra, job)
         if metadata:
-            verdict = self._score_with(desk, verdict, source, metadata)
+            verdict = self._score_with(workers.gym, verdict, source, metadata)
         here = compute(self._here, job)
         parts = {GYM: float(verdict.correct)} | verdict.parts | here["parts"]
         broken = here.get("broken")
         if self._names:
             try:
-                reply = desk.ask(("parts", *self._names), job, self._reward.timeout_seconds)
+                reply = workers.parts.ask(job, seconds, retry_late=True)
                 parts, broken = parts | reply["parts"], broken or reply.get("broken")
-            except (TimeoutError, OSError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 broken = f"{self._names[0]}: {type(error).__name__}: {error}"
         return dataclasses.replace(verdict, parts=parts, broken=broken)
 
-    def _verify_with(self, desk: _Desk, job: dict[str, str]) -> Verdict:
-        algebra, gold = desk.algebra, job["answer"]
-        asked, remembered, undecided = algebra.asked, algebra.remembered, algebra.undecided
-        algebra.begin(self._reward.timeout_seconds)
+    def _verify_with(self, worker: RestartingWorker, job: dict[str, str]) -> Verdict:
+        algebra = RemoteAlgebra(worker, self._memory, self._reward.timeout_seconds)
+        gold = job["answer"]
         try:
             correct, extracted, how = self._verify(job["response"], gold, algebra)
             value = extracted if self._reward.verifier in BY_VALUE else None
@@ -126,36 +93,48 @@ class RewardPool:
         except Exception as error:  # a verifier's bug costs a response, never the run
             return Verdict(False, None, f"{type(error).__name__}: {error}", decided="failed")
         if extracted is not None:
-            how = "remembered" if algebra.remembered > remembered else "direct"
-            how = "algebra" if algebra.asked > asked else how
-            how = "undecided" if algebra.undecided > undecided and not correct else how
+            how = "remembered" if algebra.remembered else "direct"
+            how = "algebra" if algebra.asked else how
+            how = "undecided" if algebra.undecided and not correct else how
         return Verdict(correct, extracted, decided=how)
 
-    def _score_with(self, desk: _Desk, verdict: Verdict, source: str, metadata: str) -> Verdict:
-        """The verdict of the problem's own scorer on the answer that was found."""
+    def _score_with(
+        self, worker: RestartingWorker, verdict: Verdict, source: str, metadata: str
+    ) -> Verdict:
+        """Verdict of the problem's own scorer on the extracted answer."""
         job = {"source": source, "metadata": metadata, "answer": verdict.extracted}
         try:
-            reply = desk.ask(("gym",), job, self._reward.timeout_seconds)
+            reply = worker.ask(job, self._reward.timeout_seconds, retry_late=True)
             score, failure = float(reply["score"]), reply.get("failure")
-        except (TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             score, failure = 0.0, f"{type(error).__name__}: {error}"
         how = verdict.decided if verdict.extracted is None else "scorer"
         how = "failed" if failure else how
         return Verdict(score >= 1, verdict.extracted, failure, parts={GYM: score}, decided=how)
 
-    def _desk(self) -> _Desk:
-        if getattr(self._own, "desk", None) is None:
-            self._own.desk = _Desk(self._memory)
+    def _own_workers(self) -> _Workers:
+        """Workers of the thread that asks."""
+        if getattr(self._own, "workers", None) is None:
+            # The user's own functions are found wherever this process finds them.
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._own.workers = _Workers(
+                RestartingWorker(algebra_process.WORKER),
+                RestartingWorker(WORKER, "gym", environment=environment),
+                RestartingWorker(WORKER, "parts", *self._names, environment=environment),
+            )
             with self._lock:
-                self._desks.append(self._own.desk)
+                self._workers.append(self._own.workers)
                 if self._closed:
-                    self._own.desk.close()
-        return self._own.desk
+                    self._close_workers()
+        return self._own.workers
+
+    def _close_workers(self) -> None:
+        for worker in (worker for workers in self._workers for worker in workers):
+            worker.close()
 
     def close(self) -> None:
         """Ends the worker processes; verdicts still under way are lost."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
-            for desk in self._desks:
-                desk.close()
+            self._close_workers()

@@ -14,12 +14,11 @@ from flint import acb, arb, fmpq
 
 from dapo_jax.verifier.ball_arithmetic import Ball, Pole, Undefined, enclose, is_apart, with_bits
 from dapo_jax.verifier.elementary_functions import COMPLEX, INTEGERS
-from dapo_jax.verifier.expression_tree import Refused, Tree, nodes, symbols
+from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, nodes, symbols
 from dapo_jax.verifier.number_field import Field
 from dapo_jax.verifier.polynomials import Element
 from dapo_jax.verifier.roots import NeedsSign, is_real, sign
 from dapo_jax.verifier.tree_to_element import read
-from dapo_jax.verifier.work_budget import Budget, Undecided
 
 MOST_SIGNS, MOST_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
 FILTER_BITS = (192, 1_024, 4_096, 16_384)  # before a proof is tried, and after one failed

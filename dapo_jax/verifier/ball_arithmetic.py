@@ -8,8 +8,7 @@ from collections.abc import Callable
 import flint
 from flint import acb, arb
 
-from dapo_jax.verifier.expression_tree import Tree
-from dapo_jax.verifier.work_budget import Budget, Undecided
+from dapo_jax.verifier.expression_tree import Budget, Tree, Undecided
 
 Ball = acb
 

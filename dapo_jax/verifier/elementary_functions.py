@@ -8,7 +8,7 @@ import math
 from flint import acb, arb, fmpq
 
 from dapo_jax.verifier.ball_arithmetic import LARGEST_FLOORED, Undefined, whole_part, with_bits
-from dapo_jax.verifier.expression_tree import Refused
+from dapo_jax.verifier.expression_tree import Refused, Undecided
 from dapo_jax.verifier.number_field import BITS, Field
 from dapo_jax.verifier.polynomials import (
     ONE,
@@ -31,7 +31,6 @@ from dapo_jax.verifier.roots import (
     root,
     sign,
 )
-from dapo_jax.verifier.work_budget import Undecided
 
 INTEGERS = "nmkN"  # letters that stand for whole numbers where floors and (-1)^n ask
 COMPLEX = "zw"  # letters that need not be real

@@ -17,6 +17,23 @@ class Refused(ValueError):
     """Text that is no expression, or one that is too large."""
 
 
+class Undecided(ArithmeticError):
+    """Neither proven equal nor proven different within the budget."""
+
+
+class Budget:
+    """Work that is left, counted so that no verdict depends on the speed of the machine."""
+
+    def __init__(self, units: int):
+        self.left = units
+
+    def spend(self, units: float) -> None:
+        """Takes units away. Raises `Undecided` where fewer are left."""
+        self.left -= units
+        if self.left < 0:
+            raise Undecided("too much work")
+
+
 class Tree(NamedTuple):
     """kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
     'product', 'quotient', 'power', or the name of a function."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from flint import acb, arb, fmpq
 
 from dapo_jax.verifier.ball_arithmetic import Ball, Undefined, is_apart, with_bits
-from dapo_jax.verifier.expression_tree import Refused
+from dapo_jax.verifier.expression_tree import Budget, Refused, Undecided
 from dapo_jax.verifier.polynomials import (
     GENERATORS,
     MOST_ATOMS,
@@ -27,7 +27,6 @@ from dapo_jax.verifier.polynomials import (
     size,
     without,
 )
-from dapo_jax.verifier.work_budget import Budget, Undecided
 
 BITS = (64, 256, 1_024, 4_096, 16_384)  # of one ball after another
 MOST_BITS = 60_000  # that the bound of an algebraic number may ask for

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from dapo_jax.verifier.answer_shape import Node
 from dapo_jax.verifier.equivalence import REALS, compact
-from dapo_jax.verifier.expression_tree import Refused, Tree, add, negate, nodes, symbols
+from dapo_jax.verifier.expression_tree import Refused, Tree, Undecided, add, negate, nodes, symbols
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.number_field import Field
 from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
 from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
 from dapo_jax.verifier.tree_to_element import read
-from dapo_jax.verifier.work_budget import Undecided
 
 MOST_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}

@@ -9,6 +9,7 @@ import math
 from flint import fmpq, fmpz
 
 from dapo_jax.verifier.ball_arithmetic import Ball, Undefined, principal_root, with_bits
+from dapo_jax.verifier.expression_tree import Undecided
 from dapo_jax.verifier.number_field import BITS, Field
 from dapo_jax.verifier.polynomials import (
     ONE,
@@ -19,7 +20,6 @@ from dapo_jax.verifier.polynomials import (
     powers_of,
     rational,
 )
-from dapo_jax.verifier.work_budget import Undecided
 
 TRIAL_BITS = 64  # up to here numbers are factored whole, beyond by small primes alone
 PRIMES = [n for n in range(2, 2_000) if all(n % d for d in range(2, int(n**0.5) + 1))]

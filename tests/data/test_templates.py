@@ -109,7 +109,7 @@ def test_a_template_that_computes_for_ever_is_stopped():
     with pytest.raises(ConfigError, match="^model: the model's chat template fails: .* over 2 s"):
         ChatTemplate(loop).check("model")
     assert ChatTemplate("{{ messages[0].content }}").render(ask("Hi")) == "Hi"
-    template_process._sandbox._process._process.kill()  # by whoever
+    template_process._worker._process._process.kill()  # by whoever
     assert ChatTemplate("{{ messages[0].content }}").render(ask("你" * 400_000)) == "你" * 400_000
 
 

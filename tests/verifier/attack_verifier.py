@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dapo_jax.verifier.algebra_process import Memory, RemoteAlgebra
+from dapo_jax.runtime.workers.parent import RestartingWorker
+from dapo_jax.verifier.algebra_process import WORKER, Memory, RemoteAlgebra
 from dapo_jax.verifier.verifier import math
 
 SECONDS = 60.0  # of a verdict, after which its worker is killed
@@ -210,21 +211,20 @@ def attacks() -> Iterator[tuple[str, str, str]]:
     yield "candidates", "number formula", "GOLD GOLD"
 
 
-def run(gold_count: int, every: int, workers: RemoteAlgebra) -> tuple[list[dict], list[tuple]]:
+def run(gold_count: int, every: int, worker: RestartingWorker) -> tuple[list[dict], list[tuple]]:
     """A row per family, and (family, attack, gold) of all that was accepted."""
     rows: dict[str, dict] = {}
-    accepted = []
+    accepted, memory = [], Memory()
     pairs = itertools.product(attacks(), golds(gold_count))
     for number, ((family, kinds, text), gold) in enumerate(pairs):
         if number % every or kinds and gold.kind not in kinds:
             continue
         row = rows.setdefault(family, {"attacks": 0, "accepted": 0, "undecided": 0, "seconds": []})
         response = rf"\boxed{{{text.replace('GOLD', gold.text)} }}"
-        undecided, started = workers.undecided, time.perf_counter()
-        workers.begin(SECONDS)
-        same = math(response, gold.text, workers).correct
+        algebra, started = RemoteAlgebra(worker, memory, SECONDS), time.perf_counter()
+        same = math(response, gold.text, algebra).correct
         row["seconds"].append(time.perf_counter() - started)
-        row["undecided"] += workers.undecided > undecided
+        row["undecided"] += algebra.undecided > 0
         row["attacks"] += 1
         row["accepted"] += same
         if same:
@@ -238,10 +238,11 @@ def main() -> int:
     parser.add_argument("--golds", type=int, default=300)
     parser.add_argument("--every", type=int, default=1, help="only every so many-th pair")
     arguments = parser.parse_args()
-    workers = RemoteAlgebra(Memory())
-    workers.begin(SECONDS)
-    workers.same_value("x", "y")  # the interpreter's start belongs to no attack
-    rows, accepted = run(arguments.golds, arguments.every, workers)
+    worker = RestartingWorker(WORKER)
+    RemoteAlgebra(worker, Memory(), SECONDS).same_value(
+        "x", "y"
+    )  # the interpreter's start belongs to no attack
+    rows, accepted = run(arguments.golds, arguments.every, worker)
     names = "attacks accepted undecided".split()
     print("| family | " + " | ".join(names) + " | median ms | worst ms |\n" + "|---" * 6 + "|")
     for row in rows:
@@ -249,11 +250,11 @@ def main() -> int:
         median, worst = statistics.median(row["seconds"]), max(row["seconds"])
         print(f"| {row['family']} | {counts} | {1e3 * median:.2f} | {1e3 * worst:.0f} |")
     total = {name: sum(row[name] for row in rows) for name in names}
-    print(json.dumps(total | {"golds": arguments.golds, "killed": workers.kills}))
+    print(json.dumps(total | {"golds": arguments.golds, "killed": worker.kills}))
     for family, response, gold in accepted[:40]:
         print(f"ACCEPTED {family}: {response} for {gold}")
-    workers.close()
-    return int(bool(accepted) or workers.kills > 0)
+    worker.close()
+    return int(bool(accepted) or worker.kills > 0)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ import sympy
 from flint import acb
 
 from dapo_jax.verifier.algebra import proportional, same_expression
+from dapo_jax.verifier.algebra_process import WORK
+from dapo_jax.verifier.algebra_worker import ProvenAlgebra
 from dapo_jax.verifier.ball_arithmetic import Undefined, enclose, with_bits
-from dapo_jax.verifier.expression_tree import Refused, Tree, number, symbols
+from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, number, symbols
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.number_field import Field
 from dapo_jax.verifier.polynomials import rational
-from dapo_jax.verifier.proven_algebra import ProvenAlgebra
 from dapo_jax.verifier.roots import NeedsSign, sign
 from dapo_jax.verifier.tree_to_element import read
-from dapo_jax.verifier.work_budget import WORK, Budget, Undecided
 
 ATOMS = ["2", "3", r"\frac{1}{2}", r"\pi", "e", "5", "x", "n", r"\sqrt{2}", r"\sqrt[3]{5}"]
 ONE_ARGUMENT = [
@@ -76,7 +76,7 @@ def test_enclosures_hold_the_value_that_sympy_computes():
         try:
             with with_bits(256):
                 point = {name: acb(int(v.p)) / int(v.q) for name, v in POINT.items()}
-                ball = enclose(tree, point, Budget())
+                ball = enclose(tree, point, Budget(WORK))
                 middle, radius = complex(ball.mid()), float(ball.rad())
             value = complex(sympy.N(by_sympy(tree), 30))
         except (Undefined, Refused, TypeError, OverflowError, ValueError, ZeroDivisionError):
@@ -99,11 +99,11 @@ def test_normal_forms_have_the_value_of_their_trees():
     rng, seen = random.Random(5), 0
     for _ in range(300):
         tree = with_numbers(parse(made_up(rng, 3)))
-        field = Field(Budget())
+        field = Field(Budget(WORK))
         try:
             element = read(field, tree)
             with with_bits(256):
-                difference = field.value(element, 256) - enclose(tree, {}, Budget())
+                difference = field.value(element, 256) - enclose(tree, {}, Budget(WORK))
         except (Undefined, Undecided, Refused):
             continue
         seen += 1
@@ -116,7 +116,7 @@ def test_what_is_equal_at_a_point_is_only_accepted_where_sympy_agrees():
     trees = [parse(made_up(rng, 2)) for _ in range(90)]
     for tree, other in itertools.combinations(trees, 2):
         try:
-            if tree == other or not same_expression(tree, other, Budget()):
+            if tree == other or not same_expression(tree, other, Budget(WORK)):
                 continue
             values = [complex(sympy.N(by_sympy(one), 30)) for one in (tree, other)]
         except (Undecided, Refused, TypeError, OverflowError):
@@ -155,7 +155,7 @@ IDENTITIES = [
 
 @pytest.mark.parametrize(("mine", "gold"), IDENTITIES)
 def test_identities_are_proven(mine, gold):
-    assert same_expression(parse(mine), parse(gold), Budget())
+    assert same_expression(parse(mine), parse(gold), Budget(WORK))
 
 
 def nearly(text: str) -> str:
@@ -164,7 +164,7 @@ def nearly(text: str) -> str:
 
 @pytest.mark.parametrize(("mine", "gold"), IDENTITIES)
 def test_what_is_nearly_equal_is_proven_different(mine, gold):
-    assert not same_expression(parse(nearly(mine)), parse(gold), Budget())
+    assert not same_expression(parse(nearly(mine)), parse(gold), Budget(WORK))
 
 
 def test_a_zero_below_is_found_however_it_hides():
@@ -172,7 +172,7 @@ def test_a_zero_below_is_found_however_it_hides():
         for gold in ("1", "x", zero):
             with pytest.raises((Refused, Undecided)):
                 assert not same_expression(
-                    parse(rf"\frac{{{zero}}}{{{zero}}}"), parse(gold), Budget()
+                    parse(rf"\frac{{{zero}}}{{{zero}}}"), parse(gold), Budget(WORK)
                 )
                 raise Undecided
 
@@ -182,7 +182,7 @@ def test_a_constant_factor_is_found_with_its_sign():
     pairs |= {("x^2-4", "x-2"): 0, ("ix", "x"): 0, ("x-x", "x"): 0, ("y-2", "x-2"): 0}
     for (mine, gold), wanted in pairs.items():
         try:
-            assert proportional(parse(mine), parse(gold), Budget()) == wanted
+            assert proportional(parse(mine), parse(gold), Budget(WORK)) == wanted
         except Undecided:
             assert wanted == 0
 
@@ -197,7 +197,7 @@ def test_the_budget_ends_a_proof_and_is_never_overdrawn_by_much():
 
 
 def test_signs_of_near_equal_roots_are_exact():
-    field = Field(Budget())
+    field = Field(Budget(WORK))
     sums = r"\sqrt{5}+\sqrt{18}", r"\sqrt{10}+\sqrt{11}"
     a, b = (read(field, parse(text)) for text in sums)
     wanted = 1 if mpmath.sqrt(5) + mpmath.sqrt(18) > mpmath.sqrt(10) + mpmath.sqrt(11) else -1
@@ -207,7 +207,7 @@ def test_signs_of_near_equal_roots_are_exact():
 
 def test_an_absolute_value_asks_for_the_sign_of_each_factor():
     with pytest.raises(NeedsSign) as case:
-        read(Field(Budget()), parse("|x^2-9|"))
+        read(Field(Budget(WORK)), parse("|x^2-9|"))
     assert len(case.value.poly) == 2 and symbols(parse("|x^2-9|")) == {"x"}
 
 
@@ -233,5 +233,5 @@ REGIONS = [
 def test_regions_are_compared_by_proof(mine, gold, same):
     from dapo_jax.verifier.normalisation import normalise
 
-    algebra = ProvenAlgebra(Budget())
+    algebra = ProvenAlgebra(Budget(WORK))
     assert algebra.same_region(normalise(mine), normalise(gold)) is same

@@ -112,7 +112,7 @@ def test_numbered_bombs_are_wrong_quickly():
 
 def test_a_worker_killed_from_outside_costs_nothing():
     assert is_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}")
-    os.kill(algebra_process._shared.algebra._process._process.pid, signal.SIGKILL)
+    os.kill(algebra_process._worker._process._process.pid, signal.SIGKILL)
     assert is_equivalent(r"\boxed{\sqrt{18}}", r"3\sqrt{2}")
 
 
@@ -149,12 +149,12 @@ def test_threads_ask_the_same_worker_in_turn():
 
 
 def test_a_late_worker_is_killed_and_the_next_verdict_is_right(monkeypatch):
-    process = algebra_process._shared.algebra
+    worker = algebra_process._worker
     assert is_equivalent(r"\sqrt{72}", r"6\sqrt{2}")
-    os.kill(process._process._process.pid, signal.SIGSTOP)
+    os.kill(worker._process._process.pid, signal.SIGSTOP)
     monkeypatch.setattr(algebra_process, "SECONDS", 0.2)
-    kills = process.kills
-    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") is False and process.kills == kills + 1
+    kills = worker.kills
+    assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}") is False and worker.kills == kills + 1
     monkeypatch.undo()
     assert is_equivalent(r"\sqrt{98}", r"7\sqrt{2}")
 
@@ -162,7 +162,7 @@ def test_a_late_worker_is_killed_and_the_next_verdict_is_right(monkeypatch):
 def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp_path):
     code = (
         "import os, sys; from dapo_jax.verifier import is_equivalent, algebra_process as remote;"
-        "is_equivalent(r'\\sqrt{8}', '1'); print(remote._shared.algebra._process._process.pid);"
+        "is_equivalent(r'\\sqrt{8}', '1'); print(remote._worker._process._process.pid);"
         "sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -177,7 +177,7 @@ def test_a_worker_has_little_memory_writes_no_file_and_ends_with_its_trainer(tmp
     else:
         assert not worker.exists()
     assert is_equivalent(r"\sqrt{8}", "1") is False
-    pid = algebra_process._shared.algebra._process._process.pid
+    pid = algebra_process._worker._process._process.pid
     limits = pathlib.Path(f"/proc/{pid}/limits").read_text()
     rows = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()}
     assert rows["Max address space"] == str(2 << 30) and rows["Max file size"] == "0"

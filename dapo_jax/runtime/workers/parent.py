@@ -1,11 +1,17 @@
 """A worker process spoken to in JSON lines; one that is late or broken is killed."""
 
+import atexit
+import functools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from typing import Any
 
 LONGEST_WAIT_SECONDS = 3600.0  # more than this is a deadline that was never set
 START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
@@ -87,3 +93,92 @@ class WorkerProcess:
         self._to.close()
         self._from.close()
         return code
+
+
+class RestartingWorker:
+    """Worker process that the first job starts, and that a new one replaces where it fails.
+
+    Threads ask in turn. A forked child starts a process of its own.
+
+    Args:
+        options: keyword arguments of `WorkerProcess`.
+
+    Attributes:
+        kills: processes that failed and were killed.
+        start_seconds: time spent on starting processes.
+    """
+
+    def __init__(self, module: str, *arguments: str, **options: Any):
+        self._start = functools.partial(WorkerProcess, module, *arguments, **options)
+        self._closed, self.kills, self.start_seconds = False, 0, 0.0
+        self.forget()
+        _workers.add(self)
+
+    def ask(self, job: dict, seconds: float, *, retry_late: bool = False) -> dict:
+        """Reply to a job. It is tried again once, in a new process, where the first one fails.
+
+        Args:
+            seconds: limit of one try, without the start of a process.
+            retry_late: whether the job is also tried again where the first process was late.
+
+        Raises:
+            TimeoutError: the reply is late, or the process spent the computing time it may spend.
+            OSError, ValueError: the process died, or its reply can't be read.
+        """
+        with self._lock:
+            try:
+                return self._ask(job, seconds)
+            except TimeoutError:
+                if not retry_late:
+                    raise
+            except (OSError, ValueError):
+                if self._closed:
+                    raise
+            return self._ask(job, seconds)
+
+    def _ask(self, job: dict, seconds: float) -> dict:
+        try:
+            return self._running().ask(job, time.monotonic() + seconds)
+        except (OSError, ValueError):
+            process, self._process = self._process, None
+            if process is not None:
+                self.kills += 1
+                if process.kill() == -signal.SIGXCPU:
+                    raise TimeoutError("the worker computed for too long") from None
+            raise
+
+    def _running(self) -> WorkerProcess:
+        if self._process is None and not self._closed:
+            began = time.monotonic()
+            self._process = self._start()
+            self.start_seconds += time.monotonic() - began
+        if self._closed or self._process is None:  # also: closed while it was starting
+            raise OSError("closed")
+        return self._process
+
+    def forget(self) -> None:
+        """Leaves the process to the parent that this one was forked from."""
+        self._lock, self._process = threading.Lock(), None
+
+    def close(self) -> None:
+        """Ends the process, also while another thread waits for its reply."""
+        self._closed, process = True, self._process
+        if process is not None:
+            process.kill()
+
+
+_workers: weakref.WeakSet[RestartingWorker] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for worker in list(_workers):
+        worker.close()
+
+
+def _forget_all() -> None:
+    for worker in list(_workers):
+        worker.forget()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)
