@@ -1,4 +1,4 @@
-"""The evaluation command: which policy, where its responses go, and going on with them."""
+"""Evaluation of a policy: its parameters, the folder of its responses, resumption, report."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.structs import Prompt
 
-# Besides the policy and the problems, what decides the responses and their verdicts.
+# Settings that decide the responses and their verdicts, besides the policy and the problems.
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
@@ -49,31 +49,31 @@ DECIDING = (
 
 @jax.jit
 def _checksums(params: Any) -> Any:
-    """A sum modulo 2^32 of each leaf's bits as float32, each place with an odd factor."""
+    """Sum modulo 2^32 of each leaf's bits as float32, every place with an odd factor of its own."""
 
-    def of(leaf: jax.Array) -> jax.Array:
+    def checksum(leaf: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
         place = jnp.zeros(leaf.shape, jnp.uint32)
         for axis in range(leaf.ndim):
             place = place * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
         return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
-    return jax.tree.map(of, params)
+    return jax.tree.map(checksum, params)
 
 
 def digest(value: Any) -> str:
-    """16 hexadecimal digits of something that JSON can hold."""
+    """Hash of a value that JSON can hold, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def params_digest(params: Any) -> str:
-    """Tells parameters apart by their values, wherever they lie and however sharded."""
+    """Hash of parameter values, independent of devices and sharding."""
     sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
     return digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
 
 
 def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
-    """All that a resumed evaluation must share with the one it goes on with."""
+    """Values, by name, that must not change when an evaluation goes on."""
     problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
     return {
         "policy_digest": params_digest(params),
@@ -85,9 +85,9 @@ def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dic
 def open_checkpoints(
     config: Config, from_folder: bool, stack: contextlib.ExitStack
 ) -> Checkpoints | None:
-    """Those of run_dir; None where the policy to evaluate is the model folder's.
+    """Checkpoints of run_dir; None where the policy of the model folder is evaluated.
 
-    Raises `ConfigError` where run_dir has none: it is not the model folder that was asked for.
+    Raises `ConfigError` where run_dir has none: the model folder was not asked for.
     """
     if from_folder:
         return None
@@ -105,7 +105,7 @@ def open_checkpoints(
 
 
 def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -> tuple[str, Any]:
-    """A description and the trained parameters of the policy to evaluate."""
+    """Description and trained parameters of the policy. Raises `ConfigError`."""
     if checkpoints is None:
         return config.model.folder, parts.first_params()
     settings = checkpoints.record()["settings"]
@@ -121,10 +121,10 @@ def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -
 def claim_folder(
     config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
 ) -> Folder:
-    """Where responses and report go, this evaluation's until the stack is closed.
+    """Folder of responses and report, locked until the stack is closed.
 
-    Below run_dir, which a run may be writing meanwhile, it is named after what is most often
-    varied. Raises `ConfigError` where it must not be written.
+    Below run_dir, where a run may be writing, its name holds what is varied most often. Raises
+    `ConfigError` where it must not be written.
     """
     data, evaluation = config.data, config.evaluation
     if evaluation.out:
@@ -147,46 +147,43 @@ def sample_missing(
     parts: Parts,
     interrupted: Callable[[], bool],
 ) -> list[Response]:
-    """k responses to each prompt, those from `file` and what it lacks. Raises `Interrupted`.
+    """k responses to each prompt: from `file`, or drawn now and added to it.
 
-    Of several processes only the first one has also those that were there.
+    Of several processes only the first one returns responses of an earlier start as well. Raises
+    `Interrupted`.
     """
-    config, progress = parts.config, parts.progress
-    there = processes.from_first(lambda: list(file.responses), "responses that are there")
-    found = {tuple(key) for key in there}
-    numbers = range(config.evaluation.samples_per_problem)
-    asked = {prompt.index: [(prompt.index, j) for j in numbers] for prompt in prompts}
-    missing = [
-        (prompt, [j for i, j in asked[prompt.index] if (i, j) not in found]) for prompt in prompts
-    ]
+    progress, rule = parts.progress, evaluation_rule(parts.config)
+    on_disk = processes.from_first(lambda: list(file.responses), "responses that are there")
+    known = {tuple(key) for key in on_disk}
+    numbers = range(parts.config.evaluation.samples_per_problem)
+    keys = [(prompt.index, j) for prompt in prompts for j in numbers]
+    missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
     wanted = [(prompt, samples) for prompt, samples in missing if samples]
-    total = len(prompts) * len(numbers)
-    done = total - sum(len(samples) for _, samples in wanted)
-    if done:
-        progress.say(f"{done} of {total} responses are there already, in {escape(str(file.path))}")
-    rule = evaluation_rule(config)
-    judges = parts.sampler, parts.judge
-    with progress.evaluating(done, total) as show:
-        for response in sample_responses(params, wanted, *judges, rule, interrupted):
+    if done := sum(key in known for key in keys):
+        place = escape(str(file.path))
+        progress.say(f"{done} of {len(keys)} responses are there already, in {place}")
+    with progress.evaluating(done, len(keys)) as show:
+        for response in sample_responses(
+            params, wanted, parts.sampler, parts.judge, rule, interrupted
+        ):
             file.append(response)
             show(response)
     file.tidy()
-    keys = (key for keys in asked.values() for key in keys)
     return [file.responses[key] for key in keys if key in file.responses]
 
 
 def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
-    """Scores of the newest checkpoint in run_dir, or of the model folder.
+    """Evaluates the newest checkpoint in run_dir, or the model folder.
 
-    Shows the report, writes it beside the responses, and returns its main figures; None where a
-    signal ended it early. The same call goes on from there.
+    Prints the report and writes it beside the responses. Returns its main scores; None where a
+    signal ended the evaluation early, which the same call takes up again.
 
     Args:
-        from_folder: the model folder, not run_dir's checkpoint.
+        from_folder: evaluate the model folder.
 
     Raises:
-        ConfigError: run_dir has no checkpoint, or settings, model folder and what was written so
-            far don't fit together.
+        ConfigError: run_dir has no checkpoint, or settings, model folder and earlier responses
+            don't fit together.
     """
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
@@ -237,14 +234,13 @@ def write_report(
     parts: Parts,
     storage: Storage,
 ) -> dict[str, Any]:
-    """The report on disk and on the console; returns its main figures."""
+    """Writes and prints the report; returns its main scores by name."""
     config = parts.config
     report = report_on(responses, config)
-    data = config.data.heldout_source or config.data.source
-    everything = marks | {"data": data} | dataclasses.asdict(report)
-    text, path = json.dumps(everything, indent=2), folder / "report.json"
+    marks = marks | {"data": config.data.heldout_source or config.data.source}
+    text, path = json.dumps(marks | dataclasses.asdict(report), indent=2), folder / "report.json"
     storage.attempt(path.name, lambda: write_text(path, text))
-    parts.progress.report(report, marks | {"data": data})
+    parts.progress.report(report, marks)
     parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {
         "policy": marks["policy"],

@@ -1,4 +1,4 @@
-"""Sampled scores on held-out problems. `run/evaluation/evaluate.py` is the command around it."""
+"""Responses to held-out problems, and metrics of their report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -14,25 +14,23 @@ from dapo_jax.runtime import processes
 from dapo_jax.structs import Interrupted, Prompt
 from dapo_jax.verifier.algebra_process import same_answer
 
-LAST_SECONDS = 2.0  # for verdicts that are under way when an evaluation is stopped
+LAST_SECONDS = 2.0  # wait for open verdicts when an evaluation is stopped
 
 
 def evaluation_rule(config: Config) -> SamplingRule:
-    """How held-out responses are drawn."""
+    """Sampling rule of held-out responses."""
     return SamplingRule(config.evaluation.temperature, config.evaluation.top_p)
 
 
 def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
-    """Those whose verdicts can be read without waiting, and the others."""
-    lists: tuple[list[Pending], list[Pending]] = [], []
+    """Groups whose verdicts can be read without waiting, and the others."""
     judged = processes.share_out(
-        [one.prompt.index for one in pending],
+        [group.prompt.index for group in pending],
         lambda i: all(verdict.done() for verdict in pending[i].verdicts),
         "which are judged",
     )
-    for one, done in zip(pending, judged, strict=True):
-        lists[not done].append(one)
-    return lists
+    ready = [group for group, done in zip(pending, judged, strict=True) if done]
+    return ready, [group for group, done in zip(pending, judged, strict=True) if not done]
 
 
 def sample_responses(
@@ -43,11 +41,15 @@ def sample_responses(
     rule: SamplingRule,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Response]:
-    """Judged responses as they finish, to each prompt those of the numbers beside it.
+    """Yields judged responses as they finish.
 
-    Draws are keyed by prompt and number alone, so two policies are compared on the same random
-    numbers, and what is asked for later is what would have come at once. Raises `Interrupted`
-    where `interrupted()` says so between two bursts, after what was judged until then.
+    A draw is keyed by prompt and sample number alone: two policies are compared on the same random
+    numbers, and a response drawn later is the one that would have come at once.
+
+    Args:
+        wanted: each prompt with the numbers of its samples.
+        interrupted: asked between two bursts; `Interrupted` is raised after the responses that are
+            judged by then.
     """
     sampler.begin(params, purpose=SAMPLE_FOR_EVALUATION, step=0, rule=rule)
     for prompt, samples in wanted:
@@ -61,7 +63,7 @@ def sample_responses(
     stopped = not sampler.idle
     sampler.release()
     if stopped:
-        futures.wait([verdict for one in pending for verdict in one.verdicts], LAST_SECONDS)
+        futures.wait([verdict for group in pending for verdict in group.verdicts], LAST_SECONDS)
         pending, _ = split_judged(pending)
     for group in judge.groups(pending):
         yield from responses_of(group)
@@ -77,7 +79,7 @@ def sample_heldout(
     judge: Judge,
     interrupted: Callable[[], bool],
 ) -> list[Response]:
-    """k judged responses to each prompt, all in memory. Raises `Interrupted`."""
+    """Draws k judged responses to each prompt. Raises `Interrupted`."""
     numbers = range(config.evaluation.samples_per_problem)
     wanted = [(prompt, numbers) for prompt in prompts]
     rule = evaluation_rule(config)
@@ -85,12 +87,12 @@ def sample_heldout(
 
 
 def report_on(responses: Sequence[Response], config: Config) -> Report:
-    """Their scores, with the config's seed for the bootstrap."""
+    """Report on the responses, with the config's seed for the bootstrap."""
     return make_report(responses, same_answer, config.seed)
 
 
 def heldout_metrics(report: Report) -> dict[str, float]:
-    """What a step logs of a report."""
+    """Metrics of a report; a value that it lacks is left out."""
     values = {
         "heldout_accuracy": report.accuracy.value,
         "heldout_accuracy_low": report.accuracy.low,
@@ -108,7 +110,7 @@ def heldout_metrics(report: Report) -> dict[str, float]:
 
 
 def stamp(config: Config, policy: str) -> dict[str, Any]:
-    """What every line of responses says about where it comes from."""
+    """Origin of a response, by name: policy and sampling settings."""
     evaluation = config.evaluation
     return {
         "policy": policy,

@@ -1,4 +1,4 @@
-"""Judged responses on disk: a JSON line each, so that nothing has to be sampled twice."""
+"""Response file: judged responses as JSON lines, so that none has to be drawn twice."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ NEEDED = {
 
 
 def responses_of(group: Group) -> Iterator[Response]:
-    """What is kept of a judged group."""
+    """Yields the responses of a judged group."""
     prompt = group.prompt
     judged = zip(group.completions, group.verdicts, group.correct, strict=True)
     for completion, verdict, correct in judged:
@@ -46,11 +46,11 @@ def responses_of(group: Group) -> Iterator[Response]:
 
 
 def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str, Any]) -> None:
-    """The whole file, in file order, complete or absent; every line also says `stamp`."""
+    """Writes a whole file or nothing, sorted by problem and sample; `stamp` goes on every line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        for one in sorted(responses, key=lambda one: (one.index, one.sample)):
-            file.write(_line(one, stamp))
+        for response in sorted(responses, key=lambda response: (response.index, response.sample)):
+            file.write(_line(response, stamp))
 
 
 def _line(response: Response, stamp: dict[str, Any]) -> bytes:
@@ -58,35 +58,31 @@ def _line(response: Response, stamp: dict[str, Any]) -> bytes:
 
 
 def _read(path: Folder) -> tuple[list[Response], list[int]]:
-    """The responses of a file, and the numbers of the lines that are none.
-
-    Not those of a line that a kill cut off.
-    """
-    found, broken = [], []
+    """Responses of a file, and numbers of broken lines but one that a kill cut off."""
+    responses, broken = [], []
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
         values = read_object(line)
         if values is not None and values.keys() >= NEEDED:
-            found.append(Response(**{name: values[name] for name in FIELDS & set(values)}))
+            responses.append(Response(**{name: values[name] for name in FIELDS & set(values)}))
         else:
             broken.append(number)
-    return found, broken
+    return responses, broken
 
 
 class ResponseFile:
-    """The growing file of an evaluation, with the settings it was begun with.
+    """Response file of an evaluation, with the settings that it was begun with.
 
     Args:
-        folder: None on a process beside the first, which keeps what is new in memory only.
-        settings: what decides the responses, by name; a folder that was begun with others is not
-            gone on with.
-        stamp: said on every line.
-        storage: is told of lines that can't be read, and what can't be written.
+        folder: None on a process beside the first, which keeps new responses in memory only.
+        settings: values, by name, that decide the responses.
+        stamp: fields of every line.
+        storage: warns of lines that can't be read and of writes that fail.
 
     Attributes:
-        responses: those on disk and new ones, by (place in the file, sample).
+        responses: old and new ones by (place in the problem file, sample).
 
-    Raises `ConfigError` naming every setting that differs.
+    Raises `ConfigError` that names every setting that differs from those of the folder.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class ResponseFile:
             else:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_text(begun, json.dumps(settings, indent=2))
-            found, broken = _read(path)
+            responses, broken = _read(path)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
@@ -118,16 +114,15 @@ class ResponseFile:
                 "folder by --out, or remove that one"
             ) from None
         if broken:
-            said = f"lines {spell(broken)} of {path} are no responses: those are drawn again"
-            self._storage.warn(said)
-        # A verdict that a worker could not finish is asked for again.
-        finished = (one for one in found if one.failure is None)
-        self.responses = {(one.index, one.sample): one for one in finished}
+            text = f"lines {spell(broken)} of {path} are no responses: those are drawn again"
+            self._storage.warn(text)
+        # A response whose verdict failed is drawn and judged again.
+        self.responses = {(r.index, r.sample): r for r in responses if r.failure is None}
         self._growing = AppendFile(path)
         self.tidy()
 
     def append(self, response: Response) -> None:
-        """One line, on disk when this returns, or soon where that is an object store."""
+        """Adds a line: on disk when this returns, on an object store soon."""
         self.responses[response.index, response.sample] = response
         if self.path is not None:
             self._growing.add(_line(response, self._stamp))
@@ -135,18 +130,17 @@ class ResponseFile:
             self._storage.attempt(self.path.name, write)
 
     def tidy(self) -> None:
-        """Brings the lines into file order: they were written as responses finished."""
+        """Sorts the lines, which were written as responses finished."""
         if self.path is not None:
-            told = self.path, self.responses.values(), self._stamp
-            self._storage.attempt(self.path.name, lambda: write_responses(*told))
+            content = self.path, self.responses.values(), self._stamp
+            self._storage.attempt(self.path.name, lambda: write_responses(*content))
 
 
 def check_same_evaluation(folder: Folder, settings: dict[str, Any], begun: dict[str, Any]) -> None:
-    """Raises `ConfigError` where the responses in `folder` answer to other settings."""
-    names = sorted(set(settings) | set(begun))
+    """Raises `ConfigError` that names every setting that differs from those in `folder`."""
     changed = [
         f"{name}: {settings.get(name)!r}, but it was begun with {begun.get(name)!r}"
-        for name in names
+        for name in sorted(settings | begun)
         if settings.get(name) != begun.get(name)
     ]
     if changed:
