@@ -1,4 +1,4 @@
-"""Decode slots as pure functions of `DecodeState`: empty, filled, a burst of tokens further."""
+"""Decode steps as pure functions of `DecodeState`: empty, filled, a burst of tokens further."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,12 @@ from dapo_jax.model import inference
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decode_attention import SlotContext, at_each
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.paged_cache import Fills
+from dapo_jax.rollout.page_table import Fills
 from dapo_jax.rollout.sampling import SamplingRule, draw, draw_each
 
 
 def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int) -> DecodeState:
-    """Every slot free."""
+    """Decode state with every slot free."""
     counts = jnp.zeros(slots, jnp.int32)
     return DecodeState(
         caches=caches,
@@ -59,12 +59,12 @@ def start_responses(
     take_up: Callable,
     in_turn: bool = False,
 ) -> DecodeState:
-    """Sample `samples[i]` of prompt `rows[i]` begins in `slots[i]`; one past the last is dropped.
+    """Starts sample `samples[i]` of prompt `rows[i]` in `slots[i]`; one past the last is dropped.
 
-    Of a response that goes on what was drawn before is on the host: only its count is written.
+    The tokens that a response has already are on the host: only their count is written.
 
     Args:
-        take_up: the store's; `fills` is for it.
+        take_up: of the cache's layout; `fills` is for it.
         in_turn: layer after layer: else XLA:TPU gathers all prompts of all layers at once. A CPU
             would copy the caches.
     """
@@ -90,7 +90,7 @@ def start_responses(
 
 
 def stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
-    """Those slots draw nothing more."""
+    """Stops slots: they draw nothing more."""
     return state.replace(active=state.active.at[slots].set(False, mode="drop"))
 
 
@@ -103,7 +103,7 @@ def decode_one(
     rule: SamplingRule,
     columns: int | None,
 ) -> DecodeState:
-    """One token for every active slot; the others run along and change nothing that counts.
+    """Draws one token for every active slot; the others run along and change nothing that counts.
 
     Nothing here is a sum over slots: on a mesh that would be a reduction over it for every token.
 
@@ -137,9 +137,13 @@ def decode_one(
 
 
 def decode_burst(
-    one: Callable[[DecodeState], DecodeState], state: DecodeState, tokens: int, *, early: bool
+    draw_token: Callable[[DecodeState], DecodeState],
+    state: DecodeState,
+    tokens: int,
+    *,
+    early: bool,
 ) -> DecodeState:
-    """`tokens` times `one`, and what that cost.
+    """Draws `tokens` times a token, and counts the steps of slots that took.
 
     Args:
         early: stop where no slot is active; asked after every token, which on more than one
@@ -151,7 +155,7 @@ def decode_burst(
         return (step < tokens) & (state.active.any() if early else True)
 
     before = state.generated
-    steps, state = jax.lax.while_loop(more, lambda c: (c[0] + 1, one(c[1])), (0, state))
+    steps, state = jax.lax.while_loop(more, lambda c: (c[0] + 1, draw_token(c[1])), (0, state))
     return state.replace(
         busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
         slot_steps=state.slot_steps + steps * len(before),

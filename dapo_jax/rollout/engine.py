@@ -1,12 +1,11 @@
-"""The policy behind JetStream's `Engine`: prefill, insert, generate.
+"""Decoding engine behind JetStream's `Engine`: prefill, insert, generate.
 
-They keep JetStream's signatures; keyword arguments beyond carry what reproducible rollouts need.
-Importing JetStream pulls TensorFlow in, so this is imported after the config was checked.
+The calls keep JetStream's signatures; keyword arguments beyond carry what reproducible rollouts
+need. Importing JetStream pulls TensorFlow in, so this is imported after the config was checked.
 """
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,128 +15,92 @@ from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
-from dapo_jax.model import decoder
 from dapo_jax.model.caches import DecodeState, Prefix
-from dapo_jax.rollout import decode_step
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.engine_programs import EnginePrograms
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
     Engine,
     JetStreamTokenizer,
     ResultTokens,
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
-    result_tokens,
 )
-from dapo_jax.rollout.paged_cache import choose_store
+from dapo_jax.rollout.paged_cache import choose_layout
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
-from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 
 
 class PolicyEngine(Engine):
-    """Decodes `slots` responses side by side, `burst_tokens` per call.
+    """Decodes `settings.slots` responses side by side, `settings.burst_tokens` per call.
 
     Args:
         config: shape and numerics of the policy.
         mesh: the devices; slots are split over data x fsdp (replicas), heads over tensor.
-        slots: how many responses decode together.
-        burst_tokens: token columns of one `generate` call.
-        max_prompt_tokens, max_response_tokens: limits; a slot's cache holds their sum.
-        first_window_tokens: cache length of an empty state; it doubles when responses outgrow it:
-            attention reads what exists. The limit itself: no growth.
-        insert_width: how many slots one `insert` can fill from one prompt (the group size).
+        settings: sizes of slots, cache and calls; not the sampling rule.
+        max_prompt_tokens: longest prompt; with `settings.max_response_tokens` a slot's cache.
+        insert_width: slots that one `insert` can fill from one prompt (the group size).
         tokenizer: its `end_ids` end a response; JetStream encodes and decodes with it.
         seed: of the draws of prompts that come without a key.
         frozen: parameters that never change: of them one copy is made for decoding.
-        settings: those of the cache, of prefill and of loading are read here.
         trained_on: the mesh of the trainer's parameters; None: this one.
+        programs: makes what computes, as `EnginePrograms` does.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
-        held: the decoding copy of the frozen parameters; None before it was needed.
-        store: where keys and values are; `claim` a slot there before `insert`, `release` it later.
+        programs: what computes.
+        layout, pages: of the caches on devices; their page table, None where there are no pages.
         replicas: shares of the slots; so many prompts cost as much as one to prefill.
-        prefill_width: prompts that `prefill_prompts` takes at most.
+        prefill_width: most prompts of one `prefill_prompts`.
     """
+
+    RULE_PER_SLOT = False
 
     def __init__(
         self,
-        config: decoder.DecoderConfig,
+        config: DecoderConfig,
         mesh: jax.sharding.Mesh,
+        settings: Sampler,
         *,
-        slots: int,
-        burst_tokens: int,
         max_prompt_tokens: int,
-        max_response_tokens: int,
-        first_window_tokens: int,
-        insert_width: int,
+        insert_width: int = 1,
         tokenizer: Ends,
         seed: int = 0,
         frozen: Any = None,
-        settings: Sampler = Sampler(),  # noqa: B008
         trained_on: jax.sharding.Mesh | None = None,
+        programs: Callable[..., Any] = EnginePrograms,
     ):
+        slots, self._burst_tokens = settings.slots, settings.burst_tokens
         self.replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         allowed = f"a multiple of data x fsdp = {self.replicas}"
         require(slots % self.replicas == 0, "sampler.slots", slots, allowed)
-        self.config, self._mesh, self.rule = config, mesh, SamplingRule()
-        self._slots, self._burst_tokens = slots, burst_tokens
-        self._max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        self.config, self._mesh, self._slots, self.rule = config, mesh, slots, SamplingRule()
+        self._max_prompt_tokens = max_prompt_tokens
+        self.max_response_tokens = settings.max_response_tokens
         self._tokenizer, self._seed, self._served = tokenizer, seed, itertools.count()
-        self._end_ids = jnp.asarray(tokenizer.end_ids, jnp.int32)
+        self._pace = sharding.Pace(mesh)
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
-        self.store = choose_store(
+        self.layout = choose_layout(config, mesh, settings, self.cache_tokens)
+        self.pages = self.layout.pages
+        insert_width = min(slots, insert_width)
+        prompts = self.prefill_width if self.layout.takes_many else 1
+        self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
+        self.programs = programs(
             config,
             mesh,
+            self.layout,
             settings,
-            slots=slots,
-            cache_tokens=self.cache_tokens,
-            first_window_tokens=first_window_tokens,
+            end_ids=tokenizer.end_ids,
+            rule_per_slot=self.RULE_PER_SLOT,
+            frozen=frozen or {},
+            trained_on=trained_on or mesh,
         )
-        prompts = self.prefill_width if self.store.takes_many else 1
-        self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
-        self._frozen, self.held, self._pace = frozen or {}, None, sharding.Pace(mesh)
-        self._compile(settings, trained_on or mesh)
 
-    def _compile(self, settings: Sampler, trained_on: jax.sharding.Mesh) -> None:
-        # Any: places are handed over as a prefix or a state, which has arrays there.
-        place: Any = functools.partial(sharding.sharding, self._mesh, column=sharding.DECODING)
-        shapes = jax.eval_shape(functools.partial(self._empty_fn, window=1))
-        per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
-        state, replicated = per_slot.replace(caches=self.store.shardings()), place()
-        self._state_places = state
-        boxed = sharding.flatten(decoder.abstract_params(self.config))
-        frozen = sharding.flatten(self._frozen)
-        load = functools.partial(Loader, self.config, trained_on, self._mesh, settings=settings)
-        self._load_frozen = load({path: boxed[path] for path in frozen})
-        self._load = load({path: leaf for path, leaf in boxed.items() if path not in frozen})
-        self.prefix_place = prompts = place("batch", None, "kv_heads")
-        self._prefill = jax.jit(
-            functools.partial(
-                decode_step.prefill_prefix, self.config, settings.prefill_chunk_tokens
-            ),
-            in_shardings=(None, place("batch"), None, None, None),
-            out_shardings=Prefix(prompts, *[replicated] * 4),
-        )
-        take_up, on_tpu = self.store.take_up, self._mesh.devices.flat[0].platform == "tpu"
-        start = functools.partial(decode_step.start_responses, take_up=take_up, in_turn=on_tpu)
-        self._insert = jax.jit(start, donate_argnums=1, out_shardings=state)
-        self._stop = jax.jit(decode_step.stop_responses, donate_argnums=0, out_shardings=state)
-        self._generate = jax.jit(
-            self._generate_fn,
-            static_argnames=("rule", "columns"),
-            donate_argnums=1,
-            out_shardings=(state, replicated),
-        )
-        self._grow = jax.jit(self._grow_fn, static_argnames="window", out_shardings=state)
-        self._empty = jax.jit(self._empty_fn, static_argnames="window", out_shardings=state)
-        self._rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
-
-    # --- what JetStream asks for --------------------------------------------------------------
+    # --- JetStream's calls ----------------------------------------------------------------------
 
     def load_params(self, params: Any) -> Any:
-        """The trainer's live parameters, resharded, cast and un-stacked for decoding."""
-        return decoder.for_decoding(self.hold() | self._load(params), self.config)
+        """Decoding weights of the trainer's live parameters."""
+        return self.programs.load(params)
 
     def prefill(
         self,
@@ -185,16 +148,18 @@ class PolicyEngine(Engine):
         if len(slots) > self.most_inserted:
             raise ValueError(f"insert: {len(slots)} slots: at most {self.most_inserted}")
         width = next(width for width in self._insert_widths if len(slots) <= width)
-        for one, row in zip(slots.tolist(), rows, strict=True):
-            if not self.store.claimed(one):  # JetStream does not ask before
-                tokens = int(prefix.true_length[row])
-                self.store.claim(one, tokens, prompt=("alone", one), beside=False)
-        fills = self.store.fills(slots, rows, width=width, prompts=prompts, time=time)
+        fills = None
+        if self.pages:
+            for number, row in zip(slots.tolist(), rows, strict=True):
+                if not self.pages.claimed(number):  # JetStream does not ask before
+                    tokens, alone = int(prefix.true_length[row]), ("alone", number)
+                    self.pages.claim(number, tokens, prompt=alone, beside=False)
+            fills = self.pages.fills(slots, rows, width=width, prompts=prompts, time=time)
         pad = (0, width - len(slots))
         # An index past the last slot is dropped by the scatter.
         slots = np.pad(slots, pad, constant_values=self._slots).astype(np.int32)
         rows, samples = (np.pad(x, pad).astype(np.int32) for x in (rows, samples))
-        return self._pace(self._insert(prefix, decode_state, slots, rows, samples, fills))
+        return self._pace(self.programs.insert(prefix, decode_state, slots, rows, samples, fills))
 
     def generate(
         self, params: Any, decode_state: DecodeState, *, longest: int | None = None
@@ -204,31 +169,33 @@ class PolicyEngine(Engine):
         `longest`: the most tokens that any active slot has in its cache now; left out, a slot may
         be as full as it gets. The cache grows first where this burst would not fit.
         """
-        if longest is None:  # nobody has called `make_room`
-            longest = self.cache_tokens
-            self.store.make_room(self.store.held, self._burst_tokens)
-        needed = longest + self._burst_tokens
-        decode_state = self._with_tables(self._fit(decode_state, needed))
-        self.store.advance(self._burst_tokens)
-        return self._generate(
-            params, decode_state, rule=self.rule, columns=self.store.columns(needed)
-        )
+        needed = self._burst_tokens + (self.cache_tokens if longest is None else longest)
+        state = self._fit(decode_state, needed)
+        if self.pages:
+            if longest is None:  # nobody has called `make_room`
+                self.pages.make_room(self.pages.slots, self._burst_tokens)
+            if (tables := self.pages.changed_tables()) is not None:
+                state = state.replace(tables=self.programs.split(tables))
+            self.pages.advance(self._burst_tokens)
+        columns = self.layout.columns(needed)
+        return self.programs.generate(params, state, rule=self.rule, columns=columns)
 
     def init_decode_state(self) -> DecodeState:
-        """A state with every slot free, its cache as short as it may be."""
-        self.store.reset()
-        return self._empty(window=self.store.window(1))
+        """Decode state with every slot free, its cache as short as it may be."""
+        if self.pages:
+            self.pages.reset()
+        return self.programs.empty(window=self.layout.window(1))
 
     def get_prefix_destination_sharding(self) -> Any:
         """None: prefill and decoding share the mesh."""
         return None
 
     def get_tokenizer(self) -> TokenizerParameters:
-        """JetStream's description of a vocabulary; ours comes from the model folder instead."""
+        """JetStream's description of a vocabulary, empty: ours comes from the model folder."""
         return TokenizerParameters()
 
     def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
-        """The model folder's own, whatever `metadata` says."""
+        """Tokenizer of the model folder, whatever `metadata` says."""
         assert isinstance(self._tokenizer, Tokenizer)  # who serves has text
         return JetStreamTokenizer(self._tokenizer)
 
@@ -252,30 +219,33 @@ class PolicyEngine(Engine):
     def colocated_cpus(self) -> None:
         return None
 
-    # --- what rollouts need beyond it ---------------------------------------------------------
+    # --- calls of the scheduler -------------------------------------------------------------------
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens a slot can hold; the last drawn one is never fed back."""
+        """Most tokens of a slot; the last drawn one is never fed back."""
         return self._max_prompt_tokens + self.max_response_tokens
 
     @property
     def most_inserted(self) -> int:
-        """Slots that one `insert` can fill."""
+        """Most slots that one `insert` can fill."""
         return self._insert_widths[-1]
 
     def replica(self, slot: int) -> int:
-        """Which share of the slots that one is in."""
+        """Replica (share of the slots) of a slot."""
         return slot * self.replicas // self._slots
 
-    def hold(self) -> dict[str, Array]:
-        """The decoding copy of the frozen parameters, made the first time."""
-        if self.held is None:
-            self.held = self._load_frozen(self._frozen)
-        return self.held
+    def claim(self, slot: int, tokens: int, prompt: Hashable) -> bool:
+        """Whether the cache has room for a prompt in a free slot; then it is kept for it."""
+        return self.pages is None or self.pages.claim(slot, tokens, prompt)
+
+    def release(self, slot: int) -> None:
+        """Gives the room of a response that has ended back."""
+        if self.pages:
+            self.pages.release(slot)
 
     def prefilled_together(self, prompts: int) -> int:
-        """Prompts that the call computes which prefills so many."""
+        """Number of prompts, padding included, of the call that prefills so many."""
         return self.replicas if prompts <= self.replicas else self.prefill_width
 
     def prefill_prompts(
@@ -296,8 +266,8 @@ class PolicyEngine(Engine):
         tokens = np.pad(padded_tokens, ((0, pad), (0, 0)), mode="edge").astype(np.int32)
         counts = np.asarray([true_lengths, drawn or [0] * len(true_lengths)], np.int32)
         lengths, before = np.pad(counts, ((0, 0), (0, pad)), mode="edge")
-        made = self._prefill(params, self._over_replicas(tokens), lengths, keys, before)
-        return self._pace(made)
+        tokens = self.programs.split(tokens)
+        return self._pace(self.programs.prefill(params, tokens, lengths, keys, before))
 
     def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
         """Room for the next burst; where there is none the youngest of `slots` are stopped.
@@ -307,48 +277,23 @@ class PolicyEngine(Engine):
 
         Returns the state, and the slots that were stopped, youngest first.
         """
-        if gave := self.store.make_room(slots, self._burst_tokens):
-            stopped = np.full(self._slots, self._slots, np.int32)
-            stopped[: len(gave)] = gave
-            state = self._stop(state, stopped)
-        return state, gave
+        stopped = self.pages.make_room(slots, self._burst_tokens) if self.pages else []
+        if stopped:
+            padded = np.full(self._slots, self._slots, np.int32)
+            padded[: len(stopped)] = stopped
+            state = self.programs.stop(state, padded)
+        return state, stopped
 
     def harvest(self, state: DecodeState, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Drawn tokens and log-probs [len(slots), max_response_tokens] of those slots, on host."""
         padded = np.zeros(1 << (len(slots) - 1).bit_length(), np.int32)
         padded[: len(slots)] = slots
-        tokens, logprobs = self._rows(state.tokens, padded), self._rows(state.logprobs, padded)
-        return np.asarray(tokens)[: len(slots)], np.asarray(logprobs)[: len(slots)]
+        rows = (self.programs.rows(array, padded) for array in (state.tokens, state.logprobs))
+        tokens, logprobs = (np.asarray(array)[: len(slots)] for array in rows)
+        return tokens, logprobs
 
     def _fit(self, state: DecodeState, needed: int) -> DecodeState:
-        fits = self.store.fits(cast(Any, state.caches), needed)  # which are of the store's kind
-        return state if fits else self._grow(state, window=self.store.window(needed))
-
-    def _with_tables(self, state: DecodeState) -> DecodeState:
-        tables = self.store.tables
-        return state if tables is None else state.replace(tables=self._over_replicas(tables))
-
-    def _over_replicas(self, array: np.ndarray) -> jax.Array:
-        """The same host array of every process, cut where slots are cut."""
-        place = sharding.sharding(self._mesh, "batch", column=sharding.DECODING)
-        return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
-
-    # --- jitted bodies ------------------------------------------------------------------------
-
-    def _empty_fn(self, *, window: int) -> DecodeState:
-        caches, tables = self.store.empty(window), self.store.empty_tables()
-        return decode_step.empty_state(caches, tables, self._slots, self.max_response_tokens)
-
-    def _grow_fn(self, state: DecodeState, *, window: int) -> DecodeState:
-        return state.replace(caches=self.store.grow(cast(Any, state.caches), window))
-
-    def _generate_fn(self, params, state: DecodeState, *, rule: SamplingRule, columns: int | None):
-        def one(state: DecodeState) -> DecodeState:
-            end_ids, attend = self._end_ids, self.store.attend
-            return decode_step.decode_one(
-                params, self.config, attend, state, end_ids, rule, columns
-            )
-
-        started_at, early = state.generated, self.replicas == 1
-        state = decode_step.decode_burst(one, state, self._burst_tokens, early=early)
-        return state, result_tokens(state, started_at, self._burst_tokens)
+        caches = cast(Any, state.caches)  # which are of the layout's kind
+        if self.layout.fits(caches, needed):
+            return state
+        return self.programs.grow(state, window=self.layout.window(needed))

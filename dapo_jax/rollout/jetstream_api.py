@@ -1,4 +1,4 @@
-"""What JetStream's side of the engine needs: its classes, a tokenizer, its layout of results."""
+"""JetStream's interface: the classes that the engine needs, a tokenizer, the layout of results."""
 
 import contextlib
 import sys
@@ -44,7 +44,7 @@ NO_TOKEN = -1
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """The tokenizer of a model folder, as JetStream's threads ask for one."""
+    """Tokenizer of a model folder, as JetStream's threads ask for one."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -72,12 +72,12 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """Policies begin without one, but JetStream puts it before ids: `prefill` takes it off."""
+        """Marker that JetStream puts before ids and `prefill` takes off; policies have none."""
         return NO_TOKEN
 
 
 def result_tokens(state: DecodeState, started_at: Int[Array, "S"], columns: int) -> ResultTokens:
-    """The last burst's token columns with their validity, in JetStream's one-array layout.
+    """Token columns of the last burst with their validity, in JetStream's one-array layout.
 
     Args:
         started_at: how many tokens each slot's response had before it.

@@ -1,4 +1,4 @@
-"""Which page of the cache belongs to which response: counted on the host, never by a clock.
+"""Host-side page table of the paged cache: which page belongs to which response.
 
 Every replica (a share of the slots, with its shard of the batch) has pages of its own. The
 responses to one prompt that run on a replica share the pages that the prompt fills; the page where
@@ -6,31 +6,41 @@ response and prompt meet, and those after it, belong to one response alone.
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
-NOBODYS = 0  # the page of each replica that is never given away
+NO_OWNER = 0  # the page of each replica that is never given away
+DROPPED = np.iinfo(np.int32).max  # an index past every end
 
 
 class Fill(NamedTuple):
-    """Into a page of the slot's replica goes a page's worth of a prompt: its `block`-th."""
+    """Copy of one prompt block (a page's worth of tokens) into a page of the slot's replica."""
 
     page: int
     block: int
 
 
+class Fills(NamedTuple):
+    """Pages to write: a replica's `page[i]` gets block `block[i]` of prompt `row[i]`."""
+
+    page: Int[Any, "D M"]  # D replicas
+    row: Int[Any, "D M"]
+    block: Int[Any, "D M"]
+
+
 @dataclasses.dataclass
-class _Shared:
+class _SharedPages:
     """Pages that a prompt fills, and how many slots hold them."""
 
     pages: list[int]
     holders: int = 0
 
 
-class PageBook:
-    """The pages of every slot, with how many hold each.
+class PageTable:
+    """Page allocator: the pages of every slot, and how many slots hold each page.
 
     Args:
         replicas: shares of slots and of pages.
@@ -41,121 +51,164 @@ class PageBook:
 
     Attributes:
         tables: [slots, most pages of a slot] int32, a slot's pages in order, then zeros.
-        changed: whether `tables` did since the caller last cleared it.
     """
 
     def __init__(
         self, *, replicas: int, pages: int, page_tokens: int, slots: int, slot_tokens: int
     ):
-        self._pages, self._page_tokens = pages, page_tokens
+        self._replicas, self._pages, self._page_tokens = replicas, pages, page_tokens
         self._slots_each, self._slot_tokens = slots // replicas, slot_tokens
         self.tables = np.zeros((slots, -(-slot_tokens // page_tokens)), np.int32)
-        self.changed = False
-        self._count = np.zeros(slots, np.int64)
-        self._holders = np.zeros((replicas, pages), np.int64)
-        self._free = [list(range(pages - 1, NOBODYS, -1)) for _ in range(replicas)]
-        self._shared: dict[tuple[int, Hashable], _Shared] = {}
-        self._prompts: dict[int, tuple[int, Hashable]] = {}
+        self.reset()
 
-    def replica(self, slot: int) -> int:
-        """Whose pages the slot has."""
-        return slot // self._slots_each
+    def reset(self) -> None:
+        """Frees every page."""
+        self._changed = True
+        self.tables[:] = NO_OWNER
+        self._tokens, self._count = np.zeros((2, len(self.tables)), np.int64)
+        self._holders = np.zeros((self._replicas, self._pages), np.int64)
+        self._free = [list(range(self._pages - 1, NO_OWNER, -1)) for _ in range(self._replicas)]
+        self._shared: dict[tuple[int, Hashable], _SharedPages] = {}
+        self._prompts: dict[int, tuple[int, Hashable]] = {}
+        self._fills: dict[int, list[Fill]] = {}
 
     @property
     def slots(self) -> list[int]:
-        """Those that hold pages, the oldest first."""
+        """Slots that hold pages, the oldest first."""
         return list(self._prompts)
 
-    def holds(self, slot: int) -> bool:
-        """Whether a response has the slot."""
-        return slot in self._prompts
+    @property
+    def free(self) -> int:
+        """Number of pages, of all replicas, that no slot holds."""
+        return sum(map(len, self._free))
 
-    def has_room(self, slot: int, tokens: int, prompt: Hashable) -> bool:
-        """Whether a response may start there, and all that grow beside it still get a page more."""
-        replica = self.replica(slot)
-        first = replica * self._slots_each
-        counts = self._count[first : first + self._slots_each]
-        growing = np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
-        return bool(self._needed(replica, tokens, prompt) + growing <= len(self._free[replica]))
+    @property
+    def held(self) -> int:
+        """Number of pages, of all replicas, that a slot holds."""
+        return int((self._holders > 0).sum())
 
-    def start(self, slot: int, tokens: int, prompt: Hashable) -> list[Fill]:
-        """Gives a response its first pages; returns those whose content is still to be written.
+    def changed_tables(self) -> np.ndarray | None:
+        """Copy of `tables` where they changed since the last call, else None."""
+        changed, self._changed = self._changed, False
+        return self.tables.copy() if changed else None
+
+    def replica(self, slot: int) -> int:
+        """Replica of a slot."""
+        return slot // self._slots_each
+
+    def claim(self, slot: int, tokens: int, prompt: Hashable, *, beside: bool = True) -> bool:
+        """Gives a response that starts in a slot its first pages; False, and none, if too few.
 
         Args:
-            tokens: of the prompt that are in the cache before the first is drawn.
-            prompt: responses that say the same one share its full pages.
+            tokens: of its prompt, whose last one is only fed by the first decode step.
+            prompt: responses that name the same one share its full pages.
+            beside: only where every response that grows on the replica still gets a page more.
 
-        Raises ValueError where there are too few pages.
+        Raises ValueError where pages lack and `beside` is not asked for.
         """
-        replica, whole = self.replica(slot), tokens // self._page_tokens
-        if self.holds(slot):
-            self.release(slot)
-        if self._needed(replica, tokens, prompt) > len(self._free[replica]):
+        self.release(slot)
+        replica, cached = self.replica(slot), tokens - 1
+        shared, whole = self._shared.get((replica, prompt)), cached // self._page_tokens
+        needed = 1 + (0 if shared else whole)
+        if beside:
+            counts = self._count[replica * self._slots_each :][: self._slots_each]
+            needed += np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
+        if needed > len(self._free[replica]):
+            if beside:
+                return False
             raise ValueError(f"slot {slot}: no pages are left; raise sampler.pages")
         fills = []
-        shared = self._shared.get((replica, prompt))
         if shared is None:
-            pages = [self._free[replica].pop() for _ in range(whole)]
-            shared = self._shared[replica, prompt] = _Shared(pages)
-            fills = [Fill(page, block) for block, page in enumerate(pages)]
+            shared = _SharedPages([self._free[replica].pop() for _ in range(whole)])
+            self._shared[replica, prompt] = shared
+            fills = [Fill(page, block) for block, page in enumerate(shared.pages)]
         own = self._free[replica].pop()
-        fills.append(Fill(own, whole))
         pages = [*shared.pages, own]
         shared.holders += 1
         self._holders[replica, pages] += 1
-        self._prompts[slot], self._count[slot] = (replica, prompt), len(pages)
+        self._prompts[slot] = replica, prompt
+        self._tokens[slot], self._count[slot] = cached, len(pages)
         self.tables[slot, : len(pages)] = pages
-        self.changed = True
-        return fills
+        self._fills[slot], self._changed = [*fills, Fill(own, whole)], True
+        return True
 
-    def extend(self, slot: int, tokens: int) -> bool:
-        """Gives a slot pages for `tokens` (at most a full slot's); False, and none, if too few."""
+    def claimed(self, slot: int) -> bool:
+        """Whether the slot has pages whose prompt is still to be written."""
+        return slot in self._fills
+
+    def fills(
+        self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time: int
+    ) -> Fills:
+        """Unwritten prompt blocks of claimed slots; they count as written afterwards.
+
+        Args:
+            rows: each slot's prompt.
+            width, prompts, time: most slots, most prompts and their padded length; the shape of
+                the result depends on nothing else.
+        """
+        size = min(width, self._slots_each) + prompts * (time // self._page_tokens)
+        arrays = np.zeros((3, self._replicas, size), np.int32)
+        arrays[0] = DROPPED
+        used = [0] * self._replicas
+        for slot, row in zip(map(int, slots), rows, strict=True):
+            replica = self.replica(slot)
+            for fill in self._fills.pop(slot):
+                arrays[:, replica, used[replica]] = fill.page, row, fill.block
+                used[replica] += 1
+        return Fills(*arrays)
+
+    def advance(self, tokens: int) -> None:
+        """Counts the tokens of a burst as drawn, in every slot."""
+        self._tokens += tokens
+
+    def make_room(self, slots: Sequence[int], tokens: int) -> list[int]:
+        """Gives slots pages for so many more tokens; where pages run out the youngest lose theirs.
+
+        Args:
+            slots: the oldest first. The oldest of a replica always gets its pages.
+
+        Returns the slots that lost their pages, youngest first.
+        """
+        waiting, stopped = list(slots), []
+        while waiting:
+            if self._extend(waiting[0], self._tokens[waiting[0]] + tokens):
+                del waiting[0]
+                continue
+            replica = self.replica(waiting[0])
+            youngest = next(slot for slot in reversed(waiting) if self.replica(slot) == replica)
+            self.release(youngest)
+            waiting.remove(youngest)
+            stopped.append(youngest)
+        return stopped
+
+    def _extend(self, slot: int, tokens: int) -> bool:
         replica, count = self.replica(slot), self._count[slot]
         wanted = -(-min(tokens, self._slot_tokens) // self._page_tokens)
         free = self._free[replica]
         if wanted - count > len(free):
             return False
         for place in range(count, wanted):
-            page = free.pop()
+            self.tables[slot, place] = page = free.pop()
             self._holders[replica, page] += 1
-            self.tables[slot, place] = page
-            self.changed = True
+            self._changed = True
         self._count[slot] = max(count, wanted)
         return True
 
     def release(self, slot: int) -> None:
-        """Takes the pages back that nobody else holds; a slot that holds none stays as it is."""
-        if not self.holds(slot):
+        """Frees the pages of a slot that no other holds; does nothing for a slot without pages."""
+        if slot not in self._prompts:
             return
         key = self._prompts.pop(slot)
-        replica, count = key[0], self._count[slot]
-        pages = self.tables[slot, :count].tolist()
+        replica = key[0]
+        pages = self.tables[slot, : self._count[slot]].tolist()
         self._holders[replica, pages] -= 1
         self._free[replica] += [page for page in pages if not self._holders[replica, page]]
         shared = self._shared[key]
         shared.holders -= 1
         if not shared.holders:
             del self._shared[key]
-        self.tables[slot], self._count[slot] = NOBODYS, 0
-        self.changed = True
-
-    def make_room(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Extends slots, the oldest first; where pages run out the youngest give theirs back.
-
-        Returns the slots that did, youngest first. The oldest of a replica always gets its pages.
-        """
-        wanted, gave = dict(zip(slots, tokens, strict=True)), []
-        while wanted:
-            slot = next(iter(wanted))
-            if self.extend(slot, wanted[slot]):
-                del wanted[slot]
-                continue
-            replica = self.replica(slot)
-            youngest = next(s for s in reversed(wanted) if self.replica(s) == replica)
-            self.release(youngest)
-            del wanted[youngest]
-            gave.append(youngest)
-        return gave
+        self.tables[slot], self._count[slot] = NO_OWNER, 0
+        self._changed = True
 
     def check(self) -> None:
         """Raises AssertionError unless every page is free or held, and counted right."""
@@ -163,21 +216,7 @@ class PageBook:
         for slot in self._prompts:
             np.add.at(held[self.replica(slot)], self.tables[slot, : self._count[slot]], 1)
         assert (held == self._holders).all()
-        assert not held[:, NOBODYS].any()
+        assert not held[:, NO_OWNER].any()
         for replica, free in enumerate(self._free):
             holding = np.flatnonzero(held[replica]).tolist()
             assert sorted(free + holding) == list(range(1, self._pages)), "lost, or given twice"
-
-    @property
-    def free(self) -> int:
-        """Pages of all replicas that nobody holds."""
-        return sum(map(len, self._free))
-
-    @property
-    def held(self) -> int:
-        """Pages of all replicas that somebody holds."""
-        return int((self._holders > 0).sum())
-
-    def _needed(self, replica: int, tokens: int, prompt: Hashable) -> int:
-        shared = (replica, prompt) in self._shared
-        return 1 + (0 if shared else tokens // self._page_tokens)

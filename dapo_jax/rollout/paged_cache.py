@@ -1,14 +1,10 @@
-"""Keys and values of running responses in pages, given to slots as responses grow."""
+"""Device layout of a cache in pages, which the page table gives to slots as responses grow."""
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
-from jaxtyping import Array, Int
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import PageCache, PromptCache
@@ -20,57 +16,36 @@ from dapo_jax.model.decode_attention import (
     quantise,
 )
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.page_table import PageBook
-from dapo_jax.rollout.slot_cache import SlotStore, window_of
+from dapo_jax.rollout.page_table import Fills, PageTable
+from dapo_jax.rollout.slot_cache import SlotLayout, window_of
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 
-DROPPED = np.iinfo(np.int32).max  # an index past every end
 
+class PagedLayout:
+    """Caches of pages, those of every replica one after the other.
 
-@struct.dataclass
-class Fills:
-    """Pages to write: a replica's `page[i]` gets block `block[i]` of prompt `row[i]`."""
-
-    page: Int[Array, "D M"]  # D replicas
-    row: Int[Array, "D M"]
-    block: Int[Array, "D M"]
-
-
-class PageStore:
-    """Pages, given to slots as their responses grow.
-
-    Args:
-        pages: of all replicas, their pages 0 not counted; 0: as many as full slots need.
-        page_tokens: tokens in a page.
-        The others are as for `SlotStore`; `first_window_tokens` is how far attention reads where
-        there is no kernel that reads what exists.
+    Args and attributes are as for `SlotLayout`; `settings.pages` are those of all replicas, their
+    pages 0 not counted (0: as many as full slots need), and `settings.first_window_tokens` is how
+    far attention reads where there is no kernel that reads what exists.
     """
+
+    takes_many = True
 
     def __init__(
         self,
         config: DecoderConfig,
         mesh: jax.sharding.Mesh,
-        *,
-        slots: int,
+        settings: Sampler,
         cache_tokens: int,
-        first_window_tokens: int,
         dtype: Any,
-        pages: int,
-        page_tokens: int,
     ):
-        self._config, self._mesh, self._dtype, self._first = (
-            config,
-            mesh,
-            dtype,
-            first_window_tokens,
-        )
-        self._page_tokens, self._limit = page_tokens, cache_tokens
-        replicas, full = (
-            sharding.shards(mesh, "batch", sharding.DECODING),
-            -(-cache_tokens // page_tokens),
-        )
-        pages = pages or slots * full
+        self._config, self._mesh, self._dtype = config, mesh, dtype
+        self._first, self._limit = settings.first_window_tokens, cache_tokens
+        self._page_tokens = size = settings.page_tokens
+        replicas = sharding.shards(mesh, "batch", sharding.DECODING)
+        full = -(-cache_tokens // size)
+        pages = settings.pages or settings.slots * full
         require(
             pages % replicas == 0 and pages // replicas >= full,
             "sampler.pages",
@@ -78,62 +53,51 @@ class PageStore:
             f"0, or a multiple of data x fsdp = {replicas} with at least {full} (a longest "
             f"response's) for each",
         )
-        self._each, self._replicas, self._slots_each = (
-            pages // replicas + 1,
-            replicas,
-            slots // replicas,
-        )
-        self._new_book = functools.partial(
-            PageBook,
+        each = pages // replicas + 1
+        self._total = replicas * each
+        self.pages = PageTable(
             replicas=replicas,
-            pages=self._each,
-            page_tokens=page_tokens,
-            slots=slots,
+            pages=each,
+            page_tokens=size,
+            slots=settings.slots,
             slot_tokens=cache_tokens,
         )
         platform = mesh.devices.flat[0].platform
-        self._kernel = has_kernel(platform, config.head_dim, page_tokens) and dtype != jnp.int8
+        self._kernel = has_kernel(platform, config.head_dim, size) and dtype != jnp.int8
         self.attend = PagedAttention(mesh, self._kernel)
-        self.takes_many = True
-        self._total, self._tokens = replicas * self._each, np.zeros(slots, np.int64)
-        self.reset()
 
     def window(self, needed: int) -> int:
-        """Pages do not grow."""
+        """Length of a slot: always the longest, since pages do not grow."""
         return self._limit
 
     def fits(self, caches: tuple[PageCache, ...], needed: int) -> bool:
-        """Always: pages do not grow."""
+        """Whether `needed` tokens of a slot fit: always, since pages do not grow."""
         return True
 
-    def empty_tables(self) -> Int[Array, "S W"]:
-        """As of slots without pages."""
-        return jnp.zeros(self.book.tables.shape, jnp.int32)
-
     def columns(self, needed: int) -> int:
-        """Of the page tables that attention has to read where `needed` tokens have to fit."""
+        """Columns of the page tables that attention has to read for `needed` tokens of a slot."""
         window = self._limit if self._kernel else window_of(needed, self._first, self._limit)
         return -(-window // self._page_tokens)
 
     def empty(self, window: int) -> tuple[PageCache, ...]:
-        """Every layer's pages."""
+        """Zeroed pages of every layer."""
         c = self._config
         shape = (self._total, self._page_tokens, 2 * c.kv_heads, c.head_dim)
         scales = jnp.zeros(shape[:-1]) if self._dtype == jnp.int8 else None
         return (PageCache(jnp.zeros(shape, self._dtype), scales),) * c.layers
 
     def shardings(self) -> tuple[PageCache, ...]:
-        """Pages over replicas, heads over tensor."""
+        """Shardings of the caches: pages over replicas, heads over tensor."""
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
         shapes = jax.eval_shape(lambda: self.empty(1))
         return tuple(jax.tree.map(named, page_specs(cache)) for cache in shapes)
 
     def grow(self, caches: tuple[PageCache, ...], window: int) -> tuple[PageCache, ...]:
-        """Pages do not grow."""
+        """The caches as they are, since pages do not grow."""
         return caches
 
     def take_up(self, cache: PageCache, new: PromptCache, _, __, fills: Fills) -> PageCache:
-        """Writes what is still unwritten of the pages that begin with a prompt."""
+        """Writes the blocks of prompts that `fills` names into their pages."""
         place = functools.partial(sharding.spec, column=sharding.DECODING)
         pages, mine, prompts = page_specs(cache), place("batch"), place(None, None, "kv_heads")
         places = (jax.tree.map(lambda _: prompts, new), jax.tree.map(lambda _: mine, fills))
@@ -149,93 +113,16 @@ class PageStore:
         pairs, size = interleave(new.keys, new.values, 2), self._page_tokens
         pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % size), (0, 0), (0, 0)))
         blocks = pairs.reshape(len(pairs), -1, size, *pairs.shape[2:])[fills.row[0], fills.block[0]]
-        blocks, scales = quantise(blocks, self._dtype)
-        cache = cache.replace(pages=cache.pages.at[fills.page[0]].set(blocks, mode="drop"))
-        if scales is not None:
-            assert cache.scales is not None  # int8 pages have them
-            cache = cache.replace(scales=cache.scales.at[fills.page[0]].set(scales, mode="drop"))
-        return cache
-
-    # --- on the host ----------------------------------------------------------------------------
-
-    @property
-    def held(self) -> list[int]:
-        """Slots with pages."""
-        return self.book.slots
-
-    @property
-    def tables(self) -> np.ndarray | None:
-        """Each slot's pages if they changed since this was last asked for, else None."""
-        changed, self.book.changed = self.book.changed, False
-        return self.book.tables.copy() if changed else None
-
-    def reset(self) -> None:
-        """Nothing runs."""
-        self.book, self._claimed = self._new_book(), {}
-        self.book.changed = True
-
-    def claim(self, slot: int, tokens: int, prompt: Hashable, *, beside: bool = True) -> bool:
-        """Takes the pages for a response that starts in a free slot; False, and none, if too few.
-
-        Args:
-            tokens: of its prompt.
-            prompt: responses that say the same share its full pages.
-            beside: only where those that run keep room to grow.
-        """
-        kept = tokens - 1  # the last one is fed by the first decode step
-        if beside and not self.book.has_room(slot, kept, prompt):
-            return False
-        self._claimed[slot] = self.book.start(slot, kept, prompt)
-        self._tokens[slot] = kept
-        return True
-
-    def claimed(self, slot: int) -> bool:
-        """Whether the slot may be inserted into."""
-        return slot in self._claimed
-
-    def fills(
-        self, slots: Iterable[int], rows: Iterable[int], *, width: int, prompts: int, time: int
-    ) -> Fills:
-        """What of the claimed slots' pages is to be written; `rows` are their prompts'.
-
-        Args:
-            width, prompts, time: slots at most, prompts at most and their padded length; the
-                result's size depends on nothing else.
-        """
-        size = min(width, self._slots_each) + prompts * (time // self._page_tokens)
-        arrays: Any = np.zeros((3, self._replicas, size), np.int32)  # until a program takes them
-        arrays[0] = DROPPED
-        used = [0] * self._replicas
-        for slot, row in zip(map(int, slots), rows, strict=True):
-            replica = self.book.replica(slot)
-            for fill in self._claimed.pop(slot):
-                arrays[:, replica, used[replica]] = fill.page, row, fill.block
-                used[replica] += 1
-        return Fills(*arrays)
-
-    def make_room(self, slots: Sequence[int], more: int) -> list[int]:
-        """Pages for `more` tokens in each of `slots`, oldest first; returns those given back."""
-        return self.book.make_room(slots, (self._tokens[list(slots)] + more).tolist())
-
-    def advance(self, tokens: int) -> None:
-        """So many tokens were drawn in every slot that still draws."""
-        self._tokens += tokens
-
-    def release(self, slot: int) -> None:
-        """The response there has ended: its pages are free."""
-        self.book.release(slot)
+        new_pages = PageCache(*quantise(blocks, self._dtype))
+        return jax.tree.map(
+            lambda old, new: old.at[fills.page[0]].set(new, mode="drop"), cache, new_pages
+        )
 
 
-def choose_store(
-    config: DecoderConfig,
-    mesh: jax.sharding.Mesh,
-    settings: Sampler,
-    *,
-    slots: int,
-    cache_tokens: int,
-    first_window_tokens: int,
-) -> SlotStore | PageStore:
-    """What `sampler.cache` asks for; 'auto': pages where a kernel reads them, slots elsewhere."""
+def choose_layout(
+    config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
+) -> SlotLayout | PagedLayout:
+    """Layout that `sampler.cache` asks for; 'auto': pages where a kernel reads them, else slots."""
     dtype = jnp.int8 if settings.cache_dtype == "int8" else config.dtype
     kind, platform = settings.cache, mesh.devices.flat[0].platform
     if kind == "auto":
@@ -247,12 +134,5 @@ def choose_store(
         kind,
         "'slots' with sampler.cache_dtype = 'int8' on TPU, whose paged kernel reads no scales",
     )
-    sizes = {
-        "slots": slots,
-        "cache_tokens": cache_tokens,
-        "first_window_tokens": first_window_tokens,
-        "dtype": dtype,
-    }
-    if kind == "slots":
-        return SlotStore(config, mesh, **sizes)
-    return PageStore(config, mesh, **sizes, pages=settings.pages, page_tokens=settings.page_tokens)
+    layout = SlotLayout if kind == "slots" else PagedLayout
+    return layout(config, mesh, settings, cache_tokens, dtype)

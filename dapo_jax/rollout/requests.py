@@ -1,6 +1,6 @@
-"""What a rollout is asked for: groups, each by requests whose responses begin with the same tokens.
+"""Pending groups of the scheduler, and those of their responses that begin with the same tokens.
 
-A response that an earlier step has begun is a request of its own: its prompt is the problem's with
+A response that an earlier step has begun is pending on its own: its prompt is the problem's with
 what was drawn, and its key that of the step which began it, so that the same draws follow.
 """
 
@@ -20,7 +20,7 @@ COARSE = 4  # between padded lengths of responses that go on, which have many
 
 @dataclasses.dataclass(eq=False)
 class PendingGroup:
-    """A group on its way, and those of its responses that are finished."""
+    """Group of responses under way, and those of them that are finished."""
 
     prompt: Prompt
     samples: Sequence[int]
@@ -33,7 +33,7 @@ class PendingGroup:
 class PendingResponses:
     """Responses of a group that begin with the same tokens; `waiting` are those without a slot."""
 
-    asked: PendingGroup
+    group: PendingGroup
     waiting: collections.deque[int]
     number: int  # names what its responses share in the cache
     padded: np.ndarray
@@ -42,13 +42,13 @@ class PendingResponses:
 
     @property
     def drawn(self) -> int:
-        """Tokens that its response has before it starts here."""
+        """Tokens that the response has before it starts here."""
         return len(self.begun) if self.begun else 0
 
     @property
     def length(self) -> int:
         """Tokens to prefill."""
-        return len(self.asked.prompt.tokens) + self.drawn
+        return len(self.group.prompt.tokens) + self.drawn
 
 
 def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> np.ndarray:
@@ -62,32 +62,32 @@ def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> 
 
 
 def split_group(
-    asked: PendingGroup, carried: Carried | None
-) -> Iterator[tuple[Completion | None, list]]:
-    """The requests of a group: (what the response has so far, numbers of the responses)."""
-    begun = {one.sample: one for one in carried.begun} if carried else {}
-    for sample, one in begun.items():
-        yield one, [sample]
-    rest = [one for one in asked.samples if one not in begun and one not in asked.finished]
-    if rest:
-        yield None, rest
+    group: PendingGroup, carried: Carried | None
+) -> Iterator[tuple[Completion | None, list[int]]]:
+    """Splits a group by its responses' first tokens: (the response so far, sample numbers)."""
+    begun = {response.sample: response for response in carried.begun} if carried else {}
+    for sample, response in begun.items():
+        yield response, [sample]
+    fresh = [i for i in group.samples if i not in begun and i not in group.finished]
+    if fresh:
+        yield None, fresh
 
 
 def completion_of(
-    request: PendingResponses,
+    pending: PendingResponses,
     sample: int,
     tokens: np.ndarray,
     logprobs: np.ndarray,
     policy_step: int,
     **known: Any,
 ) -> Completion:
-    """A response with what it had before it started here.
+    """Response with what it had before it started here.
 
     Args:
         tokens, logprobs: of the whole response; what stands where it was not drawn here is ignored.
         known: the other fields.
     """
-    before = request.begun
+    before = pending.begun
     fields: dict[str, Any] = {"truncated": False, "text": ""} | known
     if before:
         tokens = np.concatenate([before.tokens, tokens[len(before) :]])
@@ -99,17 +99,21 @@ def completion_of(
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[Carried]:
-    """The groups of those unfinished responses, in data order; None: of one nothing was drawn."""
+    """Groups to carry over, in data order, from their unfinished responses.
+
+    Args:
+        parts: a response as far as it was drawn, or None where nothing was.
+    """
     begun: dict[PendingGroup, list[Completion]] = {}
-    for asked, one in parts:
-        begun.setdefault(asked, []).extend([one] if one else [])
-    groups = [
+    for group, response in parts:
+        begun.setdefault(group, []).extend([response] if response else [])
+    carried = [
         Carried(
-            asked.prompt,
-            asked.step,
-            tuple(asked.finished[sample] for sample in sorted(asked.finished)),
-            tuple(sorted(found, key=lambda one: one.sample)),
+            group.prompt,
+            group.step,
+            tuple(group.finished[sample] for sample in sorted(group.finished)),
+            tuple(sorted(responses, key=lambda response: response.sample)),
         )
-        for asked, found in begun.items()
+        for group, responses in begun.items()
     ]
-    return sorted(groups, key=lambda group: group.prompt.index)
+    return sorted(carried, key=lambda group: group.prompt.index)

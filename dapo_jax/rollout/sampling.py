@@ -1,4 +1,4 @@
-"""Drawing the next token of every slot, and the log-probability that is recorded for it."""
+"""Sampling: the next token of every slot, and the log-probability that is recorded for it."""
 
 import functools
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 BLOCK = 128
+SMALLEST_TOP_P = 1e-6  # below, float32 could leave no token at all; the likeliest one is kept
 # Purposes of a key. What is served is keyed by the order of arrival, or by a seed of its own.
 SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING, SAMPLE_BY_SEED = range(4)
 
 
 class SamplingRule(NamedTuple):
-    """How tokens are drawn; hashable, so that each rule compiles once."""
+    """Temperature and truncation of draws; hashable, so that each rule compiles once."""
 
     temperature: float = 1.0  # 0 takes the likeliest token
     top_p: float = 1.0
@@ -23,11 +24,20 @@ class SamplingRule(NamedTuple):
 
 
 class SamplingRules(NamedTuple):
-    """A rule of its own for each slot."""
+    """Sampling rule of each slot."""
 
     temperature: Float[Array, "S"]
     top_p: Float[Array, "S"]
     top_k: Int[Array, "S"]
+
+
+def repeat_rule(rule: SamplingRule, count: int) -> SamplingRules:
+    """Sampling rules of `count` slots that all have one rule."""
+    return SamplingRules(
+        temperature=jnp.full(count, rule.temperature, jnp.float32),
+        top_p=jnp.full(count, max(rule.top_p, SMALLEST_TOP_P), jnp.float32),
+        top_k=jnp.full(count, rule.top_k, jnp.int32),
+    )
 
 
 def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Float[Array, "S V"]:
@@ -39,7 +49,7 @@ def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Fl
 
 
 def _likeliest(probabilities: Array, top_p: Any, top_k: Any) -> Array:
-    """What `truncate` keeps; of numbers, or of arrays [S, 1]. `top_k` None keeps all."""
+    """Mass that `truncate` keeps; limits are numbers, or arrays [S, 1]. `top_k` None keeps all."""
     ordered = jnp.sort(probabilities, axis=-1, descending=True)
     if top_k is not None:
         kept = jnp.arange(probabilities.shape[-1]) < top_k
@@ -51,7 +61,7 @@ def _likeliest(probabilities: Array, top_p: Any, top_k: Any) -> Array:
 
 
 def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
-    """The index where the running sum of `mass` first exceeds `uniform` times its total.
+    """Index where the running sum of `mass` first exceeds `uniform` times the total.
 
     Two levels (sums of blocks, then one block), so that neither sum is long: float32 keeps its
     precision at a vocabulary of 150,000, and a draw costs one uniform instead of V of them.
@@ -105,7 +115,7 @@ def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
 def draw_each(
     logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRules
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """`draw` by a rule for each slot: one program serves all rules.
+    """One token per slot by a rule for each, as `draw` does by one: one program serves all rules.
 
     A slot's token depends on its own logits, key, position and rule alone. Sorting the vocabulary
     is the dear part, and left out while no slot asks for it.
@@ -127,13 +137,15 @@ def draw_each(
 
 
 def sample_key(seed: int, purpose: int, step: int | np.uint32, index: int) -> jax.Array:
-    """The key of one prompt's responses: what it is for, the policy step, its place in the data."""
+    """Key of one prompt's responses: purpose, policy step, place in the data."""
     return _fold(_first_key(seed), np.array([purpose, step, index], np.uint32))
 
 
 def sample_keys(seed: int, purpose: int, steps: Sequence[int], indices: Sequence[int]) -> jax.Array:
-    """`sample_key` of as many prompts, [n], in one call: one by one they cost the host more than
-    their prefill costs a small policy."""
+    """Keys [n] of several prompts, as `sample_key` makes them, in one call.
+
+    One by one they cost the host more than their prefill costs a small policy.
+    """
     parts = np.array([[purpose] * len(steps), steps, indices], np.uint32)
     return _fold_each(_first_key(seed), parts.T)
 

@@ -1,4 +1,4 @@
-"""Continuous batching: prompts in, finished groups out, slots refilled as they free up."""
+"""Scheduler of continuous batching: prompts in, finished groups out, slots refilled."""
 
 import collections
 import dataclasses
@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from dapo_jax.data.prompts.tokenizer import Decodes
-from dapo_jax.model.caches import DecodeState
+from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     COARSE,
@@ -29,7 +28,7 @@ from dapo_jax.structs import Carried, Completion, Prompt
 
 @dataclasses.dataclass
 class SamplerCounts:
-    """What one rollout cost. Occupancy is measured only while prompts were still waiting."""
+    """Counts of one rollout. Occupancy is measured only while prompts were still waiting."""
 
     prefills: int = 0
     bursts: int = 0
@@ -46,7 +45,7 @@ class SamplerCounts:
 
     @property
     def drawn_tokens(self) -> int:
-        """Of all responses, also those that were stopped or drawn again."""
+        """Tokens of all responses, also of those that were stopped or drawn again."""
         return self.tokens + self.abandoned_tokens + self.unfinished_tokens + self.put_back_tokens
 
     @property
@@ -55,7 +54,7 @@ class SamplerCounts:
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """What of this a step logs as it is."""
+        """Metrics of a step that are counts as they are."""
         return {
             "abandoned_tokens": float(self.abandoned_tokens),
             "put_back_tokens": float(self.put_back_tokens),
@@ -78,6 +77,8 @@ class Scheduler:
 
     def __init__(self, engine: PolicyEngine, tokenizer: Decodes, seed: int):
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
+        self._params: Any = None  # they and the decode state are there from `begin` to `release`
+        self._state: Any = None
         self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
         self._waiting: collections.deque[PendingResponses] = collections.deque()
         self._in_slot: dict[int, tuple[PendingResponses, int]] = {}  # the oldest first
@@ -115,47 +116,47 @@ class Scheduler:
         Args:
             carried: what an earlier step has of it; its draws go on as if no step had ended.
         """
-        asked = PendingGroup(prompt, range(samples), whole=True, step=self._step)
+        group = PendingGroup(prompt, range(samples), whole=True, step=self._step)
         if carried is not None and carried.tokens:
-            asked.step = carried.step
-            asked.finished = {one.sample: one for one in carried.finished}
-        self._queue(asked, carried)
+            group.step = carried.step
+            group.finished = {response.sample: response for response in carried.finished}
+        self._queue(group, carried)
 
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
         """Queues the responses of those numbers; each is a group of its own, once finished."""
         self._queue(PendingGroup(prompt, samples, whole=False, step=self._step))
 
-    def _queue(self, asked: PendingGroup, carried: Carried | None = None) -> None:
-        tokens, engine, pad_id = asked.prompt.tokens, self._engine, self._tokenizer.pad_id
+    def _queue(self, group: PendingGroup, carried: Carried | None = None) -> None:
+        tokens, engine, pad_id = group.prompt.tokens, self._engine, self._tokenizer.pad_id
         if len(tokens) == 0:
-            raise ValueError(f"prompt {asked.prompt.id!r} has no tokens")
-        for begun, samples in split_group(asked, carried):
+            raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
+        for begun, samples in split_group(group, carried):
             if begun is None:
                 padded = pad_prompt(tokens, engine.max_prefill_length, pad_id)
             else:
                 known = np.concatenate([tokens, begun.tokens])
                 padded = pad_prompt(known, engine.cache_tokens, pad_id, COARSE)
             waiting, number = collections.deque(samples), next(self._submitted)
-            self._waiting.append(PendingResponses(asked, waiting, number, padded, begun))
+            self._waiting.append(PendingResponses(group, waiting, number, padded, begun))
 
     @property
     def held(self) -> Any:
-        """What stays in memory after `release`: the decoding copy of frozen parameters."""
-        return self._engine.held
+        """Decoding copy of frozen parameters, which stays in memory after `release`."""
+        return self._engine.programs.held
 
     def hold(self) -> None:
-        """Makes that copy, the first time."""
-        self._engine.hold()
+        """Makes the decoding copy of frozen parameters, the first time."""
+        self._engine.programs.hold()
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing is being decoded."""
+        """Whether nothing waits and nothing is being decoded."""
         return not self._waiting and not self._in_slot
 
     @property
     def room(self) -> int:
-        """Responses that could start beside those that run or wait."""
-        waiting = sum(len(request.waiting) for request in self._waiting)
+        """Number of responses that could start beside those that run or wait."""
+        waiting = sum(len(pending.waiting) for pending in self._waiting)
         return self._engine.max_concurrent_decodes - len(self._in_slot) - waiting
 
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
@@ -164,10 +165,9 @@ class Scheduler:
         if not self._in_slot:
             return []
         self._make_room()
-        state, _ = self._engine.generate(self._params, self._running, longest=self._longest())
-        self._state = state
+        self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
+        state, began = self._state, time.perf_counter()
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
-        began = time.perf_counter()
         active, self._generated, busy, total = map(np.array, to_host(read))
         self.counts.decode_seconds += time.perf_counter() - began
         self.counts.bursts += 1
@@ -179,30 +179,32 @@ class Scheduler:
         return self._collect([slot for slot in self._in_slot if not active[slot]])
 
     def suspend(self) -> list[Carried]:
-        """Everything that waits or is decoded, group by group, as far as it was drawn.
+        """Takes out everything that waits or is decoded, group by group, as far as it was drawn.
 
-        Nothing is left here; a group of which nothing was drawn has no tokens.
+        A group of which nothing was drawn has no tokens.
         """
-        parts = [(request.asked, request.begun) for request in self._waiting]
+        parts = [(pending.group, pending.begun) for pending in self._waiting]
         slots = list(self._in_slot)
-        rows = self._engine.harvest(self._running, slots) if slots else ((), ())
+        rows = self._engine.harvest(self._state, slots) if slots else ((), ())
         for slot, tokens, logprobs in zip(slots, *rows, strict=True):
-            (request, sample), length = self._in_slot[slot], int(self._generated[slot])
+            (pending, sample), length = self._in_slot[slot], int(self._generated[slot])
             drawn = tokens[:length], logprobs[:length]
-            begun = completion_of(request, sample, *drawn, self._policy_step)
-            parts.append((request.asked, begun if length else None))
-            self.counts.unfinished_tokens += length - request.drawn
-            self._engine.store.release(slot)
-        self._in_slot.clear()
-        self._waiting.clear()
+            begun = completion_of(pending, sample, *drawn, self._policy_step)
+            parts.append((pending.group, begun if length else None))
+            self.counts.unfinished_tokens += length - pending.drawn
+        self._clear()
         return carry_groups(parts)
 
     def abandon(self) -> None:
         """Forgets everything waiting or being decoded, and counts it."""
-        for slot, (request, _) in self._in_slot.items():
+        for slot, (pending, _) in self._in_slot.items():
             self.counts.abandoned_responses += 1
-            self.counts.abandoned_tokens += int(self._generated[slot]) - request.drawn
-            self._engine.store.release(slot)
+            self.counts.abandoned_tokens += int(self._generated[slot]) - pending.drawn
+        self._clear()
+
+    def _clear(self) -> None:
+        for slot in self._in_slot:
+            self._engine.release(slot)
         self._in_slot.clear()
         self._waiting.clear()
 
@@ -211,113 +213,100 @@ class Scheduler:
         self.abandon()
         self._state = self._params = None
 
-    @property
-    def _running(self) -> DecodeState:
-        assert self._state is not None  # from `begin` to `release`
-        return self._state
-
     def _longest(self) -> int:
         return max(
-            len(request.asked.prompt.tokens) - 1 + int(self._generated[slot])
-            for slot, (request, _) in self._in_slot.items()
+            len(pending.group.prompt.tokens) - 1 + int(self._generated[slot])
+            for slot, (pending, _) in self._in_slot.items()
         )
 
     def _fill_slots(self) -> None:
-        """The first response that waits gets a free slot that has room for it, and so on."""
+        """Gives the first response that waits a free slot that has room for it, and so on."""
         slots = range(self._engine.max_concurrent_decodes)
         free = [slot for slot in slots if slot not in self._in_slot]
-        starting: dict[int, list[tuple[int, PendingResponses, int]]] = {}
+        starting: dict[int, list[tuple[int, int, int]]] = {}  # slot, sample, row by prefix
+        prefixes: dict[int, Prefix] = {}
         while free and self._waiting:
-            request = self._waiting[0]
-            slot = self._claim(free, request)
+            pending = self._waiting[0]
+            slot = self._claim(free, pending)
             if slot is None:
                 break
             free.remove(slot)
-            if request.prefilled is None:
-                self._prefill_ahead()
-            assert request.prefilled is not None  # the first that waits is among them
-            sample = request.waiting.popleft()
-            self._in_slot[slot] = (request, sample)
-            starting.setdefault(id(request.prefilled[0]), []).append((slot, request, sample))
-            if not request.waiting:
-                self._waiting.popleft()
-        for started in starting.values():
-            for i in range(0, len(started), self._engine.most_inserted):
-                self._insert(started[i : i + self._engine.most_inserted])
-        for request in {request for started in starting.values() for _, request, _ in started}:
-            if not request.waiting:
-                request.prefilled = None
+            prefix, row = pending.prefilled or self._prefill_ahead()
+            sample = pending.waiting.popleft()
+            self._in_slot[slot] = (pending, sample)
+            prefixes[id(prefix)] = prefix
+            starting.setdefault(id(prefix), []).append((slot, sample, row))
+            self._generated[slot] = pending.drawn
+            if not pending.waiting:
+                self._waiting.popleft().prefilled = None
+        width = self._engine.most_inserted
+        for number, started in starting.items():
+            for i in range(0, len(started), width):
+                slots, samples, rows = map(np.array, zip(*started[i : i + width], strict=True))
+                self._state = self._engine.insert(
+                    prefixes[number], self._state, slots, sample_index=samples, row=rows
+                )
 
-    def _claim(self, free: list[int], request: PendingResponses) -> int | None:
-        """The first free slot whose replica has room; None if none has."""
-        tokens, full = request.length, set()
+    def _claim(self, free: list[int], pending: PendingResponses) -> int | None:
+        """First free slot whose replica has room, claimed; None if none has."""
+        full = set()
         for slot in free:
             replica = self._engine.replica(slot)
             if replica in full:
                 continue
-            if self._engine.store.claim(slot, tokens, request.number):
+            if self._engine.claim(slot, pending.length, pending.number):
                 return slot
             full.add(replica)
         return None
 
-    def _insert(self, started: list[tuple[int, PendingResponses, int]]) -> None:
-        slots, requests, samples = zip(*started, strict=True)
-        slots, rows = np.array(slots), [request.prefilled[1] for request in requests]
-        prefix = requests[0].prefilled[0]
-        self._state = self._engine.insert(
-            prefix, self._running, slots, sample_index=np.array(samples), row=np.array(rows)
-        )
-        self._generated[slots] = [request.drawn for request in requests]
-
-    def _prefill_ahead(self) -> None:
+    def _prefill_ahead(self) -> tuple[Prefix, int]:
         """Prefills the first prompt that waits, with others of its length that do."""
         engine, first = self._engine, self._waiting[0]
         alike = (
-            request
-            for request in self._waiting
-            if request.prefilled is None and len(request.padded) == len(first.padded)
+            pending
+            for pending in self._waiting
+            if pending.prefilled is None and len(pending.padded) == len(first.padded)
         )
         batch = list(itertools.islice(alike, engine.prefill_width))
         if len(batch) <= engine.prefill_width // 2:  # most of a wide call would be padding
             batch = batch[: engine.replicas]
         self.counts.prefills += len(batch)
+        padding = engine.prefilled_together(len(batch)) - len(batch)
+        groups = [pending.group for pending in [*batch, *[batch[-1]] * padding]]
+        steps, places = [group.step for group in groups], [group.prompt.index for group in groups]
         prefix = engine.prefill_prompts(
             self._params,
-            np.stack([request.padded for request in batch]),
-            [request.length for request in batch],
-            self._keys([request.asked for request in batch]),
-            [request.drawn for request in batch],
+            np.stack([pending.padded for pending in batch]),
+            [pending.length for pending in batch],
+            sample_keys(self._seed, self._purpose, steps, places),
+            [pending.drawn for pending in batch],
         )
-        for row, request in enumerate(batch):
-            request.prefilled = (prefix, row)
-
-    def _keys(self, asked: list[PendingGroup]) -> jax.Array:
-        asked += [asked[-1]] * (self._engine.prefilled_together(len(asked)) - len(asked))
-        places = [one.step for one in asked], [one.prompt.index for one in asked]
-        return sample_keys(self._seed, self._purpose, *places)
+        for row, pending in enumerate(batch):
+            pending.prefilled = (prefix, row)
+        return prefix, 0
 
     def _make_room(self) -> None:
         """Puts the youngest responses back into the queue where the cache has no room for all."""
-        self._state, stopped = self._engine.make_room(self._running, list(self._in_slot))
+        self._state, stopped = self._engine.make_room(self._state, list(self._in_slot))
         for slot in stopped:
-            request, sample = self._in_slot.pop(slot)
-            self.counts.put_back_tokens += int(self._generated[slot]) - request.drawn
-            if not request.waiting:
-                self._waiting.appendleft(request)
-            request.waiting.appendleft(sample)
+            pending, sample = self._in_slot.pop(slot)
+            self.counts.put_back_tokens += int(self._generated[slot]) - pending.drawn
+            if not pending.waiting:
+                self._waiting.appendleft(pending)
+            pending.waiting.appendleft(sample)
 
     def _collect(self, slots: list[int]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         if not slots:
             return []
-        tokens, logprobs = self._engine.harvest(self._running, slots)
-        groups = []
+        tokens, logprobs = self._engine.harvest(self._state, slots)
+        completed = []
         for row, slot in enumerate(slots):
-            request, sample = self._in_slot.pop(slot)
-            self._engine.store.release(slot)
-            asked, length = request.asked, int(self._generated[slot])
+            pending, sample = self._in_slot.pop(slot)
+            self._engine.release(slot)
+            group, length = pending.group, int(self._generated[slot])
             drawn = tokens[row, :length]
             completion = completion_of(
-                request,
+                pending,
                 sample,
                 drawn,
                 logprobs[row, :length],
@@ -327,12 +316,12 @@ class Scheduler:
             text = self._tokenizer.decode(completion.tokens.tolist())
             completion = dataclasses.replace(completion, text=text)
             self.counts.responses += 1
-            self.counts.tokens += length - request.drawn
-            if not asked.whole:
-                groups.append((asked.prompt, (completion,)))
+            self.counts.tokens += length - pending.drawn
+            if not group.whole:
+                completed.append((group.prompt, (completion,)))
                 continue
-            asked.finished[sample] = completion
-            if len(asked.finished) == len(asked.samples):
-                ordered = tuple(asked.finished[i] for i in asked.samples)
-                groups.append((asked.prompt, ordered))
-        return groups
+            group.finished[sample] = completion
+            if len(group.finished) == len(group.samples):
+                ordered = tuple(group.finished[i] for i in group.samples)
+                completed.append((group.prompt, ordered))
+        return completed

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.engine_programs import EnginePrograms
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
 
@@ -113,28 +114,25 @@ def open_engine(
     mesh: jax.sharding.Mesh,
     sampling_mesh: jax.sharding.Mesh,
     tokenizer: Ends,
-    frozen: Any,
+    frozen: Any = None,
+    programs: Callable[..., Any] = EnginePrograms,
 ) -> PolicyEngine:
-    """The engine that draws for training and evaluation.
+    """Engine that draws for training and evaluation.
 
     Args:
         mesh: of the parameters to load; `sampling_mesh`: where they decode.
+        programs: as of `PolicyEngine`.
     """
-    sampler = config.sampler
-    group = max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem)
     return PolicyEngine(
         decoder,
         sampling_mesh,
-        slots=sampler.slots,
-        burst_tokens=sampler.burst_tokens,
+        config.sampler,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=sampler.max_response_tokens,
-        first_window_tokens=sampler.first_window_tokens,
-        insert_width=min(sampler.slots, group),
+        insert_width=max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
         tokenizer=tokenizer,
         frozen=frozen,
-        settings=sampler,
         trained_on=mesh,
+        programs=programs,
     )
 
 

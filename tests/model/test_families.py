@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import processors
 
+from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, RopeScaling, head_kernel
@@ -58,12 +59,10 @@ def greedy_tokens(folder, mesh):
     engine = PolicyEngine(
         config,
         mesh,
-        slots=4,
-        burst_tokens=4,
+        Sampler(
+            slots=4, burst_tokens=4, max_response_tokens=greedy.shape[1], first_window_tokens=16
+        ),
         max_prompt_tokens=int(lengths.max()),
-        max_response_tokens=greedy.shape[1],
-        first_window_tokens=16,
-        insert_width=1,
         tokenizer=tokenizer,
     )
     sampler = Scheduler(engine, tokenizer, seed=0)

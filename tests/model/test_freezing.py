@@ -11,7 +11,7 @@ from small_runs import make_quick_config
 from test_update import make_batch, make_learner, place
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Model, Optimizer
+from dapo_jax.config.experiment import Compute, Model, Optimizer, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface, save_huggingface
@@ -88,14 +88,11 @@ def make_sampler(config, mesh, frozen=None):
     engine = PolicyEngine(
         config,
         mesh,
-        slots=4,
-        burst_tokens=4,
+        Sampler(slots=4, burst_tokens=4, max_response_tokens=24, first_window_tokens=16),
         max_prompt_tokens=8,
-        max_response_tokens=24,
-        first_window_tokens=16,
-        insert_width=4,
         tokenizer=tokenizer,
         frozen=frozen,
+        insert_width=4,
     )
     return Scheduler(engine, tokenizer, seed=0)
 

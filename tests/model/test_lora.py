@@ -142,8 +142,10 @@ def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, mon
     sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
     assert sampler.held is None  # nothing is compiled at the door
     engine, moved = sampler._engine, []
-    load = engine._load
-    monkeypatch.setattr(engine, "_load", lambda params: moved.append(params) or load(params))
+    load = engine.programs.load_trained
+    monkeypatch.setattr(
+        engine.programs, "load_trained", lambda params: moved.append(params) or load(params)
+    )
     seen = []
     for seed in (1, 2):
         sample(sampler, fresh_adapters(DECODER, one_device, seed))

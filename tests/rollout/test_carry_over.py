@@ -30,14 +30,12 @@ def make_sampler(mesh, **settings) -> Scheduler:
     engine = PolicyEngine(
         TINY,
         mesh,
-        slots=24,
-        burst_tokens=4,
+        Sampler(
+            slots=24, burst_tokens=4, max_response_tokens=24, first_window_tokens=32, **settings
+        ),
         max_prompt_tokens=8,
-        max_response_tokens=24,
-        first_window_tokens=32,
-        insert_width=3,
         tokenizer=TOKENIZER,
-        settings=Sampler(**settings),
+        insert_width=3,
     )
     return Scheduler(engine, TOKENIZER, seed=5)
 

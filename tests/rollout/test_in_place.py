@@ -29,18 +29,20 @@ def compiled_burst(mesh, params, **settings):
     engine = PolicyEngine(
         TINY,
         mesh,
-        slots=8,
-        burst_tokens=4,
+        Sampler(
+            slots=8,
+            burst_tokens=4,
+            max_response_tokens=WINDOW - 16,
+            first_window_tokens=WINDOW,
+            **settings,
+        ),
         max_prompt_tokens=16,
-        max_response_tokens=WINDOW - 16,
-        first_window_tokens=WINDOW,
-        insert_width=4,
         tokenizer=TOKENIZER,
-        settings=Sampler(**settings),
+        insert_width=4,
     )
-    state, columns = engine.init_decode_state(), engine.store.columns(WINDOW)
+    state, columns = engine.init_decode_state(), engine.layout.columns(WINDOW)
     loaded = engine.load_params(params)
-    lowered = engine._generate.lower(loaded, state, rule=SamplingRule(), columns=columns)
+    lowered = engine.programs.generate.lower(loaded, state, rule=SamplingRule(), columns=columns)
     return lowered.compile(), state.caches[0]
 
 

@@ -56,15 +56,16 @@ def make_engine(config, mesh, params, **settings):
     engine = PolicyEngine(
         config,
         mesh,
-        slots=4,
-        burst_tokens=12,
+        Sampler(
+            slots=4,
+            burst_tokens=12,
+            max_response_tokens=12,
+            first_window_tokens=20,
+            **{"weights_dtype": "int8", "page_tokens": 4} | settings,
+        ),
         max_prompt_tokens=8,
-        max_response_tokens=12,
-        first_window_tokens=20,
-        insert_width=1,
         tokenizer=TOKENIZER,
         frozen=unflatten_dict(frozen, sep="/"),
-        settings=Sampler(**{"weights_dtype": "int8", "page_tokens": 4} | settings),
     )
     trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
     return engine, engine.load_params(unflatten_dict(trained, sep="/"))

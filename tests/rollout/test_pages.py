@@ -17,7 +17,7 @@ from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model import decode_attention
 from dapo_jax.model.caches import PageCache
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.page_table import PageBook
+from dapo_jax.rollout.page_table import DROPPED, PageTable
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import warn_about_rounding
@@ -31,14 +31,16 @@ def make_sampler(mesh, *, slots=8, burst=3, response=RESPONSE, **settings) -> Sc
     engine = PolicyEngine(
         TINY,
         mesh,
-        slots=slots,
-        burst_tokens=burst,
+        Sampler(
+            slots=slots,
+            burst_tokens=burst,
+            max_response_tokens=response,
+            first_window_tokens=16,
+            **settings,
+        ),
         max_prompt_tokens=LONGEST,
-        max_response_tokens=response,
-        first_window_tokens=16,
-        insert_width=min(slots, 4),
         tokenizer=TOKENIZER,
-        settings=Sampler(**settings),
+        insert_width=4,
     )
     return Scheduler(engine, TOKENIZER, seed=5)
 
@@ -52,13 +54,13 @@ def tokens_of(groups) -> dict[int, list[list[int]]]:
 
 
 def watch(sampler) -> list[int]:
-    """Checks the book after every burst; how many pages were held then."""
+    """Checks the page table after every burst; how many pages were held then."""
     held, burst = [], sampler.decode_burst
 
     def checked():
         done = burst()
-        sampler._engine.store.book.check()
-        held.append(sampler._engine.store.book.held)
+        sampler._engine.pages.check()
+        held.append(sampler._engine.pages.held)
         return done
 
     sampler.decode_burst = checked
@@ -111,8 +113,8 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     sampler.submit(prompt, 8)
     sampler.decode_burst()
     # Sixteen tokens before the one that is fed: four pages of all, and one each.
-    assert sampler._engine.store.book.held <= 4 + 8
-    tables = sampler._engine.store.book.tables
+    assert sampler._engine.pages.held <= 4 + 8
+    tables = sampler._engine.pages.tables
     rows = tables[[slot for slot, _ in sampler._in_slot.items()]]
     assert (rows[:, :4] == rows[0, :4]).all()
     assert len(set(rows[:, 4].tolist())) == len(rows)
@@ -126,14 +128,14 @@ def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, un
         sampler.submit(prompt, 3)
     for _ in range(3):
         sampler.decode_burst()
-    book = sampler._engine.store.book
-    assert book.held > 0
+    table = sampler._engine.pages
+    assert table.held > 0
     if end == "begin":
         sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
     else:
         getattr(sampler, end)()
-    book.check()
-    assert book.held == 0
+    table.check()
+    assert table.held == 0
     again = tokens_of(sample(sampler, tiny_params, RAGGED, 5))
     assert again == unpaged[SamplingRule()]
 
@@ -191,7 +193,7 @@ def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byt
     ]
     answers = orchestrate(driver, *requests)
     assert [ids for _, ids in answers] == [byte_responses[prompt] for prompt in PROMPTS] * 2
-    engine.store.book.check()
+    engine.pages.check()
 
 
 def test_gathered_pages_mean_what_the_kernels_reference_says():
@@ -229,7 +231,7 @@ def test_rounding_that_nothing_corrects_for_is_told_of(field):
     assert len(told) == 1
 
 
-# --- the book alone -------------------------------------------------------------------------
+# --- the page table alone -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -238,47 +240,48 @@ def test_whatever_happens_every_page_is_free_or_held(seed):
     replicas, each = int(rng.integers(1, 4)), int(rng.integers(1, 9))
     size, longest = int(rng.integers(1, 7)), int(rng.integers(8, 60))
     full = -(-longest // size)
-    book = PageBook(
+    table = PageTable(
         replicas=replicas,
         pages=1 + full + int(rng.integers(0, 3 * full)),
         page_tokens=size,
         slots=replicas * each,
         slot_tokens=longest,
     )
-    total, lengths, ages = book.free, {}, {}
+    total, lengths, ages = table.free, {}, {}
     for time in range(300):
         free = [slot for slot in range(replicas * each) if slot not in lengths]
         for slot in free[: int(rng.integers(0, 4))]:
             prompt = int(rng.integers(0, 5))
             tokens = (3 * prompt) % (longest // 2)
-            if book.has_room(slot, tokens, prompt):
-                fills = book.start(slot, tokens, prompt)
-                assert fills[-1].block == tokens // size
+            if table.claim(slot, tokens + 1, prompt):
+                fills = table.fills([slot], [0], width=1, prompts=1, time=longest)
+                written = fills.block[fills.page < DROPPED]
+                assert written[-1] == tokens // size
                 lengths[slot], ages[slot] = tokens, time
         order = sorted(lengths, key=lambda slot: (ages[slot], slot))
-        wanted = [lengths[slot] + 3 for slot in order]
-        for slot in book.make_room(order, wanted):
-            older = [s for s in order if s in lengths and book.replica(s) == book.replica(slot)]
+        for slot in table.make_room(order, 3):
+            older = [s for s in order if s in lengths and table.replica(s) == table.replica(slot)]
             assert older[-1] == slot  # nobody younger runs there
             del lengths[slot], ages[slot]
+        table.advance(3)
         for slot in list(lengths):
             lengths[slot] += 3
-            row = book.tables[slot]
+            row = table.tables[slot]
             assert (row > 0).sum() * size >= min(lengths[slot], longest)
             if lengths[slot] >= longest or rng.random() < 0.05:
-                book.release(slot)
-                book.release(slot)  # a second time changes nothing
+                table.release(slot)
+                table.release(slot)  # a second time changes nothing
                 del lengths[slot], ages[slot]
-        book.check()
-        assert book.free + book.held == total
+        table.check()
+        assert table.free + table.held == total
     for slot in list(lengths):
-        book.release(slot)
-    assert book.free == total and not book.tables.any()
+        table.release(slot)
+    assert table.free == total and not table.tables.any()
 
 
-def test_a_book_without_pages_left_says_so():
-    book = PageBook(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6)
-    book.start(0, 4, "a")
+def test_a_table_without_pages_left_says_so():
+    table = PageTable(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6)
+    assert table.claim(0, 5, "a") and not table.claim(1, 5, "b")
     with pytest.raises(ValueError, match="slot 1: no pages are left; raise sampler.pages"):
-        book.start(1, 4, "b")
-    assert not book.holds(1) and book.free == 0
+        table.claim(1, 5, "b", beside=False)
+    assert table.slots == [0] and table.free == 0

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 from conftest import TINY, make_prompt
 
+from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.model.decoder import Decoder
 from dapo_jax.model.logprobs import token_logprobs
@@ -37,13 +38,12 @@ def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> Scheduler:
     engine = PolicyEngine(
         TINY,
         mesh,
-        slots=slots,
-        burst_tokens=burst,
+        Sampler(
+            slots=slots, burst_tokens=burst, max_response_tokens=response, first_window_tokens=8
+        ),
         max_prompt_tokens=8,
-        max_response_tokens=response,
-        first_window_tokens=8,
-        insert_width=width,
         tokenizer=TOKENIZER,
+        insert_width=width,
     )
     return Scheduler(engine, TOKENIZER, seed=5)
 

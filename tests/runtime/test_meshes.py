@@ -26,14 +26,15 @@ def make_engine(mesh, config=TINY, load_layers=0, kind=PolicyEngine) -> PolicyEn
     return kind(
         config,
         mesh,
-        slots=4,
-        burst_tokens=12,
+        Sampler(
+            slots=4,
+            burst_tokens=12,
+            max_response_tokens=12,
+            first_window_tokens=20,
+            load_layers=load_layers,
+        ),
         max_prompt_tokens=8,
-        max_response_tokens=12,
-        first_window_tokens=20,
-        insert_width=1,
         tokenizer=arithmetic_tokenizer(),
-        settings=Sampler(load_layers=load_layers),
     )
 
 
@@ -87,7 +88,9 @@ def test_loading_by_layers_compiles_twice_at_most_for_a_stack(one_device):
     engine.load_params(params)
     stacks = {path.partition("/")[0] for path in flatten_dict(params, sep="/")}
     assert stacks == {"embedding", "final_norm", "layers"}
-    assert engine._load._some.cache_info().currsize == 2 + 2  # 3 and 1 layers; the two others
+    assert (
+        engine.programs.load_trained._some.cache_info().currsize == 2 + 2
+    )  # 3 and 1 layers; the two others
 
 
 def test_the_door_refuses_a_mesh_that_only_training_or_decoding_fits():

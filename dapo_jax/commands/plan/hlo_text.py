@@ -1,4 +1,4 @@
-"""What a compiled program's text says: what it keeps in memory, and what devices exchange."""
+"""Reader of a compiled program's text: what it keeps in memory, and what devices exchange."""
 
 import collections
 import math
@@ -9,18 +9,67 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # They name memory that exists already, or hold none.
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
-_FUSED = re.compile(r" fusion\(.*calls=%?([\w.\-]+)")
+# An array with its layout: S(1) and above are on the chip itself, not in its memory.
+ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(r"\b(body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 # [groups, devices of one]; a mesh and which of its axes; or the first group itself.
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}")
 _FIRST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
+class Line(NamedTuple):
+    """Instruction as written: `name = shapes operation(rest`."""
+
+    root: str
+    name: str
+    shapes: str
+    operation: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the instructions that it reads."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+    @property
+    def called(self) -> list[tuple[str, str]]:
+        """Computations that it runs, each as (role, name); branches by number are left out."""
+        return _CALLED.findall(self.rest)
+
+
+class HloText:
+    """Computations of a compiled program.
+
+    Attributes:
+        computations: lines by name, by computation.
+        entry: the computation that runs first.
+        fused: computations that are the insides of a fusion.
+    """
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Line]] = {}
+        self.entry, inside = "", None
+        for written in text.splitlines():
+            if header := _HEADER.match(written):
+                inside = self.computations[header[2]] = {}
+                self.entry = header[2] if header[1] else self.entry
+            elif inside is not None and (match := _LINE.match(written)):
+                line = Line(*match.groups(default=""))
+                inside[line.name] = line
+        self.fused = {
+            name
+            for lines in self.computations.values()
+            for line in lines.values()
+            if line.operation == "fusion"
+            for _, name in line.called
+        }
+
+
 class Instruction(NamedTuple):
-    """One array that a program makes, outside of fusions."""
+    """Array that a program writes to memory."""
 
     operation: str
     dtype: str
@@ -38,59 +87,59 @@ class Instruction(NamedTuple):
 
 
 def group_size(line: str) -> int:
-    """How many devices take part in a collective, in each of the forms that XLA writes; 0: all."""
-    if found := _IOTA.search(line):
-        return int(found[1])
-    if found := _AXES.search(line):
-        sizes = dict(re.findall(r"('\w+')=(\d+)", found[1]))
-        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'\w+'", found[2]))
-    found = _FIRST.search(line)
-    return len(found[1].split(",")) if found else 0
+    """Number of devices in a collective, in each of the forms that XLA writes; 0: all."""
+    if match := _IOTA.search(line):
+        return int(match[1])
+    if match := _AXES.search(line):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", match[1]))
+        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'\w+'", match[2]))
+    match = _FIRST.search(line)
+    return len(match[1].split(",")) if match else 0
+
+
+def shape_of(dimensions: str) -> tuple[int, ...]:
+    """Shape as written: `8,64`."""
+    return tuple(int(size) for size in dimensions.split(",") if size)
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Every array of a compiled program's text that is written to memory."""
-    fused, bodies = set(_FUSED.findall(text)), set(re.findall(r"body=%?([\w.\-]+)", text))
-    inside, found = "", []
-    for line in text.splitlines():
-        if not line.startswith(" "):
-            header = _COMPUTATION.match(line)
-            inside = header[1] if header else inside
-            continue
-        match = _INSTRUCTION.match(line)
-        if not match or inside in fused or match[3] in FREE:
-            continue
-        name, shapes, operation, rest = match.groups()
-        if operation == "fusion" and "all-reduce-scatter" in name:
-            operation = "reduce-scatter"  # TPU's form of one
-        source = re.search(r'op_name="([^"]*)"', rest)
-        for dtype, dims in _ARRAY.findall(shapes):
-            shape = tuple(int(size) for size in dims.split(",") if size)
-            path = source[1] if source else ""
-            group, looped = group_size(rest), inside in bodies
-            found.append(Instruction(operation, dtype, shape, path, group, looped))
-    return found
+    """Arrays of a compiled program's text that are written to memory, so outside of fusions."""
+    hlo, made = HloText(text), []
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    for computation, lines in hlo.computations.items():
+        for line in lines.values():
+            if computation in hlo.fused or line.operation in FREE:
+                continue
+            operation = line.operation
+            if operation == "fusion" and "all-reduce-scatter" in line.name:
+                operation = "reduce-scatter"  # TPU's form of one
+            source = re.search(r'op_name="([^"]*)"', line.rest)
+            path, group = source[1] if source else "", group_size(line.rest)
+            for dtype, dimensions, _ in ARRAY.findall(line.shapes):
+                shape, looped = shape_of(dimensions), computation in bodies
+                made.append(Instruction(operation, dtype, shape, path, group, looped))
+    return made
 
 
 def kernels(text: str) -> list[str]:
-    """Pallas kernels that a program calls, each with in how many places."""
+    """Pallas kernels of a program, each with the number of its calls."""
     calls = re.findall(r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", text)
     return [f"{count} x {name}" for name, count in sorted(collections.Counter(calls).items())]
 
 
 def largest(made: list[Instruction], count: int) -> list[str]:
-    """The largest arrays of a program, by shape, each with where one comes from."""
-    kinds = {str(one): one for one in made}
-    first = sorted(kinds.values(), key=lambda one: -one.bytes)[:count]
+    """Largest arrays of a program, by shape, each with where one comes from."""
+    kinds = {str(array): array for array in made}
+    first = sorted(kinds.values(), key=lambda array: -array.bytes)[:count]
     return [
-        f"{one} {one.bytes / 2**30:.2f} GiB ({'/'.join(one.source.split('/')[-3:])})"
-        for one in first
+        f"{array} {array.bytes / 2**30:.2f} GiB ({'/'.join(array.source.split('/')[-3:])})"
+        for array in first
     ]
 
 
 def square(made: list[Instruction], length: int) -> list[str]:
     """Arrays with two dimensions of that length."""
-    return sorted({str(one) for one in made if one.shape.count(length) > 1})
+    return sorted({str(array) for array in made if array.shape.count(length) > 1})
 
 
 def over(made: list[Instruction], sizes: set[int], lengths: set[int]) -> list[str]:
@@ -99,7 +148,7 @@ def over(made: list[Instruction], sizes: set[int], lengths: set[int]) -> list[st
     def crosses(shape: tuple[int, ...]) -> bool:
         return bool(sizes & set(shape)) and bool(lengths & (set(shape) - sizes))
 
-    return sorted({str(one) for one in made if crosses(one.shape)})
+    return sorted({str(array) for array in made if crosses(array.shape)})
 
 
 def copies(made: list[Instruction], elements: int) -> list[str]:
@@ -109,9 +158,9 @@ def copies(made: list[Instruction], elements: int) -> list[str]:
     """
     moved = ("copy", "copy-start", "transpose")
     counts = collections.Counter(
-        str(one)
-        for one in made
-        if one.operation in moved and len(one.shape) > 2 and math.prod(one.shape) >= elements
+        str(array)
+        for array in made
+        if array.operation in moved and len(array.shape) > 2 and math.prod(array.shape) >= elements
     )
     return [f"{count} x {name}" for name, count in sorted(counts.items())]
 
@@ -123,7 +172,7 @@ def collectives(
     sizes: set[int] | None = None,
     looped: bool = False,
 ) -> list[str]:
-    """What devices exchange, with how many.
+    """Collectives between devices, by shape, each with how many.
 
     Args:
         within: a word in the name of its source.
@@ -131,12 +180,11 @@ def collectives(
         looped: only what is in the body of a loop.
     """
     counts: collections.Counter = collections.Counter()
-    for one in made:
-        name = one.operation.removesuffix("-start")
-        named = not within or re.search(rf"\b{within}\b", one.source)
-        sized = sizes is None or sizes & set(one.shape)
-        if name in COLLECTIVES and named and sized and one.looped >= looped:
-            shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
-            over = f" over {one.group}" if one.group else ""
-            counts[f"{name} {shape}{over}"] += 1
+    for array in made:
+        name = array.operation.removesuffix("-start")
+        named = not within or re.search(rf"\b{within}\b", array.source)
+        sized = sizes is None or sizes & set(array.shape)
+        if name in COLLECTIVES and named and sized and array.looped >= looped:
+            group = f" over {array.group}" if array.group else ""
+            counts[f"{array._replace(operation=name)}{group}"] += 1
     return [f"{count} x {name}" for name, count in sorted(counts.items())]

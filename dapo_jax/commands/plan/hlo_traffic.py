@@ -1,4 +1,4 @@
-"""What a compiled program moves: over the links between chips, and through a chip's memory.
+"""Traffic of a compiled program: over the links between chips, and through a chip's memory.
 
 The text of a program has the body of a loop once. How often it runs is in the loop's condition;
 where neither that nor a note at the loop says, it is the loop over microbatches.
@@ -9,25 +9,27 @@ import functools
 import math
 import re
 
-from dapo_jax.commands.plan.hlo_text import BYTES, COLLECTIVES, FREE, group_size
+from dapo_jax.commands.plan.hlo_text import (
+    ARRAY,
+    BYTES,
+    COLLECTIVES,
+    FREE,
+    HloText,
+    Line,
+    group_size,
+    shape_of,
+)
 
 VERSION = 3  # of what is read from a text; kept results of another are not used
-_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-# With its layout: S(1) and above are on the chip itself, not in its memory.
-_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
-_CALLED = re.compile(r"\b(body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
-_CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
-_COMPARED = re.compile(r" compare\(%?([\w.\-]+), %?([\w.\-]+)\)")
 _KNOWN = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """How often something runs: `once` outside of the microbatches, `each` in every one."""
+    """Amount per call of a program: `once` outside of the microbatches, `each` in every one."""
 
     once: float = 0.0
     each: float = 0.0
@@ -39,7 +41,7 @@ class Times:
         return Times(self.once * factor, self.each * factor)
 
     def inside(self) -> "Times":
-        """The same, in the loop over microbatches."""
+        """Amount where all of it is in the loop over microbatches."""
         return Times(0.0, self.once + self.each)
 
     def total(self, microbatches: int) -> float:
@@ -54,67 +56,51 @@ class Traffic:
     written: Times
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each, and which comes first."""
-    found, inside, entry = {}, "", ""
-    for line in text.splitlines():
-        if not line.startswith(" "):
-            header = _HEADER.match(line)
-            if header:
-                inside = header[1]
-                found[inside] = []
-                entry = inside if line.startswith("ENTRY") else entry
-        elif inside:
-            found[inside].append(line)
-    return found, entry
-
-
-def _trips(condition: list[str]) -> int | None:
-    """How often a loop runs; None where no constant says."""
-    constants = dict(_CONSTANT.findall("\n".join(condition)))
-    for line in condition:
-        compared = _COMPARED.search(line)
-        for name in compared.groups() if compared else ():
-            if name in constants:
-                return int(constants[name])
+def _trips(condition: dict[str, Line]) -> int | None:
+    """Number of turns of a loop, from its condition; None where no constant says."""
+    for line in condition.values():
+        for name in line.operands[:2] if line.operation == "compare" else ():
+            constant = condition.get(name)
+            if constant and constant.operation == "constant" and "s32[]" in constant.shapes:
+                return int(constant.rest.split(")")[0])
     return None
 
 
-def _multiplicity(computations: dict[str, list[str]], entry: str) -> dict[str, Times]:
-    """How often each computation runs in one call of the program."""
-    callers: dict[str, list[tuple[str, int | None]]] = {name: [] for name in computations}
-    for name, lines in computations.items():
-        for line in lines:
-            condition = _CONDITION.search(line)
-            for role, called in _CALLED.findall(line):
+def _multiplicity(hlo: HloText) -> dict[str, Times]:
+    """Number of runs of each computation in one call of the program."""
+    callers: dict[str, list[tuple[str, int | None]]] = {name: [] for name in hlo.computations}
+    for name, lines in hlo.computations.items():
+        for line in lines.values():
+            condition = _CONDITION.search(line.rest)
+            for role, called in line.called:
                 trips: int | None = 1
                 if role == "body" and condition:
-                    known = _KNOWN.search(line)
-                    trips = int(known[1]) if known else _trips(computations[condition[1]])
+                    known = _KNOWN.search(line.rest)
+                    trips = int(known[1]) if known else _trips(hlo.computations[condition[1]])
                 if called in callers:
                     callers[called].append((name, trips))
-            branches = _BRANCHES.search(line)
+            branches = _BRANCHES.search(line.rest)
             for called in re.findall(r"[\w.\-]+", branches[1]) if branches else ():
                 callers[called].append((name, 1))
 
     @functools.cache
     def times(name: str) -> Times:
-        total = Times(1.0) if name == entry else Times()
+        total = Times(1.0) if name == hlo.entry else Times()
         for caller, trips in callers[name]:
             outer = times(caller)
             total += outer.inside() if trips is None else outer.scaled(trips)
         return total
 
-    return {name: times(name) for name in computations}
+    return {name: times(name) for name in hlo.computations}
 
 
-def _bytes(shapes: str, *, in_memory: bool) -> int:
-    total = 0
-    for dtype, dims, layout in _ARRAY.findall(shapes):
-        if not (in_memory and re.search(r"S\([1-9]", layout)):
-            sizes = [int(size) for size in dims.split(",") if size]
-            total += math.prod(sizes) * BYTES.get(dtype, 1)
-    return total
+def _sizes(shapes: str, *, in_memory: bool) -> list[int]:
+    """Bytes of the arrays of a shape; `in_memory`: without those that stay on the chip itself."""
+    return [
+        math.prod(shape_of(dimensions)) * BYTES.get(dtype, 1)
+        for dtype, dimensions, layout in ARRAY.findall(shapes)
+        if not (in_memory and re.search(r"S\([1-9]", layout))
+    ]
 
 
 def _sent(operation: str, result: int, group: int) -> float:
@@ -129,103 +115,64 @@ def _sent(operation: str, result: int, group: int) -> float:
     }[operation]
 
 
-class _Reader:
-    """A program's computations, each as its instructions by name."""
-
-    def __init__(self, text: str):
-        self.computations, self.entry = _computations(text)
-        self._made = {
-            name: {found[1]: found for line in lines if (found := _LINE.match(line))}
-            for name, lines in self.computations.items()
-        }
-        self._roots = {
-            name: found[1]
-            for name, lines in self.computations.items()
-            for line in lines
-            if line.lstrip().startswith("ROOT") and (found := _LINE.match(line))
-        }
-        self.fused = {
-            called
-            for made in self._made.values()
-            for one in made.values()
-            if one[3] == "fusion"
-            for _, called in _CALLED.findall(one[4])
-        }
-
-    def written(self, computation: str, name: str) -> int:
-        """Bytes that an instruction writes to memory: of an update in place, the update's."""
-        one = self._made[computation].get(name)
-        if one is None:
-            return 0
-        _, shapes, operation, rest = one.groups()
-        if operation == "dynamic-update-slice":
-            update = self._made[computation].get(_operands(rest)[1])
-            return _bytes(update[2], in_memory=True) if update else 0
-        if operation == "fusion":
-            called = next((c for role, c in _CALLED.findall(rest) if role == "calls"), None)
-            changed = self._updates(called) if called else None
-            if changed is not None:
-                return changed
-        return _bytes(shapes, in_memory=True)
-
-    def _updates(self, fusion: str) -> int | None:
-        """Of a fusion that ends in updates in place; None where it writes its result anew."""
-        made, root = self._made[fusion], self._roots.get(fusion)
-        if root is None:
-            return None
-        last = made[root]
-        ends = _operands(last[4]) if last[3] == "tuple" else [root]
-        total, found = 0, False
-        for end in ends:
-            one = made.get(end)
-            while one is not None and one[3] in ("bitcast", "convert", "copy"):
-                one = made.get(_operands(one[4])[0])
-            if one is not None and one[3] == "dynamic-update-slice":
-                update = made.get(_operands(one[4])[1])
-                total, found = total + (_bytes(update[2], in_memory=False) if update else 0), True
-            elif one is not None:
-                total += _bytes(one[2], in_memory=True)
-        return total if found else None
-
-    def instructions(self, computation: str) -> list[re.Match]:
-        return list(self._made[computation].values())
+def _updated(lines: dict[str, Line], line: Line, *, in_memory: bool) -> int:
+    """Bytes of the update that an update in place writes."""
+    update = lines.get(line.operands[1])
+    return sum(_sizes(update.shapes, in_memory=in_memory)) if update else 0
 
 
-def _operands(rest: str) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", rest.split(")")[0])
+def _written(hlo: HloText, computation: str, line: Line) -> int:
+    """Bytes that an instruction writes to memory: of an update in place, only the update."""
+    if line.operation == "dynamic-update-slice":
+        return _updated(hlo.computations[computation], line, in_memory=True)
+    if line.operation == "fusion":
+        called = next((name for role, name in line.called if role == "calls"), None)
+        changed = _updated_by_fusion(hlo.computations[called]) if called else None
+        if changed is not None:
+            return changed
+    return sum(_sizes(line.shapes, in_memory=True))
+
+
+def _updated_by_fusion(lines: dict[str, Line]) -> int | None:
+    """Bytes that updates in place at the end of a fusion write; None where there are none."""
+    root = next((line for line in lines.values() if line.root), None)
+    if root is None:
+        return None
+    total, in_place = 0, False
+    for name in root.operands if root.operation == "tuple" else [root.name]:
+        line = lines.get(name)
+        while line is not None and line.operation in ("bitcast", "convert", "copy"):
+            line = lines.get(line.operands[0])
+        if line is not None and line.operation == "dynamic-update-slice":
+            total, in_place = total + _updated(lines, line, in_memory=False), True
+        elif line is not None:
+            total += sum(_sizes(line.shapes, in_memory=True))
+    return total if in_place else None
 
 
 def read(text: str, devices: int) -> Traffic:
-    """The traffic of a program's text, as compiled for `devices` chips."""
-    reader = _Reader(text)
-    times = _multiplicity(reader.computations, reader.entry)
+    """Traffic of a program's text, as compiled for `devices` chips."""
+    hlo = HloText(text)
+    times = _multiplicity(hlo)
     sent: dict[str, Times] = {}
     written, channels = Times(), set()
-    for name in reader.computations:
-        for match in reader.instructions(name):
-            label, shapes, operation, rest = match.groups()
-            if operation not in FREE and name not in reader.fused:
-                written += times[name].scaled(reader.written(name, label))
-            kind = operation.removesuffix("-start")
-            channel = _CHANNEL.search(rest)
+    for name, lines in hlo.computations.items():
+        for line in lines.values():
+            if line.operation not in FREE and name not in hlo.fused:
+                written += times[name].scaled(_written(hlo, name, line))
+            kind = line.operation.removesuffix("-start")
+            channel = _CHANNEL.search(line.rest)
             # Parts of one collective stand in several fusions, with the same channel.
             if kind not in COLLECTIVES or (channel and channel[1] in channels):
                 continue
             channels |= {channel[1]} if channel else set()
-            group = group_size(rest) or devices
-            started = operation.endswith("-start")
-            result = _largest(shapes) if started else _bytes(shapes, in_memory=False)
+            group, sizes = group_size(line.rest) or devices, _sizes(line.shapes, in_memory=False)
+            # A started collective names its operands beside its results.
+            started = line.operation.endswith("-start")
+            result = max(sizes, default=0) if started else sum(sizes)
             if kind == "all-reduce" and "all-reduce-scatter" in name:
                 result //= group  # TPU's form of one: reduced and sliced in one fusion
                 kind = "reduce-scatter"
             moved = times[name].scaled(_sent(kind, result, group))
             sent[kind] = sent.get(kind, Times()) + moved
     return Traffic(sent, written)
-
-
-def _largest(shapes: str) -> int:
-    """Of a started collective's operands and results."""
-    sizes = [
-        _bytes(f"{dtype}[{dims}]", in_memory=False) for dtype, dims, _ in _ARRAY.findall(shapes)
-    ]
-    return max(sizes, default=0)

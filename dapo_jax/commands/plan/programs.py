@@ -21,6 +21,7 @@ from dapo_jax.model import decoder as decoders
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
 from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.engine_programs import EnginePrograms
 from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
@@ -180,10 +181,10 @@ def _placed(shapes: Any, places: Any) -> Any:
 
 def _empty_state(layout: Layout) -> Any:
     """Shapes and places of a decode state, its caches as long as they get."""
-    engine = layout.engine
-    window = engine.store.window(engine.cache_tokens)
-    empty = jax.eval_shape(functools.partial(engine._empty_fn, window=window))
-    return _placed(empty, engine._state_places)
+    engine, programs = layout.engine, layout.engine.programs
+    window = engine.layout.window(engine.cache_tokens)
+    empty = jax.eval_shape(functools.partial(programs.empty, window=window))
+    return _placed(empty, programs.state_shardings)
 
 
 def cache_elements(layout: Layout) -> int:
@@ -195,14 +196,15 @@ def cache_elements(layout: Layout) -> int:
 def sampling_programs(layout: Layout) -> Iterator[Program]:
     """From the trainer's parameters to tokens; the trainer's state waits beside them."""
     engine, trained = layout.engine, layout.learner.abstract_state.params
-    held = engine._load_frozen.abstract(layout.frozen) if layout.frozen else {}
-    weights = held | engine._load.abstract(trained)
+    compiled: EnginePrograms = engine.programs
+    held = compiled.load_frozen.abstract(layout.frozen) if layout.frozen else {}
+    weights = held | compiled.load_trained.abstract(trained)
     params = decoders.for_decoding(weights, engine.config)
     together = layout.sampling_mesh is layout.mesh
     alive = _resident(layout) if together else {}
     yield Program(
         "load",
-        lambda: engine._load.lower(trained),
+        lambda: compiled.load_trained.lower(trained),
         _resident(layout) | ({"decoding weights": params} if together else {}),
     )
     alive = alive | {"decoding weights": params}
@@ -213,18 +215,18 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
     lengths = jax.ShapeDtypeStruct(tokens.shape[:1], jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), engine.prefill_width))
     prefill = params, tokens, lengths, keys, lengths
-    prefix = jax.eval_shape(engine._prefill, *prefill)
-    prefix = prefix.replace(
-        caches=_placed(prefix.caches, jax.tree.map(lambda _: engine.prefix_place, prefix.caches))
-    )
+    prefix = jax.eval_shape(compiled.prefill, *prefill)
+    places = jax.tree.map(lambda _: compiled.prefix_sharding, prefix.caches)
+    prefix = prefix.replace(caches=_placed(prefix.caches, places))
     alive = alive | {"cache": state, "prompts": prefix}
-    yield Program("prefill", lambda: engine._prefill.lower(*prefill), alive)
+    yield Program("prefill", lambda: compiled.prefill.lower(*prefill), alive)
     ints = jax.ShapeDtypeStruct((engine.most_inserted,), jnp.int32)
-    fills = engine.store.fills([], [], width=engine.most_inserted, **prompts)
+    pages, width = engine.pages, engine.most_inserted
+    fills = pages.fills([], [], width=width, **prompts) if pages else None
     insert = prefix, state, ints, ints, ints, fills
-    yield Program("insert", lambda: engine._insert.lower(*insert), alive)
-    rule, columns = engine.rule, engine.store.columns(engine.cache_tokens)
-    generate = functools.partial(engine._generate.lower, rule=rule, columns=columns)
+    yield Program("insert", lambda: compiled.insert.lower(*insert), alive)
+    rule, columns = engine.rule, engine.layout.columns(engine.cache_tokens)
+    generate = functools.partial(compiled.generate.lower, rule=rule, columns=columns)
     yield Program("decode", lambda: generate(params, state), alive)
 
 

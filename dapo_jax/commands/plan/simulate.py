@@ -6,6 +6,7 @@ workers. So the counts are those of a run with the same responses.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ import jax
 from dapo_jax.commands.plan.cost_model import LEARNING, Costs, Counts, Meter
 from dapo_jax.commands.plan.simulated_engine import (
     Burst,
-    SimulatedEngine,
     SimulatedJudge,
+    SimulatedPrograms,
     SimulatedPrompts,
     Text,
 )
@@ -27,6 +28,7 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.dynamic_sampling import collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import SamplerCounts, Scheduler
+from dapo_jax.run.compute import open_engine
 from dapo_jax.structs import Collected, Group
 
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
@@ -117,7 +119,7 @@ class Simulation:
             reward's limits are read.
         decoder: the policy's shape, for its cache.
         mesh: only named devices will do (`named_mesh`).
-        reads: as for `SimulatedEngine`.
+        reads: as for `SimulatedPrograms`.
     """
 
     def __init__(
@@ -131,15 +133,23 @@ class Simulation:
         reads: str = "auto",
     ):
         self._config, self._workload, self._costs = config, workload, costs
-        self._engine = SimulatedEngine(config, decoder, mesh, workload, Meter(costs), reads)
-        self.sampler = Scheduler(self._engine, Text(), config.seed)
+        programs = functools.partial(
+            SimulatedPrograms,
+            workload=workload,
+            meter=Meter(costs),
+            samples=config.rollout.samples_per_prompt,
+            reads=reads,
+        )
+        engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
+        self._programs: SimulatedPrograms = engine.programs
+        self.sampler = Scheduler(engine, Text(), config.seed)
         self._prompts, self._carried = SimulatedPrompts(workload), ()
         self._number, self._kept_fraction = 0, FIRST_KEPT_FRACTION
 
     def _begin(self) -> Meter:
-        engine, meter = self._engine, Meter(self._costs)
-        engine.step, engine.bursts, engine.meter = self._number, [], meter
-        engine.begun = {one.prompt.index: one.step for one in self._carried if one.tokens}
+        programs, meter = self._programs, Meter(self._costs)
+        programs.step, programs.bursts, programs.meter = self._number, [], meter
+        programs.begun = {one.prompt.index: one.step for one in self._carried if one.tokens}
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1
@@ -151,9 +161,9 @@ class Simulation:
         return self._prompts.position
 
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
-        """The next one. Raises what `filtering.collect` raises."""
+        """The next one. Raises what `dynamic_sampling.collect` raises."""
         meter, number = self._begin(), self._number - 1
-        judge = SimulatedJudge(self._config, self._workload, meter, self._engine.begun)
+        judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
         collected = collect(
             self._config,
             self._prompts,
@@ -183,8 +193,8 @@ class Simulation:
             seconds=dict(meter.seconds),
             counts=dict(meter.counts),
             sampled=dataclasses.replace(self.sampler.counts),
-            slots=self._engine.max_concurrent_decodes,
-            bursts=self._engine.bursts,
+            slots=self._config.sampler.slots,
+            bursts=self._programs.bursts,
             asked=asked,
             judged=len(collected.judged) if collected else 0,
             kept=len(groups),

@@ -56,20 +56,22 @@ def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
         tokenizer.chat.check(f"config.model = {config.model!r}")
     # One of JetStream's lengths, with room for the token that it puts before a client's ids.
     longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
-    settings = Sampler(cache=config.cache, weights_dtype=config.weights_dtype)
+    settings = Sampler(
+        slots=config.slots,
+        burst_tokens=1,  # of several, JetStream drops those beside the one that ends a response
+        max_response_tokens=config.max_response_tokens,
+        first_window_tokens=longest + config.max_response_tokens,
+        cache=config.cache,
+        weights_dtype=config.weights_dtype,
+    )
     check_slots_fit(config, settings, decoder, mesh, longest)
     engine = ServedEngine(
         decoder,
         mesh,
-        slots=config.slots,
-        burst_tokens=1,  # of several, JetStream drops those beside the one that ends a response
+        settings,
         max_prompt_tokens=longest,
-        max_response_tokens=config.max_response_tokens,
-        first_window_tokens=longest + config.max_response_tokens,
-        insert_width=1,
         tokenizer=tokenizer,
         seed=config.seed,
-        settings=settings,
     )
     engine.rule = rule_of(config)
     params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)

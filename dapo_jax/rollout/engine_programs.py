@@ -1,0 +1,126 @@
+"""Compiled programs of the engine: load, prefill, insert, stop, grow, generate."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.model import decoder
+from dapo_jax.model.caches import DecodeState, Prefix
+from dapo_jax.rollout import decode_step
+from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
+from dapo_jax.rollout.paged_cache import PagedLayout
+from dapo_jax.rollout.sampling import SamplingRule, repeat_rule
+from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.rollout.weight_transfer import Loader
+from dapo_jax.runtime import sharding
+
+
+class EnginePrograms:
+    """Programs for one policy on one mesh; each compiles at its first call.
+
+    Args:
+        config: shape and numerics of the policy.
+        mesh: the devices that decode.
+        layout: of the caches.
+        settings: sizes, and how parameters are loaded and prompts prefilled.
+        end_ids: tokens that end a response.
+        rule_per_slot: whether each response has a sampling rule of its own.
+        frozen: parameters that never change, of which one decoding copy is made.
+        trained_on: the mesh of the trainer's parameters.
+
+    Attributes:
+        held: decoding copy of the frozen parameters; None before it was needed.
+        load_frozen, load_trained: loaders of the two kinds of parameters.
+        state_shardings, prefix_sharding: where decode states and prefilled caches lie.
+    """
+
+    def __init__(
+        self,
+        config: decoder.DecoderConfig,
+        mesh: jax.sharding.Mesh,
+        layout: SlotLayout | PagedLayout,
+        settings: Sampler,
+        *,
+        end_ids: tuple[int, ...],
+        rule_per_slot: bool,
+        frozen: Any,
+        trained_on: jax.sharding.Mesh,
+    ):
+        self._config, self._mesh, self._settings = config, mesh, settings
+        self._layout: Any = layout  # whose caches are of its own kind
+        self._end_ids, self._rule_per_slot = jnp.asarray(end_ids, jnp.int32), rule_per_slot
+        self._frozen, self.held = frozen, None
+        boxed = sharding.flatten(decoder.abstract_params(config))
+        apart = sharding.flatten(frozen)
+        load = functools.partial(Loader, config, trained_on, mesh, settings=settings)
+        self.load_frozen = load({path: boxed[path] for path in apart})
+        self.load_trained = load({path: leaf for path, leaf in boxed.items() if path not in apart})
+        # Any: a prefix or a state of shardings, which has arrays there.
+        place: Any = functools.partial(sharding.sharding, mesh, column=sharding.DECODING)
+        shapes = jax.eval_shape(functools.partial(self._empty, window=1))
+        per_slot = jax.tree.map(lambda leaf: place("batch") if leaf.ndim else place(), shapes)
+        self.state_shardings = state = per_slot.replace(caches=layout.shardings())
+        self.prefix_sharding, replicated = place("batch", None, "kv_heads"), place()
+        self.prefill = jax.jit(
+            functools.partial(decode_step.prefill_prefix, config, settings.prefill_chunk_tokens),
+            in_shardings=(None, place("batch"), None, None, None),
+            out_shardings=Prefix(self.prefix_sharding, *[replicated] * 4),
+        )
+        on_tpu = mesh.devices.flat[0].platform == "tpu"
+        start = decode_step.start_responses
+        start = functools.partial(start, take_up=layout.take_up, in_turn=on_tpu)
+        self.insert = jax.jit(start, donate_argnums=1, out_shardings=state)
+        self.stop = jax.jit(decode_step.stop_responses, donate_argnums=0, out_shardings=state)
+        self.generate = jax.jit(
+            self._generate,
+            static_argnames=("rule", "columns"),
+            donate_argnums=1,
+            out_shardings=(state, replicated),
+        )
+        self.grow = jax.jit(self._grow, static_argnames="window", out_shardings=state)
+        self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
+        self.rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
+
+    def hold(self) -> dict[str, Array]:
+        """Decoding copy of the frozen parameters, made the first time."""
+        if self.held is None:
+            self.held = self.load_frozen(self._frozen)
+        return self.held
+
+    def load(self, params: Any) -> Any:
+        """Decoding weights: live parameters of the trainer, resharded, cast and un-stacked."""
+        return decoder.for_decoding(self.hold() | self.load_trained(params), self._config)
+
+    def split(self, array: np.ndarray) -> jax.Array:
+        """Device array cut where slots are cut; every process has the same host array."""
+        place = sharding.sharding(self._mesh, "batch", column=sharding.DECODING)
+        return jax.make_array_from_callback(array.shape, place, lambda at: array[at])
+
+    def _empty(self, *, window: int) -> DecodeState:
+        caches, pages, slots = self._layout.empty(window), self._layout.pages, self._settings.slots
+        tables = None if pages is None else jnp.zeros(pages.tables.shape, jnp.int32)
+        rules = repeat_rule(SamplingRule(), slots) if self._rule_per_slot else None
+        limit = self._settings.max_response_tokens
+        return decode_step.empty_state(caches, tables, slots, limit).replace(rules=rules)
+
+    def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
+        return state.replace(caches=self._layout.grow(state.caches, window))
+
+    def _generate(
+        self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
+    ) -> tuple[DecodeState, ResultTokens]:
+        def draw_token(state: DecodeState) -> DecodeState:
+            end_ids, attend = self._end_ids, self._layout.attend
+            return decode_step.decode_one(
+                params, self._config, attend, state, end_ids, rule, columns
+            )
+
+        started_at, tokens = state.generated, self._settings.burst_tokens
+        early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
+        state = decode_step.decode_burst(draw_token, state, tokens, early=early)
+        return state, result_tokens(state, started_at, tokens)
