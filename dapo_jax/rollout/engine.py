@@ -1,7 +1,7 @@
 """Decoding engine behind JetStream's `Engine`: prefill, insert, generate.
 
 The calls keep JetStream's signatures; keyword arguments beyond carry what reproducible rollouts
-need. Importing JetStream pulls TensorFlow in, so this is imported after the config was checked.
+need.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""From the trainer's stacked, sharded parameters to those that decode: cast, un-stacked, resharded.
+"""Weight transfer from the trainer's stacked shards to decoding: cast, un-stacked, resharded.
 
 Matrices may become int8 with a scale per output channel, before they are moved.
 
@@ -31,7 +31,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _halfway(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:
-    """Between two layouts: cut as decoding wants it, and further as training left it.
+    """Intermediate layout: cut as decoding wants it, and further as training left it.
 
     Devices of `decode_tensor` first exchange parts of embed for parts of heads; only then are the
     parts of fsdp gathered. In one step the compiler gathers everything everywhere.
@@ -47,7 +47,7 @@ def _halfway(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:
 
 
 def _as_read(place: NamedSharding, path: str) -> NamedSharding | Format:
-    """How an array lies in a device's memory.
+    """Layout of an array in a device's memory.
 
     TPUs multiply by [embed, heads x head_dim] of query, key and value as one matrix; in the default
     order of [embed, heads, head_dim] every burst would copy them first, and heads are padded.
@@ -60,7 +60,7 @@ def _as_read(place: NamedSharding, path: str) -> NamedSharding | Format:
 
 
 class Loader:
-    """Loads the parameters at the paths of `boxed`.
+    """Program that loads the parameters at the paths of `boxed`.
 
     Args:
         mesh: where the parameters are.
@@ -106,16 +106,15 @@ class Loader:
         self._some = functools.cache(self._compile_some)
 
     def __call__(self, params: Any) -> dict[str, Array]:
-        """Each layer's arrays by their own path, where and as decoding needs them."""
+        """Arrays of each layer by their own path, where and as decoding needs them."""
         if not self._layers_at_once:
             return self._moved(self._whole(params))
-        found = {}
+        arrays = {}
         for paths, start, count, leaves in self._calls(params):
-            loaded = self._some(paths, count)(leaves, start)
-            for name, layers in loaded.items():
+            for name, layers in self._some(paths, count)(leaves, start).items():
                 paths_of_layers = self._paths[name][start : start + count]
-                found |= self._moved(dict(zip(paths_of_layers, layers, strict=True)))
-        return found
+                arrays |= self._moved(dict(zip(paths_of_layers, layers, strict=True)))
+        return arrays
 
     def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
         if not self._elsewhere:
@@ -123,14 +122,14 @@ class Loader:
         return sharding.move(loaded, {path: self._final[path] for path in loaded})
 
     def abstract(self, params: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and places of what loading makes of parameters of these shapes."""
+        """Shapes and places of the loaded arrays, from the shapes of parameters."""
         return {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._final[path])
             for path, leaf in jax.eval_shape(self._whole, params).items()
         }
 
     def lower(self, params: Any) -> jax.stages.Lowered:
-        """The program for parameters of these shapes and places; of several, the largest."""
+        """Lowered program for parameters of these shapes and places; of several, the largest."""
         if not self._layers_at_once:
             return self._whole.lower(params)
         calls = list(self._calls(params))
@@ -138,12 +137,12 @@ class Loader:
         return self._some(paths, count).lower(leaves, start)
 
     def _unstack(self, params: Any) -> dict[str, Array]:
-        found = {}
+        arrays = {}
         for path, leaf in sharding.flatten(params).items():
             stack = leaf if self._is_stacked(path) else leaf[None]
             for name, layers in self._layers(path, stack).items():
-                found |= zip(self._paths[name], layers, strict=True)
-        return found
+                arrays |= zip(self._paths[name], layers, strict=True)
+        return arrays
 
     def _is_stacked(self, path: str) -> bool:
         return self._paths[path] != [path]
@@ -152,12 +151,11 @@ class Loader:
         return decoder.summed_axes(path) if self._int8 else 0
 
     def _calls(self, params: Any):
-        """(paths, first layer, layers, arrays) of every call; what is no stack goes alone."""
+        """Calls as (paths, first layer, layers, arrays); what is no stack goes alone."""
         flat, groups = sharding.flatten(params), {}
         for path in flat:
-            groups.setdefault(path.split("/")[0] if self._is_stacked(path) else path, []).append(
-                path
-            )
+            stack = path.split("/")[0] if self._is_stacked(path) else path
+            groups.setdefault(stack, []).append(path)
         for paths in map(tuple, groups.values()):
             height, leaves = len(self._paths[paths[0]]), {path: flat[path] for path in paths}
             for start in range(0, height, self._layers_at_once):
@@ -165,25 +163,26 @@ class Loader:
 
     def _compile_some(self, paths: tuple[str, ...], count: int):
         def load(leaves, start):
-            found = {}
+            arrays = {}
             for path, leaf in leaves.items():
                 stacked = self._is_stacked(path)
                 some = jax.lax.dynamic_slice_in_dim(leaf, start, count) if stacked else leaf[None]
-                found |= self._layers(path, some)
-            return found
+                arrays |= self._layers(path, some)
+            return arrays
 
         names = (name for path in paths for name in (path, path + decoder.SCALE))
         places = {name: [self._places[name]] * count for name in names if name in self._places}
         return jax.jit(load, out_shardings=places)
 
     def _layers(self, path: str, stack: Array) -> dict[str, list[Array]]:
-        """Those of a stack halfway, and by the name beside it their scales."""
+        """Layers of a stack in the intermediate layout, and by the name beside it their scales."""
         if summed := self._summed(path):
             whole, scale = quantise(stack, jnp.int8, tuple(range(1, 1 + summed)))
-            found = {path: whole, path + decoder.SCALE: scale}
+            stacks = {path: whole, path + decoder.SCALE: scale}
         else:
-            found = {path: stack.astype(decoder.forward_dtype(path, self._config))}
+            stacks = {path: stack.astype(decoder.forward_dtype(path, self._config))}
+        constrain = jax.lax.with_sharding_constraint
         return {
-            name: [jax.lax.with_sharding_constraint(one, self._halfway[name]) for one in layers]
-            for name, layers in found.items()
+            name: [constrain(layer, self._halfway[name]) for layer in layers]
+            for name, layers in stacks.items()
         }

@@ -1,4 +1,4 @@
-"""What to change where a plan does not fit."""
+"""Advice on settings to change where a plan does not fit."""
 
 from typing import Any
 
@@ -10,52 +10,53 @@ from dapo_jax.commands.plan.step_estimate import token_bytes
 STRONGER_REMAT = {"none": "attention", "dots": "attention", "attention": "full", "full": "offload"}
 
 
-def _sampling(plan: Any, one: CompiledProgram, missing: float) -> list[str]:
-    """For programs of the sampler: fewer slots, more shards, loading by layers."""
+def _sampling(plan: Any, program: CompiledProgram, missing: float) -> list[str]:
+    """Changes for programs of the sampler: fewer slots, more shards, loading by layers."""
     config, engine = plan.layout.config, plan.layout.engine
-    if one.name == "load":
+    if program.name == "load":
         layers = max(1, plan.layout.decoder.layers // 8)
         return [f"config.sampler.load_layers={layers}: fewer layers are copied at once"]
     held = token_bytes(plan.layout) * engine.cache_tokens
     fewer = int(-(-missing // held)) * engine.replicas
-    told = []
+    advice = []
     if config.sampler.slots > fewer:
-        told.append(f"config.sampler.slots={config.sampler.slots - fewer}: {fewer} fewer")
+        advice.append(f"config.sampler.slots={config.sampler.slots - fewer}: {fewer} fewer")
     if plan.layout.decoder.kv_heads % (2 * config.mesh.tensor * config.mesh.decode_tensor) == 0:
-        told.append(f"config.mesh.decode_tensor={2 * config.mesh.decode_tensor}")
-    told.append("config.sampler.pages: pages for the lengths that come, not for full slots")
-    return told
+        advice.append(f"config.mesh.decode_tensor={2 * config.mesh.decode_tensor}")
+    advice.append("config.sampler.pages: pages for the lengths that come, not for full slots")
+    return advice
 
 
 def _training(plan: Any) -> list[str]:
-    """For update and score passes: more recomputed, fewer rows, more shards."""
-    config, told = plan.layout.config, []
+    """Changes for update and score passes: more recomputed, fewer rows, more shards."""
+    config, advice = plan.layout.config, []
     stronger = STRONGER_REMAT.get(config.compute.remat)
     if stronger:
-        told.append(f"config.compute.remat={stronger}")
+        advice.append(f"config.compute.remat={stronger}")
     rows, shards = config.packing.rows_per_microbatch, plan.layout.mesh.size
     if rows % 2 == 0 and rows > shards // config.mesh.tensor:
-        told.append(f"config.packing.rows_per_microbatch={rows // 2}")
+        advice.append(f"config.packing.rows_per_microbatch={rows // 2}")
     if config.mesh.tensor * config.mesh.decode_tensor < plan.layout.decoder.kv_heads:
-        told.append(f"config.mesh.tensor={2 * config.mesh.tensor}: rows are shared by more chips")
-    return told
+        advice.append(f"config.mesh.tensor={2 * config.mesh.tensor}: rows are shared by more chips")
+    return advice
 
 
 def changes(plan: Any) -> list[str]:
-    """A line per program that does not fit: by how much, and what would help."""
-    told = []
-    for one in plan.measured.values():
-        missing = one.together - plan.limit
-        if one.peak is not None and missing <= 0:
+    """Lines of advice, one per program that does not fit: how much is missing, what would help."""
+    lines = []
+    for program in plan.measured.values():
+        missing = program.together - plan.limit
+        if plan.has_room(program):
             continue
-        state = sum(v for k, v in one.alive.items() if k not in ("cache", "prompts"))
+        state = sum(v for k, v in program.alive.items() if k not in ("cache", "prompts"))
         if state > plan.limit:
             what = (
                 f"what stays takes {state / GIB:.1f} GiB of a chip alone: more chips, a smaller "
                 "model, or config.lora.rank"
             )
         else:
-            several = _sampling(plan, one, missing) if one.name in SAMPLING else _training(plan)
+            sampling = program.name in SAMPLING
+            several = _sampling(plan, program, missing) if sampling else _training(plan)
             what = f"try {' or '.join(several)}"
-        told.append(f"- {one.name}: {missing / GIB:.2f} GiB too much; {what}")
-    return told
+        lines.append(f"- {program.name}: {missing / GIB:.2f} GiB too much; {what}")
+    return lines

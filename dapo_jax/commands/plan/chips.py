@@ -1,4 +1,4 @@
-"""What a chip can do at best, as its maker publishes it, and the topologies it is sold in."""
+"""Published peak figures of chips, and the topologies that they are sold in."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator.
+    """Peak figures of an accelerator.
 
     Attributes:
         flops_per_second: matrix products in bfloat16.
@@ -51,7 +51,7 @@ _SHAPE = re.compile(r"\d+(x\d+)*")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many chips of a kind, and how they are wired."""
+    """Number, kind and wiring of chips."""
 
     name: str
     chip: Chip
@@ -69,7 +69,7 @@ def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
 
 
 def parse(name: str) -> Topology:
-    """`v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
+    """Topology of a name such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
     kinds = ", ".join(CHIPS)
     check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")

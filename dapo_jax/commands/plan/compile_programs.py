@@ -1,4 +1,4 @@
-"""Compiles programs for devices that are not here, and keeps what came out."""
+"""Compiler for devices that are not here, with a cache of results."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program; bytes are of one chip.
+    """Memory, traffic and contents of a compiled program; bytes are of one chip.
 
     Attributes:
         peak: what the program takes at its worst, arguments and results among it; None where the
@@ -54,37 +54,33 @@ class CompiledProgram:
 
     @property
     def together(self) -> int:
-        """With all that is there meanwhile."""
+        """Bytes of the program with all that is there meanwhile."""
         return self.needs + self.beside
 
     def parts(self) -> dict[str, int]:
-        """`together` taken apart: what is there by name, and what the program adds of its own."""
+        """Parts of `together`: what is there by name, and what the program adds of its own."""
         return self.alive | {"temporary": max(0, self.together - sum(self.alive.values()))}
 
 
 def versions() -> str:
-    """Of what compiles."""
-    found = []
-    for name in COMPILERS:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    """Versions of the compilers."""
+    installed = ((name, importlib.metadata.distributions(name=name)) for name in COMPILERS)
+    return ", ".join(
+        f"{name} {copy.version}" for name, copies in installed for copy in [*copies][:1]
+    )
 
 
 def cache_folder() -> pathlib.Path:
-    """Where results are kept: `$XDG_CACHE_HOME`, or `.cache` in the home folder."""
+    """Default folder of results: in `$XDG_CACHE_HOME`, or `.cache` of the home folder."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(base) / "dapo_jax" / "plan"
 
 
 class Compiler:
-    """Compiles, or reads what was found when the same text was compiled.
+    """Compiles programs, or reads the result where the same text was compiled before.
 
     Args:
         folder: of the results; None: nothing is kept.
-        options: of the compiler.
     """
 
     def __init__(self, layout: Layout, folder: pathlib.Path | None):
@@ -96,7 +92,7 @@ class Compiler:
         self._options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if cuda else None
 
     def measure(self, program: Program) -> CompiledProgram:
-        """Compiles it if that was not done before."""
+        """Compiled program, from the cache where it was compiled before."""
         started = time.perf_counter()
         found = self._facts(program.lower(), program.name)
         alive, shared = {}, set()
@@ -152,8 +148,7 @@ class Compiler:
             done = lowered.compile(compiler_options=self._options)
         except jax.errors.JaxRuntimeError as error:
             return empty | {"peak": None} | _missing(error)
-        memory = done.memory_analysis()
-        assert memory is not None  # every compiler that a plan asks says
+        memory: Any = done.memory_analysis()  # every compiler that a plan asks has one
         found = empty | {
             "peak": memory.peak_memory_in_bytes,
             "needs": memory.peak_memory_in_bytes,
@@ -163,8 +158,7 @@ class Compiler:
         }
         if not name:
             return found
-        text = done.as_text()
-        assert text is not None
+        text = done.as_text() or ""
         moved = traffic.read(text, self._layout.topology.chips)
         return found | {
             "contents": contents(self._layout, name, text),
@@ -174,7 +168,7 @@ class Compiler:
 
 
 def _missing(error: RuntimeError) -> dict[str, Any]:
-    """What a program that does not fit would take; raises the error where that is not its point."""
+    """Memory that a program which does not fit would take; raises an error about anything else."""
     text = str(error)
     found = _TEMPORARIES.search(text) or _ALL.search(text)
     if "RESOURCE_EXHAUSTED" not in text or not found:
@@ -186,7 +180,7 @@ def _missing(error: RuntimeError) -> dict[str, Any]:
 
 
 def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, list[str]]:
-    """What stands in a compiled text, as lists of short lines.
+    """Contents of a compiled text, as lists of short lines.
 
     Args:
         count: how many of the largest arrays.

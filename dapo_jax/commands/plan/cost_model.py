@@ -1,4 +1,4 @@
-"""What calls cost: seconds per unit of what is counted, from a chip's numbers or fitted to runs."""
+"""Cost model of the simulator: seconds per unit of what is counted, and the clock that adds up."""
 
 import collections
 import dataclasses
@@ -31,7 +31,7 @@ LEARNING = ("score_pass", "score_token", "update", "update_token")
 
 
 class Meter:
-    """A virtual clock: counts what is used, and adds up what that costs.
+    """Virtual clock: counts what is used, and adds up what that costs.
 
     Attributes:
         counts: by field of `Costs`.
@@ -44,7 +44,7 @@ class Meter:
         self.seconds: Counts = collections.defaultdict(float)
 
     def add(self, **used: float) -> None:
-        """Uses so much of each."""
+        """Books amounts, by field of `Costs`."""
         for name, amount in used.items():
             self.counts[name] += amount
             self.seconds[name] += amount * getattr(self.costs, name)
@@ -55,5 +55,5 @@ class Meter:
         return sum(self.seconds.values())
 
     def wait(self, name: str, until: float) -> None:
-        """Nothing happens before `until`."""
+        """Waits until a second of the clock, under a name of its own."""
         self.seconds[name] += max(0.0, until - self.now)

@@ -1,4 +1,4 @@
-"""What a plan is asked, beside the config that it plans."""
+"""Flags of a plan, beside the config that it plans."""
 
 from dapo_jax.commands.plan.chips import check_flag
 from dapo_jax.commands.plan.roofline import Efficiency
@@ -37,7 +37,7 @@ class PlanSettings:
     kept: float = setting(0.5, "Assumed share of groups that are neither all right nor all wrong.")
 
     def check(self) -> None:
-        """Raises `ConfigError`."""
+        """Raises `ConfigError` for flags that are out of range or contradict each other."""
         check_flag(self.topology != "", "topology", self.topology, "KIND:SHAPE, as in v5p:4x4x4")
         check_flag(self.price >= 0, "price", self.price, "at least 0")
         for name in ("flops", "hbm", "ici"):
@@ -48,11 +48,11 @@ class PlanSettings:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The assumed shares of peaks."""
+        """Assumed shares of peaks."""
         return Efficiency(self.flops, self.hbm, self.ici)
 
     def make_workload(self, config: Config) -> Workload:
-        """Lengths and verdicts of responses. Raises `ConfigError`."""
+        """Workload that the flags name. Raises `ConfigError`."""
         if self.law:
             return RecordedWorkload(self.law)
         limit = config.sampler.max_response_tokens

@@ -1,4 +1,4 @@
-"""Compiles a run for devices that are not here, and says whether it fits and what it takes.
+"""Plan of a run on devices that are not here: whether it fits, and what it takes.
 
     dapo-jax plan --config=FILE --topology=v5p:4x4x4
     dapo-jax plan --config=FILE --topology=v6e:2x4 --search
@@ -20,20 +20,20 @@ from dapo_jax.runtime.settings import ConfigError, leaves
 
 
 def read_flags() -> PlanSettings:
-    """The flags of a plan; what else is on the command line is left there for the config."""
+    """Reads the flags of a plan; what else is on the command line is left there for the config."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, _, default in leaves(PlanSettings()):
         if isinstance(default, bool):
             parser.add_argument(f"--{name}", action="store_true")
         else:
             parser.add_argument(f"--{name}", type=type(default), default=default)
-    found, rest = parser.parse_known_args()
+    flags, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    return PlanSettings(**vars(found))
+    return PlanSettings(**vars(flags))
 
 
 def usage() -> str:
-    """The help text, with every flag."""
+    """Help text, with every flag."""
     flags = "\n".join(
         f"  --{name}={default!r}\n      {field.metadata['explanation']}"
         for name, field, default in leaves(PlanSettings())
@@ -42,7 +42,7 @@ def usage() -> str:
 
 
 def load() -> tuple[Any, PlanSettings]:
-    """The config and the flags; ends the program with a line where they are wrong."""
+    """Reads config and flags; ends the program with a line where they are wrong."""
     settings = read_flags()
     config = command_line.load(Config, usage())
     if settings.model:
@@ -56,7 +56,7 @@ def load() -> tuple[Any, PlanSettings]:
 
 
 def main() -> int:
-    """The exit code."""
+    """Runs the command; returns the exit code."""
     config, settings = load()
     from dapo_jax.commands.plan import plan, search
 

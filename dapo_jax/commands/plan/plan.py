@@ -1,4 +1,4 @@
-"""A plan: compile, add up, simulate, and say it."""
+"""Plan of a run: compile, add up, simulate, print."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from dapo_jax.config.experiment import Config
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What was found out about a run on a topology.
+    """Programs, costs and a simulated step of a run on a topology.
 
     Attributes:
         measured: every program that was compiled, by name.
@@ -51,18 +51,18 @@ class Plan:
     def fits(self) -> bool:
         return all(map(self.has_room, self.measured.values()))
 
-    def has_room(self, one: CompiledProgram) -> bool:
+    def has_room(self, program: CompiledProgram) -> bool:
         """Whether a program fits beside what stays."""
-        return one.peak is not None and one.together <= self.limit
+        return program.peak is not None and program.together <= self.limit
 
 
 def say(text: str) -> None:
-    """Progress, off the output."""
+    """Prints progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
-    """With the folder of earlier results that the settings name."""
+    """Compiler with the folder of earlier results that the settings name."""
     folders = {"auto": cache_folder(), "none": None}
     folder = folders[settings.cache] if settings.cache in folders else pathlib.Path(settings.cache)
     try:
@@ -76,17 +76,17 @@ def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
 def measure_all(
     layout: Layout, settings: PlanSettings, microbatches: int
 ) -> dict[str, CompiledProgram]:
-    """Every program of the run, compiled."""
-    compile_it, found = compiler(layout, settings), {}
+    """Compiles every program of the run."""
+    compile_it, measured = compiler(layout, settings), {}
     for program in programs(layout, microbatches):
-        one = found[program.name] = compile_it.measure(program)
-        peak = f"{one.needs / GIB:.2f} GiB" if one.peak is not None else "does not fit"
-        say(f"compiled {program.name}: {peak}, {one.compile_seconds:.0f} s")
-    return found
+        compiled = measured[program.name] = compile_it.measure(program)
+        peak = f"{compiled.needs / GIB:.2f} GiB" if compiled.peak is not None else "does not fit"
+        say(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
+    return measured
 
 
 def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
-    """The second step of a run: the first knows nothing of how many groups are kept."""
+    """Simulates the second step of a run: the first does not know how many groups are kept."""
     say("simulating a step")
     simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, workload, costs)
     simulation.step()
@@ -94,18 +94,18 @@ def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
 
 
 def make(config: Config, settings: PlanSettings) -> Plan:
-    """Compiles and simulates what the config says, and nothing else."""
+    """Makes the plan of a config: compiles and simulates."""
     started, topology = time.perf_counter(), parse(settings.topology)
     workload = settings.make_workload(config)
     lengths = measure_lengths(config, workload)
     say(f"describing {topology.name}")
     layout = lay_out(config, topology)
-    found = measure_all(layout, settings, lengths.microbatches)
-    plan = Plan(layout, lengths, found, limit(layout), None, None, 0.0, 0.0, 0)
+    measured = measure_all(layout, settings, lengths.microbatches)
+    plan = Plan(layout, lengths, measured, limit(layout), None, None, 0.0, 0.0, 0)
     if plan.fits:
-        costs = step_costs(layout, found, settings.efficiency, lengths.tokens / 2)
+        costs = step_costs(layout, measured, settings.efficiency, lengths.tokens / 2)
         step = simulate_step(layout, workload, costs)
-        update = estimate(layout, found["update"], lengths.tokens / 2)
+        update = estimate(layout, measured["update"], lengths.tokens / 2)
         chip = topology.chip
         seconds = lengths.microbatches * update.each.bound(chip, settings.efficiency)[1]
         seconds += update.once.bound(chip, settings.efficiency)[1]
@@ -116,7 +116,7 @@ def make(config: Config, settings: PlanSettings) -> Plan:
 
 
 def plan(config: Config, settings: PlanSettings) -> int:
-    """Prints the plan; the exit code."""
+    """Prints the plan; returns the exit code."""
     made = make(config, settings)
     if settings.json:
         print(json.dumps(tables.record(made, settings)))

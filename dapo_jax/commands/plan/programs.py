@@ -1,4 +1,4 @@
-"""The compiled programs of a run, as they are, with shapes in place of arrays."""
+"""Programs of a run to compile, as they are, with shapes in place of arrays."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ from flax.traverse_util import unflatten_dict
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.commands.plan.published_shapes import read_shape
-from dapo_jax.commands.plan.tpu_targets import target_devices
+from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder as decoders
@@ -31,7 +31,7 @@ SAMPLING = ("load", "prefill", "insert", "decode")
 
 
 class Program(NamedTuple):
-    """A program of the run.
+    """Program of the run.
 
     Attributes:
         alive: what exists in a chip's memory while it runs, its arguments and results among it.
@@ -43,14 +43,14 @@ class Program(NamedTuple):
 
 
 class _Ends:
-    """What the engine asks of a tokenizer before anything is decoded."""
+    """Tokenizer of an engine that decodes nothing."""
 
     end_ids, pad_id = (0,), 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What computes in a run, on devices that are not here.
+    """Learners and engine of a run, on devices that are not here.
 
     Attributes:
         mesh: that learns; `sampling_mesh`: that samples, which may be the same.
@@ -90,7 +90,7 @@ def _abstract(
 
 
 def lay_out(config: Config, topology: Topology, devices: list | None = None) -> Layout:
-    """Learners and sampler of a config for a topology. Raises `ConfigError`.
+    """Lays a config out for a topology. Raises `ConfigError`.
 
     Args:
         devices: of that topology; None: as its compiler describes them.
@@ -142,7 +142,7 @@ def _batch(layout: Layout, microbatches: int) -> TrainBatch:
 
 
 def _resident(layout: Layout) -> dict[str, Any]:
-    """What a chip that learns always holds."""
+    """Shapes that a chip which learns always holds."""
     state = layout.learner.abstract_state
     held = {"parameters": state.params, "optimizer": state.opt_state, "frozen": layout.frozen}
     if layout.reference is not None:
@@ -194,7 +194,7 @@ def cache_elements(layout: Layout) -> int:
 
 
 def sampling_programs(layout: Layout) -> Iterator[Program]:
-    """From the trainer's parameters to tokens; the trainer's state waits beside them."""
+    """Programs of the engine, beside which the trainer's state waits."""
     engine, trained = layout.engine, layout.learner.abstract_state.params
     compiled: EnginePrograms = engine.programs
     held = compiled.load_frozen.abstract(layout.frozen) if layout.frozen else {}
@@ -231,6 +231,6 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
 
 
 def programs(layout: Layout, microbatches: int) -> Iterator[Program]:
-    """All of them, in the order of a step."""
+    """Programs of a run in the order of a step."""
     yield from sampling_programs(layout)
     yield from training_programs(layout, microbatches)

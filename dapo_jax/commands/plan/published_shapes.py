@@ -1,4 +1,4 @@
-"""The published shapes of Qwen2.5, Qwen3 and Llama 3.x: a plan needs no weights.
+"""Published shapes of Qwen2.5, Qwen3 and Llama 3.x: a plan needs no weights.
 
 Values are those of each model's own config.json (huggingface.co/Qwen, huggingface.co/meta-llama).
 """
@@ -56,7 +56,7 @@ _VERSIONS = re.compile(r"^meta-|-(math|coder|instruct|base|it)(?=-|$)", re.IGNOR
 
 
 def config_values(model: str) -> dict[str, Any] | None:
-    """What the config.json of a published model says of its shape; None for one not known here.
+    """Shape of a published model as in its config.json; None for a model not known here.
 
     Args:
         model: its name, or a path that ends in it; `-Instruct`, `-Base` and `-Math` may be in it.
@@ -70,7 +70,7 @@ def config_values(model: str) -> dict[str, Any] | None:
 
 
 def read_shape(model: str, **numerics: Any) -> DecoderConfig:
-    """The decoder of a folder with a config.json, or of a published model of that name.
+    """Decoder of a folder with a config.json, or of a published model of that name.
 
     Raises `ConfigError` naming what is near where it is neither.
     """

@@ -1,5 +1,4 @@
-"""How long programs take at best: what they compute, move through memory and send, over what a
-chip can do of each.
+"""Roofline: seconds of programs at best, by what they compute, move through memory and send.
 
 Nothing here was timed. A part takes the longest of its three times, each at the share of the peak
 that `Efficiency` says.
@@ -25,14 +24,14 @@ class Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one chip does: operations, and bytes through its memory and over its links."""
+    """Work of one chip: operations, and bytes through memory and over links."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     ici_bytes: float = 0.0
 
     def seconds(self, chip: Chip, efficiency: Efficiency) -> dict[str, float]:
-        """Of each part alone."""
+        """Seconds of each part alone."""
         return {
             "FLOP": self.flops / (chip.flops_per_second * efficiency.flops),
             "HBM": self.hbm_bytes / (chip.hbm_bytes_per_second * efficiency.hbm),
@@ -40,7 +39,7 @@ class Work:
         }
 
     def bound(self, chip: Chip, efficiency: Efficiency) -> tuple[str, float]:
-        """The part that takes longest, and its seconds."""
+        """Part that takes longest, and its seconds."""
         seconds = self.seconds(chip, efficiency)
         name = max(seconds, key=seconds.__getitem__)
         return name, seconds[name]
@@ -54,7 +53,7 @@ def matrix_weights(config: DecoderConfig, *, head: bool = True) -> int:
 
 
 def adapter_weights(config: DecoderConfig) -> int:
-    """Of low-rank adapters, over all layers."""
+    """Weights of low-rank adapters, over all layers."""
     if not config.adapters:
         return 0
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -72,18 +71,18 @@ def adapter_weights(config: DecoderConfig) -> int:
 
 
 def attention_flops(config: DecoderConfig, pairs: float) -> float:
-    """Of scores and their use, over all layers, for so many pairs of a query and a key."""
+    """Operations of attention over all layers, for so many pairs of a query and a key."""
     return 4.0 * config.layers * config.heads * config.head_dim * pairs
 
 
 def forward_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
-    """Of one pass: two for each weight and token, and attention."""
+    """Operations of a forward pass: two for each weight and token, and attention."""
     weights = matrix_weights(config) + adapter_weights(config)
     return 2.0 * weights * tokens + attention_flops(config, pairs)
 
 
 def useful_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
-    """Of a forward and a backward pass, each token of which looks at its own response only.
+    """Operations of forward and backward pass where each token looks at its own response only.
 
     Backward takes twice the forward pass: gradients of what a layer reads, and of its weights.
     The second has no part for frozen weights, and neither for layers below all that is trained.
@@ -100,8 +99,9 @@ def useful_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
 
 
 def update_flops(config: DecoderConfig, tokens: float, row_tokens: int) -> float:
-    """That an update takes for so many places in packed rows, with padding, other responses in the
-    same row, and what backward computes again.
+    """Operations of an update for so many places in packed rows.
+
+    Padding, other responses in the same row and what backward computes again count.
     """
     pairs, trained = tokens * row_tokens / 2, 1 - config.frozen_layers / config.layers
     again = 2.0 * config.embed * config.vocab * tokens  # the head's logits are never kept

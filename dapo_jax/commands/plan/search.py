@@ -1,4 +1,4 @@
-"""The meshes, rows and slots of a topology that fit, the fastest and so the cheapest first."""
+"""Search for meshes, rows and slots that fit a topology, the fastest and so the cheapest first."""
 
 import dataclasses
 import json
@@ -11,9 +11,10 @@ from dapo_jax.commands.plan.compile_programs import CompiledProgram, limit
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import Layout, lay_out, sampling_programs, training_programs
 from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.commands.plan.simulate import changed
 from dapo_jax.commands.plan.step_estimate import measure_lengths, step_costs, token_bytes
 from dapo_jax.commands.plan.tables import table
-from dapo_jax.commands.plan.tpu_targets import target_devices
+from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
 
@@ -23,8 +24,8 @@ FEWEST_SLOTS = 1  # of a replica
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A config that fits, and what a step of it takes."""
+class Candidate:
+    """Config that fits, with the seconds of a step and the memory of its programs."""
 
     config: Config
     seconds: float
@@ -42,14 +43,8 @@ class Found:
 HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
 
 
-def changed(config: Config, section: str, **values: Any) -> Config:
-    """The config with other values in one section."""
-    part = dataclasses.replace(getattr(config, section), **values)
-    return dataclasses.replace(config, **{section: part})
-
-
 def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
-    """Every way to cut the policy: shards while training, and as many or more while decoding."""
+    """Configs of every mesh: shards while training, and as many or more while decoding."""
     for decoding in (1, 2, 4, 8, 16):
         for training in (1, 2, 4, 8, 16):
             fits = decoding % training == 0 and chips % decoding == 0 and kv_heads % decoding == 0
@@ -59,7 +54,7 @@ def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
 
 
 class Search:
-    """Tries configs on a topology; everything is compiled once."""
+    """Trial of configs on a topology; everything is compiled once."""
 
     def __init__(self, config: Config, settings: PlanSettings):
         self._config, self._settings = config, settings
@@ -78,7 +73,7 @@ class Search:
         return compiler.measure(program)
 
     def _update(self, config: Config) -> CompiledProgram | None:
-        """The update of a config where it fits."""
+        """Compiled update of a config; None where it does not fit."""
         try:
             layout = self._lay_out(config)
         except ConfigError:
@@ -87,11 +82,11 @@ class Search:
         found = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
         room = found.peak is not None and found.together <= limit(layout)
         memory = f"{found.together / GIB:.1f} GiB" + ("" if room else ": too much")
-        plan.say(f"{Found(config, 0, 0, 0).row()[:3]} update {memory}")
+        plan.say(f"{Candidate(config, 0, 0, 0).row()[:3]} update {memory}")
         return found if room else None
 
     def train(self, config: Config) -> tuple[Config, CompiledProgram] | None:
-        """With the least recomputed, and then the most rows of a chip."""
+        """Config with the least recomputed, and then the most rows of a chip, with its update."""
         shards_of_rows = config.mesh.fsdp * config.mesh.decode_tensor
         config = changed(config, "packing", rows_per_microbatch=shards_of_rows)
         for remat in REMATS:
@@ -110,10 +105,10 @@ class Search:
         return tried, found
 
     def sample(self, config: Config) -> tuple[Config, CompiledProgram] | None:
-        """With the most slots of full length: from what one leaves free, then compiled."""
+        """Config with the most slots of full length that fit, with its decoding."""
         replicas = config.mesh.fsdp
-        one = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
-        layout = self._lay_out(one)
+        fewest = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
+        layout = self._lay_out(fewest)
         found = self._measure(layout, sampling_programs(layout), "decode")
         free = limit(layout) - found.together
         more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
@@ -134,8 +129,8 @@ class Search:
             more = more * 9 // 10
         return None
 
-    def try_mesh(self, config: Config) -> Found | None:
-        """The best that was found on a mesh; None where nothing fits."""
+    def try_mesh(self, config: Config) -> Candidate | None:
+        """Best config of a mesh; None where nothing fits."""
         trained = self.train(config)
         sampled = self.sample(trained[0]) if trained else None
         if not trained or not sampled:
@@ -147,26 +142,26 @@ class Search:
         costs = step_costs(layout, found, self._settings.efficiency, lengths.tokens / 2)
         step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds
-        return Found(config, seconds, trained[1].together / GIB, decode.together / GIB)
+        return Candidate(config, seconds, trained[1].together / GIB, decode.together / GIB)
 
-    def __call__(self) -> list[Found]:
-        """All that fit, the fastest first."""
+    def __call__(self) -> list[Candidate]:
+        """Candidates that fit, the fastest first."""
         chips = self._topology.chips
         kv_heads = read_shape(self._config.model.folder).kv_heads
-        tried = (self.try_mesh(one) for one in meshes(self._config, chips, kv_heads))
-        return sorted((one for one in tried if one), key=lambda one: one.seconds)
+        tried = map(self.try_mesh, meshes(self._config, chips, kv_heads))
+        return sorted(filter(None, tried), key=lambda candidate: candidate.seconds)
 
 
 def search(config: Config, settings: PlanSettings) -> int:
-    """Prints what fits; the exit code."""
-    found = Search(config, settings)()
+    """Prints the configs that fit; returns the exit code."""
+    rows = [candidate.row() for candidate in Search(config, settings)()]
     if settings.json:
-        rows = [dict(zip(HEADER, one.row(), strict=True)) for one in found]
-        print(json.dumps({"fits": bool(found), "found": rows}))
-    elif found:
-        print(table(HEADER, [one.row() for one in found]))
+        records = [dict(zip(HEADER, row, strict=True)) for row in rows]
+        print(json.dumps({"fits": bool(rows), "found": records}))
+    elif rows:
+        print(table(HEADER, rows))
     else:
         print(
             f"Nothing fits on {settings.topology}: more chips, a smaller model or config.lora.rank"
         )
-    return 0 if found else 1
+    return 0 if rows else 1

@@ -34,9 +34,15 @@ from dapo_jax.structs import Collected, Group
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 
 
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """Copy of a config with other values in one section."""
+    part = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: part})
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a simulated step did. Slots are those of all replicas, seconds virtual.
+    """Counts and virtual seconds of a simulated step. Slots are those of all replicas.
 
     Attributes:
         seconds: by what was used (the fields of `Costs`), and `judge`: waiting for verdicts.
@@ -68,7 +74,7 @@ class Step:
 
     @property
     def update_seconds(self) -> float:
-        """Scoring included."""
+        """Seconds of learning, scoring included."""
         return sum(self.seconds.get(name, 0.0) for name in LEARNING)
 
     @property
@@ -79,13 +85,13 @@ class Step:
 
     @property
     def tail_seconds(self) -> float:
-        """Of bursts in which less than half of the slots drew, on average."""
+        """Seconds of bursts in which less than half of the slots drew, on average."""
         half = self.slots / 2
         return sum(b.seconds for b in self.bursts if b.busy_slot_steps < half * b.steps)
 
     @property
     def drawn_tokens(self) -> int:
-        """Of all responses, also those that were stopped or drawn again."""
+        """Tokens of all responses, also of those that were stopped or drawn again."""
         return self.sampled.drawn_tokens
 
     def record(self) -> dict[str, float]:
@@ -112,7 +118,7 @@ class Step:
 
 
 class Simulation:
-    """A run's steps, one after the other.
+    """Simulated run: steps, one after the other.
 
     Args:
         config: of the run; its sections rollout, sampler, packing, algorithm and data's and
@@ -161,7 +167,7 @@ class Simulation:
         return self._prompts.position
 
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
-        """The next one. Raises what `dynamic_sampling.collect` raises."""
+        """Simulates the next step. Raises what `dynamic_sampling.collect` raises."""
         meter, number = self._begin(), self._number - 1
         judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
         collected = collect(
@@ -178,7 +184,7 @@ class Simulation:
         return self._summary(meter, collected.groups, collected)
 
     def sample(self, prompts: int) -> Step:
-        """Every response to so many prompts, without filter and update."""
+        """Draws every response to so many prompts, without filter and update."""
         meter = self._begin()
         for _ in range(prompts):
             self.sampler.submit(next(self._prompts), self._config.rollout.samples_per_prompt)
@@ -207,7 +213,7 @@ class Simulation:
 
 
 def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
-    """Books score pass and updates of those groups; returns packed rows and their fill."""
+    """Books score pass and updates of groups; returns packed rows and their fill."""
     packing, algorithm, rollout = config.rows(), config.algorithm, config.rollout
     share, models = rollout.prompts_per_step // rollout.updates_per_rollout, 1 + algorithm.critic
     old = algorithm.old_logprobs == "recompute" and (

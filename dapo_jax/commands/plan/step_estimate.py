@@ -1,4 +1,4 @@
-"""From compiled programs to seconds: what each takes at best, and so what a step costs."""
+"""Estimated seconds of compiled programs at best, and so the costs of a step."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ DECODE_OVERHEAD_SECONDS = 1.5e-3  # of a decode step: its launches and small red
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Of the responses of one update with their prompts.
+    """Lengths of one update's responses with their prompts.
 
     Attributes:
         tokens, square: means of the length and of its square.
@@ -63,7 +63,7 @@ def measure_lengths(config: Config, workload: Workload) -> Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a chip does in one unit of a program, and around all units of a call."""
+    """Work of a chip in one unit of a program, and around all units of a call."""
 
     unit: str
     each: Work
@@ -88,13 +88,13 @@ def _training(layout: Layout, measured: CompiledProgram) -> Estimate:
 
 
 def token_bytes(layout: Layout) -> float:
-    """Of keys and values of a token, all layers, on one chip."""
+    """Bytes of keys and values of a token, all layers, on one chip."""
     pieces = layout.sampling_mesh.size // layout.engine.replicas
     return memory.token_bytes(layout.decoder, layout.config.sampler, pieces)
 
 
 def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
-    """A step: the weights once, and the keys and values that are there."""
+    """Estimate of a decode step: the weights once, and the keys and values that are there."""
     engine = layout.engine
     slots = engine.max_concurrent_decodes / engine.replicas
     pieces = layout.sampling_mesh.size / engine.replicas
@@ -107,23 +107,18 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
 
 
 def _prefill(layout: Layout, measured: CompiledProgram) -> Estimate:
-    """A call, its prompts as long as they may be."""
+    """Estimate of a prefill call, its prompts as long as they may be."""
     limit = layout.config.data.max_prompt_tokens
     tokens = layout.engine.prefill_width * limit
     weights = 2.0 * roofline.matrix_weights(layout.decoder, head=False) * tokens
     flops = weights + roofline.attention_flops(layout.decoder, tokens * limit / 2)
-    each = _moved(measured, "each")
-    once = _moved(measured, "once")
-    work = Work(
-        flops / layout.sampling_mesh.size,
-        each.hbm_bytes + once.hbm_bytes,
-        each.ici_bytes + once.ici_bytes,
-    )
-    return Estimate("call", work)
+    each, once = _moved(measured, "each"), _moved(measured, "once")
+    hbm, ici = each.hbm_bytes + once.hbm_bytes, each.ici_bytes + once.ici_bytes
+    return Estimate("call", Work(flops / layout.sampling_mesh.size, hbm, ici))
 
 
 def estimate(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
-    """What a program does, as its text and the policy's shape say.
+    """Estimate of a program, from the compiled text and the shape of the policy.
 
     Args:
         context: mean tokens of a running response, prompt included.
@@ -138,19 +133,19 @@ def estimate(layout: Layout, measured: CompiledProgram, context: float) -> Estim
 
 
 def step_costs(
-    layout: Layout, found: dict[str, CompiledProgram], efficiency: Efficiency, context: float
+    layout: Layout, measured: dict[str, CompiledProgram], efficiency: Efficiency, context: float
 ) -> Costs:
-    """What the simulator's calls cost, by the roofline."""
+    """Costs of the simulator's calls, by the roofline."""
     chip, config = layout.topology.chip, layout.config
 
     def bound(name: str, part: str = "each") -> float:
-        if name not in found:
+        if name not in measured:
             return 0.0
-        work: Any = getattr(estimate(layout, found[name], context), part)
+        work: Any = getattr(estimate(layout, measured[name], context), part)
         return work.bound(chip, efficiency)[1]
 
     places = config.packing.rows_per_microbatch * config.rows().row_tokens
-    engine, decode = layout.engine, estimate(layout, found["decode"], context).each
+    engine, decode = layout.engine, estimate(layout, measured["decode"], context).each
     reads = token_bytes(layout) / (chip.hbm_bytes_per_second * efficiency.hbm)
     slots = engine.max_concurrent_decodes / engine.replicas
     whole = decode.bound(chip, efficiency)[1]

@@ -1,4 +1,4 @@
-"""A plan in words and tables (Markdown), and as one record for JSON."""
+"""Report of a plan: tables (Markdown) for people, one record for programs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dapo_jax.commands.plan.chips import GIB
 from dapo_jax.commands.plan.compile_programs import versions
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.roofline import matrix_weights
-from dapo_jax.commands.plan.simulate import Simulation, Step
+from dapo_jax.commands.plan.simulate import Simulation, Step, changed
 from dapo_jax.commands.plan.step_estimate import DECODE_OVERHEAD_SECONDS, estimate
 
 PHASES = {  # of a step: the simulator's seconds in each
@@ -29,7 +29,7 @@ WEAKER = (
 
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
-    """Markdown, its columns aligned."""
+    """Markdown table, its columns aligned."""
     cells = [header, *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 
@@ -45,7 +45,7 @@ def _gib(size: float) -> str:
 
 
 def headline(plan: Any) -> str:
-    """What was planned, and with what."""
+    """Headline of a plan: model, topology, sizes and compiler."""
     layout, topology = plan.layout, plan.layout.topology
     config, mesh = layout.config, layout.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
@@ -65,64 +65,60 @@ def headline(plan: Any) -> str:
     return "\n".join(parts)
 
 
-def memory_table(plan: Any) -> str:
-    """GiB of a chip by program and by part."""
-    found = list(plan.measured.values())
-    names = list(dict.fromkeys(name for one in found for name in one.parts()))
+def memory_table(figures: dict[str, Any]) -> str:
+    """Table of GiB of a chip by program and by part."""
+    programs = figures["programs"]
+    names = list(dict.fromkeys(name for program in programs.values() for name in program["parts"]))
     names.append(names.pop(names.index("temporary")))
     rows = [
-        [one.name, *(_gib(one.parts().get(name, 0)) for name in names)]
-        + [_gib(one.together), "yes" if plan.has_room(one) else "NO"]
-        for one in found
+        [name, *(_gib(program["parts"].get(part, 0)) for part in names)]
+        + [_gib(program["together_bytes"]), "yes" if program["fits"] else "NO"]
+        for name, program in programs.items()
     ]
-    host = max(one.host for one in found)
+    host = max(program["host_bytes"] for program in programs.values())
     beside = f"\n{host / GIB:.2f} GiB of a host's memory for each chip." if host else ""
-    title = f"HBM of a chip in GiB, of {plan.limit / GIB:.2f} that programs may use:\n\n"
+    limit = figures["limit_bytes"] / GIB
+    title = f"HBM of a chip in GiB, of {limit:.2f} that programs may use:\n\n"
     return title + table(["program", *names, "together", "fits"], rows) + beside
 
 
-def roofline_table(plan: Any, settings: PlanSettings) -> str:
-    """Seconds of each program's unit by what bounds it."""
-    layout, rows = plan.layout, []
-    chip = layout.topology.chip
-    for one in plan.measured.values():
-        if one.peak is None:  # there is no text to count bytes in
-            continue
-        found = estimate(layout, one, plan.lengths.tokens / 2)
-        seconds = found.each.seconds(chip, settings.efficiency)
-        bound, longest = found.each.bound(chip, settings.efficiency)
-        rows.append(
-            [one.name, found.unit, f"{found.each.flops:.3g}"]
-            + [f"{seconds[name]:.4f}" for name in ("FLOP", "HBM", "ICI")]
-            + [bound, f"{longest:.4f}"]
-        )
+def roofline_table(figures: dict[str, Any]) -> str:
+    """Table of seconds of each program's unit by what bounds it."""
+    rows = [
+        [name, program["unit"], f"{program['work']['flops']:.3g}"]
+        + [f"{program['seconds'][part]:.4f}" for part in ("FLOP", "HBM", "ICI")]
+        + [program["bound"], f"{max(program['seconds'].values()):.4f}"]
+        for name, program in figures["programs"].items()
+        if program["peak_bytes"] is not None  # else there is no text to count bytes in
+    ]
     header = ["program", "of one", "FLOP of a chip", "FLOP s", "HBM s", "ICI s", "bound by", "s"]
     return "Roofline, seconds at the assumed shares of peak:\n\n" + table(header, rows)
 
 
 def collectives(plan: Any) -> str:
-    """What chips exchange, as the compiled texts say."""
-    rows = []
-    for one in plan.measured.values():
-        for kind, times in sorted(one.traffic.sent.items()):
-            rows.append([one.name, kind, _gib(times.once) or "0", _gib(times.each) or "0"])
-    told = [
-        f"{one.name}: {'; '.join(lines[:MOST_SHOWN])}"
-        + (f"; {len(lines) - MOST_SHOWN} more kinds (--json)" if len(lines) > MOST_SHOWN else "")
-        for one in plan.measured.values()
-        for name, lines in one.contents.items()
-        if name in ("head exchanges", "exchanges") and lines
+    """Table of bytes that chips exchange, and the collectives themselves."""
+    programs = plan.measured.values()
+    rows = [
+        [program.name, kind, _gib(times.once) or "0", _gib(times.each) or "0"]
+        for program in programs
+        for kind, times in sorted(program.traffic.sent.items())
     ]
     if not rows:
         return "Nothing is sent to other chips."
+    lists = [
+        f"{program.name}: {'; '.join(lines[:MOST_SHOWN])}"
+        + (f"; {len(lines) - MOST_SHOWN} more kinds (--json)" if len(lines) > MOST_SHOWN else "")
+        for program in programs
+        for name, lines in program.contents.items()
+        if name in ("head exchanges", "exchanges") and lines
+    ]
     title = "Sent by a chip in GiB, in a call and in each turn of its loop:\n\n"
     header = ["program", "collective", "a call", "a turn"]
-    return title + table(header, rows) + "\n\n" + "\n".join(told)
+    return title + table(header, rows) + "\n\n" + "\n".join(lists)
 
 
-def step_table(plan: Any, settings: PlanSettings) -> str:
-    """A step's seconds, tokens and price."""
-    record = step_record(plan, settings)
+def step_table(plan: Any, settings: PlanSettings, record: dict[str, Any]) -> str:
+    """Table of a step's seconds, with tokens and price."""
     rows = [[name, f"{value:,.1f}"] for name, value in record["phases"].items()]
     rows.append(["a step", f"{record['seconds_step']:,.1f}"])
     lines = [
@@ -145,13 +141,14 @@ def step_table(plan: Any, settings: PlanSettings) -> str:
 
 
 def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
-    """The same as numbers."""
+    """Figures of a step: seconds, rates, shares and price."""
     step, config, chips = plan.step, plan.layout.config, plan.layout.topology.chips
     phases = {
         name: sum(step.seconds.get(part, 0.0) for part in parts) for name, parts in PHASES.items()
     }
     rollout, update = step.rollout_seconds, step.update_seconds
-    together = max(rollout, update) if hidden(plan) else rollout + update
+    apart = config.rollout.lag and plan.layout.sampling_mesh is not plan.layout.mesh
+    together = max(rollout, update) if apart else rollout + update
     hours = chips * together / 3600
     return {
         "phases": phases,
@@ -173,24 +170,13 @@ def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
     }
 
 
-def hidden(plan: Any) -> bool:
-    """Whether learning and sampling go on at once."""
-    return (
-        bool(plan.layout.config.rollout.lag) and plan.layout.sampling_mesh is not plan.layout.mesh
-    )
-
-
 def assumptions(plan: Any, settings: PlanSettings) -> str:
-    """Everything that was not compiled or counted."""
+    """Assumptions of a plan: everything that was not compiled or counted."""
     chip, lengths = plan.layout.topology.chip, plan.lengths
-    law = (
-        f"as recorded in {settings.law}"
-        if settings.law
-        else (
-            f"log-normal with spread {settings.spread:g}, {settings.accuracy:.0%} right, "
-            f"{settings.kept:.0%} of groups kept"
-        )
-    )
+    workload = f"as recorded in {settings.law}"
+    if not settings.law:
+        workload = f"log-normal with spread {settings.spread:g}, {settings.accuracy:.0%} right, "
+        workload += f"{settings.kept:.0%} of groups kept"
     return "\n".join(
         [
             "Assumed:",
@@ -199,7 +185,7 @@ def assumptions(plan: Any, settings: PlanSettings) -> str:
             f"{chip.ici_bytes_per_second / 1e9:g} GB/s over links, one way (published), of which "
             f"{settings.flops:.0%}, {settings.hbm:.0%} and {settings.ici:.0%} are reached, each "
             "hiding behind the longest",
-            f"- responses of {lengths.response:,.0f} tokens on average ({law})",
+            f"- responses of {lengths.response:,.0f} tokens on average ({workload})",
             "- what a program writes to memory is read once more; a decode step has "
             f"{DECODE_OVERHEAD_SECONDS * 1e3:g} ms of overhead; every slot is at half of a mean "
             "response; verdicts, hosts and checkpoints cost nothing",
@@ -208,10 +194,11 @@ def assumptions(plan: Any, settings: PlanSettings) -> str:
 
 
 def tables(plan: Any, settings: PlanSettings) -> str:
-    """The whole plan for people."""
-    parts = [headline(plan), memory_table(plan), roofline_table(plan, settings), collectives(plan)]
+    """Whole report of a plan for people."""
+    figures = record(plan, settings)
+    parts = [headline(plan), memory_table(figures), roofline_table(figures), collectives(plan)]
     if plan.step is not None:
-        parts.append(step_table(plan, settings))
+        parts.append(step_table(plan, settings, figures["step"]))
     else:
         parts.append("It does not fit:\n\n" + "\n".join(advice.changes(plan)))
     parts.append(assumptions(plan, settings))
@@ -219,23 +206,23 @@ def tables(plan: Any, settings: PlanSettings) -> str:
 
 
 def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
-    """The whole plan for programs; bytes and seconds."""
+    """Whole report of a plan for programs; bytes and seconds."""
     layout, context = plan.layout, plan.lengths.tokens / 2
     chip = layout.topology.chip
     programs = {}
-    for name, one in plan.measured.items():
-        found = estimate(layout, one, context)
+    for name, program in plan.measured.items():
+        unit = estimate(layout, program, context)
         programs[name] = {
-            "fits": plan.has_room(one),
-            "peak_bytes": one.peak,
-            "together_bytes": one.together,
-            "parts": one.parts(),
-            "host_bytes": one.host,
-            "unit": found.unit,
-            "work": dataclasses.asdict(found.each),
-            "seconds": found.each.seconds(chip, settings.efficiency),
-            "bound": found.each.bound(chip, settings.efficiency)[0],
-            "contents": one.contents,
+            "fits": plan.has_room(program),
+            "peak_bytes": program.peak,
+            "together_bytes": program.together,
+            "parts": program.parts(),
+            "host_bytes": program.host,
+            "unit": unit.unit,
+            "work": dataclasses.asdict(unit.each),
+            "seconds": unit.each.seconds(chip, settings.efficiency),
+            "bound": unit.each.bound(chip, settings.efficiency)[0],
+            "contents": program.contents,
         }
     return {
         "fits": plan.fits,
@@ -255,13 +242,12 @@ def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
 
 
 def simulations(plan: Any, settings: PlanSettings) -> str:
-    """What a step would take with other slots, without the filter, with carry-over or a lag."""
+    """Table of steps with other slots, without the filter, with carry-over or a lag."""
     config, layout = plan.layout.config, plan.layout
     workload, rows = settings.make_workload(config), []
 
-    def add(name: str, changed: Any = config, count: int = 1) -> None:
-        parts = changed, layout.decoder, layout.sampling_mesh, workload, plan.costs
-        simulation = Simulation(*parts)
+    def add(name: str, config: Any = config, count: int = 1) -> None:
+        simulation = Simulation(config, layout.decoder, layout.sampling_mesh, workload, plan.costs)
         simulation.step()
         steps = [simulation.step() for _ in range(count)]
 
@@ -276,23 +262,22 @@ def simulations(plan: Any, settings: PlanSettings) -> str:
             + [f"{mean(lambda s: s.drawn_tokens) / max(1, mean(lambda s: s.kept_tokens)):.2f}"]
         )
 
-    def change(section: str, **values: Any) -> Any:
-        part = dataclasses.replace(getattr(config, section), **values)
-        return dataclasses.replace(config, **{section: part})
-
     add("as planned")
-    add("without dynamic sampling", change("algorithm", dynamic_sampling=False))
+    add("without dynamic sampling", changed(config, "algorithm", dynamic_sampling=False))
     slots, replicas = config.sampler.slots, layout.engine.replicas
     for factor in (0.5, 0.25):
         fewer = max(replicas, int(slots * factor) // replicas * replicas)
-        add(f"{fewer} slots", change("sampler", slots=fewer))
+        add(f"{fewer} slots", changed(config, "sampler", slots=fewer))
     for kept in ("unfinished", "all"):
-        add(f"rollout.carry_over={kept}", change("rollout", carry_over=kept), CARRYING_STEPS)
+        add(
+            f"rollout.carry_over={kept}",
+            changed(config, "rollout", carry_over=kept),
+            CARRYING_STEPS,
+        )
     header = ["simulated", "step s", "rollout s", "learn s", "busy", "tail s", "asked", "surplus"]
-    told = table([*header, "drawn per trained"], rows)
     rollout, update = plan.step.rollout_seconds, plan.step.update_seconds
     lag = (
         f"With rollout.lag=1 and devices of their own (this many for each): "
         f"{max(rollout, update):,.1f} s a step."
     )
-    return f"\n{told}\n\n{lag}"
+    return f"\n{table([*header, 'drawn per trained'], rows)}\n\n{lag}"

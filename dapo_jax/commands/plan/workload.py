@@ -1,4 +1,4 @@
-"""How long responses are and how often right: a law that is assumed, or what a run has measured."""
+"""Workloads: lengths and verdicts of responses, assumed by a law or recorded by a run."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ PROMPT = 2**32  # tells a prompt's key from those of the responses to it
 
 
 class Drawn(NamedTuple):
-    """What a group's responses will be. Arrays [G]."""
+    """Lengths and verdicts of a group. Arrays [G]."""
 
     tokens: np.ndarray  # int, end token included
     truncated: np.ndarray  # bool: cut off by the budget
@@ -23,20 +23,20 @@ class Drawn(NamedTuple):
 
 
 class Workload(Protocol):
-    """Keyed: the same place in the data gives the same prompt and, in a step, the same group."""
+    """Source of groups, keyed by the step and the place in the data."""
 
     def prompt_tokens(self, index: int) -> int:
-        """Of the prompt at that place."""
+        """Length of the prompt at a place in the data."""
         ...
 
     def draw(self, step: int, index: int, samples: int) -> Drawn:
-        """The group that a step would draw for it."""
+        """Group that a step would draw for a place in the data."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AssumedWorkload:
-    """Log-normal lengths, cut off at the limit, and a Beta of how often a problem is solved.
+    """Workload of log-normal lengths, cut off at the limit, and a Beta of right answers.
 
     Attributes:
         median_tokens, spread: of responses before the cut; the spread is that of the logarithm.
@@ -62,7 +62,7 @@ class AssumedWorkload:
         require(min(self.right) > 0, "law.right", self.right, "two numbers above 0")
 
     def prompt_tokens(self, index: int) -> int:
-        """Log-normal too; at least 1."""
+        """Log-normal length of a prompt; at least 1."""
         rng = np.random.default_rng([self.seed, PROMPT, index])
         drawn = rng.lognormal(math.log(self.prompt_median_tokens), self.prompt_spread)
         return int(np.clip(drawn, 1, self.max_prompt_tokens))
@@ -78,7 +78,7 @@ class AssumedWorkload:
 
 
 def kept_fraction(right: tuple[float, float], samples: int) -> float:
-    """The share of groups that are neither all right nor all wrong: 1 - E[p^G] - E[(1 - p)^G]."""
+    """Share of groups that are neither all right nor all wrong: 1 - E[p^G] - E[(1 - p)^G]."""
 
     def expected_power(a: float, b: float) -> float:
         logs = (math.lgamma(x + samples) - math.lgamma(x) for x in (a, a + b))
@@ -90,7 +90,7 @@ def kept_fraction(right: tuple[float, float], samples: int) -> float:
 
 
 def right_from_kept(accuracy: float, kept: float, samples: int) -> tuple[float, float]:
-    """The Beta with that mean of which that share of groups of `samples` is kept.
+    """Beta with mean `accuracy` that keeps the share `kept` of groups of `samples`.
 
     Raises `ConfigError` where no Beta keeps so many.
     """
@@ -116,7 +116,7 @@ class _Recorded(NamedTuple):
 
 
 def _read_step(path: pathlib.Path) -> dict[int, _Recorded]:
-    """The groups of a rollouts file by their place in the data."""
+    """Groups of a rollouts file by their place in the data."""
     lines: dict[int, list[dict]] = {}
     for text in path.read_text().splitlines():
         line = json.loads(text)
@@ -132,7 +132,7 @@ def _read_step(path: pathlib.Path) -> dict[int, _Recorded]:
 
 
 class RecordedWorkload:
-    """The groups that a run judged (`rollouts/`), drawn again at random, step by step.
+    """Workload of the groups that a run judged (`rollouts/`), drawn again at random by step.
 
     A later step than the last recorded one is as that; an earlier one than the first, as that.
 
@@ -154,28 +154,29 @@ class RecordedWorkload:
             raise ConfigError(f"{folder}: holds no rollouts; run it with config.log.rollouts=true")
         self._replay, self._seed = replay, seed
         self._fair = {
-            step: [one for one in groups.values() if one.fair] or list(groups.values())
+            step: [group for group in groups.values() if group.fair] or list(groups.values())
             for step, groups in self._steps.items()
         }
         self._prompts = {
-            index: one.prompt_tokens
+            index: group.prompt_tokens
             for groups in self._steps.values()
-            for index, one in groups.items()
+            for index, group in groups.items()
         }
         self._seen = sorted(self._prompts.values())
 
     def prompt_tokens(self, index: int) -> int:
-        """As recorded there; elsewhere one of the recorded."""
+        """Recorded length; elsewhere one of the recorded."""
         if index in self._prompts:
             return self._prompts[index]
         return int(np.random.default_rng([self._seed, PROMPT, index]).choice(self._seen))
 
     def draw(self, step: int, index: int, samples: int) -> Drawn:
         """A recorded group, its responses in random order; with more samples, some repeated."""
-        recorded = max((one for one in self._steps if one <= step + 1), default=min(self._steps))
-        found = self._steps[recorded].get(index)
-        if self._replay and found is not None and len(found.drawn.tokens) == samples:
-            return found.drawn
+        earlier = (number for number in self._steps if number <= step + 1)
+        recorded = max(earlier, default=min(self._steps))
+        group = self._steps[recorded].get(index)
+        if self._replay and group is not None and len(group.drawn.tokens) == samples:
+            return group.drawn
         rng = np.random.default_rng([self._seed, step, index])
         groups = self._fair[recorded]
         drawn = groups[rng.integers(len(groups))].drawn
