@@ -13,8 +13,10 @@ from dapo_jax.commands.serve import server as serve
 
 
 def test_too_many_requests_are_refused_and_the_others_answered(
-    byte_folder, same_engine, byte_responses
+    byte_folder, same_engine, byte_responses, monkeypatch
 ):
+    gate = threading.Event()
+    slow_down(same_engine, monkeypatch, gate)
     config = make_serve_config(byte_folder, waiting=2)
     with serving(config) as server, ThreadPoolExecutor(64) as pool:
 
@@ -22,6 +24,7 @@ def test_too_many_requests_are_refused_and_the_others_answered(
             try:
                 return server.client.ask("3+4=", BUDGET)[1]
             except grpc.RpcError as error:
+                gate.set()  # nothing is answered before the first one is refused
                 return error.code()
 
         answers = list(pool.map(ask, range(64)))
