@@ -28,6 +28,8 @@ from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
 
+pytest_plugins = ["durations"]
+
 # Helpers stand in support/; processes that tests start find them too.
 TESTS = pathlib.Path(__file__).parent
 HELPERS = [str(TESTS), *(str(path) for path in sorted(TESTS.iterdir()) if path.is_dir())]

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # All tests of this machine, in the environment that launch/local.sh uses.
 #
+#   bash tests/run.sh                        style, types, and every test that CI runs
+#   bash tests/run.sh --quick                style, types, and what takes under a second: before a commit
 #   bash tests/run.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +14,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/basedpyright --pythonpath .venv/bin/python
-# Two files at a time: each process takes what one core gives; one file's fixtures are made once.
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile
+# Two files at a time, the longest first: each process takes what one core gives; one file's fixtures are
+# made once.
+[[ $* = "" || $* = --quick || $* = --write-durations ]] && set -- -n 2 --dist loadfile --no-loadscope-reorder "$@"
 exec .venv/bin/python -m pytest "$@"
