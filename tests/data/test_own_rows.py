@@ -207,7 +207,7 @@ def test_tables_of_text_keep_their_cells_and_lines(tmp_path, delimiter, encoding
     assert [place for place, _ in found] == ["line 2", "line 4", "line 5"]
     assert [tuple(row.values()) for _, row in found] == CELLS[1:]
     assert found[0][1].keys() == {"q", "a"}
-    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     assert list(read_rows(tmp_path / "t.csv.gz")) == found
 
 
@@ -225,7 +225,7 @@ def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
         ("t.csv", b'question,answer\n"1+1?,2\n', "unexpected end of data"),
         ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8"),
         ("t.jsonl.gz", b"hello", "Not a gzipped file"),
-        ("t.json.gz", gzip.compress(b"[1]" * 999)[:-9], ".*ended before"),
+        ("t.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-9], ".*ended before"),
     ],
 )
 def test_broken_files_say_why(tmp_path, name, content, reason):
@@ -238,7 +238,7 @@ def test_packed_files_are_found_and_named_like_others(tmp_path):
     from dapo_jax.data.problem_files import find_files
 
     rows = "\n".join(json.dumps({"problem": f"{i}", "answer": "1"}) for i in range(3))
-    (tmp_path / "set_train.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "set_train.jsonl.gz").write_bytes(gzip.compress(rows.encode(), mtime=0))
     for name in ("set", "set_train.jsonl.gz", str(tmp_path), f"{tmp_path}/*.gz"):
         (found,) = find_files("data.source", name, str(tmp_path), "train")
         assert len(read(found).problems) == 3
