@@ -1,7 +1,7 @@
 """Plugin of pytest: durations of a whole run in a file, and what follows from them.
 
-`--write-durations` rewrites tests/durations.json; `--quick` keeps tests that take under a second with
-their fixtures. Processes of xdist begin with the longest files, so that none is left for the end.
+`--write-durations` rewrites tests/durations.json; `--quick` keeps tests that take under a second
+with their fixtures. Processes of xdist begin with the longest files: none is left for the end.
 """
 
 import collections
