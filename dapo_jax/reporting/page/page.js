@@ -6,7 +6,7 @@ let rollouts = []; // read after the first picture
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
 const runs = data.experiments.flatMap((one) => one.runs);
-const several = data.experiments.length > 1; // then a plot shows one metric, of each
+const several = data.experiments.length > 1; // a plot then shows one metric of all
 
 function make(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -18,7 +18,7 @@ function make(tag, properties = {}, ...children) {
   return made;
 }
 
-// The plotting library reads some tags in labels; a name has none.
+// Escapes tags, which the plotting library reads in labels.
 const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const colourOf = (number) => COLOURS[number % COLOURS.length];
 
@@ -50,9 +50,9 @@ function drawHeadlines() {
     const title = several ? make("h3", {}, swatch(number), one.name) : null;
     byId("headlines").append(make("div", {}, title, make("dl", { className: "numbers" }, ...cards)));
   }
-  const found = data.experiments.flatMap((one) => one.runs.flatMap((run) => run.warnings.map((text) => [run.name, text])));
-  byId("warnings").hidden = !found.length;
-  for (const [name, text] of found) {
+  const warnings = data.experiments.flatMap((one) => one.runs.flatMap((run) => run.warnings.map((text) => [run.name, text])));
+  byId("warnings").hidden = !warnings.length;
+  for (const [name, text] of warnings) {
     byId("warnings").querySelector("ul").append(make("li", {}, runs.length > 1 ? `${name}: ${text}` : text));
   }
 }
@@ -118,7 +118,7 @@ function drawCurve(curve, plot) {
   const lines = traces(curve);
   const look = layout(curve.unit);
   look.xaxis.title = { text: byId("axis").selectedOptions[0].text };
-  look.showlegend = !several && curve.metrics.length > 1; // of experiments the check boxes are one
+  look.showlegend = !several && curve.metrics.length > 1; // the check boxes are the legend of experiments
   plot.setAttribute("aria-label", `${curve.title}, ${curve.unit}: ` + lines.filter((l) => l.summary).map((l) => l.summary).join("; "));
   return Plotly.react(plot, lines, look, OPTIONS);
 }
@@ -167,7 +167,7 @@ function drawCurves() {
       make("p", {}, make("b", {}, "Healthy: "), curve.healthy),
       make("p", { className: "ill" }, make("b", {}, "Ill: "), curve.ill), numbers));
     for (const plot of plots) {
-      if (drawn.size) watcher.observe(plot); // the others once they come near
+      if (drawn.size) watcher.observe(plot); // draws it when it comes near
       else draw(plot);
     }
   }
@@ -312,6 +312,6 @@ drawHeadlines();
 drawCurves();
 setTimeout(() => {
   for (const draw of [drawRollouts, drawSettings, drawSpent]) draw();
-  // Where the library measures texts; nothing to be read out.
+  // The plotting library measures texts in it: screen readers pass over it.
   byId("js-plotly-tester")?.setAttribute("aria-hidden", "true");
 });
