@@ -1,4 +1,4 @@
-"""The main job on the embedded task: chains of sums, from about half right to nearly always.
+"""DAPO on the embedded task, chains of sums: from about half right to nearly always right.
 
 bash launch/local.sh
 dapo-jax train --config=configs/arithmetic.py        (the preset: dapo)

@@ -1,4 +1,4 @@
-"""The base policy of the embedded task: 0.6 M parameters, made from nothing.
+"""Base policy of the embedded task: 0.6 M parameters, trained from random ones.
 
     dapo-jax sft --config=configs/arithmetic_base.py
 

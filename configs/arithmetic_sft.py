@@ -2,7 +2,7 @@
 
     dapo-jax sft --config=configs/arithmetic_sft.py
 
-What imitation of right answers reaches where reinforcement learning has only right and wrong.
+A comparison for reinforcement learning, which only gets right and wrong.
 """
 
 from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing, SftConfig

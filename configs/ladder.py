@@ -1,12 +1,11 @@
-"""The ablation that made DAPO (2503.14476, table 1), on sums that are hard enough to tell.
+"""Ablation of DAPO (2503.14476, table 1), on sums hard enough to tell its rungs apart.
 
 dapo-jax train --config=configs/ladder.py:1_naive
 dapo-jax train --config=configs/ladder.py:clip_higher+token_level    (any of the switches)
 
-The policy is that of configs/arithmetic_base.py, asked only for its longest chains, where it is
-right one time in three, under a budget that cuts its second attempts; an update sees two groups,
-so that one without signal is missed. `notebooks/measure.py` runs every rung and every combination
-with seeds.
+The policy is that of configs/arithmetic_base.py. Problems are its longest chains, of which it gets
+one in three right, and the budget cuts off second attempts. An update sees only two groups, so a
+group without signal matters. `notebooks/measure.py` runs every rung and combination with seeds.
 """
 
 from dapo_jax import algorithms

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced: what the environment tells JAX, XLA and libtpu, each with its reason. The one place for flags.
+# Sourced: environment variables and flags of JAX, XLA and libtpu, each with its reason. The one place for flags.
 # Usage: source launch/env.sh KIND
 #   KIND   cpu, gpu, tpu, or tpu-GENERATION as tpu-v6e
 # A flag or variable that is already set keeps its value.
@@ -11,8 +11,8 @@ flag() { # VARIABLE --name=value
     esac
 }
 
-# Programs compiled once are read from here when a run starts again. On machines that come and go, a gs://
-# folder spares the new one minutes (--env=JAX_COMPILATION_CACHE_DIR=gs://...).
+# Cache of compiled programs for the next start. On spot machines a gs:// folder saves the new machine minutes
+# (--env=JAX_COMPILATION_CACHE_DIR=gs://...).
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.venv/jax_cache}"
 
 case "$1" in
@@ -47,8 +47,8 @@ case "$1" in
         unset cores devices
         ;;
     gpu)
-        # JAX takes 75 % of a GPU by default; policy, optimizer and cache of one run want the most of it. The
-        # rest is for NCCL and CUDA themselves (JAX-Toolbox, GPU performance: 0.8 to 0.9).
+        # JAX takes 75 % of a GPU by default; policy, optimizer and cache of a run need more. The rest is for
+        # NCCL and CUDA themselves (JAX-Toolbox, GPU performance: 0.8 to 0.9).
         export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
         # Collectives move beside computing (docs.jax.dev, GPU performance tips).
         flag XLA_FLAGS --xla_gpu_enable_latency_hiding_scheduler=true

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One run on this machine's NVIDIA GPUs: checks them, installs, trains, starts again what died.
+# One run on this machine's NVIDIA GPUs: checks them, installs, trains, and restarts the run when it dies.
 #
 #   bash launch/gpu.sh --name=N [--tries=3] [--dry-run] -- --config=F --config.run_dir=runs/N
 #   CUDA_VISIBLE_DEVICES=0,1 bash launch/gpu.sh ...
 #
-# Needs a driver for CUDA 12 (525 or newer) and nothing else of CUDA: the wheels bring it. Ctrl-C and SIGTERM
-# let the run save. Exit codes are the trainer's; those of wrong settings (2) and of no signal left (3) are
-# not tried again. One run at a time per name.
+# Needs a driver for CUDA 12 (525 or newer); the wheels include the rest of CUDA. Ctrl-C and SIGTERM let the run
+# save. Exit codes are the trainer's; after wrong settings (2) and no signal left (3) there is no further try.
+# One run at a time per name.
 set -uo pipefail # no -e: what fails is looked at where it fails
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source launch/lib.sh

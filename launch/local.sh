@@ -5,11 +5,11 @@
 #   bash launch/local.sh --config.seed=1 --config.run_dir=runs/seed_1
 #   bash launch/local.sh --processes=2 --devices=4 --config.total_steps=2
 #
-# Trainer arguments are those of `python -m dapo_jax train`; --config defaults to the embedded task. Without
-# one of the three it is --gpu where nvidia-smi finds one, else --cpu. --tpu is for the TPUs of one host;
-# --tpu=v6e also sets the flags of that generation (launch/env.sh). Pods: launch/tpu_vm.sh.
-# --devices=N gives each process N virtual CPU devices; --processes=N starts that many, as a pod would.
-# Where one of them fails the rest goes too; nothing is started again.
+# Trainer arguments are those of `dapo-jax train`; --config defaults to the embedded task. Without --cpu, --gpu
+# or --tpu the script takes --gpu if nvidia-smi finds one, else --cpu. --tpu is for the TPUs of one host;
+# --tpu=v6e also sets the flags of that generation (launch/env.sh). For pods see launch/tpu_vm.sh.
+# --devices=N gives each process N virtual CPU devices; --processes=N starts N processes, as on a pod.
+# If one process fails, the others are ended too; nothing is started again.
 set -euo pipefail
 
 kind=cpu
@@ -54,12 +54,12 @@ esac
 source launch/install.sh "$extras"
 source launch/env.sh "$kind"
 
-# Settings are checked before minutes go into a base policy; the answer is the folder they name.
+# Checks the settings before minutes go into a base policy, and prints the model folder that they name.
 folder="$(.venv/bin/python -m dapo_jax.commands.command_line "$config" "${arguments[@]+"${arguments[@]}"}")"
 
 # The embedded task's base policy is made once per recipe.
 base=runs/arithmetic_base
-# A folder's mark says which files were written when, so that the recipe is that of this very folder.
+# The folder's mark holds the times of its files, so the recipe is of this very folder.
 recipe() { cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py "$base/.dapo_jax.json" 2>/dev/null | cksum; }
 if [ "$folder" = "$base" ] && [ "$(cat "$base.recipe" 2>/dev/null)" != "$(recipe)" ]; then
     XLA_FLAGS="${flags-${XLA_FLAGS:-}}" .venv/bin/python -m dapo_jax sft --config=configs/arithmetic_base.py

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One run on TPU slices of a GKE cluster, as a JobSet: made, watched, started again by the cluster, deleted.
+# One run on TPU slices of a GKE cluster, as a JobSet: creates it, watches it, deletes it; the cluster restarts it.
 #
 #   bash launch/tpu_gke.sh run --name=N --image=I --type=v5p --topology=4x4x4 --slices=2 [flags] -- --config=F ...
 #   bash launch/tpu_gke.sh attach | status | delete   --name=N

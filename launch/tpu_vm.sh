@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One run on a Cloud TPU VM or pod slice: made or reused, watched, started again, fetched, deleted.
+# One run on a Cloud TPU VM or pod slice: creates or reuses it, watches, restarts, fetches results, deletes.
 #
 #   bash launch/tpu_vm.sh run --name=N --zone=Z --type=v6e-64 [flags] -- --config=F --config.run_dir=gs://...
 #   bash launch/tpu_vm.sh attach | status | stop | fetch | delete   --name=N --zone=Z
@@ -11,9 +11,9 @@
 #   --ref=HEAD          the commit that is sent; changes that are not committed stay here
 #   --env=NAME=VALUE    for the trainer; --secret-env=NAME=projects/P/secrets/S/versions/V is read on the workers
 #   --detach            starts and leaves; --keep never deletes; --yes deletes without asking
-#   --dry-run           prints every command and does none
+#   --dry-run           prints every command and runs none
 #
-# run_dir on gs:// lets a new machine go on where the last one was; otherwise worker 0's runs/ is copied to
+# With run_dir on gs:// a new machine resumes where the last one was; otherwise worker 0's runs/ is copied to
 # runs/N. Ctrl-C stops the run, which saves, and deletes the machine if this command made it. Exit codes are
 # the trainer's (0 done, 2 wrong settings, 3 no signal left, 4 numbers not finite), 1 where tries ran
 # out, 130 after Ctrl-C.

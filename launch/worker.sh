@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What happens on each worker of a TPU VM. launch/tpu_vm.sh sends it there and calls it by ssh; every command
+# Commands for one worker of a TPU VM. launch/tpu_vm.sh sends this file there and calls it by ssh. Every command
 # may be repeated, since gcloud repeats one whose connection broke. The last line is "@done CODE".
 #
 #   install TREE                     unpacks ~/dapo_jax.tgz, whose content is called TREE, and installs it
