@@ -33,20 +33,17 @@ _HOMES = {
     "sample": "commands.api",
     "Policy": "commands.api",
     "Result": "commands.api",
-    "Config": "config.experiment",
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
     "is_equivalent": "verifier.algebra_process",
     "ConfigError": "runtime.settings",
-    "Watch": "config.alerts",
 }
 _SECTIONS = (
-    "Model Lora Data Rollout Sampler Reward Optimizer Critic Checkpoint Evaluation Log".split()
+    "Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh Checkpoint "
+    "Evaluation Log Watch".split()
 )
-_HOMES |= dict.fromkeys(_SECTIONS, "config.sections")
-_HOMES["Checkpoint"] = "config.checkpoint"
-_HOMES |= dict.fromkeys(("Compute", "Mesh", "Packing"), "config.compute")
+_HOMES |= dict.fromkeys(("Config", *_SECTIONS), "config.experiment")
 
 __all__ = [
     "Algorithm",
@@ -83,21 +80,23 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
     from dapo_jax.algorithms import Algorithm, preset
     from dapo_jax.commands.api import Policy, Result, evaluate, sample, train
-    from dapo_jax.config.alerts import Watch
-    from dapo_jax.config.checkpoint import Checkpoint
-    from dapo_jax.config.compute import Compute, Mesh, Packing
-    from dapo_jax.config.experiment import Config
-    from dapo_jax.config.sections import (
+    from dapo_jax.config.experiment import (
+        Checkpoint,
+        Compute,
+        Config,
         Critic,
         Data,
         Evaluation,
         Log,
         Lora,
+        Mesh,
         Model,
         Optimizer,
+        Packing,
         Reward,
         Rollout,
         Sampler,
+        Watch,
     )
     from dapo_jax.learner import advantages, losses
     from dapo_jax.runtime.settings import ConfigError

@@ -3,6 +3,7 @@
 import importlib
 import signal
 import sys
+from collections.abc import Callable
 
 COMMANDS = {
     "train": "train a policy by reinforcement learning from rewards",
@@ -15,7 +16,20 @@ COMMANDS = {
     "report": "write one or more runs as a page to look at",
     "replay": "compute a skipped batch again, to find what is not finite",
 }
-MODULES = {"serve": "serve.server", "plan": "plan.main"}  # where it is not the command's name
+# Modules and functions of commands: by default a module of the command's name, and `main`.
+ENTRIES = {
+    "sft": ("model_folders", "sft"),
+    "dpo": ("model_folders", "dpo"),
+    "export": ("model_folders", "export"),
+    "serve": ("serve.server", "main"),
+    "plan": ("plan.main", "main"),
+}
+
+
+def entry(name: str) -> Callable[[], int]:
+    """Function of a command, which reads `sys.argv` and returns the exit code."""
+    module, function = ENTRIES.get(name, (name, "main"))
+    return getattr(importlib.import_module(f"dapo_jax.commands.{module}"), function)
 
 
 def usage() -> str:
@@ -48,7 +62,7 @@ def main() -> int:
         print(f"{wrong}{usage()}", file=sys.stderr)
         return 2
     sys.argv = [f"dapo-jax {name}", *sys.argv[2:]]
-    return importlib.import_module(f"dapo_jax.commands.{MODULES.get(name, name)}").main() or 0
+    return entry(name)()
 
 
 if __name__ == "__main__":

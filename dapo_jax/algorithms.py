@@ -7,60 +7,131 @@ table at the end gives the published choices. Nothing elsewhere asks for a paper
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated, Literal
 
+from dapo_jax.runtime.rules import (
+    Choices,
+    CountOr0,
+    Positive,
+    PositiveOr0,
+    Range,
+    Share,
+    Unit,
+    When,
+)
 from dapo_jax.runtime.settings import require, section, setting
+
+# Keys of advantages.ESTIMATORS and losses.LOSS_WEIGHTS.
+ESTIMATORS = Choices(
+    "group_zscore group_centre leave_one_out batch_centre reward reward_to_go gae "
+    "length_adaptive_gae one preference".split()
+)
+AGGREGATES = Choices(
+    "token_mean token_mean_per_group sequence_mean sequence_sum token_sum_over_budget "
+    "pair_sum".split()
+)
+# Estimators by what they need; one that is in none of these needs nothing.
+OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")
+OF_VALUES = ("gae", "length_adaptive_gae")
+PER_TOKEN = ("reward_to_go", *OF_VALUES)
+OF_NO_REWARD = ("one", "preference")
+READS_OLD_LOGPROBS = When(
+    "algorithm.ratio algorithm.kl algorithm.advantage",
+    lambda ratio, kl, advantage: ratio != "none" or kl == "reward" or advantage == "preference",
+)
+IF_CLIPPED, IF_CRITIC = When("algorithm.clip"), When("algorithm.critic")
 
 
 @section
 class Algorithm:
-    """How rewards become per-token coefficients. Defaults are DAPO's (arXiv 2503.14476)."""
+    """Coefficients of the tokens. Defaults are DAPO's (arXiv 2503.14476)."""
 
-    advantage: str = setting("group_zscore", "Estimator: a key of advantages.ESTIMATORS.")
+    advantage: Annotated[str, ESTIMATORS] = setting(
+        "group_zscore", "Estimator: a key of advantages.ESTIMATORS."
+    )
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
-    gamma: float = setting(1.0, "Discount per token of reward_to_go and the gae estimators.")
-    lambda_policy: float = setting(1.0, "The lambda of gae's advantages.")
-    lambda_value: float = setting(1.0, "GAE's lambda of the returns that the critic learns.")
-    lambda_alpha: float = setting(
-        0.05, "length_adaptive_gae: lambda of a response of n tokens is 1 - 1 / (alpha * n)."
+    gamma: Share = setting(
+        1.0,
+        "Discount per token of reward_to_go and the gae estimators.",
+        read=When("algorithm.advantage", Choices(PER_TOKEN)),
+    )
+    lambda_policy: Unit = setting(
+        1.0, "The lambda of gae's advantages.", read=When("algorithm.advantage", "gae")
+    )
+    lambda_value: Unit = setting(
+        1.0,
+        "GAE's lambda of the returns that the critic learns.",
+        read=When("algorithm.advantage", Choices(OF_VALUES)),
+    )
+    lambda_alpha: Positive = setting(
+        0.05,
+        "length_adaptive_gae: lambda of a response of n tokens is 1 - 1 / (alpha * n).",
+        read=When("algorithm.advantage", "length_adaptive_gae"),
     )
     critic: bool = setting(False, "Train a value model beside the policy; the gae estimators ask.")
-    critic_pretrain_steps: int = setting(
-        0, "First rollout steps that train the critic alone, unless critic.pretrain_steps says."
+    critic_pretrain_steps: CountOr0 = setting(
+        0,
+        "First rollout steps that train the critic alone, unless critic.pretrain_steps says.",
+        read=IF_CRITIC,
     )
-    value_clip: float = setting(0.2, "Values move at most this far from the old ones; 0: freely.")
-    ratio: str = setting("token", "Importance ratio: a key of losses.RATIOS.")
+    value_clip: PositiveOr0 = setting(
+        0.2,
+        "Values move at most this far from the old ones; 0: freely.",
+        read=IF_CRITIC,
+    )
+    ratio: Literal["token", "sequence", "none"] = setting(
+        "token", "Importance ratio: a key of losses.RATIOS."
+    )
     clip: bool = setting(True, "Whether the ratio is clipped.")
-    clip_low: float = setting(0.2, "The ratio is clipped below 1 - clip_low.")
-    clip_high: float = setting(0.28, "The ratio is clipped above 1 + clip_high.")
-    dual_clip: float = setting(10.0, "Cap c of the loss, -A * c, where A < 0; 0 switches it off.")
-    aggregate: str = setting("token_mean", "Loss weights: a key of losses.LOSS_WEIGHTS.")
-    trained_responses: str = setting(
+    clip_low: Unit = setting(0.2, "The ratio is clipped below 1 - clip_low.", read=IF_CLIPPED)
+    clip_high: PositiveOr0 = setting(
+        0.28, "The ratio is clipped above 1 + clip_high.", read=IF_CLIPPED
+    )
+    dual_clip: PositiveOr0 = setting(
+        10.0, "Cap c of the loss, -A * c, where A < 0; 0 switches it off."
+    )
+    aggregate: Annotated[str, AGGREGATES] = setting(
+        "token_mean", "Loss weights: a key of losses.LOSS_WEIGHTS."
+    )
+    trained_responses: Literal["all", "correct", "pairs"] = setting(
         "all", "Which responses carry loss: a key of losses.TRAINED_RESPONSES."
     )
     token_weights: str = setting(
         "", "module:function(group, sample) -> a weight per response token; empty: 1."
     )
     reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
-    kl: str = setting("none", "KL to the reference: 'none', in the 'loss' or in the 'reward'.")
-    kl_estimator: str = setting("k3", "A key of losses.KL_ESTIMATORS.")
-    kl_coefficient: float = setting(0.0, "Weight of that KL.")
-    preference_beta: float = setting(0.1, "DPO's beta: how hard a margin pulls, in 1 / nats.")
-    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.")
-    positive_nll_coefficient: float = setting(
+    kl: Literal["none", "loss", "reward"] = setting(
+        "none", "KL to the reference: 'none', in the 'loss' or in the 'reward'."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k3", "A key of losses.KL_ESTIMATORS.", read=When("algorithm.kl", "loss reward")
+    )
+    kl_coefficient: PositiveOr0 = setting(0.0, "Weight of that KL.")
+    preference_beta: Positive = setting(
+        0.1,
+        "DPO's beta: how hard a margin pulls, in 1 / nats.",
+        read=When("algorithm.advantage", "preference"),
+    )
+    entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
+    positive_nll_coefficient: PositiveOr0 = setting(
         0.0, "Weight of the mean negative log-prob over the tokens of right responses (VAPO)."
     )
-    old_logprobs: str = setting(
-        "recompute", "'recompute' by the trainer's forward pass, or the 'sampler' ones."
+    old_logprobs: Literal["recompute", "sampler"] = setting(
+        "recompute",
+        "'recompute' by the trainer's forward pass, or the 'sampler' ones.",
+        read=READS_OLD_LOGPROBS,
     )
-    importance_cap: float = setting(
+    importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
         0.0, "Tokens weigh min(p_trainer / p_sampler, cap); 0 switches the correction off."
     )
     dynamic_sampling: bool = setting(True, "Keep only groups with 0 < correct < G, and refill.")
     reward_correct: float = setting(1.0, "Reward of a right answer.")
     reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")
     overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the budget.")
-    overlong_buffer_share: float = setting(
-        0.2, "Share of max_response_tokens over which the punishment grows from 0 to -1."
+    overlong_buffer_share: Share = setting(
+        0.2,
+        "Share of max_response_tokens over which the punishment grows from 0 to -1.",
+        read=When("algorithm.overlong_punishment"),
     )
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
 

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_jax.commands import command_line
-from dapo_jax.config.compute import Packing
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
-from dapo_jax.config.sections import Data, Log, Model, Rollout, Sampler
 from dapo_jax.rewards.functions import RewardFunction, name_of
 from dapo_jax.runtime.settings import require
 

@@ -14,10 +14,7 @@ import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.console import Progress
-from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import require
-from dapo_jax.runtime.storage.ownership import EVALUATION, check_free
 
 SHORT_NAMES = {
     "model": "model.folder",
@@ -32,27 +29,28 @@ SHORT_NAMES = {
 
 def check_folder(config: Config) -> None:
     """Raises `ConfigError` where the evaluation must not write, or has no model."""
+    from dapo_jax.commands.checks import check_run_dir
+    from dapo_jax.runtime.storage.ownership import EVALUATION, check_free
+
     require(config.model.folder != "", "model.folder", "", "a model folder: --model=FOLDER")
     if config.evaluation.out:
         check_free("evaluation.out", config.evaluation.out, EVALUATION)
     else:
-        command_line.check_run_dir(config)
+        check_run_dir(config)
 
 
 def main() -> int:
-    """The exit code: 0 done, or stopped by a signal and ready to go on; 2 wrong settings."""
-    config = command_line.load(Config, __doc__, SHORT_NAMES, door=check_folder)
+    """Exit code 0: done, or stopped by a signal and ready to go on; 2: wrong settings."""
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
-    def show() -> None:
+    def work(config: Config) -> None:
+        from dapo_jax.reporting.console import Progress
+        from dapo_jax.runtime import processes
+
         with Progress(config.log.console).working("loading the libraries"):
             from dapo_jax.run.evaluation.evaluate import evaluate
         scores = evaluate(config, from_folder=from_folder)
         if scores is not None and processes.is_first():
             print(json.dumps(scores))
 
-    return processes.run(lambda: command_line.guarded(show))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return command_line.run(Config, __doc__, work, SHORT_NAMES, door=check_folder)

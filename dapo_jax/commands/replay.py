@@ -11,23 +11,22 @@ before it is taken; without one the model folder that the run began with.
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
-from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.ownership import Folder, folder_at
+
+if TYPE_CHECKING:
+    from dapo_jax.runtime.storage.ownership import Folder
 
 MOST_TOKENS = 5  # of a row that are named
 WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
 
 
 def only(batch: Any, microbatch: int, row: int, places: Any) -> Any:
-    """That microbatch, of which only these places of a row teach anything."""
+    """One microbatch in which only these positions of a row have weights."""
     import numpy as np
 
     from dapo_jax.learner.packing import nth
@@ -42,18 +41,18 @@ def only(batch: Any, microbatch: int, row: int, places: Any) -> Any:
 
 
 def bisect(is_bad: Callable[[list[int]], bool], places: list[int]) -> list[int]:
-    """Places that are bad alone, at most five; all of them where they are only together."""
+    """Positions that are bad alone, at most five; all of them where they are bad only together."""
     if not is_bad(places):
         return []
-    middle, found = len(places) // 2, []
+    middle, bad = len(places) // 2, []
     for half in places[:middle], places[middle:]:
-        if middle and len(found) < MOST_TOKENS:
-            found += bisect(is_bad, half)
-    return found[:MOST_TOKENS] or places
+        if middle and len(bad) < MOST_TOKENS:
+            bad += bisect(is_bad, half)
+    return bad[:MOST_TOKENS] or places
 
 
 def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int, model: str):
-    """The learner of the batch, its parameters, and where they are from. Raises `ConfigError`."""
+    """Learner of the batch, its parameters, and their source in words. Raises `ConfigError`."""
     import jax
     from flax.traverse_util import unflatten_dict
 
@@ -87,10 +86,10 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     return learner, params, f"{run_dir} step {saved.step}"
 
 
-def replay(folder: Folder, step: int = 0, model: str = "") -> bool:
-    """Whether loss and gradient of the batch are finite; prints what is not.
+def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
+    """Computes a skipped update again and prints what is not finite; True where all is.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` where `folder` holds no skipped update.
     """
     import jax
     import numpy as np
@@ -112,8 +111,8 @@ def replay(folder: Folder, step: int = 0, model: str = "") -> bool:
     print(f"{record['learner']}'s update of step {record['step']}, parameters of {source}")
     print(f"loss {float(loss):g}, gradient norm {norm:g}, rate {record['learning_rate']:g}")
     for name, tree in ("parameters", params), ("gradient", gradient), ("batch", batch):
-        if said := nonfinite.describe(tree):
-            print(f"not finite in the {name}: {said}")
+        if problems := nonfinite.describe(tree):
+            print(f"not finite in the {name}: {problems}")
     if math.isfinite(norm) and math.isfinite(loss):
         print("all finite: with these parameters the update would be taken")
         return True
@@ -138,23 +137,21 @@ def replay(folder: Folder, step: int = 0, model: str = "") -> bool:
 
 
 def main() -> int:
-    """The exit code: 0 all is finite, 2 wrong arguments, 4 something is not."""
+    """Exit code 0: all is finite; 2: wrong arguments; 4: something is not finite."""
     parser = argparse.ArgumentParser(
         prog="dapo-jax replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", metavar="DIR", type=folder_at)
+    parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--step", type=int, default=0)
     parser.add_argument("--model", default="")
-    asked, code = parser.parse_args(), 0
+    flags = parser.parse_args()
+    from dapo_jax.commands.checks import guarded
+    from dapo_jax.runtime import processes
+    from dapo_jax.runtime.storage.ownership import folder_at
 
-    def work() -> None:
-        nonlocal code
-        code = 0 if replay(asked.folder, asked.step, asked.model) else 4
+    def work() -> int:
+        return 0 if replay(folder_at(flags.folder), flags.step, flags.model) else 4
 
-    return processes.run(lambda: command_line.guarded(work) or code, alone="dapo-jax replay")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return processes.run(lambda: guarded(work), alone="dapo-jax replay")

@@ -10,37 +10,39 @@ still be going on.
 
 import glob
 import pathlib
-import sys
+from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import ReportConfig
-from dapo_jax.reporting.page.page import MARK, page
-from dapo_jax.reporting.page.recorded_run import RecordedRun, read_run
-from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import leaves, require
-from dapo_jax.runtime.storage.ownership import is_remote
-from dapo_jax.runtime.storage.retries import write_text
+
+if TYPE_CHECKING:
+    from dapo_jax.reporting.page.recorded_run import RecordedRun
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ReportConfig())}
 BEGINNING = 1000  # characters of a page in which its mark stands
-SMALLEST_MB = 6.0  # the plotting library and little else
 
 
-def read_runs(config: ReportConfig) -> list[RecordedRun]:
-    """The runs that are named, each once, in order. Raises `ConfigError`."""
-    found: dict[str, RecordedRun] = {}
+def read_runs(config: ReportConfig) -> "list[RecordedRun]":
+    """The named runs, each once, in order. Raises `ConfigError`."""
+    from dapo_jax.reporting.page.recorded_run import read_run
+    from dapo_jax.runtime.storage.ownership import is_remote
+
+    runs: dict[str, RecordedRun] = {}
     for name in config.run.splitlines():
         matches = sorted(glob.glob(name)) if glob.has_magic(name) and not is_remote(name) else []
         for folder in matches or [name]:
             key = folder if is_remote(folder) else str(pathlib.Path(folder).resolve())
-            if key not in found:
-                found[key] = read_run(folder)
-    require(bool(found), "run", config.run, "the folder of a run: --run=FOLDER")
-    return list(found.values())
+            if key not in runs:
+                runs[key] = read_run(folder)
+    require(bool(runs), "run", config.run, "the folder of a run: --run=FOLDER")
+    return list(runs.values())
 
 
 def check_out(out: str) -> pathlib.Path:
-    """The file to write. Raises `ConfigError` where it can't be, or is somebody else's."""
+    """Path of the page. Raises `ConfigError` where it can't be written or is another's file."""
+    from dapo_jax.reporting.page.page import MARK
+
     allowed = "a new .html file in a folder that exists, or an earlier report"
     path = pathlib.Path(out)
     try:
@@ -54,8 +56,10 @@ def check_out(out: str) -> pathlib.Path:
 
 
 def report(config: ReportConfig) -> None:
-    """Writes the page. Raises `ConfigError` at the door."""
-    require(config.max_mb >= SMALLEST_MB, "max_mb", config.max_mb, f"at least {SMALLEST_MB}")
+    """Writes the page. Raises `ConfigError` where a run can't be read or the page not written."""
+    from dapo_jax.reporting.page.page import page
+    from dapo_jax.runtime.storage.retries import write_text
+
     path, runs = check_out(config.out), read_runs(config)
     text = page(runs, config)
     try:
@@ -66,14 +70,6 @@ def report(config: ReportConfig) -> None:
 
 
 def main() -> int:
-    """The exit code: 0 done, 2 wrong settings."""
-    config = command_line.load(
-        ReportConfig, __doc__, SHORT_NAMES, needs_file=False, several=("run",)
-    )
-    return processes.run(
-        lambda: command_line.guarded(lambda: report(config)), alone="dapo-jax report"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    """Exit code 0: done; 2: wrong settings."""
+    options = {"needs_file": False, "several": ("run",), "alone": "dapo-jax report"}
+    return command_line.run(ReportConfig, __doc__, report, SHORT_NAMES, **options)

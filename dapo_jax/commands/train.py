@@ -9,42 +9,44 @@ of a run repeats it; every setting below can be overridden. A run folder with a 
 resumed.
 """
 
-import sys
-
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
-from dapo_jax.reporting.console import Progress
-from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
+
+
+def check_run(config: Config) -> None:
+    """Raises `ConfigError` where the run must not write, or lacks a file of its data."""
+    from dapo_jax.commands import checks
+
+    checks.check_run(config)
+
+
+def work(config: Config) -> int:
+    """Trains; 0: done, or saved after SIGTERM; 3: no signal left; 74: the end is not saved."""
+    from dapo_jax.reporting.console import Progress
+    from dapo_jax.runtime import processes
+    from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
+
+    # JetStream brings TensorFlow, which takes seconds to import.
+    with Progress(config.log.console).working("loading the libraries"):
+        from dapo_jax.rollout.dynamic_sampling import Starved
+        from dapo_jax.run.run import train
+    try:
+        train(config)
+    except Starved as error:
+        processes.complain(f"stopped: {error}")
+        return 3
+    except NotSaved as error:
+        processes.complain(
+            f"error: config.run_dir = {config.run_dir!r}: the last checkpoint could not be "
+            f"written: {error}. Those before it are whole; make room, and start it again"
+        )
+        return UNSAVED
+    return 0
 
 
 def main() -> int:
-    """The exit code: 0 done, or saved after SIGTERM; 2 wrong settings; 3 no signal left.
+    """Exit code of `work`, or 2: wrong settings.
 
-    4: numbers are not finite; 74: what the run ended with could not be saved; 75: another process
-    of several is dead, start all again.
+    4: numbers are not finite; 75: another process of several is dead, start all again.
     """
-    config = command_line.load(Config, __doc__, door=command_line.check_run)
-
-    def work() -> int:
-        # JetStream brings TensorFlow, seconds to import: only once the settings are good.
-        with Progress(config.log.console).working("loading the libraries"):
-            from dapo_jax.rollout.dynamic_sampling import Starved
-            from dapo_jax.run.run import train
-        try:
-            return command_line.guarded(lambda: train(config))
-        except Starved as error:
-            processes.complain(f"stopped: {error}")
-            return 3
-        except NotSaved as error:
-            processes.complain(
-                f"error: config.run_dir = {config.run_dir!r}: the last checkpoint could not be "
-                f"written: {error}. Those before it are whole; make room, and start it again"
-            )
-            return UNSAVED
-
-    return processes.run(work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return command_line.run(Config, __doc__, work, door=check_run)

@@ -1,38 +1,49 @@
-"""The whole experiment as nested typed dataclasses.
+"""Experiments of the commands as nested typed dataclasses.
 
-A file in `configs/` returns one of these; the command line overrides leaves of it, and
-`validation.py` says which combinations make no sense.
+A file in `configs/` returns one of these; the command line overrides its settings, and
+`validation.py` refuses combinations that make no sense.
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import Annotated, Literal
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config.alerts import Watch
-from dapo_jax.config.checkpoint import Checkpoint
 from dapo_jax.config.compute import Compute, Mesh, OneMesh, Packing
+from dapo_jax.config.inputs import GENERATED, Data, Examples, OwnData
+from dapo_jax.config.outputs import Checkpoint, Evaluation, Log, Watch
 from dapo_jax.config.sections import (
     Architecture,
     Critic,
-    Data,
-    Evaluation,
-    Examples,
-    Log,
     Lora,
     Model,
     Optimizer,
-    OwnData,
     Reward,
     Rollout,
     Sampler,
 )
-from dapo_jax.runtime.settings import section, setting
+from dapo_jax.runtime.rules import (
+    Count,
+    CountOr0,
+    Dtype,
+    Port,
+    Positive,
+    PositiveOr0,
+    Range,
+    Seed,
+    Share,
+    Temperature,
+    When,
+)
+from dapo_jax.runtime.settings import part, section, setting
 
-T = TypeVar("T")
-
-
-def _section(kind: type[T]) -> T:
-    return dataclasses.field(default_factory=kind)
+# Other schedules stretch over total_steps: every step's rate depends on it.
+CONSTANT_RATES = When(
+    "optimizer.schedule algorithm.critic critic.optimizer.schedule",
+    lambda policy, has_critic, critic: policy == "constant" == (critic if has_critic else policy),
+)
+SMALLEST_PAGE_MB = 6.0  # the plotting library and little else
+GENERATES = When("data.source", GENERATED)
+READS_FILES = When("data.source", lambda source: source != GENERATED)
 
 
 @section
@@ -42,28 +53,29 @@ class Config:
     run_dir: str = setting(
         "runs/dapo",
         "Everything a run writes; new, empty, or a run's: its newest checkpoint is resumed.",
+        may_change=True,
     )
-    seed: int = setting(0, "Key of every random choice.")
-    total_steps: int = setting(20, "Rollout steps.")
-    algorithm: Algorithm = _section(Algorithm)
-    model: Model = _section(Model)
-    lora: Lora = _section(Lora)
-    compute: Compute = _section(Compute)
-    data: Data = _section(Data)
-    rollout: Rollout = _section(Rollout)
-    sampler: Sampler = _section(Sampler)
-    reward: Reward = _section(Reward)
-    optimizer: Optimizer = _section(Optimizer)
-    critic: Critic = _section(Critic)
-    packing: Packing = _section(Packing)
-    mesh: Mesh = _section(Mesh)
-    checkpoint: Checkpoint = _section(Checkpoint)
-    evaluation: Evaluation = _section(Evaluation)
-    log: Log = _section(Log)
-    watch: Watch = _section(Watch)
+    seed: Seed = setting(0, "Key of every random choice.")
+    total_steps: Count = setting(20, "Rollout steps.", may_change=CONSTANT_RATES)
+    algorithm: Algorithm = part(Algorithm)
+    model: Model = part(Model)
+    lora: Lora = part(Lora)
+    compute: Compute = part(Compute)
+    data: Data = part(Data)
+    rollout: Rollout = part(Rollout)
+    sampler: Sampler = part(Sampler)
+    reward: Reward = part(Reward)
+    optimizer: Optimizer = part(Optimizer)
+    critic: Critic = part(Critic)
+    packing: Packing = part(Packing, may_change=True)
+    mesh: Mesh = part(Mesh, may_change=True)
+    checkpoint: Checkpoint = part(Checkpoint, may_change=True)
+    evaluation: Evaluation = part(Evaluation, may_change=True)
+    log: Log = part(Log, may_change=True)
+    watch: Watch = part(Watch, may_change=True)
 
     def rows(self) -> Packing:
-        """The rows that are compiled first: with packing.row_tokens 'auto' the shortest of all."""
+        """Packing whose rows are compiled first: the shortest with packing.row_tokens 'auto'."""
         if self.packing.row_tokens > 0:
             return self.packing
         longest = self.data.max_prompt_tokens + self.sampler.max_response_tokens
@@ -71,7 +83,7 @@ class Config:
         return dataclasses.replace(self.packing, row_tokens=-(-longest // unit) * unit)
 
     def critic_pretrain_steps(self) -> int:
-        """First steps that train the critic alone: the setting, or what the algorithm says."""
+        """Number of first steps that train the critic alone; by default the algorithm's."""
         steps = self.critic.pretrain_steps
         return self.algorithm.critic_pretrain_steps if steps < 0 else steps
 
@@ -83,23 +95,25 @@ class SftConfig:
     out: str = setting(
         "runs/base", "The model folder to write; an earlier one of this command is replaced."
     )
-    seed: int = setting(0, "Key of every random choice.")
+    seed: Seed = setting(0, "Key of every random choice.")
     start: str = setting("", "Model folder to go on from; empty: random, of `architecture`.")
-    total_steps: int = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
-    examples_per_step: int = setting(32, "Examples per optimizer step.")
-    save_every_steps: int = setting(
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
+    examples_per_step: Count = setting(32, "Examples per optimizer step.")
+    save_every_steps: Count = setting(
         100, "Steps between saves of where the run is, beside `out`, until that is written."
     )
-    architecture: Architecture = _section(Architecture)
-    compute: Compute = _section(Compute)
-    data: OwnData = _section(OwnData)
-    examples: Examples = _section(Examples)
-    max_response_tokens: int = setting(160, "A worked example is cut here, without an end token.")
-    optimizer: Optimizer = dataclasses.field(
-        default_factory=lambda: Optimizer(learning_rate=1e-5, schedule="cosine", warmup_steps=10)
+    architecture: Architecture = part(Architecture, read=When("start", lambda start: not start))
+    compute: Compute = part(Compute)
+    data: OwnData = part(OwnData, read=READS_FILES)
+    examples: Examples = part(Examples, read=GENERATES)
+    max_response_tokens: Count = setting(
+        160, "A worked example is cut here, without an end token.", read=GENERATES
     )
-    packing: Packing = _section(Packing)
-    mesh: OneMesh = _section(OneMesh)
+    optimizer: Optimizer = part(
+        lambda: Optimizer(learning_rate=1e-5, schedule="cosine", warmup_steps=10)
+    )
+    packing: Packing = part(Packing, may_change=True)
+    mesh: OneMesh = part(OneMesh, may_change=True)
 
 
 @section
@@ -109,52 +123,52 @@ class DpoConfig:
     out: str = setting(
         "runs/dpo", "The model folder to write; an earlier one of this command is replaced."
     )
-    seed: int = setting(0, "Key of every random choice.")
+    seed: Seed = setting(0, "Key of every random choice.")
     start: str = setting("", "Model folder to go on from.")
     reference: str = setting("", "The frozen reference policy; empty: `start` as it is.")
-    beta: float = setting(0.1, "How hard a margin pulls, in 1 / nats.")
-    total_steps: int = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
-    pairs_per_step: int = setting(32, "Pairs per optimizer step.")
-    save_every_steps: int = setting(
+    beta: Positive = setting(0.1, "How hard a margin pulls, in 1 / nats.")
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
+    pairs_per_step: Count = setting(32, "Pairs per optimizer step.")
+    save_every_steps: Count = setting(
         100, "Steps between saves of where the run is, beside `out`, until that is written."
     )
-    compute: Compute = _section(Compute)
-    data: OwnData = dataclasses.field(default_factory=lambda: OwnData(source="", passes=1.0))
-    optimizer: Optimizer = dataclasses.field(
-        default_factory=lambda: Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=10)
+    compute: Compute = part(Compute)
+    data: OwnData = part(lambda: OwnData(source="", passes=1.0))
+    optimizer: Optimizer = part(
+        lambda: Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=10)
     )
-    packing: Packing = _section(Packing)
-    mesh: OneMesh = _section(OneMesh)
+    packing: Packing = part(Packing, may_change=True)
+    mesh: OneMesh = part(OneMesh, may_change=True)
 
 
 @section
 class ExportConfig:
-    """A checkpoint to a model folder (`dapo-jax export`)."""
+    """Export of a checkpoint as a model folder (`dapo-jax export`)."""
 
     run: str = setting("", "The run_dir to take the policy from.")
     out: str = setting(
         "", "The model folder to write; new, empty, or an earlier export, which is replaced."
     )
-    step: int = setting(0, "Of which step; 0: the newest checkpoint.")
+    step: CountOr0 = setting(0, "Of which step; 0: the newest checkpoint.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
-    dtype: str = setting(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "'float32' (exact), 'bfloat16', 'float16' or 'auto': that of the model folder."
     )
-    max_shard_gb: float = setting(
+    max_shard_gb: Positive = setting(
         5.0, "A weight file ends before it exceeds 10^9 bytes times this."
     )
 
 
 @section
 class ReportConfig:
-    """Runs as one page to look at (`dapo-jax report`)."""
+    """One page that shows runs (`dapo-jax report`)."""
 
     run: str = setting("", "The run_dir of a run, or a glob of several; may be given again.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting(
         "", "What a run's algorithm is compared with: a key of PRESETS; empty: the nearest one."
     )
-    max_mb: float = setting(
+    max_mb: Annotated[float, Range(at_least=SMALLEST_PAGE_MB)] = setting(
         20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
     )
 
@@ -165,34 +179,38 @@ class ServeConfig:
 
     model: str = setting("", "Model folder, Hugging Face layout.")
     host: str = setting("127.0.0.1", "Address to listen on; the default is this machine alone.")
-    port: int = setting(9000, "gRPC port; 0: any that is free.")
-    http_port: int = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
+    port: Port = setting(9000, "gRPC port; 0: any that is free.")
+    http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
     served_name: str = setting(
         "", "What clients of HTTP call the model; empty: the name of its folder."
     )
-    metrics_port: int = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
-    slots: int = setting(32, "Responses decoded side by side.")
-    waiting: int = setting(128, "Responses that wait for a slot; more are refused.")
-    max_body_mb: float = setting(
+    metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
+    slots: Count = setting(32, "Responses decoded side by side.")
+    waiting: Count = setting(128, "Responses that wait for a slot; more are refused.")
+    max_body_mb: Positive = setting(
         1.0, "Largest body of an HTTP request or message of gRPC, in 10^6 bytes; larger: refused."
     )
-    max_prompt_tokens: int = setting(255, "Longest prompt that is accepted.")
-    max_response_tokens: int = setting(256, "Largest max_tokens of a request.")
-    temperature: float = setting(
+    max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767)] = setting(
+        255, "Longest prompt that is accepted."
+    )
+    max_response_tokens: Count = setting(256, "Largest max_tokens of a request.")
+    temperature: Temperature = setting(
         1.0, "Softmax temperature; 0 takes the likeliest token. Requests of HTTP may say another."
     )
-    top_p: float = setting(1.0, "Nucleus share. Requests of HTTP may say another.")
-    top_k: int = setting(
+    top_p: Share = setting(1.0, "Nucleus share. Requests of HTTP may say another.")
+    top_k: CountOr0 = setting(
         0, "Keep the k likeliest tokens; 0 keeps all. Requests of HTTP may say another."
     )
-    seed: int = setting(0, "Key of the draws, with the order in which requests arrive.")
-    cache: str = setting("auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'.")
-    dtype: str = setting("float32", "'float32' or 'bfloat16'.")
-    weights_dtype: str = setting(
+    seed: Seed = setting(0, "Key of the draws, with the order in which requests arrive.")
+    cache: Literal["auto", "slots", "paged"] = setting(
+        "auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'."
+    )
+    dtype: Dtype = setting("float32", "'float32' or 'bfloat16'.")
+    weights_dtype: Literal["auto", "int8"] = setting(
         "auto",
         "Of matrices (not the embedding): 'auto' (dtype) or 'int8', a scale per output channel.",
     )
-    shutdown_seconds: float = setting(
+    shutdown_seconds: PositiveOr0 = setting(
         20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."
     )
-    mesh: OneMesh = _section(OneMesh)
+    mesh: OneMesh = part(OneMesh, may_change=True)

@@ -1,11 +1,12 @@
-"""What `--help` prints: every setting by section, those that people change most first."""
+"""Text of `--help`: every setting by section, those that people change most first."""
 
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dapo_jax.runtime.rules import Choices
 from dapo_jax.runtime.settings import ConfigError, leaves, nearest
 
 COLUMNS = 80
@@ -20,7 +21,7 @@ ASKS = ("-h", "--help", "-help", "--helpshort", "--helpfull")
 
 
 def take_help(arguments: list[str]) -> tuple[str, list[str]]:
-    """Which section `--help[=SECTION]` asks for (`all`; empty: none), and the other arguments."""
+    """The section that `--help[=SECTION]` asks for (`all`; empty: none), and other arguments."""
     asked, others, rest = "", [], [*arguments]
     while rest:
         argument = rest.pop(0)
@@ -39,29 +40,26 @@ def _wrap(text: str, indent: str) -> str:
 
 
 def _fill(usage: str) -> str:
-    """Paragraphs at the width of a terminal; what is indented stays as it is."""
+    """The text with its paragraphs at the width of a terminal; indented ones stay."""
     parts = usage.strip().split("\n\n")
     return "\n\n".join(part if part.startswith(" ") else _wrap(part, "") for part in parts)
 
 
 def _sections(config: Any) -> dict[str, str]:
     """The first sentence of every section's docstring, by its dotted name."""
-    found: dict[str, str] = {}
-
-    def walk(part: Any, prefix: str) -> None:
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            if dataclasses.is_dataclass(value):
-                text = " ".join((inspect.getdoc(type(value)) or "").split("\n\n")[0].split())
-                found[prefix + field.name] = text
-                walk(value, f"{prefix}{field.name}.")
-
-    walk(config, "")
-    return found
+    sentences: dict[str, str] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            text = (inspect.getdoc(type(value)) or "").split("\n\n")[0]
+            sentences[field.name] = " ".join(text.split())
+            inner = _sections(value).items()
+            sentences |= {f"{field.name}.{name}": text for name, text in inner}
+    return sentences
 
 
-class _Setting:
-    """One setting as help shows it."""
+class _Settings:
+    """Settings as help shows them."""
 
     def __init__(self, config: Any, short_names: Mapping[str, str]):
         self._values = {name: (field, value) for name, field, value in leaves(config)}
@@ -69,40 +67,34 @@ class _Setting:
         self._short = {name: short for short, name in short_names.items()}
 
     def names(self, section: str | None) -> list[str]:
-        """Of a section, or of none (''); every one for None."""
+        """Names of a section's settings; '': of those in no section; None: of all."""
         return [n for n in self._values if section is None or n.rpartition(".")[0] == section]
 
-    def text(self, name: str, tables: Mapping[str, Collection[str]]) -> Iterator[str]:
+    def text(self, name: str) -> Iterator[str]:
+        """Lines of one setting: flag, value, explanation."""
         field, value = self._values[name]
         flag = self._short.get(name, f"config.{name}")
         other = value != self._defaults[name]
         yield f"  --{flag}={value!r}" + f"  (default {self._defaults[name]!r})" * other
-        explanation = field.metadata["explanation"]
-        if name in tables and not all(f"'{key}'" in explanation for key in tables[name]):
-            explanation += f" One of: {', '.join(tables[name])}."
+        explanation, choices = field.metadata["explanation"], field.metadata["rule"].allowed
+        if isinstance(choices, Choices) and not all(f"'{word}'" in explanation for word in choices):
+            explanation += f" One of: {', '.join(choices)}."
         yield _wrap(explanation, " " * 6)
 
 
-def help_text(
-    config: Any,
-    usage: str,
-    asked: str,
-    short_names: Mapping[str, str],
-    tables: Mapping[str, Collection[str]],
-) -> str:
-    """The help, at most 80 columns wide where no value is longer.
+def help_text(config: Any, usage: str, asked: str, short_names: Mapping[str, str]) -> str:
+    """Help of a command, at most 80 columns wide where no value is longer.
 
     Args:
-        config: its values are shown, beside the defaults that they replace.
-        usage: what the command is for.
+        config: the values to show, beside the defaults that they replace.
+        usage: purpose and examples of the command.
         asked: a section, or 'all'.
         short_names: settings by the flag that may stand for them.
-        tables: the values that a setting may have, by its name.
 
     Raises:
         ConfigError: there is no such section.
     """
-    settings, sections = _Setting(config, short_names), _sections(config)
+    settings, sections = _Settings(config, short_names), _sections(config)
     if asked != EVERYTHING:
         if asked not in sections:
             hint = nearest(asked, sections)
@@ -111,7 +103,7 @@ def help_text(
             )
         names = [n for n in settings.names(None) if n.startswith(f"{asked}.")]
         lines = [_wrap(f"{asked}: {sections[asked]}", "")]
-        lines += [line for name in names for line in settings.text(name, tables)]
+        lines += [line for name in names for line in settings.text(name)]
         return "\n".join(lines)
     lines = [_fill(usage), ""]
     if any("." in name for name in short_names.values()):
@@ -130,7 +122,7 @@ def help_text(
     for title, names in groups.items():
         if names:
             lines += [_wrap(title, "")]
-            lines += [line for name in names for line in settings.text(name, tables)] + [""]
+            lines += [line for name in names for line in settings.text(name)] + [""]
     return "\n".join(lines).rstrip()
 
 

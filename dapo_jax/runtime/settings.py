@@ -1,33 +1,59 @@
-"""One setting: a default and the sentence that explains it, kept together."""
+"""Typed settings: default, explanation and rule of each in one place.
+
+Errors name the setting, its value and what is allowed.
+"""
 
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
+import math
 import pathlib
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from dapo_jax.runtime.rules import Choices, Rule, When
 
 T = typing.TypeVar("T")
 
-# Where a setting got its value: (line of the config file, what stands there). Kept on the section,
-# outside its fields, so that comparing, copying and writing sections know nothing of it.
+# Attribute of a section with the line of the config file that set a setting: (number, text). It is
+# no field, so that comparing, copying and writing sections know nothing of it.
 ORIGINS = "_origins"
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+# Magnitudes of float32: beyond, a number is 0 or infinite once it is computed with.
+SMALLEST, LARGEST = 1e-30, 1e30
 _file = ""  # the config file that is being read; sections remember its lines
 
 
-def setting(default: T, explanation: str) -> T:
-    """A dataclass field whose explanation `--help` and error messages can show."""
-    return dataclasses.field(default=default, metadata={"explanation": explanation})
+def setting(
+    default: T,
+    explanation: str,
+    *,
+    read: When | None = None,
+    may_change: bool | When = False,
+    auto: int | None = None,
+) -> T:
+    """A dataclass field with the explanation that `--help` shows and the rest of its `Rule`.
+
+    The allowed values are said by the field's type.
+    """
+    rule = Rule(read=read, may_change=may_change, auto=auto)
+    return dataclasses.field(default=default, metadata={"explanation": explanation, "rule": rule})
+
+
+def part(kind: Callable[[], T], *, read: When | None = None, may_change: bool = False) -> T:
+    """A dataclass field that holds a section, and a rule for settings without one of their own."""
+    rule = Rule(read=read, may_change=may_change)
+    return dataclasses.field(default_factory=kind, metadata={"rule": rule})
 
 
 class ConfigError(ValueError):
-    """A setting, or a combination of settings, that makes no sense.
+    """A setting, or a combination of settings, that is refused.
 
     Attributes:
         field: the setting's dotted name, where the error is about one.
@@ -45,18 +71,18 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """`; did you mean ...?`, or nothing where no known name is near."""
+    """The suggestion `; did you mean ...?`; empty where no known name is near."""
     known = list(known)
-    initials = [one for one in known if "".join(word[0] for word in one.split("_")) == name]
+    initials = [full for full in known if "".join(word[0] for word in full.split("_")) == name]
     near = initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def check_name(kind: type, name: str, section: str = "") -> None:
-    """Raises `ConfigError` where `kind` has no setting of that name.
+    """Raises `ConfigError` where the section `kind` has no setting of that name.
 
     Args:
-        section: what it is called, where that is known.
+        section: the section's dotted name, where that is known.
     """
     known = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if name not in known:
@@ -67,7 +93,7 @@ def check_name(kind: type, name: str, section: str = "") -> None:
 
 @contextlib.contextmanager
 def remembering_lines(file: str) -> Iterator[None]:
-    """Sections that are made or changed by `file` meanwhile remember by which of its lines."""
+    """Context in which sections remember the lines of `file` that set their settings."""
     global _file
     before, _file = _file, file
     try:
@@ -77,7 +103,7 @@ def remembering_lines(file: str) -> Iterator[None]:
 
 
 def _line(name: str) -> tuple[int, str] | None:
-    """The line of the config file that is setting `name` right now."""
+    """Line of the config file that is setting `name` right now: its number and text."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _file:
         frame = frame.f_back
@@ -86,8 +112,8 @@ def _line(name: str) -> tuple[int, str] | None:
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     first, last = positions[0] or frame.f_lineno, positions[1] or frame.f_lineno
     lines = pathlib.Path(_file).read_text(encoding="utf-8", errors="replace").splitlines()
-    said = (n for n in range(first, last + 1) if re.search(rf"\b{name}\s*=", lines[n - 1]))
-    number = next(said, first)
+    named = (n for n in range(first, last + 1) if re.search(rf"\b{name}\s*=", lines[n - 1]))
+    number = next(named, first)
     return number, lines[number - 1].strip()
 
 
@@ -98,19 +124,36 @@ def _remember(section: Any, name: str) -> None:
         vars(section).get(ORIGINS, {}).pop(name, None)
 
 
-# To a type checker what `setting` gives is the default itself, since it is said by place.
+def _read_type(field: dataclasses.Field) -> None:
+    """Moves the allowed values from the field's annotation into its rule."""
+    origin, values = typing.get_origin(field.type), typing.get_args(field.type)
+    if origin is Annotated:
+        field.type, allowed = values
+    elif origin is Literal:
+        field.type, allowed = str, Choices(values)
+    else:
+        return
+    rule = dataclasses.replace(field.metadata["rule"], allowed=allowed)
+    field.metadata = types.MappingProxyType({**field.metadata, "rule": rule})
+
+
+# A type checker takes what `setting` returns for the default, because it is passed by position.
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: type[T]) -> type[T]:
-    """A dataclass of settings, which refuses names that it does not have: a mistyped one would
-    otherwise leave a default in place, in silence."""
+    """A dataclass of settings that refuses unknown names, in its constructor and as attributes.
+
+    A mistyped name would otherwise leave a default in place, in silence.
+    """
     made = dataclasses.dataclass(kind)
+    for field in dataclasses.fields(made):
+        _read_type(field)
     initialise = made.__init__
 
     def __init__(self: Any, *values: Any, **named: Any) -> None:
         for name in named:
             check_name(made, name)
         initialise(self, *values, **named)
-        vars(self).pop(ORIGINS, None)  # of defaults nobody said anything
+        vars(self).pop(ORIGINS, None)  # no line set the defaults
         for name in named:
             _remember(self, name)
 
@@ -125,7 +168,7 @@ def section(kind: type[T]) -> type[T]:
 
 
 def origin(config: Any, name: str) -> tuple[int, str] | None:
-    """The line of the config file, and its number, that set the setting of that dotted name."""
+    """Number and text of the config file's line that set the setting of that dotted name."""
     *path, last = name.split(".")
     for part in path:
         config = getattr(config, part, None)
@@ -142,6 +185,25 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield f"{prefix}{field.name}", field, value
 
 
+@functools.cache
+def rules(kind: type) -> dict[str, Rule]:
+    """Rule of every setting of a config, by dotted name."""
+    found: dict[str, Rule] = {}
+    for field in dataclasses.fields(kind):
+        own = field.metadata["rule"]
+        assert isinstance(field.type, type), field.name
+        if not dataclasses.is_dataclass(field.type):
+            found[field.name] = own
+            continue
+        for name, rule in rules(field.type).items():
+            full_name = f"{field.name}.{name}"
+            read = own.read if own.read and full_name not in own.read.names.split() else None
+            found[full_name] = dataclasses.replace(
+                rule, read=rule.read or read, may_change=rule.may_change or own.may_change
+            )
+    return found
+
+
 def check_types(config: Any, prefix: str = "") -> None:
     """Raises `ConfigError` for the first value that is not of its setting's type."""
     for field in dataclasses.fields(config):
@@ -155,10 +217,35 @@ def check_types(config: Any, prefix: str = "") -> None:
             require(fits, name, value, WORDS.get(kind, kind.__name__))
 
 
-def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
-    """The section that nested dictionaries say; what they leave out keeps its default.
+def check_values(config: Any) -> None:
+    """Raises `ConfigError` for the first value that its setting's rule does not allow."""
+    for name, field, value in leaves(config):
+        allowed = field.metadata["rule"].allowed
+        if isinstance(value, float):
+            require(math.isfinite(value), name, value, "a finite number")
+        if allowed is not None:
+            require(allowed(value), name, value, str(allowed))
+        if isinstance(value, float):
+            zero = "0, or " * (allowed is None or allowed(0))
+            fits = value == 0 or SMALLEST <= abs(value) <= LARGEST
+            require(fits, name, value, f"{zero}from {SMALLEST:g} to {LARGEST:g} in size")
 
-    Raises `ConfigError` for names that `kind` does not have and tables that are none.
+
+def check_read(config: Any) -> None:
+    """Raises `ConfigError` for the first setting that was changed and that nothing reads."""
+    settings = {name: value for name, _, value in leaves(config)}
+    for name, _, default in leaves(type(config)()):
+        value, read = settings[name], rules(type(config))[name].read
+        if read and value != default and not read(settings):
+            reason = " and ".join(f"{other} = {settings[other]!r}" for other in read.names.split())
+            allowed = "empty" if default == "" else repr(default)
+            require(False, name, value, f"{allowed} with {reason}: nothing reads it")
+
+
+def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
+    """A section of the values in nested dictionaries, and of defaults for the rest.
+
+    Raises `ConfigError` for unknown names, and where a table of settings is no dictionary.
     """
     require(isinstance(values, dict), prefix.rstrip(".") or "(all)", values, "a table of settings")
     made = kind()
@@ -172,7 +259,7 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
 
 
 def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError` naming the setting that led to it."""
+    """The object in a JSON file. Raises `ConfigError` naming `field`, the setting with its path."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

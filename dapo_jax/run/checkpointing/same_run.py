@@ -1,34 +1,24 @@
-"""Which settings make a run the same one: what its checkpoints remember and compare."""
+"""Identity of a run: the settings that its checkpoints remember, and their comparison."""
 
 import hashlib
 import json
 from typing import Any
 
-from dapo_jax.config.combinations import READ_WHERE, is_read
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.load_huggingface import fingerprint
-from dapo_jax.runtime.settings import ConfigError, leaves, require
-
-# Settings that may differ between the parts of a run: they change where, how fast or how loudly it
-# goes on, or when it ends; never what a step computes (beyond rounding).
-FREE = (
-    "run_dir total_steps data.changed log. watch. checkpoint. evaluation. mesh. packing. "
-    "reward.workers reward.timeout_seconds compute.remat compute.scan_unroll compute.attention "
-    "compute.logprob_chunk_tokens sampler.slots sampler.burst_tokens sampler.first_window_tokens "
-    "sampler.cache sampler.page_tokens sampler.pages sampler.prefill_prompts "
-    "sampler.prefill_chunk_tokens "
-    "sampler.load_layers optimizer.max_skipped_steps critic.optimizer.max_skipped_steps"
-).split()
-# Of these the ones that decide what is carried from one step to the next, where anything is.
-SCHEDULE = (
-    "sampler.slots sampler.burst_tokens sampler.cache sampler.page_tokens sampler.pages".split()
-)
+from dapo_jax.runtime.rules import Rule, When
+from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
 
 
-def _is_free(name: str) -> bool:
-    """A name in `FREE` is that setting; one that ends in a point is all of a section."""
-    return any(name == free or free.endswith(".") and name.startswith(free) for free in FREE)
+def _rule(name: str) -> Rule:
+    """Rule of a run's setting; of other things that a checkpoint remembers the strictest."""
+    return rules(Config).get(name, Rule())
+
+
+def _may_change(name: str, settings: dict[str, Any]) -> bool:
+    may_change = _rule(name).may_change
+    return may_change(settings) if isinstance(may_change, When) else may_change
 
 
 def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -38,17 +28,14 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
         settings, saved: leaves by dotted name, now and when the run began.
     """
     settings, saved = _resolved(settings), _resolved(saved)
-    strict = set() if can_be_longer(settings) else {"total_steps"}
-    if settings["rollout.carry_over"] != "none":
-        strict |= set(SCHEDULE)
-    changed = [
-        f"config.{name} = {value!r}, but the run was made with {saved.get(name)!r}"
-        for name, value in settings.items()
-        if value != saved.get(name)
-        and (name in strict or not _is_free(name))
-        # What nothing reads was once accepted, whatever it said.
-        and (name not in READ_WHERE or is_read(name, settings))
-    ]
+    changed = []
+    for name, value in settings.items():
+        read = _rule(name).read
+        # A setting that nothing reads was once accepted with any value.
+        is_read = read is None or read(settings)
+        if value != saved.get(name) and is_read and not _may_change(name, settings):
+            before = saved.get(name)
+            changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
         raise ConfigError(
             "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
@@ -57,35 +44,32 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def can_be_longer(settings: dict[str, Any]) -> bool:
-    """Whether `total_steps` decides only when a run ends, not what its steps compute."""
-    schedules = {settings["optimizer.schedule"]}
-    if settings["algorithm.critic"]:
-        schedules.add(settings["critic.optimizer.schedule"])
-    return schedules == {"constant"}
+    """True where `total_steps` decides only when a run ends, not what its steps compute."""
+    return _may_change("total_steps", settings)
 
 
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the number of steps that -1 leaves to the algorithm, as runs before there was a -1."""
+    """Settings with the critic's own number of steps where -1 leaves it to the algorithm."""
     rest = dict(settings)
     preset, own = rest.pop("algorithm.critic_pretrain_steps"), rest["critic.pretrain_steps"]
     return rest | {"critic.pretrain_steps": preset if own < 0 else own}
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of a run, with the default of every setting that is younger than it."""
+    """Settings of a run, with the default of every setting that is younger than it."""
     return {name: value for name, _, value in leaves(Config())} | settings
 
 
 def frozen_content(folder: str) -> str:
-    """The name under which settings remember what a frozen model's folder held."""
+    """Name under which settings remember the content of a frozen model's folder."""
     return f"{folder} (content)"
 
 
 def run_settings(config: Config, heldout_problems: int | None = None) -> dict[str, Any]:
-    """What a checkpoint remembers; frozen models and a template of one's own by content.
+    """Settings that a checkpoint remembers; frozen models and own templates by content.
 
     Args:
-        heldout_problems: how many there are, where the setting leaves it open.
+        heldout_problems: their number, where the setting leaves it open.
     """
     model, folders = config.model, {"reward.model_folder": config.reward.model_folder}
     if config.lora.rank or model.freeze_layers:
@@ -98,18 +82,23 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
     settings = {name: value for name, _, value in leaves(config)}
     if heldout_problems is not None:
         settings["data.heldout_problems"] = heldout_problems
-    return settings | {frozen_content(name): found for name, found in content.items()}
+    return settings | {frozen_content(name): digest for name, digest in content.items()}
 
 
 def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
-    """The same for runs that compute the same; `inputs` are digests of what they read."""
-    told = {name: value for name, value in settings.items() if not _is_free(name)}
-    text = json.dumps([told, inputs], sort_keys=True, default=str)
+    """Digest of what a run computes: 16 hexadecimal digits.
+
+    Args:
+        settings: by dotted name; those that may change are left out.
+        inputs: digests of the files that the run reads.
+    """
+    fixed = {name: value for name, value in settings.items() if not _rule(name).may_change}
+    text = json.dumps([fixed, inputs], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
-    """Raises `ConfigError` where frozen parameters of a run are not those of `folder`."""
+    """Raises `ConfigError` where `folder` has other frozen parameters than the run."""
     content = settings.get(frozen_content("model.folder"))
     allowed = f"what it was: the run trains only a part of {settings['model.folder']}"
     require(content in (None, fingerprint(folder)), field, folder, allowed)

@@ -1,65 +1,55 @@
-"""Writes the policy of a run as a model folder in the Hugging Face layout.
-
-    dapo-jax export --run=runs/arithmetic_dapo --out=FOLDER
-
-takes the newest checkpoint, whatever mesh it was written on, and needs no accelerator. The folder
-has config.json, tokenizer and generation settings of the model that the run began with, so that
-`transformers` and servers load it like that one.
-"""
+"""Export of a run's policy as a model folder in the Hugging Face layout."""
 
 import dataclasses
 import functools
 import os
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.model import load_huggingface, save_huggingface, weight_names
 from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.checkpointing.same_run import check_frozen
-from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.settings import ConfigError, check_values, require
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
 
-SHORT_NAMES = {name: name for name, _, _ in leaves(ExportConfig())}
-DTYPES = ("auto", *load_huggingface.DTYPES.values())
-
 
 def check(config: ExportConfig) -> None:
-    """Raises `ConfigError` for what the settings and the folder to write can tell."""
+    """Raises `ConfigError` for wrong settings, and a folder that must not be written."""
+    check_values(config)
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
-    require(config.dtype in DTYPES, "dtype", config.dtype, "one of " + ", ".join(DTYPES))
-    require(config.step >= 0, "step", config.step, "at least 0")
-    require(config.max_shard_gb > 0, "max_shard_gb", config.max_shard_gb, "above 0")
     check_free("out", config.out, EXPORTED)
 
 
 def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
-    """The folder's decoder with what the run trained of it."""
+    """Decoder of a model folder, with the parameters marked that the run trained."""
     decoder = load_huggingface.read_config(folder, field="model")
     lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
     return choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
 
 
 def check_same_shapes(
-    found: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
+    trained: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
-    """Raises one `ConfigError` that names every parameter that the folder's model has otherwise."""
+    """Raises one `ConfigError` that names every parameter of another shape.
+
+    Args:
+        trained: shapes of the run's parameters, by path.
+        decoder: of the model in `folder`.
+    """
     shapes = weight_names.param_shapes(decoder).items()
     expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
     wrong = [
-        f"{path}: {found.get(path, 'missing')} in the run, {expected.get(path, 'unknown')} there"
-        for path in sorted(found | expected)
-        if found.get(path) != expected.get(path)
+        f"{path}: {trained.get(path, 'missing')} in the run, {expected.get(path, 'unknown')} there"
+        for path in sorted(trained | expected)
+        if trained.get(path) != expected.get(path)
     ]
     if wrong:
         listed = "\n  ".join(wrong)
@@ -69,14 +59,17 @@ def check_same_shapes(
 def merged_layer(
     number: int, *, kernel: save_huggingface.Layers, down: Any, up: Any, adapters: Adapters
 ) -> np.ndarray:
-    """One layer of a matrix with its adapter in it."""
+    """One layer of a matrix with its adapter merged."""
     return merge(kernel(number), down[number], up[number], adapters)
 
 
 def policy_layers(
     policy: SavedPolicy, decoder: DecoderConfig, source: str
 ) -> Iterator[tuple[str, save_huggingface.Layers]]:
-    """All parameters: trained ones of the checkpoint, others of the folder, adapters merged."""
+    """Layers of all parameters: trained ones of the checkpoint, others of the folder `source`.
+
+    Adapters are merged.
+    """
     base, trained = without_adapters(decoder), policy.shapes()
     paths = [path for path in weight_names.param_shapes(base) if path not in trained]
     for path, layer in load_huggingface.read_layers(source, paths, base):
@@ -93,9 +86,12 @@ def policy_layers(
 
 
 def export(config: ExportConfig) -> pathlib.Path:
-    """Writes the model folder and returns its path. Raises `ConfigError` at the door.
+    """Writes the model folder and returns its path.
 
     The host holds one parameter's stack of layers and the tensors of one file.
+
+    Raises:
+        ConfigError: wrong settings, no such checkpoint, or a model of other shapes.
     """
     check(config)
     policy = SavedPolicy(config.run, config.step)
@@ -110,23 +106,11 @@ def export(config: ExportConfig) -> pathlib.Path:
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
     with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
         assert folder is not None  # this process, being alone, writes
-        leaves = policy_layers(policy, decoder, source)
-        save_huggingface.save_weights(folder, leaves, decoder, dtype, config.max_shard_gb)
+        layers = policy_layers(policy, decoder, source)
+        save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
         save_huggingface.save_settings_of(source, folder, dtype)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     print(
         f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {dtype} written to {config.out}"
     )
     return out
-
-
-def main() -> int:
-    """The exit code: 0 done, 2 wrong settings."""
-    config = command_line.load(ExportConfig, __doc__, SHORT_NAMES, needs_file=False)
-    return processes.run(
-        lambda: command_line.guarded(lambda: export(config)), alone="dapo-jax export"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

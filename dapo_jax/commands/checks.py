@@ -1,0 +1,82 @@
+"""Checks of a run beyond its settings, and the exit codes of commands."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
+from dapo_jax.config.user_code import resolve
+from dapo_jax.config.validation import validate
+from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
+from dapo_jax.data.row_formats import FIELDS, parse_fields
+from dapo_jax.data.sources import check_sources, is_generated, parse_sources
+from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, read_fields
+from dapo_jax.reporting.wandb_tracker import check_project
+from dapo_jax.rewards.functions import own_parts
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
+from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.storage.ownership import RUN, check_free
+from dapo_jax.runtime.storage.retries import UNSAVED, is_refusal, of_a_bucket, reason
+
+
+def check(config: Any) -> None:
+    """Raises `ConfigError` for every mistake that shows before files and folders are opened."""
+    validate(config)
+    if isinstance(config, SftConfig | DpoConfig):
+        read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
+    if isinstance(config, Config):
+        own_parts(list(config.reward.weights()))
+        if config.algorithm.token_weights:
+            resolve("algorithm.token_weights", config.algorithm.token_weights)
+        check_project(config.log.wandb)
+        _check_data(config.data)
+        template, verifier = config.data.template, config.reward.verifier
+        readers = VERIFIERS_OF.get(template, (verifier,))
+        allowed = f"{' or '.join(readers)}: what data.template = {template!r} asks for"
+        require(verifier in readers, "reward.verifier", verifier, allowed)
+
+
+def _check_data(data: Data) -> None:
+    names = [*parse_sources("data.source", data.source)]
+    if data.heldout_source:
+        names += parse_sources("data.heldout_source", data.heldout_source)
+    fields = parse_fields("data.fields", data.fields, FIELDS)
+    allowed = "empty where all problems are generated: nothing reads it"
+    read = not fields or not all(map(is_generated, names))
+    require(read, "data.fields", data.fields, allowed)
+    shows_none = not open_template(data.template).shows_system
+    own = data.fields if "system" in fields else ""
+    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", own):
+        allowed = f"without a system message with data.template = {data.template!r}: it shows none"
+        require(not (value and shows_none), field, value, allowed)
+
+
+def check_run_dir(config: Config) -> None:
+    """Raises `ConfigError` where a run must not write."""
+    check_free("run_dir", config.run_dir, RUN)
+
+
+def check_run(config: Config) -> None:
+    """Raises `ConfigError` where a run must not write, or lacks a file of its data."""
+    check_run_dir(config)
+    check_sources(config.data)
+
+
+def guarded(work: Callable[[], int | None]) -> int:
+    """The exit code of `work`, which returns one or None (0).
+
+    Errors of settings, numbers and buckets become a line on standard error.
+    """
+    try:
+        return work() or 0
+    except ConfigError as error:
+        processes.complain(f"error: {error}")
+        return 2
+    except NotFinite as error:
+        processes.complain(f"error: {error}")
+        return EXIT_CODE
+    except Exception as error:
+        if not of_a_bucket(error):
+            raise
+        processes.complain(f"error: the bucket can't be read or written: {reason(error)}")
+        return 2 if is_refusal(error) else UNSAVED

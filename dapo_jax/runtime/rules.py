@@ -1,0 +1,100 @@
+"""Rules of a setting: the values that it may have, who reads it, whether a run may change it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+
+class Choices(tuple[str, ...]):
+    """Allowed values of a setting that is one of several words."""
+
+    def __call__(self, value: Any) -> bool:
+        return value in self
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Allowed values of a setting that is a number.
+
+    Attributes:
+        also: one more value, outside the limits.
+    """
+
+    above: float | None = None
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    also: float | None = None
+
+    def __call__(self, value: float) -> bool:
+        return value == self.also or (
+            (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        limits = {"above": self.above, "at least": self.at_least}
+        limits |= {"below": self.below, "at most": self.at_most}
+        text = " and ".join(f"{word} {n}" for word, n in limits.items() if n is not None)
+        if self.at_least is not None and self.at_most is not None:
+            text = f"from {self.at_least} to {self.at_most}"
+        return text + (f", or {self.also}" if self.also is not None else "")
+
+
+# Types of settings. A `Literal` has its words as choices.
+Count = Annotated[int, Range(above=0)]
+CountOr0 = Annotated[int, Range(at_least=0)]
+AutoCount = Annotated[int, Range(at_least=0, also=-1)]  # -1: the program chooses
+Seed = Annotated[int, Range(at_least=0, at_most=2**32 - 1)]
+Port = Annotated[int, Range(at_least=0, at_most=65_535)]
+Positive = Annotated[float, Range(above=0)]
+PositiveOr0 = Annotated[float, Range(at_least=0)]
+Share = Annotated[float, Range(above=0.0, at_most=1.0)]
+Unit = Annotated[float, Range(at_least=0, at_most=1)]
+Below1 = Annotated[float, Range(at_least=0, below=1)]
+Temperature = Annotated[float, Range(at_least=0.001, at_most=100.0, also=0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class When:
+    """A condition on other settings.
+
+    Attributes:
+        names: dotted names of the settings that decide it, separated by spaces.
+        test: the values of the one setting that fulfil it, separated by spaces; or a function of
+            the values of all.
+    """
+
+    names: str
+    test: str | Callable[..., Any] = bool
+
+    def __call__(self, settings: Mapping[str, Any]) -> bool:
+        """Whether it holds for settings by dotted name."""
+        values = [settings[name] for name in self.names.split()]
+        if isinstance(self.test, str):
+            return values[0] in self.test.split()
+        return bool(self.test(*values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Rule of one setting, or of the settings of a section.
+
+    Attributes:
+        allowed: the values that it may have; None: every one of its type.
+        read: when anything reads it; None: always. What nothing reads has to keep its default, or
+            someone would wait for its effect.
+        may_change: whether a run may go on with another value, or when.
+        auto: the number that the word 'auto' stands for on a command line.
+    """
+
+    allowed: Choices | Range | None = None
+    read: When | None = None
+    may_change: bool | When = False
+    auto: int | None = None
