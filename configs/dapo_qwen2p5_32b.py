@@ -27,6 +27,7 @@ aime24.parquet. The numbers are the paper's. Where it leaves a choice, or we dev
 """
 
 import dataclasses
+from typing import Literal
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -56,7 +57,7 @@ class Variant:
     rows: int  # a microbatch's, all devices
     slots: int
     pages: int
-    remat: str = "attention"
+    remat: Literal["full", "attention"] = "attention"
     load_layers: int = 0
 
 

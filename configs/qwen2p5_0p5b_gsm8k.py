@@ -15,6 +15,7 @@ what all parameters would take.
 """
 
 import dataclasses
+from typing import Literal
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -40,7 +41,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 512, 768
 class Variant:
     """How the run lies on its one device."""
 
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     rows: int  # a microbatch's
     slots: int
 

@@ -13,6 +13,7 @@ and gsm8k_test.jsonl. Responses of a few hundred tokens; 1,024 are allowed.
 """
 
 import dataclasses
+from typing import Literal
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -41,7 +42,7 @@ class Variant:
     mesh: Mesh
     rows: int  # a microbatch's, all devices
     slots: int
-    remat: str = "attention"
+    remat: Literal["full", "attention"] = "attention"
 
 
 VARIANTS = {

@@ -18,6 +18,7 @@ sum. DAPO's soft punishment and filter stay on.
 """
 
 import dataclasses
+from typing import Literal
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
@@ -46,7 +47,7 @@ class Variant:
     mesh: Mesh
     rows: int  # a microbatch's, all devices
     slots: int
-    remat: str = "full"
+    remat: Literal["full", "attention"] = "full"
     load_layers: int = 0
 
 

@@ -20,10 +20,10 @@ import numpy as np
 
 import dapo_jax
 from dapo_jax import advantages
-from dapo_jax.commands.export import export
 from dapo_jax.config.experiment import Architecture, Examples, ExportConfig, SftConfig
 from dapo_jax.data.arithmetic import make_problem
 from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.run.export import export
 from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.structs import Prompt, Verdict
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
 from dapo_jax.rewards.functions import RewardFunction, name_of
@@ -133,8 +133,8 @@ def train(
         dapo_jax.finite.NotFinite: parameters or moments are NaN or infinite, or every update was.
     """
     config = _with_rewards(_load(config), reward, in_process)
-    command_line.check(config)
-    command_line.check_run(config)
+    checks.check(config)
+    checks.check_run(config)
     from dapo_jax.run.run import train as run
 
     return Result(config.run_dir, run(config, on_step))
@@ -168,7 +168,7 @@ def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str
     config = _load(config)
     if model:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=model))
-    command_line.check(config)
+    checks.check(config)
     from dapo_jax.run.evaluation.evaluate import evaluate as score
 
     return score(config, from_folder=bool(model))
@@ -228,7 +228,7 @@ class Policy:
                 first_window_tokens=max_prompt_tokens,
             ),
         )
-        command_line.check(config)
+        checks.check(config)
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not run, stack)
             self._parts = build(config, training=False)

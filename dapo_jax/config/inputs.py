@@ -1,14 +1,13 @@
 """Settings of the problems and examples that a run reads."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from dapo_jax.runtime.rules import AutoCount, Count, CountOr0, Positive, Range, When
+from dapo_jax.runtime.rules import AutoCount, Count, CountOr0, Positive, When
 from dapo_jax.runtime.settings import section, setting
 
 DEFAULT_HELDOUT = 256
 GENERATED = "arithmetic"  # the data.source of a supervised run that is no file
 SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates without such a message
-Terms = Annotated[int, Range(at_least=2)]
 
 
 @section
@@ -16,7 +15,7 @@ class Examples:
     """Worked examples of the embedded task."""
 
     errors: bool = setting(True, "Whether examples contain wrong steps and ramble.")
-    min_terms: Terms = setting(3, "Fewest operands of a sum.")
+    min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
 
 
@@ -65,7 +64,7 @@ class Data:
         "Problems generated or taken off for evaluation, never trained on; 0: no evaluation; -1: "
         "256, of a file at most a fifth.",
     )
-    min_terms: Terms = setting(3, "Fewest operands of a sum.")
+    min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
     max_prompt_tokens: Count = setting(32, "Longest prompt the sampler accepts.")
     overlong_prompts: Literal["truncate_left", "drop"] = setting(

@@ -15,7 +15,7 @@ from dapo_jax.runtime.settings import check_read, check_types, check_values, lea
 
 def _check_terms(section: str, terms: Any, check: Check) -> None:
     allowed = f"from 2 to {section}.max_terms = {terms.max_terms}"
-    check(f"{section}.min_terms", terms.min_terms <= terms.max_terms, allowed)
+    check(f"{section}.min_terms", 2 <= terms.min_terms <= terms.max_terms, allowed)
 
 
 def _check_rows(config: Config | SftConfig, longest: int, check: Check) -> None:

@@ -38,12 +38,13 @@ class Range:
         )
 
     def __str__(self) -> str:
-        limits = {"above": self.above, "at least": self.at_least}
-        limits |= {"below": self.below, "at most": self.at_most}
-        text = " and ".join(f"{word} {n}" for word, n in limits.items() if n is not None)
         if self.at_least is not None and self.at_most is not None:
             text = f"from {self.at_least} to {self.at_most}"
-        return text + (f", or {self.also}" if self.also is not None else "")
+        else:
+            limits = {"above": self.above, "at least": self.at_least}
+            limits |= {"below": self.below, "at most": self.at_most}
+            text = " and ".join(f"{word} {n}" for word, n in limits.items() if n is not None)
+        return text if self.also is None else f"{text}, or {self.also}"
 
 
 # Types of settings. A `Literal` has its words as choices.

@@ -144,7 +144,7 @@ def section(kind: type[T]) -> type[T]:
 
     A mistyped name would otherwise leave a default in place, in silence.
     """
-    made = dataclasses.dataclass(kind)
+    made: Any = dataclasses.dataclass(kind)
     for field in dataclasses.fields(made):
         _read_type(field)
     initialise = made.__init__
@@ -163,7 +163,7 @@ def section(kind: type[T]) -> type[T]:
         _remember(self, name)
 
     made.__init__ = __init__
-    made.__setattr__ = __setattr__  # type: ignore[assignment]
+    made.__setattr__ = __setattr__
     return made
 
 

@@ -16,13 +16,13 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
 from dapo_jax import algorithms
-from dapo_jax.commands.export import export
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, ExportConfig, Model, Optimizer
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
 from dapo_jax.run.checkpointing.same_run import frozen_content
 from dapo_jax.run.components import load_frozen, load_trained
+from dapo_jax.run.export import export
 from dapo_jax.runtime.settings import ConfigError, leaves
 
 ROOT = pathlib.Path(__file__).parents[2]

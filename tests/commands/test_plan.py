@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_config import RL, ROOT, load
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.commands.plan import advice, chips, compile_programs, plan, search, tables
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.main import main
@@ -270,7 +270,7 @@ def test_every_variant_of_a_config_is_legal_and_has_a_known_shape(name):
     exec(compile(path.read_text(), path, "exec"), scope)
     for variant in scope["VARIANTS"]:
         config = scope["get_config"](variant)
-        command_line.check(config)
+        checks.check(config)
         assert config_values(config.model.folder)
     with pytest.raises(ConfigError, match="config.variant = 'nix': must be one of"):
         scope["get_config"]("nix")

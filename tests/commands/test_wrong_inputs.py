@@ -3,14 +3,13 @@
 Files that a case needs are written before it; nothing is compiled, and no folder is made.
 """
 
-import importlib
 import pathlib
 import shutil
 import sys
 
 import pytest
 
-from dapo_jax.__main__ import MODULES
+from dapo_jax.__main__ import entry
 
 ROOT = pathlib.Path(__file__).parents[2]
 MAIN = f"--config={ROOT}/configs/arithmetic.py"
@@ -77,7 +76,7 @@ FLAGS = [
     ("train", [MAIN, "--help=smapler"], ["--help=smapler", "sampler"]),
     ("train", [MAIN, "seed=3"], ["unexpected", "seed=3"]),
     ("evaluate", [MAIN, "--k=0"], ["samples_per_problem", "0", "above 0"]),
-    ("evaluate", [MAIN, "--temperature=-1"], ["temperature", "-1.0", "at least 0"]),
+    ("evaluate", [MAIN, "--temperature=-1"], ["temperature", "-1.0", "from 0.001", "or 0"]),
     ("evaluate", [MAIN, "--top_p=1.1"], ["top_p", "1.1", "at most 1"]),
     ("evaluate", [MAIN, "--model=nowhere"], ["model.folder", "'nowhere'"]),
     ("evaluate", [MAIN, "--config.run_dir=untrained"], ["run_dir", "no checkpoint", "--model"]),
@@ -154,8 +153,7 @@ def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, s
     """Exit code and standard error of a command in this process."""
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     try:
-        module = MODULES.get(command, command)
-        code = importlib.import_module(f"dapo_jax.commands.{module}").main()
+        code = entry(command)()
     except SystemExit as stopped:
         code = stopped.code
     return code, capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Bad settings stop at the door, with the field, its value and what is allowed."""
 
 import dataclasses
-import importlib
 import pathlib
 import subprocess
 import sys
@@ -9,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from dapo_jax.__main__ import MODULES
-from dapo_jax.commands import command_line
+from dapo_jax.__main__ import entry
+from dapo_jax.commands import checks, command_line
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
@@ -101,7 +100,7 @@ def other_value(value):
 
 @pytest.mark.parametrize(("kind", "file"), [(Config, RL), (SftConfig, BASE)])
 def test_every_setting_can_be_overridden(kind, file, monkeypatch):
-    monkeypatch.setattr(command_line, "check", lambda config: None)
+    monkeypatch.setattr(checks, "check", lambda config: None)
     for name, _, value in leaves(load(kind, file)):
         new = other_value(value)
         loaded = load(kind, file, f"--config.{name}={new}")
@@ -162,7 +161,7 @@ def test_config_errors_are_value_errors():
 def test_help_begins_with_what_is_changed_most_and_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [command, "--help"])
     with pytest.raises(SystemExit) as stopped:
-        importlib.import_module(f"dapo_jax.commands.{MODULES.get(command, command)}").main()
+        entry(command)()
     shown = capsys.readouterr().out
     assert stopped.value.code == 0 and shown.index("Changed most") < len(shown) / 2
     assert [line for line in shown.splitlines() if len(line) > 80] == []

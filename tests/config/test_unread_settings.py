@@ -1,4 +1,4 @@
-"""A setting that nothing would read has to keep its default; who reads what is one table."""
+"""A setting that nothing would read has to keep its default."""
 
 import dataclasses
 
@@ -7,9 +7,10 @@ from test_config import RL, load
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.config.combinations import READ_WHERE, is_read
 from dapo_jax.config.experiment import Config, Optimizer
-from dapo_jax.runtime.settings import leaves
+from dapo_jax.runtime.settings import leaves, rules
+
+READ_WHEN = {name: rule.read for name, rule in rules(Config).items() if rule.read}
 
 # Read whatever the algorithm, or refused by a check of its own where it makes no sense.
 ALWAYS_READ = set(
@@ -76,10 +77,10 @@ def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name
     overrides = [f"--config.{text}" for text in overrides.split()]
     change = f"--config.{name}={value}"
     found = settings_of(load(Config, f"{RL}:{preset}", *overrides, change))
-    assert found[name] == value and is_read(name, found)
+    assert found[name] == value and READ_WHEN[name](found)
     presets = sorted(set(algorithms.PRESETS) - {"sft"})
     plain = {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
-    unread = [preset for preset in presets if not is_read(name, plain[preset])]
+    unread = [preset for preset in presets if not READ_WHEN[name](plain[preset])]
     # What is no preset's choice is named.
     where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", *NOWHERE]
     with pytest.raises(SystemExit) as stopped:
@@ -87,15 +88,15 @@ def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name
     message = capsys.readouterr().err
     default = settings_of(Config())[name]
     allowed = "empty" if default == "" else repr(default)
-    decider = READ_WHERE[name][0].split()[0]
+    decider = READ_WHEN[name].names.split()[0]
     assert stopped.value.code == 2 and len(message.splitlines()) == 1
     assert f"config.{name} = {value!r}: must be {allowed} with {decider} = " in message
     assert "nothing reads it" in message
 
 
-def test_every_field_of_an_algorithm_is_in_the_table_or_always_read():
+def test_every_field_of_an_algorithm_has_a_condition_or_is_always_read():
     fields = {field.name for field in dataclasses.fields(Algorithm)}
-    listed = {name.removeprefix("algorithm.") for name in READ_WHERE if name.startswith("alg")}
+    listed = {name.removeprefix("algorithm.") for name in READ_WHEN if name.startswith("alg")}
     assert listed | ALWAYS_READ == fields and not listed & ALWAYS_READ
-    assert set(CHANGES) == set(READ_WHERE) <= set(settings_of(Config()))
-    assert {f"critic.optimizer.{f.name}" for f in dataclasses.fields(Optimizer)} <= set(READ_WHERE)
+    assert set(CHANGES) == set(READ_WHEN) <= set(settings_of(Config()))
+    assert {f"critic.optimizer.{f.name}" for f in dataclasses.fields(Optimizer)} <= set(READ_WHEN)

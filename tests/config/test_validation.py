@@ -6,7 +6,14 @@ import pytest
 from test_config import BASE, RL, load
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Config, SftConfig
+from dapo_jax.config.experiment import Config, ExportConfig, SftConfig
+from dapo_jax.data.prompts.templates import TEMPLATES, open_template
+from dapo_jax.learner.advantages import ESTIMATORS
+from dapo_jax.learner.losses import KL_ESTIMATORS, LOSS_WEIGHTS, RATIOS, TRAINED_RESPONSES
+from dapo_jax.learner.optimizer import SCHEDULES
+from dapo_jax.model.load_huggingface import DTYPES
+from dapo_jax.runtime.settings import rules
+from dapo_jax.verifier.verifier import BY_VALUE, VERIFIERS
 
 # preset, overrides below `config.`, and what the message has to name: field, value, what is allowed
 REFUSED = {
@@ -43,7 +50,7 @@ REFUSED = {
         "evaluation.temperature=1e-40",
         "evaluation.temperature 1e-40 0, from 0.001 100",
     ),
-    "rate": ("dapo", "optimizer.learning_rate=1e30", "learning_rate 1e+30 from 1e-30 to 1"),
+    "rate": ("dapo", "optimizer.learning_rate=1e30", "learning_rate 1e+30 above 0 most 1"),
     "critic's eps": ("ppo", "critic.optimizer.eps=1e-40", "optimizer.eps 1e-40 from 1e-30 1e+30"),
     "huge": ("grpo", "algorithm.kl_coefficient=1e31", "kl_coefficient 1e+31 0, from 1e-30 1e+30"),
     "heavy part": ("grpo", "reward.parts=rule=1e31", "reward.parts 'rule=1e31' at most 1e30"),
@@ -136,7 +143,7 @@ REFUSED = {
     ),
     "preference by ratio": ("dpo", "algorithm.ratio=token", "ratio 'token' 'none' 'preference'"),
     # ratios and clips
-    "clip below zero": ("grpo", "algorithm.clip_low=1.5", "clip_low 1.5 most"),
+    "clip below zero": ("grpo", "algorithm.clip_low=1.5", "clip_low 1.5 from 0 to 1"),
     "clip of no ratio": ("rloo", "algorithm.clip=true", "algorithm.clip True false 'none'"),
     "dual clip in the clip": ("dapo", "algorithm.dual_clip=1.28", "dual_clip 1.28 above"),
     "dual clip alone": ("rloo", "algorithm.dual_clip=3", "dual_clip 3.0 0 algorithm.clip"),
@@ -264,3 +271,33 @@ def test_a_supervised_run_is_refused_what_it_can_not_use(capsys):
             load(SftConfig, BASE, f"--config.{override}")
         message = capsys.readouterr().err
         assert all(word in message for word in words), message
+
+
+CHOICES = {
+    "algorithm.advantage": ESTIMATORS,
+    "algorithm.ratio": RATIOS,
+    "algorithm.aggregate": LOSS_WEIGHTS,
+    "algorithm.trained_responses": TRAINED_RESPONSES,
+    "algorithm.kl_estimator": KL_ESTIMATORS,
+    "optimizer.schedule": SCHEDULES,
+    "critic.optimizer.schedule": SCHEDULES,
+    "reward.verifier": VERIFIERS,
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_choices_of_a_setting_are_the_keys_of_its_table(name):
+    assert rules(Config)[name].allowed == tuple(CHOICES[name])
+
+
+def test_conditions_name_what_the_rooms_below_have():
+    asked = rules(Config)
+    by_value = {
+        name for name in VERIFIERS if asked["reward.percent"].read({"reward.verifier": name})
+    }
+    assert by_value == set(BY_VALUE)
+    shows = asked["data.system_prompt"].read
+    assert {name for name in TEMPLATES if shows({"data.template": name})} == {
+        name for name in TEMPLATES if open_template(name).shows_system
+    }
+    assert set(rules(ExportConfig)["dtype"].allowed) == {"auto", *DTYPES.values()}

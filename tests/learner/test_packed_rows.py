@@ -5,7 +5,7 @@ import pytest
 from conftest import make_completion, make_prompt
 from small_runs import make_quick_config, read_rollouts, read_rows
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks, command_line
 from dapo_jax.config.experiment import Config, DpoConfig, Packing, SftConfig
 from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates
 from dapo_jax.run.run import train
@@ -103,4 +103,4 @@ def test_other_settings_and_examples_know_no_auto():
         config = command_line.override(kind(), ["--config.packing.row_tokens=auto"])
         config.data.source, config.start = "own.jsonl", "somewhere"
         with pytest.raises(ConfigError, match="packing.row_tokens = -1: must be above 0"):
-            command_line.check(config)
+            checks.check(config)

@@ -16,7 +16,6 @@ from test_freezing import DRAWN, make_sampler, sample
 from test_update import assert_close, make_batch, make_learner
 
 from dapo_jax import algorithms
-from dapo_jax.commands.export import export
 from dapo_jax.config.experiment import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface
@@ -25,6 +24,7 @@ from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.export import export
 from dapo_jax.run.state import resident_megabytes
 from dapo_jax.runtime.settings import ConfigError
 

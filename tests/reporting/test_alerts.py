@@ -7,8 +7,8 @@ from conftest import make_completion, make_prompt
 from small_runs import make_quick_config, open_run
 from test_report import row
 
-from dapo_jax.config.outputs import Watch
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.outputs import Watch
 from dapo_jax.reporting.alerts import ALERTS, Alerts, alerts_of_run
 from dapo_jax.reporting.metrics import response_metrics, verdict_counts
 from dapo_jax.rewards.group_rewards import reward_group

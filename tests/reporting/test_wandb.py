@@ -7,7 +7,7 @@ import sys
 import pytest
 from small_runs import make_quick_config
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Log
 from dapo_jax.reporting.wandb_tracker import RUN_ID, Tracker, check_project
 from dapo_jax.run.run import train
@@ -17,14 +17,14 @@ from dapo_jax.runtime.settings import ConfigError
 @pytest.mark.parametrize("project", ["a/b", "a:b", " a", "a" * 129])
 def test_projects_that_wandb_refuses_stop_at_the_door(project):
     with pytest.raises(ConfigError, match=r"config.log.wandb = .*: must be empty, or at most 128"):
-        command_line.check(Config(log=Log(wandb=project)))
+        checks.check(Config(log=Log(wandb=project)))
 
 
 def test_without_the_package_a_project_stops_at_the_door(monkeypatch, tmp_path):
     check_project("")
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"'p': must be empty .* pip install 'dapo_jax\[wandb\]'"):
-        command_line.check(Config(log=Log(wandb="p")))
+        checks.check(Config(log=Log(wandb="p")))
     monkeypatch.delitem(sys.modules, "wandb")
     (tmp_path / "wandb").mkdir()  # what offline runs leave in the folder one works in
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

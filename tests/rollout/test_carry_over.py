@@ -9,7 +9,7 @@ from conftest import TINY, make_prompt
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.rollout.engine import PolicyEngine
@@ -192,4 +192,4 @@ def test_what_does_not_go_together_is_refused(settings, message, base, tmp_path)
         section, field = name.split(".")
         setattr(getattr(config, section), field, value)
     with pytest.raises(ConfigError, match=message):
-        command_line.check(config)
+        checks.check(config)

@@ -16,7 +16,7 @@ from small_runs import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
@@ -182,7 +182,7 @@ def test_a_share_that_can_not_be_is_refused(mesh, message, base, tmp_path):
     config = make_config(base, tmp_path / "run")
     config.mesh = Mesh(**mesh)
     with pytest.raises(ConfigError, match=message):
-        command_line.check(config)
+        checks.check(config)
         open_meshes(config.mesh, config.packing.rows_per_microbatch)
 
 
@@ -205,7 +205,7 @@ def test_a_lag_is_0_or_1_and_asks_for_importance_weights(base, tmp_path):
     config = make_config(base, tmp_path / "run")
     config.rollout.lag = 2
     with pytest.raises(ConfigError, match="rollout.lag = 2: must be 0 or 1"):
-        command_line.check(config)
+        checks.check(config)
     config.rollout.lag, config.algorithm.importance_cap = 1, 0.0
     with pytest.raises(ConfigError, match="rollout.lag = 1: must be 0 without .*importance_cap"):
-        command_line.check(config)
+        checks.check(config)

@@ -19,7 +19,8 @@ from test_problem_files import write_lines
 from test_update import assert_close, logprobs_alone
 
 from dapo_jax import algorithms
-from dapo_jax.commands import command_line, dpo, sft
+from dapo_jax.__main__ import entry
+from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import (
     Compute,
     DpoConfig,
@@ -201,7 +202,7 @@ def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, request, tmp_p
 def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     command, tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):
-    module, room = (sft, supervised) if command == "sft" else (dpo, preferences)
+    room = supervised if command == "sft" else preferences
     with replace("out", str(tmp_path / "out"), KINDS[command], offline.WRITTEN) as folder:
         (folder / "config.json").write_text("the earlier one")
     rows = example_rows() if command == "sft" else pair_rows()
@@ -215,7 +216,7 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     monkeypatch.setattr(room, "starting_point", interrupted)
     line = [f"--config.out={tmp_path}/out", f"--config.data.source={source}"]
     monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
-    assert module.main() == 130
+    assert entry(command)() == 130
     error = capfd.readouterr().err
     assert "SIGINT: leaving at the next safe place" in error
     assert "stopped by SIGINT: " in error and "No step is kept" in error
@@ -272,12 +273,11 @@ REFUSED = {  # command, overrides, and what the message names: field, value, wha
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_settings_stop_at_the_door(name, capsys, tmp_path, monkeypatch):
     command, overrides, words = REFUSED[name]
-    module = sft if command == "sft" else dpo
     monkeypatch.chdir(tmp_path)
     line = [f"--config.{text}" for text in overrides.split()]
     monkeypatch.setattr(sys, "argv", [command, *line])
     with pytest.raises(SystemExit) as stopped:
-        module.main()
+        entry(command)()
     message = capsys.readouterr().err
     assert stopped.value.code == 2 and len(message.splitlines()) == 1
     field, value, *allowed = words.split()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from small_runs import make_quick_config, open_run, read_rows
 from test_update import make_batch, make_learner, place
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.commands.replay import replay
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, SftConfig
 from dapo_jax.config.files import read_config
@@ -195,5 +195,5 @@ def test_a_command_exits_4(capsys):
     def fail():
         raise NotFinite("the parameters are not finite")
 
-    assert command_line.guarded(fail) == 4
+    assert checks.guarded(fail) == 4
     assert capsys.readouterr().err == "error: the parameters are not finite\n"

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import test_export
 
-from dapo_jax.commands import dpo, export, sft, train
+from dapo_jax.commands import model_folders, train
 from dapo_jax.commands.evaluate import main as evaluate_main
 from dapo_jax.config.experiment import Config, Evaluation
 from dapo_jax.run.evaluation.evaluate import claim_folder
@@ -35,9 +35,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 RL = f"--config={ROOT}/configs/arithmetic.py"
 # What each command is called with, the folder to write last.
 COMMANDS = {
-    "sft": (sft.main, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
+    "sft": (model_folders.sft, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
     "dpo": (
-        dpo.main,
+        model_folders.dpo,
         [
             "--config.start=nowhere",
             f"--config.data.source={ROOT}/tests/verifier/verifier_cases.jsonl",
@@ -47,7 +47,7 @@ COMMANDS = {
     "train": (train.main, [RL], "--config.run_dir="),
     "evaluate": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--out="),
     "evaluate_below": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--config.run_dir="),
-    "export": (export.main, ["--run=RUN"], "--out="),
+    "export": (model_folders.export, ["--run=RUN"], "--out="),
 }
 KINDS = {
     "sft": TRAINED,

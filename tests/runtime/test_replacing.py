@@ -17,7 +17,7 @@ from disks import limited
 from safetensors.numpy import save_file
 from test_output_folder import ROOT, call, snapshot
 
-from dapo_jax.commands import export
+from dapo_jax.run import export
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage import output_folder
 from dapo_jax.runtime.storage.output_folder import replace
@@ -223,7 +223,7 @@ jax.devices = lambda *args: devices(*args)[:1]
 from small_runs import *
 from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.config.experiment import ExportConfig
-from dapo_jax.commands.export import export
+from dapo_jax.run.export import export
 from dapo_jax.run.run import train
 shape = Architecture(layers=1, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
 shared = dict(packing=Packing(row_tokens=64, rows_per_microbatch=8), mesh=Mesh(1, 1, 1))

@@ -19,7 +19,7 @@ from test_sampler import greedy_loop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.commands.serve import server as serve
 from dapo_jax.config.experiment import Mesh, ServeConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def make_serve_config(folder: pathlib.Path, **changes) -> ServeConfig:
         "temperature": 0.0,
     }
     config = ServeConfig(model=str(folder), mesh=Mesh(1, 1, 1), **settings | changes)
-    command_line.check(config)
+    checks.check(config)
     return config
 
 

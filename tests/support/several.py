@@ -30,13 +30,13 @@ import os, signal, sys
 import conftest
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
 from several import make_small_config
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.runtime import processes
 from dapo_jax.run.run import train
 INDEX = int(os.environ.get("DAPO_PROCESS_ID", "0"))
 config = make_small_config({base!r}, {run_dir!r})
 {patch}
-sys.exit(processes.run(lambda: command_line.guarded(lambda: train(config))))
+sys.exit(processes.run(lambda: checks.guarded(lambda: train(config) and None)))
 """
 
 

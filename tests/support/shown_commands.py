@@ -8,7 +8,6 @@ nobody tries it here: ```bash hardware, cloud or network.
 
 import argparse
 import contextlib
-import importlib
 import io
 import pathlib
 import re
@@ -23,7 +22,7 @@ from _pytest.mark.expression import Expression
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from dapo_jax.__main__ import COMMANDS, MODULES
+from dapo_jax.__main__ import COMMANDS, entry
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import (
     Config,
@@ -143,13 +142,9 @@ def check_command(words: list[str]) -> str:
         return "" if name in (*COMMANDS, "--help", "COMMAND") else "no such command"
     if name not in COMMANDS:
         return "no such command"
-    module = importlib.import_module(f"dapo_jax.commands.{MODULES.get(name, name)}")
-    text = pathlib.Path(module.__file__).read_text()
-    if "command_line.load" in text:
-        return refusal(arguments, command_line, "load", module.main)
-    if "ArgumentParser" in text:
-        return refusal(arguments, argparse.ArgumentParser, "parse_args", module.main)
-    return "it takes no flags"
+    if name == "replay":
+        return refusal(arguments, argparse.ArgumentParser, "parse_args", entry(name))
+    return refusal(arguments, command_line, "load", entry(name))
 
 
 def check_flags(words: list[str]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from conftest import check_documented, make_completion, make_prompt
 
 from dapo_jax import algorithms
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks
 from dapo_jax.config.experiment import (
     Architecture,
     Checkpoint,
@@ -75,7 +75,7 @@ def make_config(folder, run_dir, **changes) -> Config:
     )
     for name, value in changes.items():
         setattr(config, name, value)
-    command_line.check(config)
+    checks.check(config)
     return config
 
 

@@ -58,15 +58,10 @@ def load() -> tuple[Any, PlanSettings]:
 def main() -> int:
     """Runs the command; returns the exit code."""
     config, settings = load()
+    from dapo_jax.commands.checks import guarded
     from dapo_jax.commands.plan import plan, search
 
-    code = 0
-
-    def work() -> None:
-        nonlocal code
-        code = (search.search if settings.search else plan.plan)(config, settings)
-
-    return command_line.guarded(work) or code
+    return guarded(lambda: (search.search if settings.search else plan.plan)(config, settings))
 
 
 if __name__ == "__main__":

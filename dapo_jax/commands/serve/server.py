@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.commands import command_line
+from dapo_jax.commands import checks, command_line
 from dapo_jax.config.experiment import Compute, Sampler, ServeConfig
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves
@@ -228,7 +228,7 @@ def main() -> int:
 
     try:
         with processes.as_command(), Signals() as signals:
-            return command_line.guarded(lambda: serve(config, leave=signals, ready=ready))
+            return checks.guarded(lambda: serve(config, leave=signals, ready=ready))
     except ServingFailed as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

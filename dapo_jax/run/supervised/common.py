@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ import jax
 import numpy as np
 from rich.markup import escape
 
-from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import DpoConfig, Packing, SftConfig
 from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer, arithmetic_tokenizer
 from dapo_jax.data.supervised_examples import Examples, endless_order, read_examples
@@ -63,19 +61,6 @@ def stop_if(signals: Signals) -> None:
     """Raises `Stopped` on every process where one received a signal."""
     if signals():
         raise Stopped(signals.received)
-
-
-def exit_code(work: Callable[[], Any], out: str) -> int:
-    """That of a command that writes the folder `out`: as a shell has it after a signal."""
-    try:
-        return command_line.guarded(work)
-    except Stopped as stopped:
-        (name,) = stopped.args
-        goes_on = "No step is kept: the same command begins anew"
-        if stopped.step:
-            goes_on = f"Saved after step {stopped.step}: the same command goes on from there"
-        processes.complain(f"stopped by {name}: {out} is as it was. {goes_on}")
-        return 128 + signal.Signals[name]
 
 
 def starting_point(

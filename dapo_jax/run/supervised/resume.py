@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from dapo_jax.config.outputs import Checkpoint
 from dapo_jax.config.experiment import DpoConfig, SftConfig
+from dapo_jax.config.outputs import Checkpoint
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.integrity import saved_steps

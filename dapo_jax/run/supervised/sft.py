@@ -9,8 +9,8 @@ import numpy as np
 from rich.markup import escape
 
 from dapo_jax.algorithms import sft
-from dapo_jax.config.inputs import GENERATED
 from dapo_jax.config.experiment import Packing, SftConfig
+from dapo_jax.config.inputs import GENERATED
 from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised_rows import EXAMPLES, Example
