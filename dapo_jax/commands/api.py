@@ -231,10 +231,10 @@ class Policy:
         checks.check(config)
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not run, stack)
-            self._parts = build(config, training=False)
-            stack.callback(self._parts.close)  # nothing is judged here
-            self.name, self._params = open_policy(config, self._parts, checkpoints)
-        self.tokenizer = self._parts.tokenizer
+            self._components = build(config, training=False)
+            stack.callback(self._components.close)  # nothing is judged here
+            self.name, self._params = open_policy(config, self._components, checkpoints)
+        self.tokenizer = self._components.tokenizer
 
     def _prompt(self, index: int, said: str | Messages) -> "Prompt":
         from dapo_jax.structs import Prompt
@@ -245,7 +245,7 @@ class Policy:
             assert chat is not None
             said = chat.render([dict(message) for message in said])
         tokens = self.tokenizer.encode_prompt(said)
-        limit = self._parts.config.data.max_prompt_tokens
+        limit = self._components.config.data.max_prompt_tokens
         require(
             0 < len(tokens) <= limit,
             f"prompts[{index}]",
@@ -276,7 +276,7 @@ class Policy:
                 0 < value <= 1 if name == "top_p" else value == 0 or 0.001 <= value <= 100
             )
             require(fits, name, value, AT_LEAST[name])
-        sampler, rule = self._parts.sampler, SamplingRule(temperature, top_p, top_k)
+        sampler, rule = self._components.sampler, SamplingRule(temperature, top_p, top_k)
         asked = [self._prompt(i, said) for i, said in enumerate(prompts)]
         sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
         for prompt in asked:

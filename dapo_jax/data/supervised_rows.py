@@ -1,6 +1,6 @@
-"""Tokens of supervised rows: examples, or pairs of answers.
+"""Rows of a user's own examples, or pairs of answers, to tokens.
 
-Every answer of an assistant follows exactly the tokens that the sampler would see before it.
+Whatever an assistant wrote stands behind exactly the tokens that the sampler would see there.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import OwnData
-from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
+from dapo_jax.data.prompts.templates import Beside, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.data.row_formats import (
-    MISSING,
-    MalformedRow,
-    Row,
-    check_text,
-    look_up,
-    parse_fields,
-)
+from dapo_jax.data.row_formats import MISSING, MalformedRow, Row, look_up, parse_fields
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
@@ -38,7 +31,7 @@ ASSISTANT, SYSTEM = "assistant", "system"
 
 
 class Turns(NamedTuple):
-    """Prompt and the tokens behind it: an answer, or several with the turns between them."""
+    """A prompt and what follows it: an answer, or several with the turns between them."""
 
     prompt: np.ndarray  # [P] int32
     response: np.ndarray  # [n] int32
@@ -46,16 +39,16 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, prompt: np.ndarray, answer: np.ndarray) -> "Turns":
-        """Turns of one answer, all of it trained."""
+        """One answer, all of it trained."""
         return cls(prompt, answer, np.ones(len(answer), bool))
 
 
 class Example(NamedTuple):
-    """Row in tokens.
+    """A row in tokens.
 
     Attributes:
         text: the first prompt, as the policy sees it.
-        turns: mostly one of an example; the chosen and the rejected answer of a pair.
+        turns: of an example mostly one; of a pair the chosen and the rejected answer.
     """
 
     text: str
@@ -63,16 +56,15 @@ class Example(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the longest turns, prompt included."""
-        return max(len(turns.prompt) + len(turns.response) for turns in self.turns)
+        """Tokens of the longest."""
+        return max(len(one.prompt) + len(one.response) for one in self.turns)
 
 
 def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
-    """Fields by key that data.fields names.
+    """What data.fields says.
 
-    Raises:
-        ConfigError: data.fields names none of these forms as a whole, or data.template can't be
-            opened, or shows no system message though there is one.
+    Raises `ConfigError` where that is not one of these forms, whole, where data.template can't be
+    opened, and where it shows no system message but is to.
     """
     allowed = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
     found = parse_fields("data.fields", data.fields, allowed)
@@ -91,42 +83,55 @@ def _listed(forms: Forms) -> str:
     return ", ".join("+".join(form) for form in forms)
 
 
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise MalformedRow(f"{field} is {type(value).__name__}, not text")
+    if not value.strip():
+        raise MalformedRow(f"{field} is empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise MalformedRow(f"{field} holds half of a surrogate pair")
+    return value
+
+
 def _messages(value: Any, field: str, role: str) -> Messages:
-    """Messages of a conversation; a text is one message of that role."""
+    """A conversation; a text is one message of that role."""
     if isinstance(value, str):
-        return [{"role": role, "content": check_text(value, field)}]
+        return [{"role": role, "content": _text(value, field)}]
     if not isinstance(value, list) or not value:
         raise MalformedRow(f"{field} is {value!r:.40}, neither text nor messages")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MalformedRow(f"{field} holds {message!r:.40}, no message with role and content")
-        check_text(message.get("content"), f"the {message['role']}'s message in {field}")
+        _text(message.get("content"), f"the {message['role']}'s message in {field}")
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
 class Writer:
-    """Writer of rows as tokens.
+    """Rows to tokens.
 
     Args:
         forms: `EXAMPLES` or `PAIRS`.
 
-    Raises:
-        ConfigError: the model folder lacks the chat template that the config asks for.
+    Raises `ConfigError` where the model folder lacks the template that is asked for.
     """
 
     def __init__(self, data: OwnData, tokenizer: Tokenizer, forms: Forms):
         self._data, self._tokenizer, self._forms = data, tokenizer, forms
         self._fields = read_fields(data, forms)
         self._template = open_template(data.template)
-        check_chat(data.template, tokenizer.chat)
+        if data.template == "chat" and tokenizer.chat is None:
+            raise ConfigError(
+                "config.data.template = 'chat': the model folder has no chat template, neither in "
+                "tokenizer_config.json nor as chat_template.jinja"
+            )
 
     def write(self, row: Any) -> Example:
-        """Example or pair of a row. Raises `MalformedRow`."""
+        """The example or the pair in a row. Raises `MalformedRow`."""
         row, form = self._choose(row)
         return (self._example if self._forms is EXAMPLES else self._pair)(row, form)
 
     def _choose(self, row: Any) -> tuple[Row, tuple[str, ...]]:
-        """Fields that are read, and their form."""
+        """The fields that are read, and the form that they have."""
         if not isinstance(row, dict):
             raise MalformedRow(f"is {type(row).__name__}, not an object with named fields")
         if self._fields:
@@ -153,10 +158,10 @@ class Writer:
             raise MalformedRow(str(error)) from None
 
     def _system(self, row: Row) -> str:
-        """System message of the row, else of the config; empty where none is shown."""
+        """The row's system message, else that of the config; empty where none is shown."""
         if not self._template.shows_system or not row.get(SYSTEM):
             return self._data.system_prompt
-        return check_text(row[SYSTEM], SYSTEM)
+        return _text(row[SYSTEM], SYSTEM)
 
     def _with_system(self, row: Row, messages: Messages) -> Messages:
         system = self._system(row)
@@ -168,7 +173,7 @@ class Writer:
         """Ids of an answer up to its end token, which is added where the text has none.
 
         Args:
-            written: the part of it that stands in the row.
+            written: what of it the row says.
         """
         ids, ends = self._tokenizer.encode(text), self._tokenizer.end_ids
         if any(one in ends for one in self._tokenizer.encode(written)[:-1]):
@@ -182,7 +187,7 @@ class Writer:
         return np.array(self._tokenizer.encode_prompt(text), np.int32)
 
     def _turn(self, messages: Messages, place: int) -> tuple[str, Turns]:
-        """Text before a message of the assistant, and the tokens before and in it."""
+        """The text before that message of the assistant, and the tokens before and in it."""
         asked = self._render(messages[:place], True)
         whole = self._render(messages[: place + 1], False)
         if not whole.startswith(asked):
@@ -191,7 +196,7 @@ class Writer:
         return asked, Turns.of(self._encode(asked), answer)
 
     def _conversation(self, messages: Messages, first: int) -> Example:
-        """Example of every answer from that message on.
+        """Every answer from that message on.
 
         An answer is put behind the one before it where the tokens before it are the same as
         there; a template that changes earlier turns makes a prompt of its own for each.
@@ -216,7 +221,7 @@ class Writer:
         return Example(texts[0], tuple(found))
 
     def _plain(self, row: Row, prompt: str, answers: Sequence[str]) -> Example:
-        """Example of answers behind a problem, as the template shows it."""
+        """Texts behind a text, as the template shows a problem."""
         problem = Problem("", prompt.strip(), "", "", system=self._system(row))
         text = self._template.write(problem, Beside(self._tokenizer.chat))
         tokens = self._encode(text)
@@ -228,7 +233,7 @@ class Writer:
             return self._conversation(messages, 0)
         asked, answer = (row[name] for name in form)
         if isinstance(asked, str) and isinstance(answer, str) and self._data.template != "chat":
-            return self._plain(row, check_text(asked, form[0]), [check_text(answer, form[1])])
+            return self._plain(row, _text(asked, form[0]), [_text(answer, form[1])])
         asked = asked.strip() if isinstance(asked, str) else asked
         before = self._with_system(row, _messages(asked, form[0], "user"))
         return self._conversation([*before, *_messages(answer, form[1], ASSISTANT)], len(before))
@@ -236,9 +241,9 @@ class Writer:
     def _pair(self, row: Row, form: tuple[str, ...]) -> Example:
         names, plain = form[-2:], all(isinstance(row[name], str) for name in form)
         if plain and len(form) == 2:
-            pair = self._common(*(check_text(row[name], name) for name in names))
+            pair = self._common(*(_text(row[name], name) for name in names))
         elif plain and self._data.template != "chat":
-            asked, *answers = (check_text(row[name], name) for name in form)
+            asked, *answers = (_text(row[name], name) for name in form)
             pair = self._plain(row, asked, answers)
         else:
             whole = [self._whole(row, name) for name in names]
@@ -252,7 +257,7 @@ class Writer:
         return pair
 
     def _whole(self, row: Row, name: str) -> Messages:
-        """Conversation that ends with that answer, with the prompt once."""
+        """The conversation that ends with that answer, the prompt in it once."""
         answer = _messages(row[name], name, ASSISTANT)
         if answer[-1]["role"] != ASSISTANT:
             raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
@@ -269,7 +274,7 @@ class Writer:
         return self._with_system(row, [*before, *answer])
 
     def _common(self, chosen: str, rejected: str) -> Example:
-        """Pair of whole texts; the prompt is their common beginning, in tokens."""
+        """Whole texts without a prompt: that is what they share, in tokens."""
         if self._data.template != "none":
             raise MalformedRow(f"has no prompt for data.template = {self._data.template!r}")
         whole = [self._ended(text, text) for text in (chosen, rejected)]

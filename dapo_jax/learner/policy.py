@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.losses import KL_ESTIMATORS, importance_weights, k3, policy_loss
-from dapo_jax.learner.update import Learner, weighted
+from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.structs import Mean, Rollouts, TrainBatch
@@ -93,12 +93,14 @@ def policy_learner(
     mesh: jax.sharding.Mesh,
     temperature: float = 1.0,
     frozen: Any = None,
+    keep_logprobs: bool = False,
 ) -> Learner:
     """The learner whose score is the log-prob of each token.
 
     Args:
         frozen: parameters that never change (see `Learner`).
         temperature: the sampler's, so that both speak of the same distribution.
+        keep_logprobs: each update also returns the log-probs of the policy it differentiates.
     """
 
     def of_rows(params, rows: Rollouts):
@@ -116,6 +118,9 @@ def policy_learner(
         return of_rows(params, rows)[0]
 
     def loss(params, batch: TrainBatch):
-        return policy_objective(algorithm, batch, *of_rows(params, batch.scored.rollouts))
+        logprobs, entropy = of_rows(params, batch.scored.rollouts)
+        value, metrics = policy_objective(algorithm, batch, logprobs, entropy)
+        kept: dict[str, Any] = {TOKEN_LOGPROBS: logprobs} if keep_logprobs else {}
+        return value, metrics | kept
 
     return Learner(score, loss, abstract_params(config), settings, mesh, frozen)

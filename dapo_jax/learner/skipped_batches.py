@@ -2,73 +2,46 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.runtime.nonfinite import path_name
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import replacing, write_text
-from dapo_jax.structs import Group, Mean, Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import Group, Rollouts, ScoredBatch, TrainBatch
 
 FOLDER, ARRAYS, RECORD = "skipped", "batch.npz", "record.json"
 MOST = 8  # in a run: what comes later is skipped for the same reason
 
 
-class Taken(NamedTuple):
-    """A batch that an update was asked to learn from.
+def first_skipped(updates: Sequence[UpdateRecord]) -> tuple[UpdateRecord, TrainBatch] | None:
+    """The first update of a step that was skipped, with the part of its batch that it used.
 
-    Attributes:
-        learner: `policy` or `critic`.
-        microbatches: how many of the batch's it used.
-        skipped: on the devices, whether the update was.
+    The batch is on the host; every process asks.
     """
-
-    learner: str
-    batch: TrainBatch
-    microbatches: int
-    learning_rate: float
-    skipped: Mean
-
-
-class SkippedBatches:
-    """The batches of a step, until it is known which of them were skipped."""
-
-    def __init__(self):
-        self._step, self._taken = -1, []
-
-    def add(self, step: int, taken: Taken) -> None:
-        """Those of an earlier step are forgotten."""
-        if step != self._step:
-            self._step, self._taken = step, []
-        self._taken.append(taken)
-
-    def first(self) -> tuple[Taken, TrainBatch] | None:
-        """The first that was skipped, with what it used of its batch on the host; all forget them.
-
-        Every process asks.
-        """
-        taken, self._taken = self._taken, []
-        flags = jax.device_get([one.skipped.total for one in taken])
-        found = next((one for one, flag in zip(taken, flags, strict=True) if flag), None)
-        if found is None:
-            return None
-        used = jax.tree.map(lambda array: array[: found.microbatches], found.batch)
-        return found, to_host(used)
+    made = [update for update in updates if update.means]
+    flags = jax.device_get([update.means["skipped_updates"].total for update in made])
+    skipped = next((one for one, flag in zip(made, flags, strict=True) if flag), None)
+    if skipped is None:
+        return None
+    used = jax.tree.map(lambda array: array[: skipped.microbatches], skipped.batch)
+    return skipped, to_host(used)
 
 
 def write_skipped(
-    run_dir: Folder, step: int, taken: Taken, batch: TrainBatch, groups: Sequence[Group]
+    run_dir: Folder, step: int, update: UpdateRecord, batch: TrainBatch, groups: Sequence[Group]
 ) -> Folder | None:
-    """Writes a batch that was skipped; its folder, None where a run has enough of them.
+    """Writes a skipped batch; returns its folder, or None where a run has enough of them.
 
     Args:
-        step: that has been made of it.
-        groups: that were trained on, in their order.
+        step: number of the finished step.
+        groups: trained in the step, in their order.
     """
-    folder = run_dir / FOLDER / f"step_{step:06d}_{taken.learner}"
+    folder = run_dir / FOLDER / f"step_{step:06d}_{update.learner}"
     if _is_full(run_dir / FOLDER) and not folder.exists():
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,8 +50,8 @@ def write_skipped(
         np.savez_compressed(file, **{path_name(path): array for path, array in named})
     record = {
         "step": step,
-        "learner": taken.learner,
-        "learning_rate": taken.learning_rate,
+        "learner": update.learner,
+        "learning_rate": update.learning_rate,
         # By their index in the batch.
         "responses": [[g.prompt.id, done.sample] for g in groups for done in g.completions],
     }

@@ -1,4 +1,4 @@
-"""What the updates of a step made of each response, for people to look at."""
+"""Traces of responses through an update: advantages, ratios and clips, for people to look at."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,7 @@ def trace_ratios(
     """([n] ratios, [n] bounds that cut) by the index of the response; empty off this minibatch.
 
     Args:
-        logprobs: of the policy that this update differentiates. Its own pass may round otherwise,
-            so a ratio on a bound can fall on its other side here.
+        logprobs: of the policy that the update differentiated, from its own forward pass.
     """
     old, rollouts = batch.scored.old_logprobs, batch.scored.rollouts
     assert old is not None  # or every ratio is 1, and nobody asks

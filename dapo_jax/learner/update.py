@@ -19,6 +19,8 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
 
+TOKEN_LOGPROBS = "token_logprobs"  # [M, R, T] among the metrics of an update that keeps them
+
 
 def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
     """The weighted mean over a microbatch, to be added to those of the others.
@@ -146,14 +148,20 @@ class Learner:
             metrics["loss"] = Mean(value, jnp.zeros(()))  # already normalised; see _update_fn
             return value, jax.lax.stop_gradient(metrics)
 
-        of_microbatch = jax.grad(loss, has_aux=True)
+        def of_microbatch(i):
+            rows = jax.grad(loss, has_aux=True)(params, _microbatch(batch, i))
+            # XLA:TPU crashes on microbatch gradients added in a loop without the barrier.
+            gradient, metrics = jax.lax.optimization_barrier(rows)
+            if TOKEN_LOGPROBS in metrics:  # at the place of the microbatch: then adding is enough
+                empty, new = jnp.zeros(batch.loss_weights.shape), metrics[TOKEN_LOGPROBS]
+                placed = jax.lax.dynamic_update_index_in_dim(empty, new, i, 0)
+                metrics = metrics | {TOKEN_LOGPROBS: placed}
+            return gradient, metrics
 
         def body(i, carry):
-            # XLA:TPU crashes on microbatch gradients added in a loop without the barrier.
-            new = jax.lax.optimization_barrier(of_microbatch(params, _microbatch(batch, i)))
-            return jax.tree.map(jnp.add, carry, new)
+            return jax.tree.map(jnp.add, carry, of_microbatch(i))
 
-        shapes = jax.eval_shape(of_microbatch, params, _microbatch(batch, 0))
+        shapes = jax.eval_shape(of_microbatch, 0)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         gradient, metrics = jax.lax.fori_loop(0, microbatches, body, zeros)
         gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)

@@ -2,7 +2,7 @@
 
 import collections
 import math
-import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -77,16 +77,17 @@ def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(
-    collected: Collected, counts: SamplerCounts, clock: "Clock", step: int = 0
+    collected: Collected, counts: SamplerCounts, seconds: Mapping[str, float], step: int = 0
 ) -> dict[str, float]:
     """Metrics of a rollout batch: means leave its surplus groups out, counts of cost do not.
 
     Args:
+        seconds: of the parts of the step, by metric.
         step: steps that the policy has learned.
     """
     judged, everything = max(1, len(collected.judged)), collected.judged + collected.surplus
     trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
-    updating = sum(clock.seconds.get(f"seconds_{part}", 0.0) for part in ("update", "ahead"))
+    updating = sum(seconds.get(f"seconds_{part}", 0.0) for part in ("update", "ahead"))
     parts = {
         f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
         for name in (collected.judged[0].reward_parts if collected.judged else ())
@@ -111,9 +112,8 @@ def rollout_metrics(
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
-            "sampled_tokens_per_second": counts.tokens / clock.seconds["seconds_rollout"],
+            "sampled_tokens_per_second": counts.tokens / seconds["seconds_rollout"],
             "trained_tokens_per_second": trained_tokens / (updating or math.inf),
-            "seconds_step": clock.total(),
         }
     )
 
@@ -151,22 +151,3 @@ def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:
         for name in names
     }
     return {name: mean for name, mean in means.items() if mean or not is_reason(name)}
-
-
-class Clock:
-    """Seconds of each named part of a step."""
-
-    def __init__(self):
-        self._start = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """Adds the time since the last lap to `seconds_<name>`."""
-        now = time.perf_counter()
-        name = f"seconds_{name}"
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._start

@@ -1,4 +1,4 @@
-"""Judging of finished responses: verdicts of the pool, model scores, rewarded groups."""
+"""From finished responses to rewarded groups: workers, the reward model, and the sum of parts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
 
 
 class Pending(NamedTuple):
-    """Finished group whose verdicts are under way, on the one process that judges the group."""
+    """A finished group whose verdicts are under way, on the one process that judges it."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -34,18 +34,24 @@ class RewardModel(Protocol):
 
 
 class Judge:
-    """Judge of responses beside the decoding: `submit` returns at once, `groups` waits.
+    """Judging overlaps decoding: `submit` returns at once, `groups` waits.
 
-    Attributes:
-        given_up: tells whether to stop waiting; `groups` then raises.
+    Args:
+        given_up: whether this process is not to wait any longer; `groups` then raises.
     """
 
-    def __init__(self, config: Config, pool: RewardPool, model: RewardModel | None = None):
+    def __init__(
+        self,
+        config: Config,
+        pool: RewardPool,
+        model: RewardModel | None = None,
+        given_up: Callable[[], bool] = lambda: False,
+    ):
         self._config, self._pool, self._model = config, pool, model
-        self.given_up: Callable[[], bool] = lambda: False
+        self._given_up = given_up
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
-        """Submits the responses to the pool, where this process judges the prompt."""
+        """Hands the responses to the workers, where this process judges the prompt."""
         if prompt.index % processes.count() != processes.index():
             return Pending(prompt, completions, [])
         verdicts = [
@@ -55,32 +61,32 @@ class Judge:
         return Pending(prompt, completions, verdicts)
 
     def groups(self, pending: list[Pending]) -> list[Group]:
-        """Rewarded groups, in the order of `pending`, on every process. Raises `Interrupted`."""
+        """The rewarded groups, in the order given, on every process. Raises `Interrupted`."""
         scores = self._model_scores(pending)
         judged = zip(pending, self._verdicts(pending), scores, strict=True)
         return [
-            reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
-            for group, verdicts, model_scores in judged
+            reward_group(self._config, one.prompt, one.completions, verdicts, own)
+            for one, verdicts, own in judged
         ]
 
     def _verdicts(self, pending: list[Pending]) -> list[tuple[Verdict, ...]]:
         if processes.count() == 1:
-            return [self._wait(group.verdicts) for group in pending]
+            return [self._wait(one.verdicts) for one in pending]
 
-        def judge(i: int) -> list[dict] | None:
+        def of_group(i: int) -> list[dict] | None:
             try:
-                return [dataclasses.asdict(verdict) for verdict in self._wait(pending[i].verdicts)]
+                return [dataclasses.asdict(one) for one in self._wait(pending[i].verdicts)]
             except Interrupted:  # on all processes, once all have been told
                 return None
 
-        groups = processes.share_out([group.prompt.index for group in pending], judge, "verdicts")
-        if None in groups:
+        said = processes.share_out([one.prompt.index for one in pending], of_group, "verdicts")
+        if None in said:
             raise Interrupted
-        return [tuple(Verdict(**fields) for fields in group) for group in groups]
+        return [tuple(Verdict(**fields) for fields in one) for one in said]
 
     def _wait(self, verdicts: list[Future[Verdict]]) -> tuple[Verdict, ...]:
         while futures.wait(verdicts, LOOK_SECONDS).not_done:
-            if self.given_up():
+            if self._given_up():
                 raise Interrupted
         return tuple(future.result() for future in verdicts)
 

@@ -1,13 +1,96 @@
-"""What a step leaves to the next one: which groups, and how a checkpoint holds them."""
+"""Carry-over of partial groups from one step to the next, and their checkpoint format.
+
+With `rollout.carry_over` the batch is full as soon as enough groups qualify, whichever they are;
+others go on in the next step, and a step waits for those that are `carry_over_max_age` steps old.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.config.experiment import Rollout
-from dapo_jax.structs import Carried, Completion, Group, Prompt, Verdict
+from dapo_jax.config.experiment import Config, Rollout
+from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending, Sampler
+from dapo_jax.structs import Carried, Collected, Completion, Group, Prompt, Verdict
+
+
+class CarryOverCollection(Collection[Pending]):
+    """Collection of a step that begins with partial groups and leaves some to the next step.
+
+    Args:
+        step: that collects; ages are counted from it.
+        partial: groups that the step before left, asked first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        kept_fraction: float,
+        step: int,
+        partial: Sequence[Carried],
+        position: int,
+    ):
+        super().__init__(config, kept_fraction, position)
+        self._rollout, self._step, self._partial = config.rollout, step, partial
+        self._steps = {group.prompt.index: group.step for group in partial if group.tokens}
+        self._asked = [group.prompt for group in partial]
+        for group in partial:
+            if group.judged:
+                self._note(group.judged)
+        self._reused = frozenset(self._judged)
+
+    def resume(self, sampler: Sampler) -> None:
+        for group in self._partial:
+            if group.judged is None:
+                sampler.submit(group.prompt, self._rollout.samples_per_prompt, group)
+
+    def _target(self, sampler: Sampler, in_flight: int) -> int:
+        """Also as many as keep every slot busy, up to a batch ahead."""
+        kept, share = len(self._kept), self._estimate(self._fresh())
+        goes_on = kept < self._wanted or self._rollout.carry_over == "all"
+        if goes_on and sampler.room > 0 and kept + in_flight * share < 2 * self._wanted:
+            return in_flight + 1
+        return super()._target(sampler, in_flight)
+
+    def _fresh(self) -> Set[int]:
+        return self._judged.keys() - self._reused
+
+    def first_kept(self) -> list[Group]:
+        """The first kept groups in data order among those judged so far."""
+        kept = [prompt.index for prompt in self._asked if prompt.index in self._kept]
+        return [self._judged[index] for index in kept[: self._wanted]]
+
+    def full(self) -> bool:
+        """Whether the step has its groups, and none that must end in it."""
+        oldest = self._step - self._rollout.carry_over_max_age
+        late = (i for i, step in self._steps.items() if step <= oldest and i not in self._judged)
+        return super().full() and next(late, None) is None
+
+    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> Collected:
+        """The rollout batch with the groups for the next step."""
+        self.read_verdicts(judge)
+        unfinished, groups = sampler.suspend(), self.first_kept()
+        surplus = self._kept - {group.prompt.index for group in groups}
+        drawn = [group.prompt.index for group in unfinished if group.tokens]
+        following = max([self._start, *(i + 1 for i in (*self._judged, *drawn))])
+        left = [group for i, group in self._judged.items() if i in surplus]
+        partial, expired = carry_on(self._rollout, self._step, left, unfinished, self._steps)
+        return dataclasses.replace(
+            self._batch(groups, surplus, following, self._estimate(self._fresh())),
+            carried=tuple(group for group in partial if group.prompt.index < following),
+            expired=expired,
+            reused=self._reused,
+        )
+
+
+def open_collection(
+    config: Config, kept_fraction: float, step: int, partial: Sequence[Carried], position: int
+) -> Collection:
+    """The collection that `config.rollout.carry_over` asks for."""
+    if config.rollout.carry_over == "none":
+        return Collection(config, kept_fraction, position)
+    return CarryOverCollection(config, kept_fraction, step, partial, position)
 
 
 def carry_on(
@@ -17,10 +100,10 @@ def carry_on(
     unfinished: Sequence[Carried],
     steps: Mapping[int, int],
 ) -> tuple[list[Carried], int]:
-    """What the step after `step` begins with, in data order, and how many groups were too old.
+    """Partial groups for the step after `step`, in data order, and how many were too old.
 
     Args:
-        steps: which step began a group, by its place in the data, where that was an earlier one.
+        steps: the step that began a group, by place in the data, where that was an earlier one.
     """
     carried, expired = list(unfinished), 0
     for group in surplus:
@@ -33,32 +116,30 @@ def carry_on(
     return sorted(carried, key=lambda one: one.prompt.index), expired
 
 
-# --- in a checkpoint: tokens and log-probs as arrays, the rest as JSON ----------------------------
+# --- checkpoint format: tokens and log-probs as arrays, the rest as JSON --------------------------
 
-OF_ARRAYS = ("tokens", "sampler_logprobs")
-NOT_KEPT = (*OF_ARRAYS, "text")  # which its tokens say again
-
-
-def _responses(one: Carried) -> tuple[Completion, ...]:
-    return one.judged.completions if one.judged else (*one.finished, *one.begun)
+IN_ARRAYS = ("tokens", "sampler_logprobs")
+NOT_SAVED = (*IN_ARRAYS, "text")  # which the tokens say again
 
 
-def pack_carried(carried: Sequence[Carried]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
-    """All tokens and log-probs one after the other (empty where there are none), and a record."""
-    responses = [done for one in carried for done in _responses(one)]
+def _responses(group: Carried) -> tuple[Completion, ...]:
+    return group.judged.completions if group.judged else (*group.finished, *group.begun)
+
+
+def pack_carried(groups: Sequence[Carried]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Arrays of all tokens and log-probs, one response after the other, and a record of the rest.
+
+    Without a token there are no arrays.
+    """
+    responses = [response for group in groups for response in _responses(group)]
     arrays = {}
     if any(map(len, responses)):
-        arrays = {name: np.concatenate([getattr(r, name) for r in responses]) for name in OF_ARRAYS}
-    return arrays, [_record(one) for one in carried]
+        arrays = {name: np.concatenate([getattr(r, name) for r in responses]) for name in IN_ARRAYS}
+    return arrays, [_record(group) for group in groups]
 
 
-def _record(one: Carried) -> dict[str, Any]:
-    def told(done: Completion) -> dict[str, Any]:
-        fields = dataclasses.fields(Completion)
-        kept = {f.name: getattr(done, f.name) for f in fields if f.name not in NOT_KEPT}
-        return kept | {"length": len(done)}
-
-    judged, group = None, one.judged
+def _record(partial: Carried) -> dict[str, Any]:
+    judged, group = None, partial.judged
     if group is not None:
         judged = {
             "verdicts": [dataclasses.asdict(verdict) for verdict in group.verdicts],
@@ -68,58 +149,67 @@ def _record(one: Carried) -> dict[str, Any]:
             "correct": group.correct.tolist(),
         }
     return {
-        "index": one.prompt.index,
-        "step": one.step,
-        "finished": len(one.finished),
-        "responses": [told(done) for done in _responses(one)],
+        "index": partial.prompt.index,
+        "step": partial.step,
+        "finished": len(partial.finished),
+        "responses": [_response_record(response) for response in _responses(partial)],
         "judged": judged,
     }
 
 
-def packed_tokens(record: list[dict[str, Any]]) -> int:
-    """The length of the arrays that go with a record."""
-    return sum(told["length"] for one in record for told in one["responses"])
+def _response_record(response: Completion) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(Completion) if field.name not in NOT_SAVED]
+    return {name: getattr(response, name) for name in names} | {"length": len(response)}
+
+
+def packed_tokens(records: list[dict[str, Any]]) -> int:
+    """Length of the arrays that belong to a record."""
+    return sum(response["length"] for group in records for response in group["responses"])
 
 
 def unpack_carried(
     arrays: dict[str, np.ndarray],
-    record: list[dict[str, Any]],
+    records: list[dict[str, Any]],
     read_prompt: Callable[[int], Prompt],
     decode: Callable[[list[int]], str],
 ) -> tuple[Carried, ...]:
-    """What was packed.
+    """Partial groups from their arrays and record: the inverse of `pack_carried`.
 
     Args:
         read_prompt: the prompt at a place in the data.
-        decode: a response's tokens to text.
+        decode: text of a response's tokens.
     """
-    start, found = 0, []
-    for one in record:
-        responses = []
-        for told in one["responses"]:
-            fields, end = dict(told), start + told["length"]
+    start, groups = 0, []
+    for record in records:
+        responses, judged, ended = [], record["judged"], record["finished"]
+        for saved in record["responses"]:
+            fields, end = dict(saved), start + saved["length"]
             del fields["length"]
             fields["earlier"] = tuple(map(tuple, fields["earlier"]))
-            fields |= {name: arrays[name][start:end] for name in OF_ARRAYS}
-            done = len(responses) < one["finished"] or one["judged"]
-            fields["text"] = decode(fields["tokens"].tolist()) if done else ""
+            fields |= {name: arrays[name][start:end] for name in IN_ARRAYS}
+            whole = judged or len(responses) < ended
+            fields["text"] = decode(fields["tokens"].tolist()) if whole else ""
             responses.append(Completion(**fields))
             start = end
-        prompt = read_prompt(one["index"])
-        group = _group(prompt, tuple(responses), one["judged"]) if one["judged"] else None
-        parts = [] if group else responses
-        finished, begun = tuple(parts[: one["finished"]]), tuple(parts[one["finished"] :])
-        found.append(Carried(prompt, one["step"], finished, begun, group))
-    return tuple(found)
+        prompt = read_prompt(record["index"])
+        if judged:
+            group = _judged_group(prompt, tuple(responses), judged)
+            groups.append(Carried(prompt, record["step"], judged=group))
+        else:
+            parts = tuple(responses[:ended]), tuple(responses[ended:])
+            groups.append(Carried(prompt, record["step"], *parts))
+    return tuple(groups)
 
 
-def _group(prompt: Prompt, completions: tuple[Completion, ...], told: dict[str, Any]) -> Group:
-    numbers = {name: np.array(told[name], np.float64) for name in ("rewards", "raw_rewards")}
+def _judged_group(
+    prompt: Prompt, completions: tuple[Completion, ...], record: dict[str, Any]
+) -> Group:
+    numbers = {name: np.array(record[name], np.float64) for name in ("rewards", "raw_rewards")}
     return Group(
         prompt,
         completions,
-        verdicts=tuple(Verdict(**fields) for fields in told["verdicts"]),
-        reward_parts={k: np.array(v, np.float64) for k, v in told["reward_parts"].items()},
-        correct=np.array(told["correct"], bool),
+        verdicts=tuple(Verdict(**fields) for fields in record["verdicts"]),
+        reward_parts={k: np.array(v, np.float64) for k, v in record["reward_parts"].items()},
+        correct=np.array(record["correct"], bool),
         **numbers,
     )

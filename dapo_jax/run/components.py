@@ -2,13 +2,11 @@
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from dapo_jax.config.compute import Packing
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
@@ -16,10 +14,9 @@ from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
 from dapo_jax.learner.critic import scalar_config
-from dapo_jax.learner.packing import Segment, choose_rows
+from dapo_jax.learner.learners import Learners
+from dapo_jax.learner.minibatches import TokenWeights
 from dapo_jax.learner.reward_model import RewardModel
-from dapo_jax.learner.skipped_batches import SkippedBatches
-from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import (
@@ -29,18 +26,17 @@ from dapo_jax.model.trainable import (
     join,
     without_adapters,
 )
-from dapo_jax.model.training_attention import SHORT_ROW_TOKENS
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MOST_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
+from dapo_jax.rollout.source import open_source
 from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
-from dapo_jax.runtime.sharding import shards
+from dapo_jax.train import Trainer
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (
@@ -89,53 +85,39 @@ def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
         )
 
 
-@dataclasses.dataclass
-class Parts:
-    """What a rollout step works with; None for what the algorithm has not."""
+@dataclasses.dataclass(frozen=True)
+class Components:
+    """The objects of a run that its config and model folder make: training and evaluation share."""
 
     config: Config
     tokenizer: Tokenizer
     prompts: PromptStream
     sampler: Scheduler
     judge: Judge
-    learner: Learner
+    learners: Learners
     progress: Progress
-    critic: Learner | None
     frozen: Any  # the policy's parameters that are never trained, in their forward dtype
-    reference: Any  # all parameters in their forward dtype
-    token_weights: Callable | None  # the user's hook
+    token_weights: TokenWeights | None  # the user's function
     decoder: DecoderConfig
-    skipped: SkippedBatches = dataclasses.field(default_factory=SkippedBatches)
-    finished: RolloutJournal = dataclasses.field(default_factory=RolloutJournal)
 
-    def rows(self, updates: Sequence[Sequence[Segment]]) -> Packing:
-        """The rows that these minibatches are packed into."""
-        config, shape = self.config, self.decoder
-        if config.packing.row_tokens > 0:
-            return config.packing
-        width = shape.heads * shape.head_dim
-        matrices = 2 * shape.embed * (width + shape.kv_heads * shape.head_dim)
-        return choose_rows(
-            updates,
-            config.rows(),
-            shards(self.learner.mesh, "batch"),
-            longest=SHORT_ROW_TOKENS if shape.attention == "plain" else sys.maxsize,
-            attention_tokens=(matrices + 3 * shape.embed * shape.mlp) / width,
-        )
+    def trainer(self, **options: Any) -> Trainer:
+        """The trainer of a run; `options` as of `rollout.source.OnPolicy`."""
+        rooms = self.prompts, self.sampler, self.judge, self.learners.policy.copy
+        source = open_source(self.config, *rooms, **options)
+        return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
     def first_params(self) -> Any:
         """The parameters to train as they are before it, on the mesh."""
-        config = self.config
-        return load_trained(config.model.folder, self.decoder, self.learner.mesh, config.seed)
+        folder, mesh = self.config.model.folder, self.learners.policy.mesh
+        return load_trained(folder, self.decoder, mesh, self.config.seed)
 
     def critic_params(self) -> Any:
         """The critic's parameters before training: a policy's folder, or a reward model's."""
         folder, field = self.config.critic.folder, "critic.folder"
         if not folder:
             folder, field = self.config.model.folder, "model.folder"
-        return load_huggingface.load_params(
-            folder, scalar_config(self.decoder), self.learner.mesh, field=field, fresh_score=True
-        )
+        shape, mesh = scalar_config(self.decoder), self.learners.policy.mesh
+        return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
         """Ends the reward workers."""
@@ -227,18 +209,23 @@ def check_same_model(
         require(same, field, folder, f"a folder with the tokenizer of {policy}")
 
 
-def build(config: Config, *, training: bool = True) -> Parts:
+def build(
+    config: Config, *, training: bool = True, given_up: Callable[[], bool] = lambda: False
+) -> Components:
     """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
 
     Args:
         training: without it there are no training prompts and no reference policy.
+        given_up: whether nobody waits for verdicts any longer.
     """
     progress = Progress(config.log.console)
     with progress.working(f"loading {config.model.folder}"):
-        return _build(config, progress, training)
+        return _build(config, progress, training, given_up)
 
 
-def _build(config: Config, progress: Progress, training: bool) -> Parts:
+def _build(
+    config: Config, progress: Progress, training: bool, given_up: Callable[[], bool]
+) -> Components:
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
@@ -259,18 +246,17 @@ def _build(config: Config, progress: Progress, training: bool) -> Parts:
     if config.critic.folder:
         check_same_model("critic.folder", config.critic.folder, config.model.folder, scalar_config)
     learner, critic = open_learners(config, decoder, mesh, frozen)
+    reference = load_reference(config, decoder, mesh, frozen) if training else None
     reward_model = load_reward_model(config, mesh)
-    return Parts(
+    return Components(
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
         sampler=Scheduler(engine, tokenizer, config.seed),
-        judge=Judge(config, RewardPool(config.reward), reward_model),
-        learner=learner,
+        judge=Judge(config, RewardPool(config.reward), reward_model, given_up),
+        learners=Learners(learner, critic, reference),
         progress=progress,
-        critic=critic,
         frozen=frozen,
-        reference=load_reference(config, decoder, mesh, frozen) if training else None,
         token_weights=token_weights,
         decoder=decoder,
     )

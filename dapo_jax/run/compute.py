@@ -145,6 +145,13 @@ def open_learners(
     if algorithm.critic:
         critic = critic_learner(algorithm, config.critic.optimizer, scalar_config(decoder), mesh)
     policy = policy_learner(
-        algorithm, compute, config.optimizer, decoder, mesh, temperature, frozen
+        algorithm,
+        compute,
+        config.optimizer,
+        decoder,
+        mesh,
+        temperature,
+        frozen,
+        keep_logprobs=config.log.token_ratios,
     )
     return policy, critic

@@ -1,86 +1,119 @@
-"""The state of a run from its beginning or its newest checkpoint, and into the next one."""
+"""State of a run: from its beginning or a checkpoint, and into the next checkpoint."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
+from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
-from dapo_jax.rollout.carry_over import OF_ARRAYS, pack_carried, packed_tokens, unpack_carried
+from dapo_jax.rollout.carry_over import IN_ARRAYS, pack_carried, packed_tokens, unpack_carried
+from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.components import Parts
+from dapo_jax.run.components import Components
 from dapo_jax.run.memory import megabytes_per_device
 from dapo_jax.structs import Carried, Prompt
-from dapo_jax.train import RunState
+from dapo_jax.train import TrainerState
 
-FIRST_KEPT_FRACTION = 0.5  # before anything was seen
-DTYPES = dict(zip(OF_ARRAYS, (np.int32, np.float32), strict=True))
-
-
-def first_state(parts: Parts) -> RunState:
-    """Nothing is learned yet."""
-    train = parts.learner.start(parts.first_params())
-    critic = parts.critic.start(parts.critic_params()) if parts.critic else None
-    return RunState(0, train, 0, FIRST_KEPT_FRACTION, critic)
+DTYPES = dict(zip(IN_ARRAYS, (np.int32, np.float32), strict=True))
 
 
-def saved_state(parts: Parts, checkpoints: Checkpoints, record: dict[str, Any]) -> RunState:
-    """That of the newest checkpoint, whose record is `record` without its settings."""
-    critic = behaviour = None
-    train = checkpoints.state(parts.learner.abstract_state)
-    if parts.critic:
-        critic = checkpoints.state(parts.critic.abstract_state, "critic")
-    if parts.config.rollout.lag and record["step"]:
-        behaviour = checkpoints.state(parts.learner.abstract_state.params, "behaviour")
-    carried = _saved_carried(parts, checkpoints, record.pop("carried", []))
-    return RunState(train=train, critic=critic, behaviour=behaviour, carried=carried, **record)
+@dataclasses.dataclass
+class RunProgress:
+    """What a run remembers beside the state of its trainer.
+
+    Attributes:
+        heldout_before: held-out accuracy before the first step.
+        seconds: that the run has taken, in all its processes.
+        unwritten: metrics of the newest step, while its evaluation is still to come.
+        skipped: steps in a row without an update, by learner (`count_skipped`).
+    """
+
+    heldout_before: float | None = None
+    seconds: float = 0.0
+    unwritten: dict[str, float] | None = None
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def _saved_carried(
-    parts: Parts, checkpoints: Checkpoints, record: list[dict[str, Any]]
+def first_state(components: Components) -> TrainerState:
+    """The state before the first step."""
+    learners, critic = components.learners, None
+    if learners.critic:
+        critic = learners.critic.start(components.critic_params())
+    policy = learners.policy.start(components.first_params())
+    return TrainerState(0, LearnerStates(policy, critic), SourceState())
+
+
+def restore(
+    components: Components, checkpoints: Checkpoints, record: dict[str, Any]
+) -> tuple[TrainerState, RunProgress]:
+    """The state of the newest checkpoint, whose record holds the fields that are no arrays."""
+    learners, critic, behaviour = components.learners, None, None
+    policy = checkpoints.state(learners.policy.abstract_state)
+    if learners.critic:
+        critic = checkpoints.state(learners.critic.abstract_state, "critic")
+    if components.config.rollout.lag and record["step"]:
+        behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
+    partial = _restore_partial(components, checkpoints, record.pop("carried", []))
+    step, position, kept = (record.pop(name) for name in ("step", "position", "kept_fraction"))
+    source = SourceState(position, kept, partial, behaviour)
+    return TrainerState(step, LearnerStates(policy, critic), source), RunProgress(**record)
+
+
+def _restore_partial(
+    components: Components, checkpoints: Checkpoints, records: list[dict[str, Any]]
 ) -> tuple[Carried, ...]:
-    size = packed_tokens(record)
+    size = packed_tokens(records)
     arrays: Any = {name: np.zeros(size, dtype) for name, dtype in DTYPES.items()}
     if size:  # these only say what to read
         arrays = checkpoints.state(arrays, "carried")
 
     def read_prompt(index: int) -> Prompt:
-        parts.prompts.position = index
-        return next(parts.prompts)
+        components.prompts.position = index
+        return next(components.prompts)
 
-    return unpack_carried(arrays, record, read_prompt, parts.tokenizer.decode)
+    return unpack_carried(arrays, records, read_prompt, components.tokenizer.decode)
 
 
-def save_state(checkpoints: Checkpoints, state: RunState, marks: dict[str, Any]) -> None:
-    """A checkpoint of it, written in the background; `marks` stand beside it in the record."""
-    arrays, carried = pack_carried(state.carried)
-    record = state.record() | marks
-    if carried:
-        record["carried"] = carried
-    states: dict[str, Any] = {"state": state.train, "critic": state.critic}
-    states |= {"behaviour": state.behaviour, "carried": arrays}
+def save(
+    checkpoints: Checkpoints, state: TrainerState, progress: RunProgress, marks: dict[str, Any]
+) -> None:
+    """Starts a checkpoint, written in the background; `marks` are added to its record."""
+    source, arrays, partial = state.source, *pack_carried(state.source.partial)
+    record = {
+        **dataclasses.asdict(progress),
+        "step": state.step,
+        "position": source.position,
+        "kept_fraction": source.kept_fraction,
+        **marks,
+    }
+    if partial:
+        record["carried"] = partial
+    states: dict[str, Any] = {"state": state.learners.policy, "critic": state.learners.critic}
+    states |= {"behaviour": source.behaviour, "carried": arrays}
     checkpoints.save(state.step, states, record)
 
 
-def announce_policy(parts: Parts, state: RunState) -> None:
-    """How many parameters there are, and what they and what belongs to them take."""
-    parts.sampler.hold()
-    trees = state.train.params, parts.frozen
+def announce_policy(components: Components, state: TrainerState) -> None:
+    """Console lines with the number of parameters and their memory."""
+    components.sampler.hold()
+    trees = state.learners.policy.params, components.frozen
     trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
-    sizes = [f"{name} {size:g}" for name, size in resident_megabytes(parts, state).items()]
-    parts.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
-    parts.progress.say(fit(["MB per device:", *sizes]))
+    sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
+    components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
+    components.progress.say(fit(["MB per device:", *sizes]))
 
 
-def resident_megabytes(parts: Parts, state: RunState) -> dict[str, float]:
-    """What stays in memory between steps, by name."""
-    policy, critic = state.train, state.critic
+def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
+    """Megabytes per device that stay in memory between steps, by name."""
+    policy, critic = state.learners.policy, state.learners.critic
     return megabytes_per_device(
         policy=policy.params,
         policy_optimizer=policy.opt_state,
-        policy_frozen=parts.frozen,
-        sampler_frozen=parts.sampler.held,
+        policy_frozen=components.frozen,
+        sampler_frozen=components.sampler.held,
         critic=critic and critic.params,
         critic_optimizer=critic and critic.opt_state,
-        reference=parts.reference,
+        reference=components.learners.reference,
     )

@@ -1,4 +1,4 @@
-"""Comparison of two answers: by shape first, then value by value.
+"""Whether two answers mean the same: by shape first, then value by value.
 
 Everything that strings and exact numerals can decide is decided here, in time linear in short
 texts. What needs algebra is asked of `Algebra`, which lives in a process that can be killed.
@@ -51,7 +51,7 @@ _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 
 
 class Algebra(Protocol):
-    """Decisions that strings can't make; arguments are normalised texts."""
+    """What strings can't decide; arguments are normalised texts."""
 
     def same_value(self, prediction: str, answer: str) -> bool: ...
 
@@ -61,13 +61,13 @@ class Algebra(Protocol):
 
 
 def compact(text: str) -> str:
-    """Text without blanks, save between digits, and without braces around single characters."""
+    """The text without blanks, save between digits, and without braces around single characters."""
     text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text) if "{" in text else text
 
 
 def words_of(text: str) -> str:
-    """Words of a text, without commands and braces."""
+    """The text as words: no commands and no braces."""
     text = _TEXT.sub(r" \1 ", text)
     return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
 
@@ -87,7 +87,7 @@ def _is_written(word: str) -> bool:
 
 
 def has_words(text: str) -> bool:
-    """Test for text in words rather than symbols."""
+    """Whether it speaks in words rather than symbols."""
     if any(re.search(r"[A-Za-z]{2}", inner) for inner in _TEXT.findall(text)):
         return True
     bare = _TEXT.sub(" ", text)
@@ -212,7 +212,7 @@ def _as_read(text: str, number: Fraction | None) -> str:
 
 
 def _same_ratio(mine: str, gold: str) -> bool | None:
-    """Equality of a ratio, 5:8, with a ratio or a fraction; None for anything else."""
+    """Whether a ratio 5:8 and a fraction are the same; None where it is not these two."""
     ours, theirs = _RATIO.fullmatch(mine), _RATIO.fullmatch(gold)
     if ours and theirs and int(ours[2]) and int(theirs[2]):
         return Fraction(int(ours[1]), int(ours[2])) == Fraction(int(theirs[1]), int(theirs[2]))
@@ -292,7 +292,7 @@ def _assigned(node: Node) -> tuple[str, Node] | None:
 
 
 def _without_approximation(node: Node) -> Node:
-    """Exact part of `a = b ~ c`; of `x ~ c` it is c."""
+    """What is exact of `a = b ~ c`; `x ~ c` says c."""
     if node.kind != "relation" or "~" not in node.marks:
         return node
     cut = node.marks.index("~") + 1
@@ -303,14 +303,9 @@ def _without_approximation(node: Node) -> Node:
 
 
 def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
-    """Equivalence of two extracted answers.
+    """Whether two extracted answers mean the same. The prediction is hostile, the answer trusted.
 
-    Args:
-        prediction: hostile text.
-        answer: trusted text.
-
-    Raises:
-        Exception: whatever `algebra` raises.
+    Raises whatever `algebra` does.
     """
     if prediction == answer:
         return True
@@ -328,10 +323,10 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _read_gold(answer: str) -> Node:
-    """Shape of a gold answer, kept since many responses are compared with it."""
+    """The shape of a gold answer, to which there are many responses."""
     return read(normalise(answer))
 
 
 def gold_answer(answer: str) -> str:
-    """Answer inside a gold text: behind its box or marker, or the text itself."""
+    """The answer inside a gold text: that of its box or marker, or the text itself."""
     return extract(answer).text or answer

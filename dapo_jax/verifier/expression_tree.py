@@ -1,4 +1,4 @@
-"""Expression trees that can't become large, and the budget of work on them.
+"""Expressions as trees that can't become large, whatever the text asks for.
 
 Constructors fold rational numbers exactly and refuse what would be large; nothing else is computed.
 """
@@ -35,11 +35,8 @@ class Budget:
 
 
 class Tree(NamedTuple):
-    """Expression.
-
-    kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
-    'product', 'quotient', 'power', or the name of a function.
-    """
+    """kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
+    'product', 'quotient', 'power', or the name of a function."""
 
     kind: str
     parts: tuple["Tree", ...] = ()
@@ -47,19 +44,19 @@ class Tree(NamedTuple):
 
     @property
     def rational(self) -> fmpq:
-        """Value of a number."""
+        """A number's value."""
         assert isinstance(self.value, fmpq), self.kind
         return self.value
 
     @property
     def name(self) -> str:
-        """Name of a symbol."""
+        """A symbol's name."""
         assert isinstance(self.value, str), self.kind
         return self.value
 
     @property
     def whole(self) -> int | None:
-        """Integer value; None for anything but an integer."""
+        """The integer that it is; None for anything else."""
         is_whole = self.kind == "number" and self.rational.q == 1
         return int(self.rational.p) if is_whole else None
 
@@ -68,7 +65,7 @@ PI, EULER, IMAGINARY, INFINITY = map(Tree, ("pi", "e", "i", "infinity"))
 
 
 def number(value: fmpq | fmpz | int) -> Tree:
-    """Rational number. Raises `Refused` for a huge one."""
+    """A rational number. Raises `Refused` for a huge one."""
     value = fmpq(value)
     if max(value.p.bit_length(), value.q.bit_length()) > LARGEST_BITS:
         raise Refused("a large number")
@@ -76,7 +73,7 @@ def number(value: fmpq | fmpz | int) -> Tree:
 
 
 def symbol(name: str) -> Tree:
-    """Variable."""
+    """A variable."""
     return Tree("symbol", value=name)
 
 
@@ -86,7 +83,7 @@ def _finite(*trees: Tree) -> None:
 
 
 def add(terms: list[Tree]) -> Tree:
-    """Sum of terms; numbers among them become one."""
+    """Their sum; numbers among them become one."""
     if len(terms) == 1:
         return terms[0]
     _finite(*terms)
@@ -98,7 +95,7 @@ def add(terms: list[Tree]) -> Tree:
 
 
 def multiply(a: Tree, b: Tree) -> Tree:
-    """Product a * b."""
+    """a * b."""
     if a.kind == b.kind == "number":
         return number(a.rational * b.rational)
     if b.kind == "infinity" and a.whole == -1:
@@ -108,12 +105,12 @@ def multiply(a: Tree, b: Tree) -> Tree:
 
 
 def negate(tree: Tree) -> Tree:
-    """Negative of a tree."""
+    """-tree."""
     return multiply(number(-1), tree)
 
 
 def divide(above: Tree, below: Tree) -> Tree:
-    """Quotient above / below. Raises `Refused` where that is plainly undefined."""
+    """above / below. Raises `Refused` where that is plainly undefined."""
     _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
@@ -123,7 +120,7 @@ def divide(above: Tree, below: Tree) -> Tree:
 
 
 def power(base: Tree, exponent: Tree) -> Tree:
-    """Power base ** exponent. Raises `Refused` where that would be large."""
+    """base ** exponent. Raises `Refused` where that would be large."""
     _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
@@ -150,19 +147,19 @@ def power(base: Tree, exponent: Tree) -> Tree:
 
 
 def call(name: str, argument: Tree) -> Tree:
-    """Value of a function."""
+    """A function's value."""
     _finite(argument)
     return Tree(name, (argument,))
 
 
 def odd_root(inside: Tree, order: int) -> Tree:
-    """Real root where `inside` is real, whatever its sign; else the principal root."""
+    """The real root where `inside` is real, whatever its sign; else the principal one."""
     _finite(inside)
     return Tree("odd_root", (inside, number(order)))
 
 
 def factorial(argument: Tree) -> Tree:
-    """Factorial. Raises `Refused` for large or non-integer numbers."""
+    """argument! Raises `Refused` for large or non-integer numbers."""
     if argument.kind == "number":
         if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
             raise Refused("a large factorial")
@@ -171,7 +168,7 @@ def factorial(argument: Tree) -> Tree:
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
-    """Binomial coefficient. Raises `Refused` for large or non-integer numbers."""
+    """above over below. Raises `Refused` for large or non-integer numbers."""
     for part in (above, below):
         if part.kind == "number" and (
             part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
@@ -184,12 +181,12 @@ def binomial(above: Tree, below: Tree) -> Tree:
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
-    """Tree and all its descendants."""
+    """The tree and all that it is made of."""
     yield tree
     for part in tree.parts:
         yield from nodes(part)
 
 
 def symbols(tree: Tree) -> set[str]:
-    """Names of the variables of a tree."""
+    """The names of its variables."""
     return {node.name for node in nodes(tree) if node.kind == "symbol"}

@@ -1,4 +1,4 @@
-"""Verifier of DAPO's released code: a label near the end, a fixed spelling, equal strings.
+"""The verifier of DAPO's released code: a label near the end, a fixed spelling, equal strings.
 
 The substitutions are those of Minerva's evaluation (arXiv 2206.14858, appendix D.1).
 """
@@ -40,13 +40,13 @@ _INNER = (
 
 
 def labelled_answer(response: str) -> str | None:
-    """Text behind the last 'Answer:' of the last 300 characters; None without one."""
+    """What follows the last 'Answer:' of the last 300 characters."""
     found = _LABEL.findall(response[-CHARACTERS_READ:])
     return found[-1] if found else None
 
 
 def spelling(answer: str) -> str:
-    """Normalised spelling of an answer, which decides."""
+    """The spelling that decides."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

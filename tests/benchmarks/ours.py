@@ -47,14 +47,18 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
+from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule, draw
-from dapo_jax.run.components import Parts, build
+from dapo_jax.rollout.source import SourceState
+from dapo_jax.run import step_record
+from dapo_jax.run.components import Components, build
+from dapo_jax.runtime.clock import Clock
 from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
-from dapo_jax.train import RunState, train_step
+from dapo_jax.train import TrainerState, train_step
 
 VOCAB, GROUP, PROMPT_TOKENS, SLOTS = 512, 8, 32, 64
 END, OTHER = VOCAB - 1, 2
@@ -195,7 +199,7 @@ def measure(name: str, run, repeats: int, flops_per_token: float, workload: str)
     print(json.dumps(line), flush=True)
 
 
-def rollout(parts: Parts, params, step: int, workload: Workload) -> int:
+def rollout(parts: Components, params, step: int, workload: Workload) -> int:
     """All responses of a step; returns their tokens."""
     sampler, prompts = parts.sampler, RandomPrompts()
     sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
@@ -240,23 +244,28 @@ def measured(name: str, rows: int = 0) -> Iterator[dict[str, Callable[[], float]
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder))
         parts = build(make_config(pathlib.Path(folder), workload))
-        parts.prompts = RandomPrompts()
+        parts = dataclasses.replace(parts, prompts=RandomPrompts())
         params = parts.first_params()
     steps = iter(range(10**9))
-    state = parts.learner.start(jax.tree.map(lambda leaf: leaf.copy(), params))
-    run = RunState(0, state, 0, 1.0)
+    learner, trainer = parts.learners.policy, parts.trainer()
+    policy = learner.start(jax.tree.map(lambda leaf: leaf.copy(), params))
+    run = TrainerState(0, LearnerStates(policy), SourceState(kept_fraction=1.0))
     batch, used, tokens = make_batch(workload)
 
     def update() -> float:
-        train, metrics = parts.learner.update(run.train, batch, used, 1e-5)
-        run.train = train
-        jax.block_until_ready((train, metrics))
+        nonlocal run
+        policy, metrics = learner.update(run.learners.policy, batch, used, 1e-5)
+        run = dataclasses.replace(run, learners=LearnerStates(policy))
+        jax.block_until_ready((policy, metrics))
         return tokens
 
     def step() -> float:
         nonlocal run
-        run, values, _ = train_step(parts, run, lambda: False)
-        jax.block_until_ready(run.train)
+        clock = Clock()
+        with clock.running():
+            run, record = train_step(trainer, run)
+        values = step_record.measure(parts.config, record, clock)
+        jax.block_until_ready(run.learners.policy)
         assert values["trained_groups"] == workload.prompts
         return workload.prompts * workload.group * values["response_tokens_mean"]
 

@@ -16,7 +16,7 @@ import pathlib
 import runpy
 import statistics
 
-from calibrate import FIRST_STEPS, calibrate, replay, step_figures
+from calibrate import FIRST_STEPS, calibrate, replay
 
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation, Step
@@ -24,7 +24,7 @@ from dapo_jax.commands.plan.workload import RecordedWorkload
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Model
 from dapo_jax.model import load_huggingface
 from dapo_jax.run.compute import numerics, open_mesh
-from dapo_jax.run.run import Run
+from dapo_jax.run.run import open_run
 from dapo_jax.runtime.signals import Signals
 
 ARITHMETIC = pathlib.Path(__file__).parents[2] / "configs/arithmetic.py"
@@ -56,7 +56,7 @@ def run_in_turn(configs: list[Config]) -> None:
     """Every run's first step, then every run's second, and so on; each begins a round in turn."""
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        runs = [Run(config, signals, stack) for config in configs]
+        runs = [open_run(config, signals, stack) for config in configs]
         for run in runs:
             run.begin()
         for step in range(configs[0].total_steps):
@@ -83,7 +83,7 @@ def measured(config: Config) -> list[dict[str, float]]:
 
 def record(step: Step) -> dict[str, float]:
     """The same of a simulated one."""
-    found = step_figures(step)
+    found = step.record()
     decoding = (found[f"seconds_{name}"] for name in ("prefill_token", "decode_step", "slot_step"))
     whole = found["seconds_rollout"] + found["seconds_learning"]
     return found | {"seconds_step": whole, "seconds_decode": sum(decoding)}
@@ -121,9 +121,7 @@ def main() -> None:
     folder = pathlib.Path(seen.run_dir)
     costs = calibrate(seen, *model, folder)
     told = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
-    again = [
-        step_figures(step)["decode_steps"] for step in replay(seen, *model, folder, options.steps)
-    ]
+    again = [step.record()["decode_steps"] for step in replay(seen, *model, folder, options.steps)]
     told["replayed_decode_steps"] = again[FIRST_STEPS:]
     told["decode_steps"] = [row["decode_steps"] for row in measured(seen)]
     print("| slots | G | | measured | predicted | off |\n|---|---|---|---|---|---|")

@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibrate import calibrate, fit, replay, step_figures
+from calibrate import calibrate, fit, replay
 from rule_of_thumb import Speed, overlapped_seconds, rule_of_thumb
 from small_runs import make_quick_config, open_run
 
@@ -224,9 +224,9 @@ class Known:
 
 def draw_all(run, prompts: int) -> Known:
     """Every response to the first prompts, as the first step would draw it."""
-    parts = run.parts
+    parts = run.components
     rule, keyed = SamplingRule(), {"purpose": SAMPLE_FOR_TRAINING, "step": 0}
-    parts.sampler.begin(run.state.train.params, rule=rule, **keyed)
+    parts.sampler.begin(run.state.learners.policy.params, rule=rule, **keyed)
     parts.prompts.position = 0
     asked = [next(parts.prompts) for _ in range(prompts)]
     for prompt in asked:
@@ -254,12 +254,12 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
         log=Log(show_group_every_steps=0, tensorboard=False),
     )
     with open_run(config) as run:
-        model = run.parts.decoder, run.parts.learner.mesh
+        model = run.components.decoder, run.components.learners.policy.mesh
         workload = draw_all(run, config.rollout.prompts_per_step * config.rollout.max_sample_rounds)
         run.step()
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     step = Simulation(config, *model, workload, Costs()).step()
-    found = step_figures(step)
+    found = step.record()
     assert [found[name] for name in SAME] == [row[name] for name in SAME]
     assert step.sampled.occupancy == row["slot_occupancy"]
     assert (step.kept, step.surplus) == (row["trained_groups"], row["surplus_groups"])

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY, make_completion, make_prompt
-from small_runs import equal, learn, make_quick_config, open_run, read_rows
+from small_runs import equal, learn, make_quick_config, open_run, read_rows, start
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Config, Critic, Mesh, Model, Optimizer
 from dapo_jax.learner.advantages import gather_feedback
 from dapo_jax.learner.critic import critic_learner, scalar_config
+from dapo_jax.learner.learners import learning_rates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.rewards.group_rewards import reward_group
@@ -22,7 +23,6 @@ from dapo_jax.run.run import train
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.structs import Group, Verdict
-from dapo_jax.train import RunState, learning_rates
 
 STEPS, ALONE = 3, 1
 VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "explained_variance")
@@ -30,7 +30,9 @@ VALUE_METRICS = ("value_loss", "value_gradient_norm", "value_clip_fraction", "ex
 
 def host(run) -> dict:
     """What a step changes, on the host."""
-    return jax.device_get({"policy": run.state.train, "critic": run.state.critic})
+    return jax.device_get(
+        {"policy": run.state.learners.policy, "critic": run.state.learners.critic}
+    )
 
 
 def make_ppo(base, run_dir) -> Config:
@@ -208,8 +210,7 @@ def make_groups(config: Config) -> list[Group]:
 def test_the_critic_learns_to_explain_what_it_can_know(tiny_folder, alone, tmp_path):
     config = make_ppo(tiny_folder, tmp_path)
     parts = build(config)
-    critic = parts.critic.start(parts.critic_params())
-    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0, critic)
+    run = start(parts, critic=True)
     seen = []
     for _ in range(15):  # always step 0, where the critic learns alone
         run, values = learn(parts, run, make_groups(config))

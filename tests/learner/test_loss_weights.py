@@ -12,10 +12,11 @@ from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
+from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, make_batch, pack
+from dapo_jax.learner.score_pass import gather
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion, ScoredBatch
-from dapo_jax.train import gather
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
@@ -219,7 +220,9 @@ def gathered(algorithm, earned, weights=None):
     )
     groups = [types.SimpleNamespace(rewards=np.array(earned), correct=np.array(CORRECT))]
     scored = ScoredBatch(rollouts, old, reference, values)
-    return gather(config, scored, groups, segments), np.float64(old) - reference
+    return gather(config, Minibatches([segments], rollouts, [1]), scored, groups), np.float64(
+        old
+    ) - reference
 
 
 EARNED = [1.0, -1.0, -1.0, 0.5, 2.0, -0.25, 0.0]

@@ -6,11 +6,11 @@ import importlib
 import jax
 import numpy as np
 import pytest
-from small_runs import equal, learn, make_groups, make_quick_config, open_run, read_rows
+from small_runs import equal, learn, make_groups, make_quick_config, open_run, read_rows, start
 
 from dapo_jax import algorithms
+from dapo_jax.learner import minibatches
 from dapo_jax.run.components import build
-from dapo_jax.train import RunState
 
 train_module = importlib.import_module("dapo_jax.train")
 
@@ -26,9 +26,9 @@ RL_PRESETS = [
 def test_two_steps_of_a_preset_are_finite_and_move_what_it_trains(preset, base, alone, tmp_path):
     config = make_quick_config(base, tmp_path, preset)
     with open_run(config) as run:
-        models = {"policy": lambda: run.state.train.params}
+        models = {"policy": lambda: run.state.learners.policy.params}
         if config.algorithm.critic:
-            models["critic"] = lambda: run.state.critic.params
+            models["critic"] = lambda: run.state.learners.critic.params
         before = jax.device_get({name: params() for name, params in models.items()})
         for _ in range(2):
             run.step()
@@ -51,7 +51,7 @@ def test_two_steps_of_a_preset_are_finite_and_move_what_it_trains(preset, base, 
 def test_dpo_comes_to_prefer_the_right_responses_of_its_pairs(tiny_folder, alone, tmp_path):
     config = make_quick_config(tiny_folder, tmp_path, "dpo")
     parts = build(config)
-    run, seen = RunState(1, parts.learner.start(parts.first_params()), 0, 1.0), []
+    run, seen = start(parts, 1), []
     for _ in range(4):
         run, values = learn(parts, run, make_groups(config))
         seen.append((values["preference_loss"], values["preference_accuracy"]))
@@ -75,7 +75,7 @@ def test_advantages_are_estimated_once_over_the_whole_rollout_batch(
         raise StopIteration
 
     monkeypatch.setattr(train_module, "estimate", record)
-    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
+    run = start(parts)
     groups = make_groups(config)
     with pytest.raises(StopIteration):
         learn(parts, run, groups)
@@ -87,14 +87,14 @@ def test_a_starved_steps_last_minibatch_weighs_its_groups_as_planned(
     tiny_folder, alone, tmp_path, monkeypatch
 ):
     config = make_quick_config(tiny_folder, tmp_path)  # two minibatches of two groups
-    parts, seen, make_batch = build(config), [], train_module.make_batch
+    parts, seen, make_batch = build(config), [], minibatches.make_batch
 
     def record(*args):
         seen.append(make_batch(*args))
         return seen[-1]
 
-    monkeypatch.setattr(train_module, "make_batch", record)
-    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
+    monkeypatch.setattr(minibatches, "make_batch", record)
+    run = start(parts)
     learn(parts, run, make_groups(config)[:3])
     parts.close()
     np.testing.assert_allclose([batch.loss_weights.sum() for batch in seen], [1, 0.5], rtol=1e-6)

@@ -10,11 +10,13 @@ from conftest import TINY
 from small_runs import learn, make_groups, make_quick_config
 
 from dapo_jax.config.experiment import Compute, Mesh, Model
+from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import save_huggingface
+from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.components import build
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import TrainState
-from dapo_jax.train import RunState
+from dapo_jax.train import TrainerState
 
 
 @pytest.fixture
@@ -45,12 +47,13 @@ def grpo_parts(tiny_folder, tmp_path_factory):
 
 def distances(parts, params, groups) -> tuple[list[float], TrainState]:
     """KL to the reference before each of three updates, and where they led."""
-    params = jax.device_put(params, parts.learner.shardings.params)
-    run, found = RunState(1, parts.learner.start(params), 0, 1.0), []
+    learner = parts.learners.policy
+    params = jax.device_put(params, learner.shardings.params)
+    run, found = TrainerState(1, LearnerStates(learner.start(params)), SourceState()), []
     for _ in range(3):
         run, values = learn(parts, run, groups)
         found.append(values["kl_reference"])
-    return found, run.train
+    return found, run.learners.policy
 
 
 def test_the_reference_stays_while_the_policy_moves_away_from_it(grpo_parts, tiny_params):

@@ -8,12 +8,12 @@ from conftest import make_completion, make_prompt
 from small_runs import make_quick_config
 
 from dapo_jax import algorithms
+from dapo_jax.learner.minibatches import split_groups
 from dapo_jax.learner.packing import make_batch, pack
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.run.components import Parts, build
+from dapo_jax.run.components import Components, build
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import ScoredBatch, TrainBatch, Verdict
-from dapo_jax.train import split_updates
 
 OWN = """
 import numpy as np
@@ -46,9 +46,9 @@ LENGTHS = [5, 1, 3, 0, 7, 2, 4, 6]
 def open_parts(write_module, tiny_folder, alone, tmp_path):
     """Builds the parts of a run with that hook."""
     write_module("own", OWN)
-    opened: list[Parts] = []
+    opened: list[Components] = []
 
-    def open_with(hook: str, **changes) -> Parts:
+    def open_with(hook: str, **changes) -> Components:
         algorithm = dataclasses.replace(
             algorithms.dapo(), token_weights=hook and f"own:{hook}", **changes
         )
@@ -61,7 +61,7 @@ def open_parts(write_module, tiny_folder, alone, tmp_path):
         parts.close()
 
 
-def make_lengths(parts: Parts, truncated=()):
+def make_lengths(parts: Components, truncated=()):
     """Two groups whose responses have those lengths; every other one is right."""
     groups = []
     for i in (0, 4):
@@ -74,8 +74,8 @@ def make_lengths(parts: Parts, truncated=()):
     return groups
 
 
-def batch_of(parts: Parts, groups) -> TrainBatch:
-    (segments,) = split_updates(parts, groups)
+def batch_of(parts: Components, groups) -> TrainBatch:
+    (segments,) = split_groups(parts.config, groups, parts.token_weights)
     rollouts, _ = pack(segments, 20, 2, 4)
     advantages = np.ones(rollouts.tokens.shape, np.float32)
     budget = parts.config.sampler.max_response_tokens
@@ -127,7 +127,7 @@ def test_a_response_of_weight_zero_leaves_every_mean(open_parts):
 def test_weights_that_do_not_fit_a_response_say_whose_and_why(hook, shape, open_parts):
     parts = open_parts(hook)
     with pytest.raises(ValueError) as caught:
-        split_updates(parts, make_lengths(parts))
+        split_groups(parts.config, make_lengths(parts), parts.token_weights)
     message = str(caught.value)
     assert f"config.algorithm.token_weights = 'own:{hook}'" in message
     assert "5 finite numbers, none below 0, for response 0 to prompt p0" in message

@@ -167,14 +167,17 @@ def run(tiny_folder, tmp_path_factory):
         states = []
         for step in (1, 2):
             groups = make_groups(config)
-            run.state, _ = learn(run.parts, run.state, groups)
-            run.state.step = step
-            run.save()
-            states.append(jax.device_get(run.state.train))
+            state, _ = learn(run.components, run.state, groups)
+            run.state = dataclasses.replace(state, step=step)
+            run._save()
+            states.append(jax.device_get(run.state.learners.policy))
         sample_from_run(run)
-        memory, reference = resident_megabytes(run.parts, run.state), run.parts.reference
+        memory, reference = (
+            resident_megabytes(run.components, run.state),
+            run.components.learners.reference,
+        )
         assert all(
-            leaf is run.parts.frozen[name]
+            leaf is run.components.frozen[name]
             for name, leaf in reference.items()
             if name not in ("layers", "final_norm")
         )
@@ -182,7 +185,7 @@ def run(tiny_folder, tmp_path_factory):
 
 
 def sample_from_run(run, rule=GREEDY):
-    return sample(run.parts.sampler, run.state.train.params, rule)
+    return sample(run.components.sampler, run.state.learners.policy.params, rule)
 
 
 def make_lora_config(folder, run_dir, **changes):
@@ -202,7 +205,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit(run):
     config, states, _ = run
     with open_run(config) as resumed:
         assert resumed.state.step == 2
-        assert equal(jax.device_get(resumed.state.train), states[1])
+        assert equal(jax.device_get(resumed.state.learners.policy), states[1])
 
 
 def test_memory_is_reported_by_what_it_is_for(run):

@@ -63,11 +63,7 @@ def test_the_top_floor_is_what_the_order_names():
     assert entries - {"__init__", "__main__", "__pycache__"} == set(FLOORS)
 
 
-# Entries with upward imports that a restructuring mends.
-WAITING = {"rollout", "train", "run"}
-
-
-@pytest.mark.parametrize("entry", sorted(set(FLOORS) - WAITING))
+@pytest.mark.parametrize("entry", FLOORS)
 def test_an_entry_imports_only_from_those_before_it(entry):
     before = {*FLOORS[: FLOORS.index(entry)], entry}
     for path in SOURCES:
@@ -93,21 +89,21 @@ def test_files_and_functions_stay_short(folder):
         # What stands between the cells of a notebook is text to read.
         said = "#" if folder == "notebooks" else "\0"
         code = [line for line in text.splitlines() if not line.startswith(said)]
-        assert len(code) <= 350, path
+        assert len(code) <= 360, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1
                 assert length <= 60, f"{path}:{node.name} has {length} lines"
 
 
-def test_prompts_to_update_reads_in_sixty_lines():
-    tree = ast.parse((ROOT / "dapo_jax/train.py").read_text())
+def test_the_algorithm_reads_in_eighty_lines():
+    text = (ROOT / "dapo_jax/train.py").read_text()
     lengths = {
-        node.name: node.end_lineno - node.lineno + 1
-        for node in tree.body
+        node.name: node.end_lineno - node.body[1].lineno + 1  # without its docstring
+        for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef)
     }
-    assert lengths["train_step"] + lengths["update_policy"] <= 60
+    assert len(text.splitlines()) <= 80 and lengths["train_step"] <= 20
 
 
 KINDS = (Config, SftConfig, DpoConfig, ExportConfig, ServeConfig, ReportConfig)

@@ -13,18 +13,18 @@ from small_runs import (
     open_run,
     read_rollouts,
     read_rows,
+    step_on,
 )
 from test_report import data_of
 
 from dapo_jax.config.experiment import Log, Optimizer, Rollout
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.reporting.metrics import Clock
 from dapo_jax.reporting.page import page
 from dapo_jax.reporting.page.curves import CURVES
 from dapo_jax.reporting.writers import token_fields
 from dapo_jax.run.run import train
+from dapo_jax.run.step_record import trace
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.train import update_policy
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,8 @@ def test_a_starved_step_with_a_single_update_has_no_ratios(base, tmp_path, alone
     config = make_quick_config(base, tmp_path / "run", log=log)
     with open_run(config) as run:
         groups = make_groups(config)[:1]
-        *_, traces = update_policy(run.parts, run.state, groups, Clock())
+        _, record = step_on(run.components, run.state, groups)
+        traces = trace(config, record)
     assert [trace.ratios for trace in traces[0]] == [None] * 4
     np.testing.assert_allclose(
         [t.advantage for t in traces[0]], np.sqrt(0.75) * np.array([1, -1, 1, -1]), rtol=1e-3

@@ -118,8 +118,8 @@ def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path,
         run.begin()
         for _ in range(stop_after):
             run.step()
-        left = run.state.carried
-        run.checkpoints.close()
+        left = run.state.source.partial
+        run._checkpoints.close()
     assert any(one.begun for one in left) and len({one.prompt.index for one in left}) == len(left)
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
@@ -128,9 +128,11 @@ def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path,
 
 def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
     """The responses to those prompts, had that step drawn them to their end."""
-    sampler, prompts = run.parts.sampler, run.parts.prompts
+    sampler, prompts = run.components.sampler, run.components.prompts
     rule = SamplingRule()
-    sampler.begin(run.state.train.params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=rule)
+    sampler.begin(
+        run.state.learners.policy.params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=rule
+    )
     for prompts.position in indices:
         sampler.submit(next(prompts), 4)
     found = {}

@@ -14,12 +14,13 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.reporting.metrics import Clock, rollout_metrics
+from dapo_jax.reporting.metrics import rollout_metrics
 from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import (
+    Collection,
     Interrupted,
     Starved,
     carries_signal,
@@ -106,7 +107,10 @@ def run(
             yield prompt, done
 
     sampler.decode_burst = decode_in_turn
-    return collect(config, prompts, sampler, Judge(config, pool), fraction), prompts, sampler
+    collection = Collection(config, fraction, prompts.position)
+    collected = collect(collection, prompts, sampler, Judge(config, pool))
+    prompts.position = collected.next_position
+    return collected, prompts, sampler
 
 
 def indices(collected):
@@ -201,7 +205,8 @@ def test_an_interruption_takes_effect_between_bursts():
     config = Config(data=Data(train_problems=50))
     prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
     with pytest.raises(Interrupted):
-        collect(config, prompts, ScriptedSampler(lambda i: 1), None, 0.5, interrupted=lambda: True)
+        sampler, collection = ScriptedSampler(lambda i: 1), Collection(config, 0.5, 0)
+        collect(collection, prompts, sampler, None, interrupted=lambda: True)
 
 
 def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
@@ -243,10 +248,8 @@ def test_fast_finishers_past_the_last_group_used_change_no_mean_of_the_step():
     assert [group.prompt.index for group in collected.judged] == [0, 1, 2, 3] == indices(collected)
     surplus = [group.prompt.index for group in collected.surplus]
     assert {4, 5, 6, 15} <= set(surplus) and min(surplus) == 4
-    clock = Clock()
-    clock.lap("rollout")
     sampler.counts.tokens = 1000
-    found = rollout_metrics(collected, sampler.counts, clock)
+    found = rollout_metrics(collected, sampler.counts, {"seconds_rollout": 1.0})
     assert found["accuracy"] == 0.5 and found["reward"] == 0 and found["kept_fraction"] == 1
     assert found["all_right_fraction"] == found["all_wrong_fraction"] == 0
     assert found["response_tokens_mean"] == found["response_tokens_right"] == 10

@@ -1,6 +1,5 @@
 """rollout.lag: the next step's groups are collected while this one is learned."""
 
-import importlib
 import itertools
 import types
 
@@ -20,12 +19,11 @@ from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.run import step_record
 from dapo_jax.run.compute import open_meshes
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import split_devices
-
-train_module = importlib.import_module("dapo_jax.train")
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +75,16 @@ def test_the_first_step_and_the_data_are_those_of_a_run_without_lag(base, finish
 
 def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tmp_path):
     with open_run(make_config(base, tmp_path / "run")) as run:
-        before = jax.tree.map(np.asarray, run.state.train.params)
+        before = jax.tree.map(np.asarray, run.state.learners.policy.params)
         run.step()
-        jax.tree.map(np.testing.assert_array_equal, before, run.state.behaviour)
+        jax.tree.map(np.testing.assert_array_equal, before, run.state.source.behaviour)
         changed = jax.tree.leaves(
-            jax.tree.map(lambda a, b: (a != b).any(), before, run.state.train.params)
+            jax.tree.map(lambda a, b: (a != b).any(), before, run.state.learners.policy.params)
         )
-        order = source.Order(
-            run.parts.learner.copy(run.state.behaviour), 0, 1, run.state.position,
-            run.state.kept_fraction,
-        )  # fmt: skip
-        ahead = run.state.ahead.collected.groups
-        now = source.make_rollouts(run.parts, order, lambda: False).collected.groups
+        state = run.state.source
+        params = run.components.learners.policy.copy(state.behaviour)
+        ahead = state.ahead.groups
+        now = run.trainer.source.draw(state, params, 1, policy_step=0).groups
     tokens = [
         [c.tokens.tolist() for group in groups for c in group.completions]
         for groups in (ahead, now)
@@ -108,41 +104,50 @@ def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path)
         run.begin()
         for _ in range(stop_after):
             run.step()
-        run.checkpoints.close()
+        run._checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
 
 
+READ = ["add_up", "add_up"]  # means of the policy and of no critic
+
+
+def interrupt(run, interrupted) -> None:
+    run.trainer.source._interrupted = interrupted
+
+
 def test_an_update_is_not_waited_for_before_the_next_rollouts_are_made(base, tmp_path, monkeypatch):
     """Its means are read last; nothing before asks the devices for them."""
     happened = []
-    for name in ("make_rollouts", "add_up"):
-        done = getattr(train_module, name)
-        record = lambda *args, name=name, done=done: happened.append(name) or done(*args)  # noqa: E731
-        monkeypatch.setattr(train_module, name, record)
+    for owner, name in (source, "collect"), (step_record, "add_up"):
+        done = getattr(owner, name)
+        record = lambda *args, name=name, done=done, **names: (  # noqa: E731
+            happened.append(name) or done(*args, **names)
+        )
+        monkeypatch.setattr(owner, name, record)
     with open_run(make_config(base, tmp_path / "run")) as run:
         for _ in range(4):
             run.step()
-    assert happened == ["make_rollouts"] + 3 * ["make_rollouts", "add_up"] + ["add_up"]
+    assert happened == ["collect"] + 3 * ["collect", *READ] + READ
 
 
 def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, monkeypatch):
     with open_run(make_config(base, tmp_path / "run")) as run:
         run.begin()
         bursts = itertools.count()
-        run.signals = lambda: run.state.step == 1 and next(bursts) > 1
+        interrupt(run, lambda: run.state.step == 1 and next(bursts) > 1)
         run.step()
-        ahead = run.state.ahead
+        ahead = run.state.source.ahead
         run.step()
-        assert (run.state.step, run.state.ahead) == (2, None) and ahead is not None
+        assert (run.state.step, run.state.source.ahead) == (2, None) and ahead is not None
         collect = source.collect
         monkeypatch.setattr(source, "collect", starve)
-        run.signals = lambda: False
+        interrupt(run, lambda: False)
         with pytest.raises(Starved):
             run.step()
         monkeypatch.setattr(source, "collect", collect)
-        run.checkpoints.close()
+        run._checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
@@ -157,10 +162,10 @@ def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
     config = make_config(base, tmp_path / "run")
     config.mesh = Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)
     with open_run(config) as run:
-        learner, engine = run.parts.learner, run.parts.sampler._engine
+        learner, engine = run.components.learners.policy, run.components.sampler._engine
         assert not set(learner.mesh.devices.flat) & set(engine.mesh.devices.flat)
         assert engine.replicas == 2
-        loaded = engine.load_params(run.state.train.params)
+        loaded = engine.load_params(run.state.learners.policy.params)
         assert {d for leaf in jax.tree.leaves(loaded) for d in leaf.devices()} == set(
             engine.mesh.devices.flat
         )

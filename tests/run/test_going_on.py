@@ -1,5 +1,6 @@
 """What a run finds when it goes on: its rows, its rollouts, its data, its own code."""
 
+import dataclasses
 import json
 import os
 
@@ -198,7 +199,8 @@ def test_a_run_that_was_stopped_in_its_last_evaluation_ends_once(tiny_folder, tm
     """Its checkpoint has metrics still to be written; the summary says that they were."""
     config = make_quick_config(tiny_folder, tmp_path, log=Log(0, tensorboard=False, report=False))
     with open_run(config) as run:
-        run.state.step, run.state.unwritten = config.total_steps, {"reward": 0.0}
+        run.state = dataclasses.replace(run.state, step=config.total_steps)
+        run.progress.unwritten = {"reward": 0.0}
         run.keep()
     assert finished(config) is None
     for text in "{", "[]", '{"steps": 1}':

@@ -18,7 +18,8 @@ from small_runs import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Rollout
-from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal, recall
+from dapo_jax.rollout.dynamic_sampling import recall
+from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import Storage
@@ -188,7 +189,7 @@ def test_what_was_finished_is_not_drawn_again(base, uninterrupted, tmp_path, mon
     from dapo_jax.rollout import dynamic_sampling
 
     config, bursts = make_config(base, tmp_path / "run", checkpoint=KEEP), []
-    read = dynamic_sampling._Collection.read_verdicts
+    read = dynamic_sampling.Collection.read_verdicts
 
     def read_and_fail(self, judge):
         read(self, judge)
@@ -197,7 +198,7 @@ def test_what_was_finished_is_not_drawn_again(base, uninterrupted, tmp_path, mon
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dynamic_sampling._Collection, "read_verdicts", read_and_fail)
+        patch.setattr(dynamic_sampling.Collection, "read_verdicts", read_and_fail)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     assert bursts[-2] > 0

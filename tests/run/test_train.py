@@ -21,6 +21,7 @@ from small_runs import (
     make_quick_config,
     read_rollouts,
     read_rows,
+    start,
 )
 
 from dapo_jax import algorithms
@@ -33,7 +34,6 @@ from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.structs import Verdict
-from dapo_jax.train import RunState
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ checkpoints.Checkpoints.save = save_and_die
 """
 TERM_IN_STEP = """
 from dapo_jax.rollout import dynamic_sampling as filtering
-burst = filtering._Collection.read_verdicts
+burst = filtering.Collection.read_verdicts
 bursts = 0
 def read(self, judge):
     global bursts
@@ -120,7 +120,7 @@ def read(self, judge):
     if bursts == 9:
         os.kill(os.getpid(), signal.SIGTERM)
     return burst(self, judge)
-filtering._Collection.read_verdicts = read
+filtering.Collection.read_verdicts = read
 """
 
 
@@ -276,14 +276,14 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     algorithm.overlong_filtering = True
     config = make_config(base, tmp_path, algorithm=algorithm)
     parts = build(config)
-    run = RunState(0, parts.learner.start(parts.first_params()), 0, 1.0)
-    before = jax.device_get(run.train)
+    run = start(parts)
+    before = jax.device_get(run.learners.policy)
     cut, whole = [make_group(config, True)] * 8, [make_group(config, False)] * 8
     run, values = learn(parts, run, cut)
     assert values["empty_updates"] == 2 and "loss" not in values
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.train), before)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.learners.policy), before)
     run, values = learn(parts, run, whole)
-    assert values["empty_updates"] == 0 and int(run.train.update_count) == 2
+    assert values["empty_updates"] == 0 and int(run.learners.policy.update_count) == 2
     empty = [make_group(config, True, length=0)] * 8
     assert not any(group.correct.any() for group in empty)
     _, values = learn(parts, run, empty)

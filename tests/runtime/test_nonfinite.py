@@ -20,6 +20,7 @@ from dapo_jax.commands import checks
 from dapo_jax.commands.replay import replay
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, SftConfig
 from dapo_jax.config.files import read_config
+from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing import checkpoints
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
@@ -166,18 +167,19 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
     config.run_dir = str(tmp_path / "run")
     config.algorithm.token_weights = ""
     with open_run(config) as run:
-        run.state.train = spoil_moment(run.state.train)
+        learners = LearnerStates(spoil_moment(run.state.learners.policy))
+        run.state = dataclasses.replace(run.state, learners=learners)
         moment = "optimizer moments of the policy are not finite: nu/final_norm/scale"
         with pytest.raises(NotFinite, match=f"step 0 is not saved: {moment}"):
-            run.save()
-        run.state.step = 3
+            run._save()
+        run.state = dataclasses.replace(run.state, step=3)
         with monkeypatch.context() as patch:  # as from elsewhere
             patch.setattr(checkpoints, "check_state", lambda *_: None)
-            run.save()
-        run.checkpoints.wait()
+            run._save()
+        run._checkpoints.wait()
         with checkpoints.Checkpoints(config.run_dir) as saved:
             with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
-                saved.state(run.parts.learner.abstract_state)
+                saved.state(run.components.learners.policy.abstract_state)
 
 
 def test_a_supervised_run_that_only_skips_stops(tmp_path):

@@ -29,20 +29,20 @@ STEPS = 3
 QUICK = "from dapo_jax.runtime import heartbeat; heartbeat.SILENCE_SECONDS = 4.0\n"  # than fifteen
 IN_STEP_2 = """
 from dapo_jax.rollout import dynamic_sampling as filtering
-read, asked = filtering._Collection.read_verdicts, []
+read, asked = filtering.Collection.read_verdicts, []
 def read_and_send(self, judge):
     asked.append(self)
     steps = list(dict.fromkeys(map(id, asked)))
     if len(steps) == 2 and steps[1] == id(asked[-2]) and INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
     read(self, judge)
-filtering._Collection.read_verdicts = read_and_send
+filtering.Collection.read_verdicts = read_and_send
 """
 AT_THE_END = """
 from dapo_jax.run.run import Run
 finish = Run.finish
 def save_and_send(self):
-    self.checkpoints.wait()
+    self._checkpoints.wait()
     if INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
     return finish(self)

@@ -4,6 +4,7 @@ Not in conftest.py because the imports bring TensorFlow, seconds that most test 
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
@@ -31,12 +32,19 @@ from dapo_jax.config.experiment import (
     Sampler,
     SftConfig,
 )
-from dapo_jax.reporting.metrics import CLOCKED, Clock, add_up
+from dapo_jax.learner.learners import LearnerStates
+from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.run.run import Run, Signals
+from dapo_jax.rollout.scheduler import SamplerCounts
+from dapo_jax.rollout.source import RolloutResult, SourceState
+from dapo_jax.run import run as runs
+from dapo_jax.run.components import Components
+from dapo_jax.run.step_record import measure
 from dapo_jax.run.supervised.sft import make_base
-from dapo_jax.structs import Group, Verdict
-from dapo_jax.train import RunState, update_policy
+from dapo_jax.runtime.clock import Clock
+from dapo_jax.runtime.signals import Signals
+from dapo_jax.structs import Collected, Group, Verdict
+from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 4
@@ -98,10 +106,10 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
 
 
 @contextlib.contextmanager
-def open_run(config: Config) -> Iterator[Run]:
+def open_run(config: Config) -> Iterator[runs.Run]:
     """The run of that config, begun or resumed, for tests that look inside between two steps."""
     with contextlib.ExitStack() as stack:
-        yield Run(config, Signals(), stack)
+        yield runs.open_run(config, Signals(), stack)
 
 
 def make_groups(config: Config) -> list[Group]:
@@ -136,7 +144,38 @@ def read_rollouts(run_dir, folder="rollouts") -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted((run_dir / folder).iterdir())}
 
 
-def learn(parts, run, groups) -> tuple[RunState, dict[str, float]]:
-    """The state after the updates of a rollout batch, and what was measured."""
-    run, values, means, _ = update_policy(parts, run, groups, Clock())
-    return run, values | add_up(jax.device_get(means))
+class GivenGroups:
+    """A source of rollouts that gives the same groups in every step."""
+
+    def __init__(self, groups: list[Group]):
+        batch = Collected(groups, groups, [], len(groups), [], len(groups), 1.0, 0, 0, 0, False)
+        self._result = RolloutResult(batch, SamplerCounts(), 1.0)
+
+    def collect(self, state, params, step):
+        return state, self._result
+
+    def prefetch(self, state, step):
+        return state
+
+
+def start(components: Components, step: int = 0, critic: bool = False) -> TrainerState:
+    """The state before `step` with the parameters of the model folder."""
+    learners = components.learners
+    value = learners.critic.start(components.critic_params()) if critic else None
+    policy = learners.policy.start(components.first_params())
+    return TrainerState(step, LearnerStates(policy, value), SourceState())
+
+
+def step_on(components: Components, state: TrainerState, groups) -> tuple[TrainerState, StepRecord]:
+    """One step whose rollouts are `groups`."""
+    rooms = components.learners, components.decoder, components.token_weights
+    return train_step(Trainer(components.config, GivenGroups(groups), *rooms), state)
+
+
+def learn(components: Components, state: TrainerState, groups) -> tuple[TrainerState, dict]:
+    """The state after the updates of a rollout batch, its step unchanged, and the metrics."""
+    clock = Clock()
+    with clock.running():
+        after, record = step_on(components, state, groups)
+    values = measure(components.config, record, clock)
+    return dataclasses.replace(after, step=state.step), values

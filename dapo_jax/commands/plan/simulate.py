@@ -25,6 +25,7 @@ from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.dynamic_sampling import collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import SamplerCounts, Scheduler
@@ -94,6 +95,28 @@ class Step:
         """Tokens of all responses, also of those that were stopped or drawn again."""
         return self.sampled.drawn_tokens
 
+    def record(self) -> dict[str, float]:
+        """Numbers for a table or JSON."""
+        phases = {f"seconds_{name}": value for name, value in self.seconds.items()}
+        names = ("asked", "judged", "kept", "surplus", "kept_tokens", "rounds", "rows", "fill")
+        return (
+            {"seconds_rollout": self.rollout_seconds, "seconds_learning": self.update_seconds}
+            | phases
+            | {name: getattr(self, name) for name in names}
+            | {
+                "utilisation": self.utilisation,
+                "seconds_tail": self.tail_seconds,
+                "decode_steps": self.counts["decode_step"],
+                "decode_bursts": self.counts["burst"],
+                "prefills": self.sampled.prefills,
+                "tokens": self.sampled.tokens,
+                "abandoned_tokens": self.sampled.abandoned_tokens,
+                "put_back_tokens": self.sampled.put_back_tokens,
+                "sampled_to_kept_tokens": self.drawn_tokens / max(1, self.kept_tokens),
+                "tokens_per_second": self.sampled.tokens / (self.rollout_seconds or math.inf),
+            }
+        )
+
 
 class Simulation:
     """Simulated run: steps, one after the other.
@@ -133,7 +156,7 @@ class Simulation:
     def _begin(self) -> Meter:
         programs, meter = self._programs, Meter(self._costs)
         programs.step, programs.bursts, programs.meter = self._number, [], meter
-        programs.begun = {group.prompt.index: group.step for group in self._carried if group.tokens}
+        programs.begun = {one.prompt.index: one.step for one in self._carried if one.tokens}
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1
@@ -145,19 +168,13 @@ class Simulation:
         return self._prompts.position
 
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
-        """Simulates the next step. Raises what `dynamic_sampling.collect` raises."""
+        """The next step. Raises as `dynamic_sampling.collect` does."""
         meter, number = self._begin(), self._number - 1
         judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
-        collected = collect(
-            self._config,
-            self._prompts,
-            self.sampler,
-            judge,
-            self._kept_fraction,
-            step=number,
-            carried=self._carried,
-            on_burst=on_burst,
-        )
+        before = self._kept_fraction, number, self._carried, self._prompts.position
+        collection = open_collection(self._config, *before)
+        collected = collect(collection, self._prompts, self.sampler, judge, on_burst=on_burst)
+        self._prompts.position = collected.next_position
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         return self._summary(meter, collected.groups, collected)
 

@@ -1,6 +1,6 @@
-"""Tokenizers of a model folder and of the embedded task.
+"""The tokenizer of a model folder, and the one of the embedded task.
 
-The `tokenizers` library turns text into ids; this file adds the ids that end a response.
+Text and ids go through the `tokenizers` library; this file only knows which ids end a response.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ BROKEN_CHARACTER = "\ufffd"
 
 
 class Ends(Protocol):
-    """Special ids that an engine needs."""
+    """What an engine asks of a tokenizer before anything is encoded or decoded."""
 
     @property
     def end_ids(self) -> tuple[int, ...]: ...
@@ -28,19 +28,19 @@ class Ends(Protocol):
 
 
 class Decodes(Ends, Protocol):
-    """Special ids and decoding that a sampler needs."""
+    """What a sampler asks of one: the text of what was drawn, too."""
 
     def decode(self, ids: list[int]) -> str: ...
 
 
 class Tokenizer:
-    """Tokenizer of one model folder: encodes prompts and decodes responses.
+    """Encodes prompts and decodes responses of one model folder.
 
     Attributes:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
         pad_id: fills the places that no token uses.
-        chat: the model's chat template; None where it has none.
-        begin_ids: ids that begin a prompt; empty for most models.
+        chat: the model's chat template, where it has one.
+        begin_ids: what prompts begin with; empty for most models.
     """
 
     def __init__(
@@ -88,20 +88,19 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Most bytes of a text that one token can stand for."""
+        """Bytes of a text that one token can stand for; at most."""
         return max(len(piece.encode()) for piece in self.backend.get_vocab())
 
     @property
     def padded_vocab(self) -> int:
-        """Size of the vocabulary, rounded up so that a mesh can cut it."""
+        """Vocabulary rounded up so that a mesh can cut it."""
         return -(-self.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @classmethod
     def from_folder(cls, folder: str | pathlib.Path, field: str = "model.folder") -> "Tokenizer":
-        """Tokenizer of a folder's tokenizer.json, with the end ids of its config files.
+        """Reads tokenizer.json and the end ids.
 
-        Raises:
-            ConfigError: the folder lacks a file or an id; the message names the setting `field`.
+        Raises `ConfigError` naming the setting `field`, the folder and what it lacks.
         """
         folder = pathlib.Path(folder)
         named = f"config.{field} = {str(folder)!r}"
@@ -111,11 +110,11 @@ class Tokenizer:
         settings: dict = {}
         for name in ("config.json", "generation_config.json"):  # the second has the last word
             if (folder / name).exists():
-                values = read_json(folder / name, field)
-                settings |= {key: value for key, value in values.items() if value is not None}
+                found = read_json(folder / name, field)
+                settings |= {key: value for key, value in found.items() if value is not None}
         end = settings.get("eos_token_id", [])
         end_ids = tuple(end) if isinstance(end, list) else (end,)
-        if not end_ids or not all(type(end_id) is int for end_id in end_ids):
+        if not end_ids or not all(type(one) is int for one in end_ids):
             raise ConfigError(
                 f"{named}: eos_token_id = {end!r} in generation_config.json or else config.json: "
                 "must be an id or a list of ids, or no response could end"
@@ -129,9 +128,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Incremental decoder: text of a response whose tokens come one by one.
-
-    The pieces joined are the whole text.
+    """The text of a response whose tokens come one by one; the pieces joined are the whole text.
 
     A token may end inside a character, which is shown once it is complete, and what a token adds
     may depend on the one before: so each piece is decoded together with the piece before it.
@@ -143,7 +140,7 @@ class TextStream:
         self._shown_ids = self._shown_characters = 0  # of `_ids` and of their text
 
     def add(self, ids: list[int]) -> str:
-        """Text that these ids add; empty while they end inside a character."""
+        """What these ids add; empty while they end inside a character."""
         self._ids.extend(ids)
         text = self._decode(self._ids)
         piece = text[self._shown_characters :]
@@ -154,22 +151,22 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Rest of the text at the end of the response: a character that was never completed."""
+        """What is left at the end of the response: a character that was never completed."""
         return self._decode(self._ids)[self._shown_characters :]
 
 
 class UntilStop:
-    """Filter of a text up to the first stop string; a possible beginning of one is held back.
+    """Text up to the first of some strings, which is left out; what may begin one is held back.
 
     Attributes:
-        stopped: true once a stop string has come.
+        stopped: whether one has come.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.stopped = stops, "", False
 
     def add(self, text: str, *, last: bool = False) -> str:
-        """Text that may be shown now. `last`: no more text comes, so that none is held back."""
+        """What may be shown now. `last`: nothing more comes, so that nothing is held back."""
         if self.stopped:
             return ""
         self._held += text
@@ -183,7 +180,7 @@ class UntilStop:
         return shown
 
     def _begins(self) -> int:
-        """Count of last characters with which a stop string may begin, the most."""
+        """How many of the last characters are the most with which one of the strings begins."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for size in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-size:]) for stop in self._stops):
@@ -195,7 +192,7 @@ PAD, END = "<|pad|>", "<|end|>"
 
 
 def arithmetic_tokenizer() -> Tokenizer:
-    """Tokenizer of the embedded task: characters, `####` and `again`; id 0 pads, id 1 ends."""
+    """Characters as tokens, with `####` and the word `again` whole; id 0 pads, id 1 ends."""
     pieces = [PAD, END, "####", "again", *"0123456789+=,? "]
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, PAD))
     backend.add_special_tokens([PAD, END])

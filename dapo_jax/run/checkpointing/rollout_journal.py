@@ -4,16 +4,14 @@ What a step draws is keyed, and what it trains on is decided by the order of the
 back make the same step as groups drawn again. Only what it cost is counted from where it went on.
 """
 
-import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.rollout.carry_over import pack_carried, unpack_carried
+from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, overlooked, replacing
@@ -21,13 +19,6 @@ from dapo_jax.structs import Carried, Group, Prompt
 
 FOLDER = "groups"
 RECORD = "record"
-# By place in the data, with the digest of its prompt's tokens.
-Known = Mapping[int, tuple[str, Group]]
-NOTHING: Known = MappingProxyType({})
-
-
-def _digest(tokens: np.ndarray) -> str:
-    return hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 class RolloutJournal:
@@ -36,7 +27,7 @@ class RolloutJournal:
     A file holds what a burst of decoding finished, and is there whole or not at all.
 
     Args:
-        folder: of the run; None keeps nothing.
+        folder: of the run.
         identity: of the run; groups of another are no groups of this one.
         storage: is told of what could not be written.
         decode: a response's tokens to text.
@@ -44,20 +35,18 @@ class RolloutJournal:
 
     def __init__(
         self,
-        folder: Folder | None = None,
-        identity: str = "",
-        storage: Storage | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        folder: Folder,
+        identity: str,
+        storage: Storage,
+        decode: Callable[[list[int]], str],
     ):
-        self._folder = folder / FOLDER if folder else None
+        self._folder = folder / FOLDER
         self._identity, self._storage, self._decode = identity, storage, decode
         self._step = 0
 
-    def begin(self, step: int) -> Known:
+    def begin(self, step: int) -> FinishedGroups:
         """What an earlier try of that step has finished."""
         self._step = step
-        if self._folder is None:
-            return NOTHING
         folder = self._folder / _name(step)
 
         def names() -> list[str]:
@@ -75,15 +64,14 @@ class RolloutJournal:
     def add(self, groups: Sequence[Group]) -> None:
         """Those that were judged since; groups without a reward are left out."""
         whole = [group for group in groups if not group.broken]
-        if self._folder is None or not whole or not processes.is_first():
+        if not whole or not processes.is_first():
             return
-        assert self._storage is not None  # with a folder
         path = self._folder / _name(self._step) / f"{whole[0].prompt.index:012d}.npz"
         self._storage.attempt(f"{FOLDER}/", lambda: self._write(path, whole))
 
     def forget(self, step: int) -> None:
         """Those of the steps before that one, which a checkpoint has."""
-        if self._folder is None or not processes.is_first():
+        if not processes.is_first():
             return
         with overlooked():  # else the next time
             for folder in list(self._folder.glob("step_*")):
@@ -97,7 +85,7 @@ class RolloutJournal:
     def _write(self, path: Folder, groups: Sequence[Group]) -> None:
         carried = [Carried(group.prompt, self._step, judged=group) for group in groups]
         arrays, record = pack_carried(carried)
-        prompts = [_digest(group.prompt.tokens) for group in groups]
+        prompts = [digest_tokens(group.prompt.tokens) for group in groups]
         told = {"identity": self._identity, "prompts": prompts, "groups": record}
         members: dict[str, Any] = arrays | {RECORD: np.frombuffer(json.dumps(told).encode(), "u1")}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +93,6 @@ class RolloutJournal:
             np.savez_compressed(file, **members)
 
     def _read(self, path: Folder) -> dict[int, tuple[str, Group]]:
-        assert self._decode is not None  # with a folder
         try:
             with path.open("rb") as file, np.load(file) as saved:
                 arrays = {name: saved[name] for name in saved.files}
@@ -117,14 +104,6 @@ class RolloutJournal:
             return {one.prompt.index: (digest, one.judged) for digest, one in pairs if one.judged}
         except Exception:  # whatever numpy and zipfile make of an archive that is damaged
             return {}
-
-
-def recall(known: Known, prompt: Prompt) -> Group | None:
-    """The finished group of that prompt, where the place in the data still has it."""
-    digest, group = known.get(prompt.index, ("", None))
-    if group is None or digest != _digest(prompt.tokens):
-        return None
-    return dataclasses.replace(group, prompt=prompt)
 
 
 def _name(step: int) -> str:

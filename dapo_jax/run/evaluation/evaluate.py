@@ -22,7 +22,7 @@ from dapo_jax.rollout.dynamic_sampling import Interrupted
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.compatibility import warn_about_heldout
 from dapo_jax.run.checkpointing.same_run import check_frozen
-from dapo_jax.run.components import Parts, build, check_data, check_processes
+from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.evaluation.heldout import (
     evaluation_rule,
     heldout_metrics,
@@ -43,7 +43,7 @@ from dapo_jax.structs import Prompt
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
-    "reward.percent reward.correct reward.threshold reward.parts"
+    "reward.percent reward.correct reward.threshold reward.components"
 ).split()
 
 
@@ -104,17 +104,19 @@ def open_checkpoints(
     )
 
 
-def open_policy(config: Config, parts: Parts, checkpoints: Checkpoints | None) -> tuple[str, Any]:
+def open_policy(
+    config: Config, components: Components, checkpoints: Checkpoints | None
+) -> tuple[str, Any]:
     """Description and trained parameters of the policy. Raises `ConfigError`."""
     if checkpoints is None:
-        return config.model.folder, parts.first_params()
+        return config.model.folder, components.first_params()
     settings = checkpoints.record()["settings"]
     for name, _, asked in leaves(config):
         if name == "model.freeze_layers" or name.startswith("lora."):
             saved = settings[name]
             require(asked == saved, name, asked, f"{saved!r}, as in the run")
     check_frozen(settings, config.model.folder, "model.folder")
-    params = checkpoints.state(parts.learner.abstract_state).params
+    params = checkpoints.state(components.learners.policy.abstract_state).params
     return f"{config.run_dir} step {checkpoints.latest_step()}", params
 
 
@@ -144,7 +146,7 @@ def sample_missing(
     file: ResponseFile,
     params: Any,
     prompts: list[Prompt],
-    parts: Parts,
+    components: Components,
     interrupted: Callable[[], bool],
 ) -> list[Response]:
     """k responses to each prompt: from `file`, or drawn now and added to it.
@@ -152,10 +154,10 @@ def sample_missing(
     Of several processes only the first one returns responses of an earlier start as well. Raises
     `Interrupted`.
     """
-    progress, rule = parts.progress, evaluation_rule(parts.config)
+    progress, rule = components.progress, evaluation_rule(components.config)
     on_disk = processes.from_first(lambda: list(file.responses), "responses that are there")
     known = {tuple(key) for key in on_disk}
-    numbers = range(parts.config.evaluation.samples_per_problem)
+    numbers = range(components.config.evaluation.samples_per_problem)
     keys = [(prompt.index, j) for prompt in prompts for j in numbers]
     missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
     wanted = [(prompt, samples) for prompt, samples in missing if samples]
@@ -164,7 +166,7 @@ def sample_missing(
         progress.say(f"{done} of {len(keys)} responses are there already, in {place}")
     with progress.evaluating(done, len(keys)) as show:
         for response in sample_responses(
-            params, wanted, parts.sampler, parts.judge, rule, interrupted
+            params, wanted, components.sampler, components.judge, rule, interrupted
         ):
             file.append(response)
             show(response)
@@ -190,40 +192,43 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
-        parts = build(config, training=False)
-        stack.callback(parts.close)
-        parts.judge.given_up = signals.here
-        stack.enter_context(parts.progress.compilation())
-        with parts.progress.working("loading the policy"):
-            policy, params = open_policy(config, parts, checkpoints)
-        prompts = parts.prompts.heldout_prompts()
+        components = build(config, training=False, given_up=signals.here)
+        stack.callback(components.close)
+        stack.enter_context(components.progress.compilation())
+        with components.progress.working("loading the policy"):
+            policy, params = open_policy(config, components, checkpoints)
+        prompts = components.prompts.heldout_prompts()
         require(
             bool(prompts),
             "data.heldout_problems",
             config.data.heldout_problems,
             "more, or with shorter prompts: no problem is left to evaluate on",
         )
-        check_data(parts.prompts.heldout)
-        announce_data(config, parts.prompts, parts.progress)
+        check_data(components.prompts.heldout)
+        announce_data(config, components.prompts, components.progress)
         if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
-            parts.progress.warn("temperature 0 draws k times the same response; --k=1 says as much")
+            components.progress.warn(
+                "temperature 0 draws k times the same response; --k=1 says as much"
+            )
         marks = stamp(config, policy)
-        deciding = deciding_settings(config, join(parts.frozen, params), prompts)
-        storage = Storage(lambda text: parts.progress.warn(escape(text)))
+        deciding = deciding_settings(config, join(components.frozen, params), prompts)
+        storage = Storage(lambda text: components.progress.warn(escape(text)))
         if checkpoints is not None:
-            warn_about_heldout(config, checkpoints.record(), parts.prompts.digests, storage.warn)
+            warn_about_heldout(
+                config, checkpoints.record(), components.prompts.digests, storage.warn
+            )
         own = folder if processes.is_first() else None
         file = ResponseFile(own, deciding, marks, storage)
         try:
-            responses = sample_missing(file, params, prompts, parts, signals)
+            responses = sample_missing(file, params, prompts, components, signals)
         except Interrupted:
-            parts.progress.say(
+            components.progress.say(
                 f"stopped by {signals.received} with {len(file.responses)} responses in "
                 f"{escape(str(folder))}. The same command goes on from there"
             )
             return None
         return processes.from_first(
-            lambda: write_report(responses, marks, folder, parts, storage), "the report"
+            lambda: write_report(responses, marks, folder, components, storage), "the report"
         )
 
 
@@ -231,17 +236,17 @@ def write_report(
     responses: list[Response],
     marks: dict[str, Any],
     folder: Folder,
-    parts: Parts,
+    components: Components,
     storage: Storage,
 ) -> dict[str, Any]:
     """Writes and prints the report; returns its main scores by name."""
-    config = parts.config
+    config = components.config
     report = report_on(responses, config)
     marks = marks | {"data": config.data.heldout_source or config.data.source}
     text, path = json.dumps(marks | dataclasses.asdict(report), indent=2), folder / "report.json"
     storage.attempt(path.name, lambda: write_text(path, text))
-    parts.progress.report(report, marks)
-    parts.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
+    components.progress.report(report, marks)
+    components.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {
         "policy": marks["policy"],
         "problems": report.problems,

@@ -1,0 +1,84 @@
+"""Policy and critic together: their compiled programs, their states and one update of both."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner
+from dapo_jax.structs import Mean, TrainBatch, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Learners:
+    """Compiled programs of policy and critic, and the frozen reference parameters."""
+
+    policy: Learner
+    critic: Learner | None = None
+    reference: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerStates:
+    """Parameters and optimizer states of policy and critic."""
+
+    policy: TrainState
+    critic: TrainState | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateRecord:
+    """One optimizer update: its batch and its means, which may still be on the devices.
+
+    Attributes:
+        learner: "policy" or "critic".
+        minibatch: place among those of the step.
+        microbatches: of the batch that were used.
+        means: by metric; empty where a learning rate of 0 left the learner alone.
+        token_logprobs: [M, R, T] of the policy that was differentiated, with `log.token_ratios`.
+    """
+
+    learner: str
+    minibatch: int
+    batch: TrainBatch
+    microbatches: int
+    learning_rate: float
+    means: dict[str, Mean]
+    token_logprobs: jax.Array | None = None
+
+
+def learning_rates(config: Config, step: int) -> tuple[float, float]:
+    """Learning rates of the policy (0 while the critic learns alone) and of the critic."""
+    alone, total = config.critic_pretrain_steps(), config.total_steps
+    policy = learning_rate(config.optimizer, step - alone, total - alone) if step >= alone else 0.0
+    return policy, learning_rate(config.critic.optimizer, step, total)
+
+
+def update(
+    config: Config,
+    learners: Learners,
+    states: LearnerStates,
+    step: int,
+    minibatch: int,
+    batch: TrainBatch,
+    microbatches: int,
+) -> tuple[LearnerStates, list[UpdateRecord]]:
+    """One optimizer step of the policy and of the critic; a batch without loss weights is none.
+
+    Returns at once: the new states and the means are still being computed.
+    """
+    if not batch.loss_weights.any():  # all filtered, or nothing right
+        return states, []
+    (rate, critic_rate), means = learning_rates(config, step), {}
+    logprobs: Any = None
+    policy, critic = states.policy, states.critic
+    if rate:
+        policy, means = learners.policy.update(policy, batch, microbatches, rate)
+        logprobs = means.pop(TOKEN_LOGPROBS, None)
+    records = [UpdateRecord("policy", minibatch, batch, microbatches, rate, means, logprobs)]
+    if learners.critic and critic:
+        critic, means = learners.critic.update(critic, batch, microbatches, critic_rate)
+        records.append(UpdateRecord("critic", minibatch, batch, microbatches, critic_rate, means))
+    return LearnerStates(policy, critic), records

@@ -1,0 +1,73 @@
+"""The score pass: what policy, reference and critic make of rollouts before any update."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.advantages import Feedback, gather_feedback
+from dapo_jax.learner.learners import Learners, LearnerStates
+from dapo_jax.learner.losses import KL_ESTIMATORS
+from dapo_jax.learner.minibatches import Minibatches
+from dapo_jax.learner.packing import nth, place_tokens, trained_tokens
+from dapo_jax.learner.update import Learner
+from dapo_jax.runtime.clock import timed
+from dapo_jax.runtime.sharding import to_host
+from dapo_jax.structs import Group, ScoredBatch
+
+
+@timed("score")
+def score_pass(
+    config: Config, learners: Learners, states: LearnerStates, minibatches: Minibatches
+) -> ScoredBatch:
+    """Rollouts with the log-probs and values of policy, reference and critic before any update.
+
+    Returns when the devices are done.
+    """
+    algorithm, rollouts = config.algorithm, minibatches.rollouts
+
+    def over_minibatches(learner: Learner, params: Any) -> jax.Array:
+        used = enumerate(minibatches.microbatches)
+        return jnp.stack([learner.score(params, nth(rollouts, u), count) for u, count in used])
+
+    old = reference = values = None
+    # A single update's own forward pass is the old policy: the ratio is exactly 1.
+    if algorithm.old_logprobs == "sampler":
+        old = rollouts.sampler_logprobs
+    elif len(minibatches) > 1 or algorithm.kl == "reward" or algorithm.trained_responses == "pairs":
+        old = over_minibatches(learners.policy, states.policy.params)
+    if algorithm.reference:
+        reference = over_minibatches(learners.policy, learners.reference)
+    if learners.critic and states.critic:
+        values = over_minibatches(learners.critic, states.critic.params)
+    return jax.block_until_ready(ScoredBatch(rollouts, old, reference, values))
+
+
+def gather(
+    config: Config, minibatches: Minibatches, scored: ScoredBatch, groups: Sequence[Group]
+) -> Feedback:
+    """Feedback on a rollout batch: rewards, with the KL penalty where it belongs to them."""
+    algorithm, index = config.algorithm, np.asarray(scored.rollouts.response_index)
+    old, reference = scored.old_logprobs, scored.reference_logprobs
+    penalties = log_ratios = None
+    if old is not None and reference is not None:
+        if algorithm.kl == "reward":
+            kl = KL_ESTIMATORS[algorithm.kl_estimator](old, reference)
+            penalties = algorithm.kl_coefficient * to_host(kl)
+        if algorithm.trained_responses == "pairs":
+            log_ratios = to_host(old - reference)
+    rewards = np.concatenate([group.rewards for group in groups])
+    trained = trained_tokens(minibatches.responses(), algorithm)
+    return gather_feedback(
+        index,
+        rewards,
+        penalties=penalties,
+        log_ratios=log_ratios,
+        groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
+        correct=np.concatenate([group.correct for group in groups]),
+        trained=place_tokens(trained, index) > 0,
+        values=None if scored.values is None else to_host(scored.values).astype(np.float64),
+    )

@@ -1,0 +1,61 @@
+"""Metrics and traces of a step, read from its record once the devices are done."""
+
+import jax
+import numpy as np
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.critic import as_value_metrics
+from dapo_jax.learner.learners import learning_rates
+from dapo_jax.learner.packing import fill
+from dapo_jax.learner.token_traces import trace_ratios, trace_responses
+from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics
+from dapo_jax.runtime.clock import Clock
+from dapo_jax.structs import Trace
+from dapo_jax.train import StepRecord
+
+
+def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float]:
+    """Every metric of a step by name; waits for its updates.
+
+    Args:
+        clock: ran while the step was made.
+    """
+    means = jax.device_get([(update.learner, update.means) for update in record.updates])
+    policy = [values for learner, values in means if learner == "policy"]
+    critic = [as_value_metrics(values) for learner, values in means if learner == "critic"]
+    seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
+    seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
+    seconds["seconds_rollout"] = record.rollouts.seconds  # also of rollouts made ahead
+    values = add_up(policy) | add_up(critic)
+    if record.minibatches and record.feedback and record.advantages is not None:
+        arrays = record.feedback, record.advantages, record.returns
+        values |= feedback_metrics(config.algorithm, *arrays)
+        rate, critic_rate = learning_rates(config, record.step)
+        values |= {
+            "learning_rate": rate,
+            "empty_updates": float(len(record.minibatches) - len(policy)),
+            "packing_fill": fill(record.minibatches.rollouts, record.minibatches.microbatches),
+        }
+        values |= {"value_learning_rate": critic_rate} if config.algorithm.critic else {}
+    rollouts = record.rollouts
+    values |= rollout_metrics(rollouts.batch, rollouts.counts, seconds, record.step)
+    return values | seconds | {"seconds_step": clock.total()}
+
+
+def trace(config: Config, record: StepRecord) -> dict[int, list[Trace]]:
+    """A trace of each trained response, by the place of its group in the data.
+
+    Ratios and clips are those that the last update saw, where `log.token_ratios` asks for them.
+    """
+    if not record.minibatches or record.advantages is None:
+        return {}
+    ratios: list[tuple[np.ndarray, np.ndarray]] = []
+    last = [u for u in record.updates if u.minibatch == len(record.minibatches) - 1]
+    for update in last:
+        if update.token_logprobs is not None and update.batch.scored.old_logprobs is not None:
+            ratios = trace_ratios(config.algorithm, update.batch, update.token_logprobs)
+    index = np.asarray(record.minibatches.rollouts.response_index)
+    traces = trace_responses(record.advantages, index, ratios)
+    size = config.rollout.samples_per_prompt
+    groups = enumerate(record.rollouts.groups)
+    return {group.prompt.index: traces[i * size : (i + 1) * size] for i, group in groups}
