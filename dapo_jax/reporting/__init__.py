@@ -1,1 +1,1 @@
-"""What people see of a run."""
+"""Metrics, console, files and reports of a run."""

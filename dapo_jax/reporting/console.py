@@ -24,7 +24,7 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.structs import Group
 
-if TYPE_CHECKING:  # it imports TensorFlow, and the first word comes before that
+if TYPE_CHECKING:  # a slow import, and the first line is printed before it
     from dapo_jax.rollout.scheduler import Scheduler
 
 WIDTH = 80  # columns of a step's lines
@@ -163,8 +163,8 @@ class Progress:
     def __rich__(self) -> Text:
         """Live line: the innermost activity that has lasted long enough to be shown."""
         outer, *inner = self._activities
-        long = (one for one in reversed(inner) if one.seconds() >= one.shown_after)
-        activity = next(long, outer)
+        shown = (work for work in reversed(inner) if work.seconds() >= work.shown_after)
+        activity = next(shown, outer)
         text = printable(f"{activity.text} · {activity.seconds():.0f} s")
         return Text(text, no_wrap=True, overflow="ellipsis")
 

@@ -18,7 +18,7 @@ SHOWN_CHARACTERS = 200
 
 def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
     """Advised `data.max_prompt_tokens`, and `packing.row_tokens` where it has to be raised too."""
-    limit = -(-max(one.longest for one in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
+    limit = -(-max(length.longest for length in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
     row = limit + config.sampler.max_response_tokens
     beside = f" with packing.row_tokens of at least {row}" * (config.rows().row_tokens < row)
     return f"{limit}{beside}"
@@ -29,14 +29,15 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
     progress.say(escape(f"data: {prompts.describe()}"))
     for complaint in prompts.complaints():
         progress.warn(escape(complaint))
-    lengths = [one for one in prompts.lengths if one.over]
+    lengths = [length for length in prompts.lengths if length.over]
     cut = config.data.overlong_prompts == "truncate_left"
-    if not lengths or not cut and all(one.over <= MOST_CUT * one.looked_at for one in lengths):
+    many = any(length.over > MOST_CUT * length.looked_at for length in lengths)
+    if not (lengths and cut or many):
         return
     fate = "lose their beginning" if cut else "are dropped"
     progress.alarm(
         f"prompts of more than {config.data.max_prompt_tokens} tokens {fate}",
-        "; ".join(one.describe() for one in lengths)
+        "; ".join(length.describe() for length in lengths)
         + f". config.data.max_prompt_tokens = {config.data.max_prompt_tokens} is the limit; "
         f"all that were looked at fit under {fitting(config, lengths)}.",
     )
@@ -63,14 +64,13 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
     folder, steps = config.run_dir, summary["steps"]
     before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
     scores = "" if before is None or after is None else f", held-out {before:.3f} -> {after:.3f}"
-    choices = {
-        "go on": f"--config.total_steps={2 * steps}",
+    # Without `longer` the learning rate has come to its end.
+    choices = {"go on": f"--config.total_steps={2 * steps}"} if longer else {}
+    choices |= {
         "train anew": "--config.run_dir=FOLDER",
         "evaluate": "dapo-jax evaluate, with the same arguments",
         "export": f"dapo-jax export --run={folder} --out=FOLDER",
     }
-    if not longer:  # its learning rate has come to its end
-        del choices["go on"]
     progress.say(escape(f"{folder} is already finished: {steps} steps{scores}"))
     for name, command in choices.items():
         progress.say(escape(f"  {name:<10}  {command}"))
@@ -80,10 +80,10 @@ def warn_about_answers(responses: list[Response], config: Config, progress: Prog
     """Alarms before training where most responses hold no answer that the verifier reads."""
     reward = config.reward
     judged_by_answer = reward.correct == "verifier" or "rule" in reward.weights()
-    without = [one for one in responses if one.extracted is None]
+    without = [response for response in responses if response.extracted is None]
     if not judged_by_answer or len(without) <= MANY_WITHOUT_ANSWER * len(responses):
         return
-    cut = sum(one.truncated for one in without) / len(without)
+    cut = sum(response.truncated for response in without) / len(without)
     progress.alarm(
         f"no answer was found in {len(without) / len(responses):.0%} of {len(responses)} responses",
         f"config.data.template = {config.data.template!r} asks for one form of answer and "

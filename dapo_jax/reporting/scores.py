@@ -211,8 +211,8 @@ def by_problem(responses: Sequence[Response]) -> list[list[Response]]:
 def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
     rows, weights = [], []
     for samples in problems:
-        with_word = [one.correct for one in samples if one.reflection]
-        without = [one.correct for one in samples if not one.reflection]
+        with_word = [sample.correct for sample in samples if sample.reflection]
+        without = [sample.correct for sample in samples if not sample.reflection]
         if with_word and without:
             accuracies = np.mean(with_word), np.mean(without)
             rows.append([*accuracies, accuracies[0] - accuracies[1]])
@@ -236,16 +236,12 @@ def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
 
 
 def _accuracy(problems: list[list[Response]], seed: int) -> Estimate:
-    means = np.array([[np.mean([one.correct for one in samples])] for samples in problems])
+    means = np.array([[np.mean([sample.correct for sample in samples])] for samples in problems])
     return estimates(means, np.array([len(samples) for samples in problems]), seed)[0]
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float] | np.ndarray) -> float:
     return float(np.mean(values))
-
-
-def _mean_of_some(values: Sequence[float]) -> float | None:
-    return _mean(values) if values else None
 
 
 def make_report(
@@ -258,19 +254,21 @@ def make_report(
         seed: of the bootstrap.
     """
     # Sorted, so that no sum depends on which response was finished first.
-    responses = sorted(responses, key=lambda one: (one.index, one.sample))
+    responses = sorted(responses, key=lambda response: (response.index, response.sample))
     problems = by_problem(responses)
     sizes = np.array([len(samples) for samples in problems])
-    listings = [len({one.index for one in samples}) for samples in problems]
+    listings = [len({sample.index for sample in samples}) for samples in problems]
     k = int(sizes.min())
     powers = [2**i for i in range(k.bit_length())]
-    right = [sum(one.correct for one in samples) for samples in problems]
+    right = [sum(sample.correct for sample in samples) for samples in problems]
     table = [
         [c / n, *(pass_at_k(int(n), c, power) for power in powers), _majority(s, k, equivalent)]
         for n, c, s in zip(sizes, right, problems, strict=True)
     ]
     accuracy, *passes, majority = estimates(np.array(table), sizes, seed)
-    tokens = sum(one.tokens for one in responses)
+    lengths = np.array([response.tokens for response in responses])
+    correct = np.array([response.correct for response in responses])
+    tokens = int(lengths.sum())
     return Report(
         problems=len(problems),
         responses=len(responses),
@@ -281,14 +279,14 @@ def make_report(
         pass_at_k=dict(zip(powers, passes, strict=True)),
         majority=majority,
         response_tokens=tokens / len(responses),
-        response_tokens_right=_mean_of_some([one.tokens for one in responses if one.correct]),
-        response_tokens_wrong=_mean_of_some([one.tokens for one in responses if not one.correct]),
-        truncated_fraction=_mean([one.truncated for one in responses]),
-        answer_not_found_rate=_mean([one.extracted is None for one in responses]),
-        verifier_failures=sum(one.failure is not None for one in responses),
-        repetition=_mean([one.repetition for one in responses]),
-        entropy=-sum(one.logprob for one in responses) / tokens if tokens else None,
-        reflection_fraction=_mean([one.reflection for one in responses]),
+        response_tokens_right=_mean(lengths[correct]) if correct.any() else None,
+        response_tokens_wrong=_mean(lengths[~correct]) if not correct.all() else None,
+        truncated_fraction=_mean([response.truncated for response in responses]),
+        answer_not_found_rate=_mean([response.extracted is None for response in responses]),
+        verifier_failures=sum(response.failure is not None for response in responses),
+        repetition=_mean([response.repetition for response in responses]),
+        entropy=-sum(response.logprob for response in responses) / tokens if tokens else None,
+        reflection_fraction=_mean([response.reflection for response in responses]),
         reflection=_reflection(problems, seed),
         subjects=_rows(problems, "subject", seed),
         levels=_rows(problems, "level", seed),

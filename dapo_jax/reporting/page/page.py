@@ -10,7 +10,6 @@ import html
 import importlib.resources
 import itertools
 import json
-import math
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,16 +53,9 @@ Group = dict[str, Any]  # as `sample_groups` yields it
 
 def as_json(value: Any) -> str:
     """JSON for a script element: ASCII that opens and ends no tag; null for NaN and infinity."""
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    finite = json.loads(json.dumps(value), parse_constant=lambda constant: None)
+    text = json.dumps(finite, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(name): _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _round(values: np.ndarray) -> list[float | None]:

@@ -98,13 +98,13 @@ class ResponseFile:
             self._open(folder, folder / "responses.jsonl", settings)
 
     def _open(self, folder: Folder, path: Folder, settings: dict[str, Any]) -> None:
-        begun = folder / "settings.json"
+        settings_path = folder / "settings.json"
         try:
-            if begun.exists():
-                check_same_evaluation(folder, settings, json.loads(begun.read_text()))
+            if settings_path.exists():
+                check_same_evaluation(folder, settings, json.loads(settings_path.read_text()))
             else:
                 folder.mkdir(parents=True, exist_ok=True)
-                write_text(begun, json.dumps(settings, indent=2))
+                write_text(settings_path, json.dumps(settings, indent=2))
             responses, broken = _read(path)
         except ConfigError:
             raise
@@ -136,12 +136,12 @@ class ResponseFile:
             self._storage.attempt(self.path.name, lambda: write_responses(*content))
 
 
-def check_same_evaluation(folder: Folder, settings: dict[str, Any], begun: dict[str, Any]) -> None:
+def check_same_evaluation(folder: Folder, settings: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raises `ConfigError` that names every setting that differs from those in `folder`."""
     changed = [
-        f"{name}: {settings.get(name)!r}, but it was begun with {begun.get(name)!r}"
-        for name in sorted(settings | begun)
-        if settings.get(name) != begun.get(name)
+        f"{name}: {settings.get(name)!r}, but it was begun with {saved.get(name)!r}"
+        for name in sorted(settings | saved)
+        if settings.get(name) != saved.get(name)
     ]
     if changed:
         raise ConfigError(
