@@ -36,7 +36,7 @@ ETA_STEPS = 10  # steps whose mean duration the ETA assumes
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PROGRAMS = {
-    "jit(_generate_fn)": "the decode step",
+    "jit(_generate)": "the decode step",
     "jit(prefill_prefix)": "the prefill",
     "jit(_score_fn)": "the score pass",
     "jit(_unstack)": "the copy of the weights for decoding",
