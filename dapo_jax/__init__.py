@@ -12,6 +12,8 @@ Names are looked up when they are first used, so importing this package imports 
 Settings are explained by `help(dapo_jax.Sampler)` and `dapo-jax train --help`.
 """
 
+# ruff: noqa: F401 (imports for editors and type checkers)
+
 import importlib
 import signal
 import sys
@@ -20,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Python is looking a command of this package up. Until that can say so itself, Ctrl-C ends it as
-# any program, without the traceback of an import.
+# Python is importing a command of this package. Until the command has handlers of its own, Ctrl-C
+# ends it without the traceback of an import.
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 _ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
-# What is offered beside these rooms, and where: room, or room:name where its name differs.
+# Module of every other public name: module, or module:name where the name differs.
 _HOMES = {
     "train": "commands.api",
     "evaluate": "commands.api",
@@ -45,36 +47,7 @@ _SECTIONS = (
 )
 _HOMES |= dict.fromkeys(("Config", *_SECTIONS), "config.experiment")
 
-__all__ = [
-    "Algorithm",
-    "Checkpoint",
-    "Compute",
-    "Config",
-    "ConfigError",
-    "Critic",
-    "Data",
-    "Evaluation",
-    "Log",
-    "Lora",
-    "Mesh",
-    "Model",
-    "Optimizer",
-    "Packing",
-    "Policy",
-    "Result",
-    "Reward",
-    "Rollout",
-    "Sampler",
-    "Watch",
-    "advantages",
-    "evaluate",
-    "is_equivalent",
-    "losses",
-    "preset",
-    "presets",
-    "sample",
-    "train",
-]
+__all__ = sorted([*_ROOMS, *_HOMES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:  # the same, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
@@ -117,10 +90,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """`dapo_jax.train` is the function also once the room of that name, train.py, was imported.
+    """Module type that keeps `dapo_jax.train` the function once train.py was imported.
 
-    Importing a room makes it an attribute of its package; code inside says
-    `from dapo_jax.train import ...`, which does without.
+    Importing a module makes it an attribute of its package; `from dapo_jax.train import ...` needs
+    no such attribute.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

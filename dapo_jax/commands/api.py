@@ -1,6 +1,6 @@
-"""What a notebook or a script calls: train, evaluate, sample. `import dapo_jax` offers all of it.
+"""Python API for notebooks and scripts: train, evaluate, sample; public as `dapo_jax.train`, ...
 
-Functions import what is heavy when they are called.
+Heavy modules are imported when a function is called.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Rewards = RewardFunction | Mapping[RewardFunction | str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a training run leaves.
+    """Result of a training run.
 
     Attributes:
         run_dir: the folder with checkpoints, rollouts and metrics.
@@ -50,7 +50,7 @@ class Result:
 
     @functools.cached_property
     def metrics(self) -> "pyarrow.Table":
-        """A row per step, step 0 being the policy before training; None where nothing was measured.
+        """Table with a row per step; step 0 is the policy before training; None: not measured.
 
         Columns are explained in docs/metrics.md; `.to_pandas()` where pandas is installed.
         """
@@ -63,7 +63,7 @@ class Result:
 
     @functools.cached_property
     def policy(self) -> "Policy":
-        """The newest checkpoint's, read when it is first asked for."""
+        """Policy of the newest checkpoint, read at first use."""
         return Policy(self.run_dir)
 
 
@@ -128,9 +128,9 @@ def train(
     Raises:
         ConfigError: settings, model folder and run folder don't fit together, or a function has
             no name that a worker could import it by.
-        dapo_jax.filtering.Starved: no signal was left, and the config says to stop then.
-        dapo_jax.storage.NotSaved: its last checkpoint could not be written.
-        dapo_jax.finite.NotFinite: parameters or moments are NaN or infinite, or every update was.
+        Starved (rollout.dynamic_sampling): no signal was left, and the config says to stop then.
+        NotSaved (runtime.storage.retries): the last checkpoint could not be written.
+        NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
     """
     config = _with_rewards(_load(config), reward, in_process)
     checks.check(config)
@@ -141,7 +141,7 @@ def train(
 
 
 def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str, Any] | None:
-    """Scores on the held-out problems, as `dapo-jax evaluate` shows and writes them.
+    """Evaluates on the held-out problems, with the files of `dapo-jax evaluate`.
 
     >>> config = dapo_jax.Config(
     ...     run_dir=run_dir,
@@ -175,7 +175,7 @@ def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str
 
 
 class Policy:
-    """A policy in memory, that can be asked.
+    """Policy in memory, for sampling.
 
     >>> policy = dapo_jax.Policy(base, max_prompt_tokens=8, max_response_tokens=24, slots=8)
     >>> [len(responses) for responses in policy.sample(["1+2=", "3+3="], samples=4)]
@@ -183,7 +183,7 @@ class Policy:
 
     Args:
         model: a model folder, or the run_dir of a run, whose newest checkpoint is taken.
-        max_prompt_tokens, max_response_tokens: what there is room for.
+        max_prompt_tokens, max_response_tokens: longest prompt and response.
         slots: responses decoded side by side.
         seed: key of the draws.
 
@@ -204,22 +204,21 @@ class Policy:
         from dapo_jax.run.evaluation.evaluate import open_checkpoints, open_policy
 
         run = (pathlib.Path(model) / "checkpoints").is_dir()
-        of = read_config(Config, model) if run else Config(model=Model(folder=model))
-        # Of a run's settings those that say what is in its checkpoint, and where it lies: how it
-        # was trained and rewarded need not be known here.
+        source = read_config(Config, model) if run else Config(model=Model(folder=model))
+        # Settings of the checkpoint's content and place; training and rewards are not needed.
         config = Config(
             run_dir=model,
             seed=seed,
-            model=dataclasses.replace(of.model, reference_folder=""),
-            lora=of.lora,
-            compute=dataclasses.replace(of.compute, attention="auto"),
-            mesh=of.mesh,
-            optimizer=of.optimizer,
+            model=dataclasses.replace(source.model, reference_folder=""),
+            lora=source.lora,
+            compute=dataclasses.replace(source.compute, attention="auto"),
+            mesh=source.mesh,
+            optimizer=source.optimizer,
             data=Data(max_prompt_tokens=max_prompt_tokens, heldout_problems=0),
             rollout=Rollout(samples_per_prompt=max(slots, 2)),
             packing=Packing(
                 row_tokens=max_prompt_tokens + max_response_tokens,
-                rows_per_microbatch=of.packing.rows_per_microbatch,
+                rows_per_microbatch=source.packing.rows_per_microbatch,
             ),
             log=Log(console=False),
             sampler=Sampler(
@@ -236,15 +235,15 @@ class Policy:
             self.name, self._params = open_policy(config, self._components, checkpoints)
         self.tokenizer = self._components.tokenizer
 
-    def _prompt(self, index: int, said: str | Messages) -> "Prompt":
+    def _prompt(self, index: int, text: str | Messages) -> "Prompt":
         from dapo_jax.structs import Prompt
 
         chat = self.tokenizer.chat
-        if not isinstance(said, str):
+        if not isinstance(text, str):
             require(chat is not None, "model", self.name, "a folder with a chat template")
             assert chat is not None
-            said = chat.render([dict(message) for message in said])
-        tokens = self.tokenizer.encode_prompt(said)
+            text = chat.render([dict(message) for message in text])
+        tokens = self.tokenizer.encode_prompt(text)
         limit = self._components.config.data.max_prompt_tokens
         require(
             0 < len(tokens) <= limit,
@@ -252,7 +251,7 @@ class Policy:
             f"{len(tokens)} tokens",
             f"from 1 to max_prompt_tokens = {limit} tokens long",
         )
-        return Prompt(index, str(index), said, np.asarray(tokens, np.int32), "", "")
+        return Prompt(index, str(index), text, np.asarray(tokens, np.int32), "", "")
 
     def sample(
         self,
@@ -263,7 +262,7 @@ class Policy:
         top_p: float = 1.0,
         top_k: int = 0,
     ) -> "list[list[Completion]]":
-        """`samples` responses to each prompt; see `dapo_jax.sample`."""
+        """Samples responses to each prompt; arguments as for `dapo_jax.sample`."""
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
 
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
@@ -277,15 +276,15 @@ class Policy:
             )
             require(fits, name, value, AT_LEAST[name])
         sampler, rule = self._components.sampler, SamplingRule(temperature, top_p, top_k)
-        asked = [self._prompt(i, said) for i, said in enumerate(prompts)]
+        requests = [self._prompt(i, text) for i, text in enumerate(prompts)]
         sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
-        for prompt in asked:
+        for prompt in requests:
             sampler.submit(prompt, samples)
-        found: dict[int, list[Completion]] = {}
+        responses: dict[int, list[Completion]] = {}
         while not sampler.idle:
-            found |= {prompt.index: list(done) for prompt, done in sampler.decode_burst()}
+            responses |= {prompt.index: list(done) for prompt, done in sampler.decode_burst()}
         sampler.release()
-        return [found[prompt.index] for prompt in asked]
+        return [responses[prompt.index] for prompt in requests]
 
 
 def sample(
@@ -298,7 +297,7 @@ def sample(
     top_k: int = 0,
     **limits: int,
 ) -> "list[list[Completion]]":
-    """Responses of a policy to prompts. `Policy` does the same again without reading it again.
+    """Samples responses of a policy to prompts. `Policy` reads the model once for several calls.
 
     >>> answers = dapo_jax.sample(base, ["1+2="], temperature=0, max_response_tokens=24)
     >>> answers[0][0].text.startswith("1+2=")

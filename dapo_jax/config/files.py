@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from dapo_jax.config.user_code import describe_error, short_path
 from dapo_jax.runtime.settings import (
     ConfigError,
@@ -20,15 +18,15 @@ from dapo_jax.runtime.settings import (
 
 
 def _get_config(path: pathlib.Path) -> Callable[..., Any]:
-    """The function of that name in the file, whose other code has run."""
+    """Runs the file and returns its function `get_config`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, "get_config", None)
-    if not callable(found):
+    get_config = getattr(module, "get_config", None)
+    if not callable(get_config):
         raise ConfigError(f"{short_path(path)}: has no function get_config()")
-    return found
+    return get_config
 
 
 def _run_file(path: pathlib.Path, argument: str | None) -> Any:
@@ -43,12 +41,12 @@ def _run_file(path: pathlib.Path, argument: str | None) -> Any:
                 )
             return get_config(argument)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        said, file = describe_error(error), short_path(path)
-        raise ConfigError(said if file in said else f"{file}: {said}") from None
+        message, file = describe_error(error), short_path(path)
+        raise ConfigError(message if file in message else f"{file}: {message}") from None
 
 
 def _find(name: str) -> tuple[pathlib.Path, str | None]:
-    """The file, and what stands behind its colon. Raises `ConfigError` where there is none."""
+    """Path and argument of `FILE` or `FILE:ARGUMENT`. Raises `ConfigError` for no such file."""
     path, argument = pathlib.Path(name), None
     if not path.exists() and ":" in name:
         file, _, argument = name.rpartition(":")
@@ -56,13 +54,13 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
-        there = [str(p) for pattern in ("*.py", "*.json") for p in path.parent.glob(pattern)]
-        raise ConfigError(f"--config={name}: there is no such file{nearest(str(path), there, 0.7)}")
+        files = [str(p) for pattern in ("*.py", "*.json") for p in path.parent.glob(pattern)]
+        raise ConfigError(f"--config={name}: there is no such file{nearest(str(path), files, 0.7)}")
     return path.absolute(), argument
 
 
 def read_config(kind: type, name: str) -> Any:
-    """The experiment that `FILE.py`, `FILE.py:ARGUMENT`, `RUN/config.json` or `RUN` holds.
+    """Config of `FILE.py`, `FILE.py:ARGUMENT`, `RUN/config.json` or `RUN`.
 
     A Python file's `get_config` returns a `kind`, or an ml_collections `ConfigDict` (or plain
     dictionaries) of its settings.
@@ -75,17 +73,17 @@ def read_config(kind: type, name: str) -> Any:
         raise ConfigError(f"--config={name}: must be a .py file, a run's config.json or its folder")
     if path.suffix == ".json":
         return _of_tables(kind, read_json(path, ""), path)
-    found = _run_file(path, argument)
-    if isinstance(found, ConfigDict):
-        found = found.to_dict()
-    if isinstance(found, dict):
-        return _of_tables(kind, found, path)
-    if not isinstance(found, kind):
+    config = _run_file(path, argument)
+    if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
+        config = config.to_dict()
+    if isinstance(config, dict):
+        return _of_tables(kind, config, path)
+    if not isinstance(config, kind):
         raise ConfigError(
-            f"{short_path(path)}: get_config() returns {type(found).__name__}; this command "
+            f"{short_path(path)}: get_config() returns {type(config).__name__}; this command "
             f"takes {kind.__name__}"
         )
-    return found
+    return config
 
 
 def _of_tables(kind: type, values: dict[str, Any], path: pathlib.Path) -> Any:
@@ -96,7 +94,7 @@ def _of_tables(kind: type, values: dict[str, Any], path: pathlib.Path) -> Any:
 
 
 def locate(error: ConfigError, config: Any, name: str) -> str:
-    """The error with the line of the config file that set what it is about, where there is one."""
+    """Text of an error, after the line of the config file that set the setting at fault."""
     line = origin(config, error.field) if error.field else None
     if line is None:
         return str(error)

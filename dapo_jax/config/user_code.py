@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dapo_jax.runtime.settings import ConfigError
 
-# What lies here nobody wrote for a run: libraries, and this one.
+# Beginnings of files that are no user's: libraries, this one, and code without a file.
 LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     str(pathlib.Path(__file__).parent.parent),
@@ -17,29 +17,29 @@ LIBRARIES = (
 
 
 def short_path(file: str | pathlib.Path) -> str:
-    """Relative to the working folder where it is below it."""
+    """Path relative to the working folder, where it is below that."""
     path, here = pathlib.Path(file), pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def describe_error(error: BaseException) -> str:
-    """`mine.py:7: return 1 / n: ZeroDivisionError: division by zero`: the user's own line first.
+    """One line of text, as `mine.py:7: return 1 / n: ZeroDivisionError: division by zero`.
 
-    That is the innermost one which is in no library; without one the error stands alone.
+    Its beginning is the innermost line in no library; without one the error stands alone.
     """
     text = " ".join(str(error).split())  # one line
-    said = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+    message = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        said = f"{type(error).__name__}: {error.msg}"
-        return f"{short_path(error.filename)}:{error.lineno}: {(error.text or '').strip()}: {said}"
+        line = f"{short_path(error.filename)}:{error.lineno}: {(error.text or '').strip()}"
+        return f"{line}: {type(error).__name__}: {error.msg}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(LIBRARIES):
-            return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {said}"
-    return said
+            return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {message}"
+    return message
 
 
 def resolve(field: str, name: str) -> Callable:
-    """The function that `name` names. Raises `ConfigError` that says what is missing.
+    """Function of the name `module:function`. Raises `ConfigError` where it can't be imported.
 
     Modules are found as by `import`: installed, or in the folder that the command runs in.
     """
@@ -47,9 +47,9 @@ def resolve(field: str, name: str) -> Callable:
     if not (module and separator and function):
         raise ConfigError(f"config.{field} = {name!r}: must be written module:function")
     try:
-        found = getattr(importlib.import_module(module), function)
+        attribute = getattr(importlib.import_module(module), function)
     except Exception as error:  # whatever a user's module may raise while it is imported
         raise ConfigError(f"config.{field} = {name!r}: {describe_error(error)}") from None
-    if not callable(found):
+    if not callable(attribute):
         raise ConfigError(f"config.{field} = {name!r}: is not a function")
-    return found
+    return attribute

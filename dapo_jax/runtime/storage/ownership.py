@@ -21,10 +21,10 @@ PREFERRING, HALFWAY = "model trained on pairs", "training that is not finished"
 ALLOWED = {
     RUN: "a new or empty folder, or that of a run",
     EVALUATION: "a new or empty folder, or that of an evaluation",
-    TRAINED: "a new or empty folder, or one that holds only what dapo_jax.sft wrote",
-    PREFERRING: "a new or empty folder, or one that holds only what dapo_jax.dpo wrote",
-    HALFWAY: "a new or empty folder, or what dapo_jax.sft or dapo_jax.dpo had not finished",
-    EXPORTED: "a new or empty folder, or one that holds only what dapo_jax.export wrote",
+    TRAINED: "a new or empty folder, or one that holds only what dapo-jax sft wrote",
+    PREFERRING: "a new or empty folder, or one that holds only what dapo-jax dpo wrote",
+    HALFWAY: "a new or empty folder, or what dapo-jax sft or dapo-jax dpo had not finished",
+    EXPORTED: "a new or empty folder, or one that holds only what dapo-jax export wrote",
 }
 REPLACED = (
     TRAINED,
