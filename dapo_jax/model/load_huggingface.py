@@ -142,15 +142,15 @@ def _read_part(
     step = max(1, BLOCK_BYTES // (4 * published.shape[1]))
     for start in range(rows.start, rows.stop, step):
         block = slice(start, min(start + step, rows.stop))
-        place = slice(block.start - rows.start, block.stop - rows.start)
-        published[place] = tensors.read(name, block, columns)
+        target = slice(block.start - rows.start, block.stop - rows.start)
+        published[target] = tensors.read(name, block, columns)
     sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
     return out.reshape(sizes)
 
 
 def _to_devices(
     shape: tuple[int, ...],
-    place: jax.sharding.Sharding,
+    layout: jax.sharding.Sharding,
     dtype: Any,
     read: Callable[[tuple], np.ndarray],
 ) -> jax.Array:
@@ -164,7 +164,7 @@ def _to_devices(
         return parts[key]
 
     # Waiting keeps the next tensor from being read while this one is still on the host.
-    return jax.make_array_from_callback(shape, place, part).block_until_ready()
+    return jax.make_array_from_callback(shape, layout, part).block_until_ready()
 
 
 def _set_layer(stack: jax.Array, layer: jax.Array, number: int) -> jax.Array:
@@ -175,14 +175,14 @@ def _load_stack(
     tensors: _Tensors,
     path: str,
     shape: tuple[int, ...],
-    place: jax.sharding.NamedSharding,
+    layout: jax.sharding.NamedSharding,
     dtype: Any,
     config: DecoderConfig,
 ) -> jax.Array:
     """Stack of layers, filled in place on the devices, one layer after another."""
-    layer_sharding = jax.sharding.NamedSharding(place.mesh, jax.P(*place.spec[1:]))
-    set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=place)
-    stack = jnp.zeros(shape, dtype, device=place)
+    layer_sharding = jax.sharding.NamedSharding(layout.mesh, jax.P(*layout.spec[1:]))
+    set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=layout)
+    stack = jnp.zeros(shape, dtype, device=layout)
     for number, name in enumerate(weight_names.published_names(path, config)):
         layer = _to_devices(
             shape[1:],
@@ -217,22 +217,24 @@ def load_params(
     """
     tensors = _Tensors(pathlib.Path(folder), field)
     boxed, shapes = abstract_params(config), weight_names.param_shapes(config)
-    places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
     if fresh_score and weight_names.TOP_NAMES["score"] not in tensors.shapes:
-        arrays["score"] = jax.device_put(np.zeros(shapes.pop("score"), np.float32), places["score"])
+        arrays["score"] = jax.device_put(
+            np.zeros(shapes.pop("score"), np.float32), shardings["score"]
+        )
     _check_names(tensors, shapes, config, field)
     for path, shape in shapes.items():
         if not wanted(path):
             continue
         dtype = forward_dtype(path, config) if cast else jnp.float32
         if weight_names.below_stack(path):
-            arrays[path] = _load_stack(tensors, path, shape, places[path], dtype, config)
+            arrays[path] = _load_stack(tensors, path, shape, shardings[path], dtype, config)
             continue
         (name,) = weight_names.published_names(path, config)
         arrays[path] = _to_devices(
             shape,
-            places[path],
+            shardings[path],
             dtype,
             lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
         )

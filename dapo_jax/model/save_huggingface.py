@@ -91,14 +91,14 @@ def save_weights(
         part[name] = tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
     write()
-    places = {}
+    file_names = {}
     for i, written in enumerate(files):
         count = f"-{i + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
         file = f"model{count}.safetensors"
         (folder / f"{i}.unfinished").rename(folder / file)
-        places |= dict.fromkeys(written, file)
+        file_names |= dict.fromkeys(written, file)
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 

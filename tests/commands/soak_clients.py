@@ -16,14 +16,14 @@ SLOW = 0.03  # are read with pauses
 
 
 class Wrong(Exception):
-    """An answer that is not the one it must be."""
+    """Wrong answer of the server."""
 
 
 class Case(NamedTuple):
-    """A request whose answer is known beforehand.
+    """Request with a known answer.
 
     Attributes:
-        drawn: fields of HTTP that say how; gRPC takes the likeliest.
+        drawn: sampling fields for HTTP; gRPC takes the likeliest token.
     """
 
     prompt: str
@@ -47,7 +47,7 @@ class Web:
         self._port, self._kept = port, None
 
     def post(self, fields: dict) -> http.client.HTTPResponse:
-        """The answer to a completion, its body still to be read."""
+        """Answer to a completion, with its body still to be read."""
         for fresh in (False, True):  # one that was idle for long may be closed
             if self._kept is None or fresh:
                 self.drop()
@@ -135,13 +135,13 @@ class Clients:
 
     def _alone(self, case: Case) -> str:
         _, web = self._mine()
-        found = web.whole(case)[0]
-        if web.whole(case)[0] != found:
+        text = web.whole(case)[0]
+        if web.whole(case)[0] != text:
             raise Wrong(f"{case}: asked twice alone, two answers")
-        return found
+        return text
 
     def ask(self, number: int) -> None:
-        """One request. Raises `Wrong`, or what the connection does."""
+        """Sends one request. Raises `Wrong`, or an error of the connection."""
         rng = random.Random(f"{self._seed} {number}")
         case, chance = rng.choice(CASES), rng.random()
         if chance < RUDE:
@@ -152,8 +152,8 @@ class Clients:
         way = rng.choice([self._whole, self._several, self._stream, *grpc_too])
         if chance < RUDE + SLOW:
             way = self._slow
-        if (found := way(case)) != self.answers[case]:
-            raise Wrong(f"{case} by {way.__name__}: {found!r}, alone {self.answers[case]!r}")
+        if (text := way(case)) != self.answers[case]:
+            raise Wrong(f"{case} by {way.__name__}: {text!r}, alone {self.answers[case]!r}")
         self.said.append(way.__name__.strip("_"))
 
     def _grpc_text(self, case: Case) -> str:

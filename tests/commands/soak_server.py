@@ -39,7 +39,7 @@ MOST_GROWTH = 32 << 20  # bytes of memory, from the first quarter of the request
 
 
 class Held(NamedTuple):
-    """What a process holds: threads, open files, bytes of memory."""
+    """Resources of a process: threads, open files, bytes of memory."""
 
     threads: int
     files: int
@@ -47,9 +47,9 @@ class Held(NamedTuple):
 
     @classmethod
     def by(cls, process: int) -> "Held":
-        place = pathlib.Path(f"/proc/{process}")
-        pages = int((place / "statm").read_text().split()[1])
-        count = [sum(1 for _ in (place / name).iterdir()) for name in ("task", "fd")]
+        folder = pathlib.Path(f"/proc/{process}")
+        pages = int((folder / "statm").read_text().split()[1])
+        count = [sum(1 for _ in (folder / name).iterdir()) for name in ("task", "fd")]
         return cls(*count, pages * 4096)
 
 
@@ -74,7 +74,7 @@ def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, 
 
 
 def serve(switch: str, arguments: list[str]) -> int:
-    """The command, with threads that change places so often."""
+    """Runs the command with a switch interval of threads, in seconds."""
     from dapo_jax.commands.serve import server as serve
 
     if float(switch):
@@ -87,12 +87,12 @@ def serve(switch: str, arguments: list[str]) -> int:
 
 
 class Progress:
-    """How many of the requests were answered rightly, also by earlier calls of the same command."""
+    """Number of requests answered rightly, including earlier calls of the same command."""
 
     def __init__(self, path: pathlib.Path, asked: list[object]):
         self._path, self._asked = path, asked
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.done = found["done"] if found.get("asked") == asked else 0
+        record = json.loads(path.read_text()) if path.exists() else {}
+        self.done = record["done"] if record.get("asked") == asked else 0
 
     def note(self, done: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,23 +139,23 @@ def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
     body = Case("3+4=", BUDGET).body(stream_options={"include_usage": True})
 
     def client(until: float) -> list[tuple[float, float, int]]:
-        web, found = Web(ports[1]), []
+        web, times = Web(ports[1]), []
         while (began := time.monotonic()) < until:
             first, tokens = 0.0, 0
             for chunk in web.events(body):
                 first = first or time.monotonic() - began
                 tokens = (chunk["usage"] or {}).get("completion_tokens", 0)
-            found.append((first, time.monotonic() - began, tokens))
+            times.append((first, time.monotonic() - began, tokens))
         web.drop()
-        return found
+        return times
 
     for count in counts:
         with ThreadPoolExecutor(count) as pool:
             began = time.monotonic()
             each = pool.map(client, [began + seconds] * count)
-            found = [one for some in each for one in some]
+            times = [request for requests in each for request in requests]
             took = time.monotonic() - began
-        firsts, wholes, tokens = zip(*found, strict=True)
+        firsts, wholes, tokens = zip(*times, strict=True)
         p = [1000 * cut for x in (firsts, wholes) for cut in np.percentile(x, (50, 99))]
         print(
             f"{count:7}  {len(found) / took:10.1f}  {sum(tokens) / took:8.0f}  "

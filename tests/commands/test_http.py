@@ -37,7 +37,7 @@ def port():
 
 @pytest.fixture(scope="module")
 def client(byte_folder, byte_engine, port):
-    """Of a server that takes the likeliest token where a request says nothing else."""
+    """Client of a server that takes the likeliest token, unless a request has another rule."""
     opened = (*byte_engine[:2], Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "open_engine", lambda config: opened)
@@ -59,8 +59,8 @@ def read(stream) -> tuple[list[str], list[str | None], list]:
 
 def test_the_likeliest_responses_whole_and_streamed(client, byte_responses):
     for prompt, ids in byte_responses.items():
-        asked = {"model": "policy", "prompt": prompt, "max_tokens": BUDGET}
-        whole, reason = client.completions.create(**asked), "length"
+        request = {"model": "policy", "prompt": prompt, "max_tokens": BUDGET}
+        whole, reason = client.completions.create(**request), "length"
         if len(ids) < BUDGET:
             reason = "stop"
         assert whole.choices[0].text == TOKENIZER.decode(ids)
@@ -69,7 +69,7 @@ def test_the_likeliest_responses_whole_and_streamed(client, byte_responses):
         usage = {"prompt_tokens": count, "completion_tokens": len(ids)}
         assert whole.usage.to_dict() == usage | {"total_tokens": count + len(ids)}
         options = {"include_usage": True}
-        stream = client.completions.create(**asked, stream=True, stream_options=options)
+        stream = client.completions.create(**request, stream=True, stream_options=options)
         texts, reasons, usages = read(stream)
         assert (texts, reasons) == ([TOKENIZER.decode(ids)], [reason])
         assert usages[-1] == whole.usage and not any(usages[:-1])
@@ -86,25 +86,25 @@ def test_prompts_in_every_form_and_the_servers_budget(client, byte_responses):
 
 def test_chat_whole_and_streamed(client, byte_responses):
     wanted = TOKENIZER.decode(byte_responses["3+4="][:8])
-    asked = {"model": "policy", "messages": SUM, "max_completion_tokens": 8}
-    answer = client.chat.completions.create(**asked)
+    request = {"model": "policy", "messages": SUM, "max_completion_tokens": 8}
+    answer = client.chat.completions.create(**request)
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", wanted)
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    chunks = list(client.chat.completions.create(**request, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "="}]
-    asked["messages"] = [SUM[0], {"role": "user", "content": parts}]
-    assert client.chat.completions.create(**asked).choices[0].message.content == wanted
+    request["messages"] = [SUM[0], {"role": "user", "content": parts}]
+    assert client.chat.completions.create(**request).choices[0].message.content == wanted
 
 
 def test_a_stream_is_events_that_end_in_done(client, port):
     body = {"model": "policy", "prompt": "3+4=", "max_tokens": 3, "stream": True}
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
     )
-    with urllib.request.urlopen(asked) as answer:
+    with urllib.request.urlopen(request) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = answer.read().decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
@@ -137,8 +137,8 @@ def test_a_seed_repeats_its_responses_whatever_else_is_served(client):
 def test_temperature_top_p_and_top_k_are_the_requests_own(client, byte_responses):
     greedy = TOKENIZER.decode(byte_responses["Tell me!"])
     for changes in ({"temperature": 0}, {"top_p": 1e-9}, {"extra_body": {"top_k": 1}}):
-        asked = DRAWN | {"seed": None} | changes
-        assert client.completions.create(**asked).choices[0].text == greedy
+        request = DRAWN | {"seed": None} | changes
+        assert client.completions.create(**request).choices[0].text == greedy
     texts = {client.completions.create(**DRAWN | {"seed": None}).choices[0].text for _ in range(4)}
     assert len(texts) == 4
 
@@ -153,12 +153,12 @@ def test_a_stop_ends_the_text_before_it(client, byte_responses):
         (whole[0], 0),
         (["never", whole + "!"], len(whole)),
     ):
-        asked = {"model": "policy", "prompt": "3+4=", "stop": stop}
-        answer = client.completions.create(**asked)
+        request = {"model": "policy", "prompt": "3+4=", "stop": stop}
+        answer = client.completions.create(**request)
         assert answer.choices[0].text == whole[:cut]
         assert answer.choices[0].finish_reason == ("stop" if cut < len(whole) else "length")
         assert (answer.usage.completion_tokens < BUDGET) == (cut < len(whole))
-        assert read(client.completions.create(**asked, stream=True))[0] == [whole[:cut]]
+        assert read(client.completions.create(**request, stream=True))[0] == [whole[:cut]]
 
 
 def test_text_until_a_stop_by_definition():
@@ -272,10 +272,10 @@ def test_what_asks_for_nothing_is_served(client):
 def test_sixteen_clients_at_once_are_answered_as_each_alone(port, client, byte_responses):
     def ask(number):
         prompt, budget = PROMPTS[number % len(PROMPTS)], 1 + (5 * number) % BUDGET
-        asked = {"model": "policy", "prompt": prompt, "max_tokens": budget}
+        request = {"model": "policy", "prompt": prompt, "max_tokens": budget}
         own = make_openai(port)
-        whole = own.completions.create(**asked).choices[0].text
-        return prompt, budget, whole, read(own.completions.create(**asked, stream=True))[0][0]
+        whole = own.completions.create(**request).choices[0].text
+        return prompt, budget, whole, read(own.completions.create(**request, stream=True))[0][0]
 
     with ThreadPoolExecutor(16) as pool:
         for prompt, budget, whole, streamed in pool.map(ask, range(32)):

@@ -1,4 +1,4 @@
-"""The HTTP server in trouble: hostile bodies, overload, clients that leave, threads that die."""
+"""HTTP server in trouble: hostile bodies, overload, clients that leave, threads that die."""
 
 import contextlib
 import http.client
@@ -18,7 +18,7 @@ ASKED = {"model": "policy", "prompt": "3+4="}
 
 @contextlib.contextmanager
 def http_serving(folder, **changes):
-    """A server, and OpenAI's client of it."""
+    """Server with OpenAI's client."""
     port = free_port()
     config = make_serve_config(folder, http_port=port, served_name="policy", **changes)
     with serving(config) as server:
@@ -27,7 +27,7 @@ def http_serving(folder, **changes):
 
 
 def connect(port: int, body: bytes | None, **headers: str) -> http.client.HTTPConnection:
-    """A connection on which that body was sent, and nothing read."""
+    """Connection after sending a body and before reading the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("POST", "/v1/completions", body, headers)
     return connection

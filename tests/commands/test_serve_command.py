@@ -80,8 +80,8 @@ def test_a_trained_policy_answers_thirty_two_clients_rightly_and_leaves_on_sigte
         problems = [make_problem("heldout", 0, i, 2, 3) for i in range(32)]
         with ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(lambda p: client.ask(p.text, 24)[0], problems))
-        found = [answer.rpartition("#### ")[2] for answer in answers]
-        assert found == [problem.answer for problem in problems]
+        results = [answer.rpartition("#### ")[2] for answer in answers]
+        assert results == [problem.answer for problem in problems]
         texts = [problem.text for problem in problems]
         again = make_openai(http_port).completions.create(model="sums", prompt=texts)
         assert [choice.text for choice in again.choices] == answers

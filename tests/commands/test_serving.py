@@ -1,4 +1,4 @@
-"""A served policy seen by clients: what they are answered, and what they are refused."""
+"""Answers and refusals of a served policy, as clients see them over gRPC."""
 
 import socket
 import urllib.request
@@ -30,7 +30,7 @@ def metrics_port():
 
 @pytest.fixture(scope="module")
 def server(byte_folder, byte_engine, metrics_port):
-    """A server that takes the likeliest token."""
+    """Server that takes the likeliest token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve, "open_engine", lambda config: byte_engine)
         config = make_serve_config(byte_folder, metrics_port=metrics_port)
@@ -59,10 +59,10 @@ def test_a_response_has_no_more_than_max_tokens(server, byte_responses, max_toke
 
 
 def test_thirty_two_at_once_are_answered_as_each_alone(server, byte_responses):
-    asked = [(PROMPTS[i % len(PROMPTS)], 1 + (5 * i) % BUDGET) for i in range(32)]
+    requests = [(PROMPTS[i % len(PROMPTS)], 1 + (5 * i) % BUDGET) for i in range(32)]
     with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda request: server.client.ask(*request), asked))
-    for (prompt, budget), (text, ids) in zip(asked, answers, strict=True):
+        answers = list(pool.map(lambda request: server.client.ask(*request), requests))
+    for (prompt, budget), (text, ids) in zip(requests, answers, strict=True):
         assert ids == byte_responses[prompt][:budget]
         assert text == TOKENIZER.decode(ids)
 

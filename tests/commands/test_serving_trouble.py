@@ -1,4 +1,4 @@
-"""A server in trouble: overload, clients that leave, signals, threads that die."""
+"""gRPC server in trouble: overload, clients that leave, signals, threads that die."""
 
 import queue
 import threading

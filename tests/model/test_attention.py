@@ -53,11 +53,11 @@ def results(name: str, arrays, ids, mesh=None):
         return run(queries, keys, values)
 
 
-def assert_equal(found, expected, tolerance=2e-6):
+def assert_equal(actual, expected, tolerance=2e-6):
     def check(a, b):
         assert np.abs(np.asarray(a) - b).max() <= tolerance * max(np.abs(b).max(), 1)
 
-    jax.tree.map(check, jax.device_get(found), jax.device_get(expected))
+    jax.tree.map(check, jax.device_get(actual), jax.device_get(expected))
 
 
 @pytest.mark.parametrize("length", [64, 50, 16, 1])
@@ -86,7 +86,7 @@ def test_each_device_attends_with_its_own_rows_and_heads(name, sizes, monkeypatc
 
 
 def gradient_program(config: decoder.DecoderConfig, length: int, mesh):
-    """The text of the compiled gradient of a decoder over rows of `length` tokens."""
+    """Text of the compiled gradient of a decoder over rows of `length` tokens."""
     params = sharding.unbox(decoder.abstract_params(config))
     rows = jax.ShapeDtypeStruct((2, length), jnp.int32)
 
@@ -144,7 +144,7 @@ def test_what_backward_keeps_does_not_change_the_numbers(name, remat, tiny_param
 
 
 class _Devices:
-    """A mesh of devices that are not here, as the door sees it."""
+    """Stand-in for a mesh of devices that this machine lacks."""
 
     def __init__(self, platform: str, memories=("device",)):
         self.platform, self._memories = platform, memories

@@ -37,9 +37,9 @@ def packed_logits(folder, mesh, dtype=jnp.float32):
     config = load_huggingface.read_config(folder, dtype=dtype)
     params = load_huggingface.load_params(folder, config, mesh)
     used = np.arange(tokens.shape[1]) < lengths[:, None]
-    places = np.broadcast_to(np.arange(tokens.shape[1]) + first, tokens.shape)
+    positions = np.broadcast_to(np.arange(tokens.shape[1]) + first, tokens.shape)
     segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
-    rows = (jnp.asarray(array[used][None], jnp.int32) for array in (tokens, segments, places))
+    rows = (jnp.asarray(array[used][None], jnp.int32) for array in (tokens, segments, positions))
 
     def of_rows(params, *rows):
         hidden = Decoder(config).apply({"params": params}, *rows)
@@ -77,7 +77,7 @@ def greedy_tokens(folder, mesh):
 
 
 def export(folder, out, mesh, **options):
-    """What `folder` holds, read onto a mesh and written again."""
+    """Copy of a model folder, read onto a mesh and written again."""
     out.mkdir()
     config = load_huggingface.read_config(folder)
     params = load_huggingface.load_params(folder, config, mesh)
@@ -89,14 +89,14 @@ def export(folder, out, mesh, **options):
 
 def stored_bytes(folder):
     """Every tensor of a folder: dtype, shape and bytes."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = safe_open(path, framework="numpy")
         for name in file.keys():
             part = file.get_slice(name)
-            assert name not in found
-            found[name] = part.get_dtype(), part.get_shape(), file.get_tensor(name).tobytes()
-    return found
+            assert name not in tensors
+            tensors[name] = part.get_dtype(), part.get_shape(), file.get_tensor(name).tobytes()
+    return tensors
 
 
 @each_model
@@ -109,8 +109,8 @@ def test_logits_of_a_ragged_batch_are_those_of_transformers(folder, one_device):
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen3", "llama3"])
 def test_greedy_generation_is_that_of_transformers(name, one_device):
     (folder,) = (path for path in MODELS if path.name == name)
-    found, expected = greedy_tokens(folder, one_device)
-    assert found == expected
+    actual, expected = greedy_tokens(folder, one_device)
+    assert actual == expected
 
 
 @each_model
@@ -233,10 +233,10 @@ def test_prompts_begin_with_what_the_tokenizer_puts_first(tiny_folder, tmp_path)
         single="<|pad|> $A <|end|>", special_tokens=[("<|pad|>", 0), ("<|end|>", 1)]
     )
     plain.backend.save(str(folder / "tokenizer.json"))
-    begun = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     ids = plain.encode("1+2=")
-    assert begun.begin_ids == [0] and begun.encode("1+2=") == ids
-    assert begun.encode_prompt("1+2=") == begun.encode_prompt("<|pad|>1+2=") == [0, *ids]
+    assert tokenizer.begin_ids == [0] and tokenizer.encode("1+2=") == ids
+    assert tokenizer.encode_prompt("1+2=") == tokenizer.encode_prompt("<|pad|>1+2=") == [0, *ids]
 
 
 def test_every_wrong_tensor_of_several_files_is_named_at_once(tmp_path, one_device):

@@ -45,12 +45,12 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folders, one_device)
         difference = np.abs(logits - wanted)[used].max()
         print(f"{folder.name}: from position {first}, largest difference {difference:.1e}")
         assert difference < 1e-4, folder.name
-        found, expected_tokens = families.greedy_tokens(folder, one_device)
-        assert found == expected_tokens, folder.name
+        actual, expected_tokens = families.greedy_tokens(folder, one_device)
+        assert actual == expected_tokens, folder.name
 
 
 def check_logits(written, folders):
-    """What `transformers` computes from the folders in `written` is what it did before."""
+    """Checks that `transformers` computes the same logits as before from folders in `written`."""
     for folder in folders:
         (written / folder.name / "expected.npz").symlink_to(folder / "expected.npz")
     run_writer("check", *sorted(written.iterdir()))
@@ -82,7 +82,7 @@ def test_loading_two_gigabytes_needs_less_than_twice_the_largest_tensor_more(tmp
     line = [sys.executable, TESTS / "benchmarks/loading.py", tmp_path / "model"]
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run(line, env=environment, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout)
-    print(found)
-    assert found["files"] > 1900
-    assert found["beyond_params"] < 2 * found["largest_tensor"]
+    actual = json.loads(done.stdout)
+    print(actual)
+    assert actual["files"] > 1900
+    assert actual["beyond_params"] < 2 * actual["largest_tensor"]

@@ -31,7 +31,7 @@ def keep_frozen(params):
 
 
 def split(params):
-    """The same parameters with the first layer in the frozen stack."""
+    """Parameters with the first layer moved into the frozen stack."""
     layers = params["layers"]
     return params | {
         "frozen_layers": jax.tree.map(lambda leaf: leaf[:1], layers),
@@ -52,13 +52,13 @@ def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
     batch, used = make_batch()
     expected = split(whole.gradient(place(tiny_params, whole), batch, used))
     expected.pop("frozen_layers")
-    found = half.gradient(place(without(split(tiny_params), half.frozen), half), batch, used)
+    actual = half.gradient(place(without(split(tiny_params), half.frozen), half), batch, used)
 
-    def check(found, expected):
-        np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max(), rtol=1e-4)
+    def check(actual, expected):
+        np.testing.assert_allclose(actual, expected, atol=1e-6 * np.abs(expected).max(), rtol=1e-4)
 
-    jax.tree.map(check, found, expected)
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
+    jax.tree.map(check, actual, expected)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(actual))
 
 
 def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
@@ -111,9 +111,9 @@ def sample(sampler, params, rule=DRAWN):
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):
     apart = split(tiny_params)
     frozen = {"frozen_layers": apart.pop("frozen_layers")}
-    found = sample(make_sampler(HALF, eight_devices, frozen), apart)
+    actual = sample(make_sampler(HALF, eight_devices, frozen), apart)
     expected = sample(make_sampler(TINY, one_device), tiny_params)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""The head cut by vocabulary and computed in chunks, against the whole softmax."""
+"""Output head, sharded by vocabulary and in chunks, against a whole softmax."""
 
 import dataclasses
 import re
@@ -40,10 +40,10 @@ def with_gradients(function, *options):
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6),
-        jax.device_get(found),
+        jax.device_get(actual),
         jax.device_get(expected),
     )
 
@@ -51,8 +51,8 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 14, 10**6])
 def test_values_and_gradients_are_those_of_the_softmax(temperature, chunk_tokens):
-    found = with_gradients(head_logprobs, temperature, chunk_tokens)(HIDDEN, HEAD)
-    assert_same(found, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
+    actual = with_gradients(head_logprobs, temperature, chunk_tokens)(HIDDEN, HEAD)
+    assert_same(actual, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -63,8 +63,8 @@ def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, chunk_tokens):
     head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
     hidden = sharding.put(mesh, HIDDEN, "batch")
     with sharding.activate(mesh):
-        found = with_gradients(head_logprobs, 0.8, chunk_tokens)(hidden, head)
-    assert_same(found, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
+        actual = with_gradients(head_logprobs, 0.8, chunk_tokens)(hidden, head)
+    assert_same(actual, with_gradients(by_definition, 0.8)(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -79,11 +79,11 @@ def test_a_decoder_on_a_mesh_says_what_it_says_on_one_device(tied, one_device, e
         logprobs, entropy = token_logprobs(params, config, tokens, ids, positions, **options)
         return jnp.sum(jnp.sin(logprobs) + 0.1 * entropy)
 
-    found = []
+    actual = []
     for mesh in (one_device, eight_devices):
         with sharding.activate(mesh):
-            found.append(jax.jit(jax.value_and_grad(loss))(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+            actual.append(jax.jit(jax.value_and_grad(loss))(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *actual)
 
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once_however_many_chunks():

@@ -39,7 +39,7 @@ def make_lora_learner(folder, mesh, decoder=DECODER):
 
 
 def random_adapters(mesh, decoder=DECODER):
-    """As after some training: B is no longer zero."""
+    """Adapters as after some training: B is no longer zero."""
     adapters = fresh_adapters(decoder, mesh, seed=1)
     leaves, structure = jax.tree.flatten(adapters)
     keys = jax.random.split(jax.random.key(2), len(leaves))
@@ -48,7 +48,7 @@ def random_adapters(mesh, decoder=DECODER):
 
 
 def merged(params, adapters):
-    """The parameters with the adapters in them, in float32."""
+    """Parameters with merged adapters, in float32."""
     params, adapters = (flatten_dict(jax.device_get(t), sep="/") for t in (params, adapters))
     for path in [path for path in params if path.replace("kernel", "lora_a") in adapters]:
         if path.endswith("kernel"):
@@ -60,16 +60,16 @@ def merged(params, adapters):
 
 def test_fresh_adapters_change_no_log_prob(tiny_folder, tiny_params, one_device):
     learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
-    found = learner.score(fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used)
+    actual = learner.score(fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used)
     expected = make_learner(one_device).score(tiny_params, batch.scored.rollouts, used)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_fresh_adapters_are_keyed_by_the_seed_and_the_same_on_any_mesh(one_device, eight_devices):
-    one, eight = (fresh_adapters(DECODER, mesh, 7) for mesh in (one_device, eight_devices))
-    assert equal(one, eight) and not equal(one, fresh_adapters(DECODER, one_device, 8))
-    assert {path[-1] for path in flatten_dict(one)} == {"lora_a", "lora_b"}
-    assert {path[1] for path in flatten_dict(one)} == set(MATRICES)
+    on_one, on_eight = (fresh_adapters(DECODER, mesh, 7) for mesh in (one_device, eight_devices))
+    assert equal(on_one, on_eight) and not equal(on_one, fresh_adapters(DECODER, one_device, 8))
+    assert {path[-1] for path in flatten_dict(on_one)} == {"lora_a", "lora_b"}
+    assert {path[1] for path in flatten_dict(on_one)} == set(MATRICES)
 
 
 def test_gradients_follow_from_those_of_the_merged_matrices(tiny_folder, tiny_params, one_device):
@@ -77,8 +77,8 @@ def test_gradients_follow_from_those_of_the_merged_matrices(tiny_folder, tiny_pa
     learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
     adapters = random_adapters(one_device)
     whole = make_learner(one_device).gradient(merged(tiny_params, adapters), batch, used)
-    found = learner.gradient(adapters, batch, used)
-    assert found["layers"].keys() == set(MATRICES)
+    actual = learner.gradient(adapters, batch, used)
+    assert actual["layers"].keys() == set(MATRICES)
     for name, pair in adapters["layers"].items():
         down, up = (np.asarray(pair[part], np.float64) for part in ("lora_a", "lora_b"))
         layers, rank = down.shape[0], LORA.rank
@@ -91,7 +91,7 @@ def test_gradients_follow_from_those_of_the_merged_matrices(tiny_folder, tiny_pa
         }
         for part, value in expected.items():
             assert np.abs(value).max() > 0
-            assert_close(found["layers"][name][part], value.reshape(pair[part].shape), 1e-4)
+            assert_close(actual["layers"][name][part], value.reshape(pair[part].shape), 1e-4)
 
 
 def test_an_update_on_eight_devices_equals_one(tiny_folder, one_device, eight_devices):
@@ -129,13 +129,13 @@ def test_decoding_draws_what_the_merged_model_draws(
 ):
     frozen = load_frozen(tiny_folder, DECODER, eight_devices)
     adapters = random_adapters(eight_devices)
-    found = sample(make_sampler(DECODER, eight_devices, frozen), adapters)
+    actual = sample(make_sampler(DECODER, eight_devices, frozen), adapters)
     expected = sample(make_sampler(TINY, one_device), merged(tiny_params, adapters))
     base = sample(make_sampler(TINY, one_device), tiny_params)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-4)
-    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(found, base, strict=True))
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(actual, base, strict=True))
 
 
 def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
@@ -232,9 +232,9 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
     sampler = make_sampler(TINY, one_device)
     with open_run(config) as resumed:
         for rule in (GREEDY, DRAWN):
-            exported = [one.tokens.tolist() for one in sample(sampler, params, rule)]
-            trained = [one.tokens.tolist() for one in sample_from_run(resumed, rule)]
-            base = [one.tokens.tolist() for one in sample(sampler, frozen, rule)]
+            exported = [response.tokens.tolist() for response in sample(sampler, params, rule)]
+            trained = [response.tokens.tolist() for response in sample_from_run(resumed, rule)]
+            base = [response.tokens.tolist() for response in sample(sampler, frozen, rule)]
             assert trained == exported != base
 
 
@@ -252,7 +252,7 @@ def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
 
 
 def change_weights(folder):
-    """One bit in the middle of the file."""
+    """Flips a bit in the middle of the weights' file."""
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -271,14 +271,14 @@ def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
     folder = pathlib.Path(config.model.folder)
     kept = shutil.copytree(folder, tmp_path / "kept")
     change(folder)
-    asked = {
+    commands = {
         "resume": lambda: open_run(config).__enter__(),
         "export": lambda: export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out"))),
         "evaluate": lambda: evaluate(config),
     }
     try:
         with pytest.raises(ConfigError, match="model.* = .*(must be what it|but the run was made)"):
-            asked[command]()
+            commands[command]()
     finally:
         shutil.copytree(kept, folder, dirs_exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""The decoder, its log-probs, and the folder it is read from."""
+"""Decoder, log-probs, and loading of model folders."""
 
 import dataclasses
 import json

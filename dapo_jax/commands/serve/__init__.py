@@ -1,1 +1,1 @@
-"""The generation server: gRPC and OpenAI's protocol over one engine."""
+"""Generation server: JetStream's gRPC and OpenAI's HTTP protocol over one engine."""
