@@ -2,7 +2,7 @@
 
 collect     groups of responses that carry signal      rollout/dynamic_sampling.py
 minibatches split, packed into rows                    learner/minibatches.py
-score       log-probs of old policy and reference      learner/learners.py
+score       log-probs of old policy and reference      learner/score_pass.py
 estimate    an advantage per token                     learner/advantages.py
 weigh       a loss weight per token                    learner/losses.py
 update      loss = sum(loss_weights * token_loss)      learner/learners.py, learner/policy.py
