@@ -144,7 +144,7 @@ def byte_engine(byte_folder):
     devices = jax.devices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        opened = server.open_engine(make_serve_config(byte_folder))
+        opened = server.load_served(make_serve_config(byte_folder))
     server.warm_up(*opened[:2])
     return opened
 
@@ -162,7 +162,7 @@ def same_engine(byte_engine, monkeypatch):
     """Servers of the test use the engine that is compiled already; the test may change it."""
     from dapo_jax.commands.serve import server
 
-    monkeypatch.setattr(server, "open_engine", lambda config: byte_engine)
+    monkeypatch.setattr(server, "load_served", lambda config: byte_engine)
     monkeypatch.setattr(server, "warm_up", lambda *args: None)
     return byte_engine[0]
 

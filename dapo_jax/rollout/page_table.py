@@ -5,7 +5,6 @@ responses to one prompt that run on a replica share the pages that the prompt fi
 response and prompt meet, and those after it, belong to one response alone.
 """
 
-import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,27 +15,12 @@ NO_OWNER = 0  # the page of each replica that is never given away
 DROPPED = np.iinfo(np.int32).max  # an index past every end
 
 
-class Fill(NamedTuple):
-    """Copy of one prompt block (a page's worth of tokens) into a page of the slot's replica."""
-
-    page: int
-    block: int
-
-
 class Fills(NamedTuple):
     """Pages to write: a replica's `page[i]` gets block `block[i]` of prompt `row[i]`."""
 
     page: Int[Any, "D M"]  # D replicas
     row: Int[Any, "D M"]
     block: Int[Any, "D M"]
-
-
-@dataclasses.dataclass
-class _SharedPages:
-    """Pages that a prompt fills, and how many slots hold them."""
-
-    pages: list[int]
-    holders: int = 0
 
 
 class PageTable:
@@ -68,24 +52,14 @@ class PageTable:
         self._tokens, self._count = np.zeros((2, len(self.tables)), np.int64)
         self._holders = np.zeros((self._replicas, self._pages), np.int64)
         self._free = [list(range(self._pages - 1, NO_OWNER, -1)) for _ in range(self._replicas)]
-        self._shared: dict[tuple[int, Hashable], _SharedPages] = {}
+        self._shared: dict[tuple[int, Hashable], list[int]] = {}  # full pages of prompts
         self._prompts: dict[int, tuple[int, Hashable]] = {}
-        self._fills: dict[int, list[Fill]] = {}
+        self._fills: dict[int, list[tuple[int, int]]] = {}  # (page, block of the prompt) by slot
 
     @property
     def slots(self) -> list[int]:
         """Slots that hold pages, the oldest first."""
         return list(self._prompts)
-
-    @property
-    def free(self) -> int:
-        """Number of pages, of all replicas, that no slot holds."""
-        return sum(map(len, self._free))
-
-    @property
-    def held(self) -> int:
-        """Number of pages, of all replicas, that a slot holds."""
-        return int((self._holders > 0).sum())
 
     def changed_tables(self) -> np.ndarray | None:
         """Copy of `tables` where they changed since the last call, else None."""
@@ -109,7 +83,7 @@ class PageTable:
         self.release(slot)
         replica, cached = self.replica(slot), tokens - 1
         shared, whole = self._shared.get((replica, prompt)), cached // self._page_tokens
-        needed = 1 + (0 if shared else whole)
+        needed = 1 + (whole if shared is None else 0)
         if beside:
             counts = self._count[replica * self._slots_each :][: self._slots_each]
             needed += np.count_nonzero((counts > 0) & (counts < self.tables.shape[1]))
@@ -119,17 +93,16 @@ class PageTable:
             raise ValueError(f"slot {slot}: no pages are left; raise sampler.pages")
         fills = []
         if shared is None:
-            shared = _SharedPages([self._free[replica].pop() for _ in range(whole)])
+            shared = [self._free[replica].pop() for _ in range(whole)]
             self._shared[replica, prompt] = shared
-            fills = [Fill(page, block) for block, page in enumerate(shared.pages)]
+            fills = [(page, block) for block, page in enumerate(shared)]
         own = self._free[replica].pop()
-        pages = [*shared.pages, own]
-        shared.holders += 1
+        pages = [*shared, own]
         self._holders[replica, pages] += 1
         self._prompts[slot] = replica, prompt
         self._tokens[slot], self._count[slot] = cached, len(pages)
         self.tables[slot, : len(pages)] = pages
-        self._fills[slot], self._changed = [*fills, Fill(own, whole)], True
+        self._fills[slot], self._changed = [*fills, (own, whole)], True
         return True
 
     def claimed(self, slot: int) -> bool:
@@ -152,8 +125,8 @@ class PageTable:
         used = [0] * self._replicas
         for slot, row in zip(map(int, slots), rows, strict=True):
             replica = self.replica(slot)
-            for fill in self._fills.pop(slot):
-                arrays[:, replica, used[replica]] = fill.page, row, fill.block
+            for page, block in self._fills.pop(slot):
+                arrays[:, replica, used[replica]] = page, row, block
                 used[replica] += 1
         return Fills(*arrays)
 
@@ -203,20 +176,8 @@ class PageTable:
         pages = self.tables[slot, : self._count[slot]].tolist()
         self._holders[replica, pages] -= 1
         self._free[replica] += [page for page in pages if not self._holders[replica, page]]
-        shared = self._shared[key]
-        shared.holders -= 1
-        if not shared.holders:
+        shared = self._shared.get(key)
+        if shared is not None and not self._holders[replica, shared].any():
             del self._shared[key]
         self.tables[slot], self._count[slot] = NO_OWNER, 0
         self._changed = True
-
-    def check(self) -> None:
-        """Raises AssertionError unless every page is free or held, and counted right."""
-        held = np.zeros_like(self._holders)
-        for slot in self._prompts:
-            np.add.at(held[self.replica(slot)], self.tables[slot, : self._count[slot]], 1)
-        assert (held == self._holders).all()
-        assert not held[:, NO_OWNER].any()
-        for replica, free in enumerate(self._free):
-            holding = np.flatnonzero(held[replica]).tolist()
-            assert sorted(free + holding) == list(range(1, self._pages)), "lost, or given twice"

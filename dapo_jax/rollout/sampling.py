@@ -115,10 +115,10 @@ def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
 def draw_each(
     logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRules
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """One token per slot by a rule for each, as `draw` does by one: one program serves all rules.
+    """One token per slot as `draw` makes it, by a rule for each slot: one program serves all rules.
 
     A slot's token depends on its own logits, key, position and rule alone. Sorting the vocabulary
-    is the dear part, and left out while no slot asks for it.
+    is the expensive part, and left out while no slot asks for it.
     """
     greedy, vocab = rules.temperature == 0, logits.shape[-1]
     scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]

@@ -1,6 +1,7 @@
-"""Costs fitted to a run: its schedule is replayed, and its seconds are laid on what was counted."""
+"""Costs fitted to a run, whose schedule is replayed; figures of a simulated step."""
 
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -16,6 +17,25 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.settings import ConfigError
 
 FIRST_STEPS = 2  # compile
+
+
+def step_figures(step: Step) -> dict[str, float]:
+    """Figures of a simulated step for a table or JSON."""
+    names = "asked judged kept surplus kept_tokens rounds rows fill utilisation".split()
+    sampled = "prefills tokens abandoned_tokens put_back_tokens".split()
+    return (
+        {"seconds_rollout": step.rollout_seconds, "seconds_learning": step.update_seconds}
+        | {f"seconds_{name}": value for name, value in step.seconds.items()}
+        | {name: getattr(step, name) for name in names}
+        | {name: getattr(step.sampled, name) for name in sampled}
+        | {
+            "seconds_tail": step.tail_seconds,
+            "decode_steps": step.counts["decode_step"],
+            "decode_bursts": step.counts["burst"],
+            "sampled_to_kept_tokens": step.drawn_tokens / max(1, step.kept_tokens),
+            "tokens_per_second": step.sampled.tokens / (step.rollout_seconds or math.inf),
+        }
+    )
 
 
 def replay(

@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 
+from calibrate import step_figures
 from pages import BANDWIDTHS, SHAPE
 from rule_of_thumb import Speed, rule_of_thumb
 
@@ -72,7 +73,7 @@ def simulate(
 
 def describe(name: str, steps: list[Step]) -> None:
     """Means over the steps, as a JSON line."""
-    records = [step.record() for step in steps]
+    records = [step_figures(step) for step in steps]
     names = ("seconds_rollout", "seconds_learning", *(f"seconds_{p}" for p in PARTS), *SHOWN)
     means = {name: round(statistics.mean(r[name] for r in records), 3) for name in names}
     print(json.dumps({"simulation": name} | means), flush=True)

@@ -16,7 +16,7 @@ import pathlib
 import runpy
 import statistics
 
-from calibrate import FIRST_STEPS, calibrate, replay
+from calibrate import FIRST_STEPS, calibrate, replay, step_figures
 
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation, Step
@@ -83,7 +83,7 @@ def measured(config: Config) -> list[dict[str, float]]:
 
 def record(step: Step) -> dict[str, float]:
     """The same of a simulated one."""
-    found = step.record()
+    found = step_figures(step)
     decoding = (found[f"seconds_{name}"] for name in ("prefill_token", "decode_step", "slot_step"))
     whole = found["seconds_rollout"] + found["seconds_learning"]
     return found | {"seconds_step": whole, "seconds_decode": sum(decoding)}
@@ -121,7 +121,9 @@ def main() -> None:
     folder = pathlib.Path(seen.run_dir)
     costs = calibrate(seen, *model, folder)
     told = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
-    again = [step.record()["decode_steps"] for step in replay(seen, *model, folder, options.steps)]
+    again = [
+        step_figures(step)["decode_steps"] for step in replay(seen, *model, folder, options.steps)
+    ]
     told["replayed_decode_steps"] = again[FIRST_STEPS:]
     told["decode_steps"] = [row["decode_steps"] for row in measured(seen)]
     print("| slots | G | | measured | predicted | off |\n|---|---|---|---|---|---|")

@@ -40,7 +40,7 @@ def client(byte_folder, byte_engine, port):
     """Client of a server that takes the likeliest token, unless a request has another rule."""
     opened = (*byte_engine[:2], Tokenizer(TOKENIZER.backend, (END,), 0, CHAT))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "open_engine", lambda config: opened)
+        patch.setattr(server, "load_served", lambda config: opened)
         config = make_serve_config(byte_folder, http_port=port, served_name="policy")
         with serving(config):
             yield make_openai(port)

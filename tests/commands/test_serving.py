@@ -32,7 +32,7 @@ def metrics_port():
 def server(byte_folder, byte_engine, metrics_port):
     """Server that takes the likeliest token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve, "open_engine", lambda config: byte_engine)
+        patch.setattr(serve, "load_served", lambda config: byte_engine)
         config = make_serve_config(byte_folder, metrics_port=metrics_port)
         with serving(config) as server:
             yield server

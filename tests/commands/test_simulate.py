@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calibrate import calibrate, fit, replay
+from calibrate import calibrate, fit, replay, step_figures
 from rule_of_thumb import Speed, overlapped_seconds, rule_of_thumb
 from small_runs import make_quick_config, open_run
 
@@ -259,7 +259,7 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
         run.step()
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     step = Simulation(config, *model, workload, Costs()).step()
-    found = step.record()
+    found = step_figures(step)
     assert [found[name] for name in SAME] == [row[name] for name in SAME]
     assert step.sampled.occupancy == row["slot_occupancy"]
     assert (step.kept, step.surplus) == (row["trained_groups"], row["surplus_groups"])

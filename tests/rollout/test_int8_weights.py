@@ -184,7 +184,7 @@ def test_matrices_need_half_the_bytes_of_bfloat16(one_device):
 
 
 def test_served_weights_are_rounded(byte_folder, alone):
-    _, params, _ = server.open_engine(make_serve_config(byte_folder, weights_dtype="int8"))
+    _, params, _ = server.load_served(make_serve_config(byte_folder, weights_dtype="int8"))
     assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
 
 

@@ -97,7 +97,7 @@ def test_jetstreams_orchestrator_drives_the_engine(
     prefiller = engine
     if not interleaved:
         config = make_serve_config(byte_folder, slots=1)
-        prefiller = server.open_engine(config)[0]
+        prefiller = server.load_served(config)[0]
     driver = jetstream_driver.orchestrator.Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],

@@ -63,7 +63,7 @@ def test_the_command_says_so_in_a_line(tiny_folder, alone, tmp_path, monkeypatch
 def test_serving_refuses_slots_beyond_memory(byte_folder, alone):
     config = ServeConfig(model=str(byte_folder), slots=10**8)
     with pytest.raises(ConfigError, match="config.slots = 100000000 .* serving takes at least"):
-        server.open_engine(config)
+        server.load_served(config)
 
 
 def sizes(tree) -> int:

@@ -46,7 +46,7 @@ def changes(plan: Any) -> list[str]:
     lines = []
     for program in plan.measured.values():
         missing = program.together - plan.limit
-        if plan.has_room(program):
+        if program.fits(plan.limit):
             continue
         state = sum(v for k, v in program.alive.items() if k not in ("cache", "prompts"))
         if state > plan.limit:

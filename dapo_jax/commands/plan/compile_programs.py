@@ -52,6 +52,10 @@ class CompiledProgram:
     contents: dict[str, list[str]]
     compile_seconds: float
 
+    def fits(self, limit: int) -> bool:
+        """Whether the program fits beside what stays, in `limit` bytes of a chip."""
+        return self.peak is not None and self.together <= limit
+
     @property
     def together(self) -> int:
         """Bytes of the program with all that is there meanwhile."""
@@ -94,26 +98,26 @@ class Compiler:
     def measure(self, program: Program) -> CompiledProgram:
         """Compiled program, from the cache where it was compiled before."""
         started = time.perf_counter()
-        found = self._facts(program.lower(), program.name)
+        facts = self._facts(program.lower(), program.name)
         alive, shared = {}, set()
         for name, tree in program.alive.items():
             leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in shared]
             shared |= set(map(id, leaves))
             alive[name] = self._size(leaves)
-        beside = max(0, sum(alive.values()) - found["arguments"] - found["results"])
-        if found["peak"] is None:
-            beside = sum(alive.values()) - (0 if found["temporaries"] else found["needs"])
+        beside = max(0, sum(alive.values()) - facts["arguments"] - facts["results"])
+        if facts["peak"] is None:
+            beside = sum(alive.values()) - (0 if facts["temporaries"] else facts["needs"])
             beside = max(0, beside)
-        sent = {name: Times(**times) for name, times in found["sent"].items()}
+        sent = {name: Times(**times) for name, times in facts["sent"].items()}
         return CompiledProgram(
             program.name,
-            found["peak"],
-            found["needs"],
-            found["host"],
+            facts["peak"],
+            facts["needs"],
+            facts["host"],
             alive,
             beside,
-            Traffic(sent, Times(**found["written"])),
-            found["contents"],
+            Traffic(sent, Times(**facts["written"])),
+            facts["contents"],
             time.perf_counter() - started,
         )
 
@@ -133,13 +137,13 @@ class Compiler:
             path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
             if path.exists():
                 return json.loads(path.read_text())
-        found = self._compile(lowered, name)
+        facts = self._compile(lowered, name)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(found))
+            temporary.write_text(json.dumps(facts))
             temporary.replace(path)
-        return found
+        return facts
 
     def _compile(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
         empty = {"arguments": 0, "results": 0, "host": 0, "contents": {}, "sent": {}}
@@ -149,7 +153,7 @@ class Compiler:
         except jax.errors.JaxRuntimeError as error:
             return empty | {"peak": None} | _missing(error)
         memory: Any = done.memory_analysis()  # every compiler that a plan asks has one
-        found = empty | {
+        facts = empty | {
             "peak": memory.peak_memory_in_bytes,
             "needs": memory.peak_memory_in_bytes,
             "arguments": memory.argument_size_in_bytes,
@@ -157,10 +161,10 @@ class Compiler:
             "host": memory.host_temp_size_in_bytes,
         }
         if not name:
-            return found
+            return facts
         text = done.as_text() or ""
         moved = traffic.read(text, self._layout.topology.chips)
-        return found | {
+        return facts | {
             "contents": contents(self._layout, name, text),
             "sent": {kind: dataclasses.asdict(times) for kind, times in moved.sent.items()},
             "written": dataclasses.asdict(moved.written),
@@ -170,12 +174,12 @@ class Compiler:
 def _missing(error: RuntimeError) -> dict[str, Any]:
     """Memory that a program which does not fit would take; raises an error about anything else."""
     text = str(error)
-    found = _TEMPORARIES.search(text) or _ALL.search(text)
-    if "RESOURCE_EXHAUSTED" not in text or not found:
+    match = _TEMPORARIES.search(text) or _ALL.search(text)
+    if "RESOURCE_EXHAUSTED" not in text or not match:
         raise error
     return {
-        "needs": int(float(found[1]) * _UNITS[found[2]]),
-        "temporaries": found.re is _TEMPORARIES,
+        "needs": int(float(match[1]) * _UNITS[match[2]]),
+        "temporaries": match.re is _TEMPORARIES,
     }
 
 
@@ -192,7 +196,7 @@ def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, 
     row, prompt = config.rows().row_tokens, config.data.max_prompt_tokens
     vocab = {decoder.vocab, decoder.vocab // shards(mesh, "vocab", column)}
     rows = config.packing.rows_per_microbatch // shards(layout.mesh, "batch")
-    found = {
+    lists = {
         "largest": hlo_text.largest(made, count),
         "T x T": hlo_text.square(made, row),
         "P x P": hlo_text.square(made, prompt),
@@ -200,15 +204,15 @@ def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, 
         "kernels": hlo_text.kernels(text),
     }
     if not sampling:
-        return found | {
+        return lists | {
             "head exchanges": hlo_text.collectives(made, "head"),
             "vocabulary exchanges": hlo_text.collectives(made, sizes=vocab),
         }
     if name in ("insert", "decode"):
-        found["copies of a cache"] = hlo_text.copies(made, cache_elements(layout))
+        lists["copies of a cache"] = hlo_text.copies(made, cache_elements(layout))
     if name in ("load", "decode"):
-        found["exchanges"] = hlo_text.collectives(made, looped=name == "decode")
-    return found
+        lists["exchanges"] = hlo_text.collectives(made, looped=name == "decode")
+    return lists
 
 
 def limit(layout: Layout) -> int:

@@ -41,19 +41,15 @@ class Plan:
     lengths: Lengths
     measured: dict[str, CompiledProgram]
     limit: int
-    costs: Costs | None
-    step: Step | None
-    mfu: float
-    seconds: float
-    host_bytes: int
+    costs: Costs | None = None
+    step: Step | None = None
+    mfu: float = 0.0
+    seconds: float = 0.0
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
-        return all(map(self.has_room, self.measured.values()))
-
-    def has_room(self, program: CompiledProgram) -> bool:
-        """Whether a program fits beside what stays."""
-        return program.peak is not None and program.together <= self.limit
+        return all(program.fits(self.limit) for program in self.measured.values())
 
 
 def say(text: str) -> None:
@@ -101,7 +97,7 @@ def make(config: Config, settings: PlanSettings) -> Plan:
     say(f"describing {topology.name}")
     layout = lay_out(config, topology)
     measured = measure_all(layout, settings, lengths.microbatches)
-    plan = Plan(layout, lengths, measured, limit(layout), None, None, 0.0, 0.0, 0)
+    plan = Plan(layout, lengths, measured, limit(layout))
     if plan.fits:
         costs = step_costs(layout, measured, settings.efficiency, lengths.tokens / 2)
         step = simulate_step(layout, workload, costs)

@@ -62,7 +62,7 @@ def config_values(model: str) -> dict[str, Any] | None:
         model: its name, or a path that ends in it; `-Instruct`, `-Base` and `-Math` may be in it.
     """
     name = _VERSIONS.sub("", pathlib.PurePath(model).name)
-    known = {one.lower(): one for one in NAMES}.get(name.lower())
+    known = {model.lower(): model for model in NAMES}.get(name.lower())
     if known is None:
         return None
     shared, sizes = _SHAPES[known]

@@ -5,9 +5,11 @@ that `Efficiency` says.
 """
 
 import dataclasses
+import math
 
 from dapo_jax.commands.plan.chips import Chip
-from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.decoder import ADAPTER_NAMES, DecoderConfig, abstract_params
+from dapo_jax.runtime import sharding
 
 REMAT_ATTENTION = ("full", "offload")  # what recomputes attention in the backward pass
 REMAT_MATRICES = (*REMAT_ATTENTION, "attention")  # ... and a layer's other products
@@ -54,20 +56,10 @@ def matrix_weights(config: DecoderConfig, *, head: bool = True) -> int:
 
 def adapter_weights(config: DecoderConfig) -> int:
     """Weights of low-rank adapters, over all layers."""
-    if not config.adapters:
-        return 0
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes = {
-        "query": (config.embed, queries),
-        "key": (config.embed, keys),
-        "value": (config.embed, keys),
-        "out": (queries, config.embed),
-        "gate": (config.embed, config.mlp),
-        "up": (config.embed, config.mlp),
-        "down": (config.mlp, config.embed),
-    }
-    pairs = (sum(sizes[name]) for name in config.adapters.targets)
-    return config.layers * config.adapters.rank * sum(pairs)
+    shapes = sharding.flatten(sharding.unbox(abstract_params(config)))
+    return sum(
+        math.prod(leaf.shape) for path, leaf in shapes.items() if path.endswith(ADAPTER_NAMES)
+    )
 
 
 def attention_flops(config: DecoderConfig, pairs: float) -> float:

@@ -79,11 +79,11 @@ class Search:
         except ConfigError:
             return None
         lengths = measure_lengths(config, self._workload)
-        found = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
-        room = found.peak is not None and found.together <= limit(layout)
-        memory = f"{found.together / GIB:.1f} GiB" + ("" if room else ": too much")
+        update = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
+        room = update.fits(limit(layout))
+        memory = f"{update.together / GIB:.1f} GiB" + ("" if room else ": too much")
         plan.say(f"{Candidate(config, 0, 0, 0).row()[:3]} update {memory}")
-        return found if room else None
+        return update if room else None
 
     def train(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """Config with the least recomputed, and then the most rows of a chip, with its update."""
@@ -91,8 +91,8 @@ class Search:
         config = changed(config, "packing", rows_per_microbatch=shards_of_rows)
         for remat in REMATS:
             tried = changed(config, "compute", remat=remat)
-            found = self._update(tried)
-            if found:
+            update = self._update(tried)
+            if update:
                 break
         else:
             return None
@@ -101,29 +101,28 @@ class Search:
             fitting = self._update(more)
             if not fitting:
                 break
-            tried, found = more, fitting
-        return tried, found
+            tried, update = more, fitting
+        return tried, update
 
     def sample(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """Config with the most slots of full length that fit, with its decoding."""
         replicas = config.mesh.fsdp
         fewest = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
         layout = self._lay_out(fewest)
-        found = self._measure(layout, sampling_programs(layout), "decode")
-        free = limit(layout) - found.together
+        decode = self._measure(layout, sampling_programs(layout), "decode")
+        free = limit(layout) - decode.together
         more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
         rollout = config.rollout  # slots for more responses than a batch has would stand idle
         batch = rollout.prompts_per_step * rollout.samples_per_prompt
         more = min(more, -(-batch // replicas) - FEWEST_SLOTS)
-        while found.peak is not None and free > 0:
+        while decode.peak is not None and free > 0:
             slots = (FEWEST_SLOTS + more) * replicas
             tried = changed(config, "sampler", slots=slots, pages=0)
             layout = self._lay_out(tried)
-            found = self._measure(layout, sampling_programs(layout), "decode")
-            room = found.peak is not None and found.together <= limit(layout)
-            plan.say(f"{slots} slots: {found.together / GIB:.1f} GiB")
-            if room:
-                return tried, found
+            decode = self._measure(layout, sampling_programs(layout), "decode")
+            plan.say(f"{slots} slots: {decode.together / GIB:.1f} GiB")
+            if decode.fits(limit(layout)):
+                return tried, decode
             if not more:
                 break
             more = more * 9 // 10
@@ -137,9 +136,9 @@ class Search:
             return None
         config, decode = sampled
         layout = self._lay_out(config)
-        found = {"update": trained[1], "decode": decode}
+        measured = {"update": trained[1], "decode": decode}
         lengths = measure_lengths(config, self._workload)
-        costs = step_costs(layout, found, self._settings.efficiency, lengths.tokens / 2)
+        costs = step_costs(layout, measured, self._settings.efficiency, lengths.tokens / 2)
         step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds
         return Candidate(config, seconds, trained[1].together / GIB, decode.together / GIB)

@@ -95,28 +95,6 @@ class Step:
         """Tokens of all responses, also of those that were stopped or drawn again."""
         return self.sampled.drawn_tokens
 
-    def record(self) -> dict[str, float]:
-        """Numbers for a table or JSON."""
-        phases = {f"seconds_{name}": value for name, value in self.seconds.items()}
-        names = ("asked", "judged", "kept", "surplus", "kept_tokens", "rounds", "rows", "fill")
-        return (
-            {"seconds_rollout": self.rollout_seconds, "seconds_learning": self.update_seconds}
-            | phases
-            | {name: getattr(self, name) for name in names}
-            | {
-                "utilisation": self.utilisation,
-                "seconds_tail": self.tail_seconds,
-                "decode_steps": self.counts["decode_step"],
-                "decode_bursts": self.counts["burst"],
-                "prefills": self.sampled.prefills,
-                "tokens": self.sampled.tokens,
-                "abandoned_tokens": self.sampled.abandoned_tokens,
-                "put_back_tokens": self.sampled.put_back_tokens,
-                "sampled_to_kept_tokens": self.drawn_tokens / max(1, self.kept_tokens),
-                "tokens_per_second": self.sampled.tokens / (self.rollout_seconds or math.inf),
-            }
-        )
-
 
 class Simulation:
     """Simulated run: steps, one after the other.
@@ -156,7 +134,7 @@ class Simulation:
     def _begin(self) -> Meter:
         programs, meter = self._programs, Meter(self._costs)
         programs.step, programs.bursts, programs.meter = self._number, [], meter
-        programs.begun = {one.prompt.index: one.step for one in self._carried if one.tokens}
+        programs.begun = {group.prompt.index: group.step for group in self._carried if group.tokens}
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1

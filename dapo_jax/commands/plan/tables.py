@@ -20,7 +20,7 @@ PHASES = {  # of a step: the simulator's seconds in each
     "score": ("score_pass", "score_token"),
     "update": ("update", "update_token"),
 }
-CARRYING_STEPS = 6  # whose mean is told: one that begins with much draws little
+CARRYING_STEPS = 6  # whose mean is shown: one that begins with much draws little
 MOST_SHOWN = 6  # kinds of collectives of a program
 WEAKER = (
     "A GPU's memory was not enforced by its compiler and no kernel was tried out: a weaker proof "
@@ -213,7 +213,7 @@ def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
     for name, program in plan.measured.items():
         unit = estimate(layout, program, context)
         programs[name] = {
-            "fits": plan.has_room(program),
+            "fits": program.fits(plan.limit),
             "peak_bytes": program.peak,
             "together_bytes": program.together,
             "parts": program.parts(),

@@ -37,8 +37,8 @@ def rule_of(config: ServeConfig) -> Any:
     return SamplingRule(config.temperature, config.top_p, config.top_k)
 
 
-def open_engine(config: ServeConfig) -> tuple[Any, Any, Any]:
-    """The engine, its parameters and the tokenizer. Raises `ConfigError` at the door."""
+def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
+    """Engine, decoding weights and tokenizer of a model folder. Raises `ConfigError`."""
     from dapo_jax.commands.serve.engine import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
@@ -201,7 +201,7 @@ def serve(
     """
     for field in ("port", "http_port", "metrics_port"):
         bind(config, field).close()  # a taken port is reported before a model is loaded
-    engine, params, tokenizer = open_engine(config)
+    engine, params, tokenizer = load_served(config)
     warm_up(engine, params)
     # Imported after the engine, which prepares the import of JetStream.
     from dapo_jax.commands.serve.generator import Generator
