@@ -236,7 +236,7 @@ class PolicyEngine(Engine):
         return slot * self.replicas // self._slots
 
     def claim(self, slot: int, tokens: int, prompt: Hashable) -> bool:
-        """Whether the cache has room for a prompt in a free slot; then it is kept for it."""
+        """Keeps room of the cache for a prompt in a free slot; False where there is none."""
         return self.pages is None or self.pages.claim(slot, tokens, prompt)
 
     def release(self, slot: int) -> None:

@@ -106,7 +106,7 @@ class PageTable:
         return True
 
     def claimed(self, slot: int) -> bool:
-        """Whether the slot has pages whose prompt is still to be written."""
+        """True where the slot has pages whose prompt is still to be written."""
         return slot in self._fills
 
     def fills(

@@ -71,7 +71,7 @@ class PagedLayout:
         return self._limit
 
     def fits(self, caches: tuple[PageCache, ...], needed: int) -> bool:
-        """Whether `needed` tokens of a slot fit: always, since pages do not grow."""
+        """True: pages do not grow."""
         return True
 
     def columns(self, needed: int) -> int:
@@ -93,7 +93,7 @@ class PagedLayout:
         return tuple(jax.tree.map(named, page_specs(cache)) for cache in shapes)
 
     def grow(self, caches: tuple[PageCache, ...], window: int) -> tuple[PageCache, ...]:
-        """The caches as they are, since pages do not grow."""
+        """Caches as they are: pages do not grow."""
         return caches
 
     def take_up(self, cache: PageCache, new: PromptCache, _, __, fills: Fills) -> PageCache:

@@ -150,7 +150,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is being decoded."""
+        """True where nothing waits and nothing is being decoded."""
         return not self._waiting and not self._in_slot
 
     @property

@@ -61,7 +61,7 @@ class SlotLayout:
         return window_of(needed, self._first, self._limit)
 
     def fits(self, caches: tuple[KVCache, ...], needed: int) -> bool:
-        """Whether `needed` tokens of a slot fit into those caches."""
+        """True where `needed` tokens of a slot fit into the caches."""
         return self.window(needed) <= caches[0].values.shape[2]
 
     def columns(self, needed: int) -> None:

@@ -53,7 +53,7 @@ class CompiledProgram:
     compile_seconds: float
 
     def fits(self, limit: int) -> bool:
-        """Whether the program fits beside what stays, in `limit` bytes of a chip."""
+        """True where the program fits beside what stays, in `limit` bytes of a chip."""
         return self.peak is not None and self.together <= limit
 
     @property

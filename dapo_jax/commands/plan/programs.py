@@ -116,7 +116,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
 
 
 def scores_first(config: Config) -> bool:
-    """Whether the policy is scored before it is updated."""
+    """True where the policy is scored before it is updated."""
     algorithm = config.algorithm
     recomputed = config.rollout.updates_per_rollout > 1 or algorithm.kl == "reward"
     recomputed |= algorithm.trained_responses == "pairs"
