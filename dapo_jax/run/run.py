@@ -18,9 +18,8 @@ from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.source import NoJournal
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.checkpointing.compatibility import (
-    INPUTS,
     check_record,
     finished,
     gather_inputs,
@@ -66,7 +65,7 @@ class Run:
     """One run between its first step and its last.
 
     Args:
-        marks: settings and inputs, which every checkpoint remembers.
+        record: settings and inputs, which every checkpoint has.
         on_step: is given every finished step and its metrics; True ends the run.
     """
 
@@ -80,13 +79,13 @@ class Run:
         checkpoints: Checkpoints,
         storage: Storage,
         journal: RolloutJournal | NoJournal,
-        marks: dict[str, Any],
+        record: Record,
         signals: Signals,
         on_step: OnStep | None = None,
     ):
         self.config, self.components, self.trainer = components.config, components, trainer
         self.state, self.progress, self.files, self.signals = state, progress, files, signals
-        self._storage, self._journal, self._marks = storage, journal, marks
+        self._storage, self._journal, self._record = storage, journal, record
         self._checkpoints, self._saver = checkpoints, CheckpointSaver(checkpoints, storage)
         self._console, self._on_step = components.progress, on_step
         self._alerts = Alerts(self.config, files.rows())
@@ -182,7 +181,7 @@ class Run:
 
     def _save(self) -> None:
         self.progress.seconds = time.perf_counter() - self._started
-        save(self._checkpoints, self.state, self.progress, self._marks)
+        save(self._checkpoints, self.state, self.progress, self._record)
 
     def keep(self) -> None:
         """Saves, and returns when the state is on disk. Raises `NotSaved`, `NotFinite`."""
@@ -259,7 +258,7 @@ def open_run(
             state, progress = first_state(components), RunProgress()
     else:
         record = checkpoints.record()
-        record = check_record(config, settings, inputs, record, storage.warn)
+        check_record(config, Record(0, settings, inputs), record, storage.warn)
         with console.working(f"loading the checkpoint of step {resumed_step}"):
             state, progress = restore(components, checkpoints, record)
         console.say(f"resuming {escape(str(folder))} after step {resumed_step}")
@@ -269,9 +268,9 @@ def open_run(
     if resumed_step is None:
         files.write_settings()
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
-    marks = {"settings": settings, INPUTS: inputs}
+    made_of = Record(0, settings, inputs)
     disk = checkpoints, storage, journal
-    return Run(components, trainer, state, progress, files, *disk, marks, signals, on_step)
+    return Run(components, trainer, state, progress, files, *disk, made_of, signals, on_step)
 
 
 def newest_row(step: int, progress: RunProgress) -> int:

@@ -10,7 +10,7 @@ from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
 from dapo_jax.rollout.carry_over import IN_ARRAYS, pack_carried, packed_tokens, unpack_carried
 from dapo_jax.rollout.source import SourceState
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.components import Components
 from dapo_jax.run.memory import megabytes_per_device
 from dapo_jax.structs import Carried, Prompt
@@ -46,19 +46,19 @@ def first_state(components: Components) -> TrainerState:
 
 
 def restore(
-    components: Components, checkpoints: Checkpoints, record: dict[str, Any]
+    components: Components, checkpoints: Checkpoints, record: Record
 ) -> tuple[TrainerState, RunProgress]:
-    """The state of the newest checkpoint, whose record holds the fields that are no arrays."""
+    """State and progress of the newest checkpoint, whose record is `record`."""
     learners, critic, behaviour = components.learners, None, None
     policy = checkpoints.state(learners.policy.abstract_state)
     if learners.critic:
         critic = checkpoints.state(learners.critic.abstract_state, "critic")
-    if components.config.rollout.lag and record["step"]:
+    if components.config.rollout.lag and record.step:
         behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
-    partial = _restore_partial(components, checkpoints, record.pop("carried", []))
-    step, position, kept = (record.pop(name) for name in ("step", "position", "kept_fraction"))
-    source = SourceState(position, kept, partial, behaviour)
-    return TrainerState(step, LearnerStates(policy, critic), source), RunProgress(**record)
+    rest = dict(record.progress)
+    partial = _restore_partial(components, checkpoints, rest.pop("carried", []))
+    source = SourceState(rest.pop("position"), rest.pop("kept_fraction"), partial, behaviour)
+    return TrainerState(record.step, LearnerStates(policy, critic), source), RunProgress(**rest)
 
 
 def _restore_partial(
@@ -77,22 +77,15 @@ def _restore_partial(
 
 
 def save(
-    checkpoints: Checkpoints, state: TrainerState, progress: RunProgress, marks: dict[str, Any]
+    checkpoints: Checkpoints, state: TrainerState, progress: RunProgress, record: Record
 ) -> None:
-    """Starts a checkpoint, written in the background; `marks` are added to its record."""
+    """Starts writing a checkpoint in the background; `record` has settings and inputs."""
     source, arrays, partial = state.source, *pack_carried(state.source.partial)
-    record = {
-        **dataclasses.asdict(progress),
-        "step": state.step,
-        "position": source.position,
-        "kept_fraction": source.kept_fraction,
-        **marks,
-    }
-    if partial:
-        record["carried"] = partial
+    place = {"position": source.position, "kept_fraction": source.kept_fraction}
+    rest = dataclasses.asdict(progress) | place | ({"carried": partial} if partial else {})
     states: dict[str, Any] = {"state": state.learners.policy, "critic": state.learners.critic}
     states |= {"behaviour": source.behaviour, "carried": arrays}
-    checkpoints.save(state.step, states, record)
+    checkpoints.save(dataclasses.replace(record, step=state.step, progress=rest), states)
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:

@@ -1,8 +1,8 @@
-"""Noticing that a process is gone: each says every second that it is there, and looks at the
-others.
+"""Heartbeat of the processes of a run: a dead one is named, and the others leave.
 
-jax notices too, but late, with a stack trace, and without a name. A collective that waits for a
-dead process never returns, so threads decide here, and leave by `os._exit`.
+jax has a heartbeat too. It is kept as a second guard only: it acts after 100 s, aborts with a stack
+trace, names a task's number instead of a host, and hands on no exit code. A collective that waits
+for a dead process never returns, so threads decide here, and leave by `os._exit`.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ import jax
 DEAD = 75  # EX_TEMPFAIL of sysexits.h: start all of them again
 SECONDS = 1.0  # between two signs of life
 SILENCE_SECONDS = 15.0  # then a process counts as dead
-LEAVING_SECONDS = 10.0  # for those that are about to leave for the same reason, in their own words
+LEAVING_SECONDS = 10.0  # for processes that are about to leave with a message of their own
 ANSWER_SECONDS = 2.5  # that the service may take before its port is tried
 ALIVE, STOPPED = "dapo_jax/alive/", "dapo_jax/stopped/"
 
 
 def _hold_aborts() -> None:
-    """Lets C++ abort six seconds later than it would.
+    """Delays an abort of C++ code by six seconds.
 
     Where process 0 dies, and with it the service, jax aborts every other process at once, before
     anyone could say who died. The handler is libc's `sleep`, which a handler may call; its argument
@@ -38,16 +38,18 @@ def _hold_aborts() -> None:
 
 
 class Heartbeat:
-    """The signs of life of all processes, in the coordination service that jax runs anyway.
+    """Heartbeat of this process, and a watch over the others'.
+
+    Beats are entries of the coordination service that jax runs anyway.
 
     Args:
-        client, address: of the service that `jax.distributed.initialize` started on process 0.
+        client, address: of the coordination service, which jax started on process 0.
         index, count: this process, and how many there are.
     """
 
     def __init__(self, client: Any, address: str, index: int, count: int):
         self._client, self._address, self._index, self._count = client, address, index, count
-        self._me = f"{socket.gethostname()}, pid {os.getpid()}"
+        self._host = f"{socket.gethostname()}, pid {os.getpid()}"
         self._names = dict.fromkeys(range(count), "")
         self._values = dict.fromkeys(range(count), "")
         self._seen = dict.fromkeys(range(count), time.monotonic())
@@ -56,17 +58,17 @@ class Heartbeat:
         self._stopped_since = math.inf
         self._over, self._served = False, True
         _hold_aborts()
-        self._told_others = threading.Event()
+        self._announced = threading.Event()
         # Two: the service may leave a question without an answer.
         for work in (self._beat, self._look):
-            threading.Thread(target=work, daemon=True, name="watch").start()
+            threading.Thread(target=work, daemon=True, name="heartbeat").start()
 
     def close(self) -> None:
-        """From now on the others may go."""
+        """Ends the watch: from now on the others may leave."""
         self._over = True
 
     def leave(self, code: int) -> None:
-        """Ends this process, with word to the others, which leave with the same code."""
+        """Ends this process, and the others with the same exit code."""
         self._over = True
         self._go(code, f"process {self._index} stopped with exit code {code}")
 
@@ -75,7 +77,7 @@ class Heartbeat:
         while not self._over:
             number += 1
             try:
-                key, value = f"{ALIVE}{self._index}", f"{number} {self._me}"
+                key, value = f"{ALIVE}{self._index}", f"{number} {self._host}"
                 self._client.key_value_set(key, value, allow_overwrite=True)
                 self._read()
                 self._answered, self._failures = time.monotonic(), 0
@@ -99,20 +101,20 @@ class Heartbeat:
     def _look(self) -> None:
         while not self._over:
             time.sleep(SECONDS / 4)
-            code, text = self._told() or self._found_dead()
+            code, text = self._find_stopped() or self._find_dead()
             if code and not self._over:
                 os.write(2, f"error: {text}\n".encode())
                 self._go(code, text)
 
-    def _told(self) -> tuple[int, str] | None:
-        """What a process said that left, and with which code."""
+    def _find_stopped(self) -> tuple[int, str] | None:
+        """Exit code and message of a process that left; None while none has."""
         for code, text in self._stopped.values():
             if code == DEAD or time.monotonic() - self._stopped_since > LEAVING_SECONDS:
                 return code, text
         return None
 
-    def _found_dead(self) -> tuple[int, str]:
-        """Which process is no longer heard, and the code to leave with; 0 where all are."""
+    def _find_dead(self) -> tuple[int, str]:
+        """Exit code and message for a process that is no longer heard; 0 where all are."""
         now = time.monotonic()
         late = [p for p, seen in self._seen.items() if now - seen > SILENCE_SECONDS]
         if self._failures > 1 or now - self._answered > SILENCE_SECONDS or self._is_refused(now):
@@ -127,7 +129,7 @@ class Heartbeat:
         )
 
     def _is_refused(self, now: float) -> bool:
-        """Whether process 0 is gone: a question to it then blocks until jax aborts."""
+        """Whether process 0 refuses connections; a question to it would block until jax aborts."""
         if self._index == 0 or now - self._answered < ANSWER_SECONDS:
             return False
         host, _, port = self._address.rpartition(":")
@@ -140,17 +142,17 @@ class Heartbeat:
         return False
 
     def _go(self, code: int, text: str) -> None:
-        if self._served:  # otherwise nobody is there to be told, and the question may hang
-            threading.Thread(target=self._tell, args=(f"{code} {text}",), daemon=True).start()
-            self._told_others.wait(LEAVING_SECONDS + 3 * SECONDS)
+        if self._served:  # otherwise nobody hears it, and the question may hang
+            threading.Thread(target=self._announce, args=(f"{code} {text}",), daemon=True).start()
+            self._announced.wait(LEAVING_SECONDS + 3 * SECONDS)
         os._exit(code)
 
-    def _tell(self, text: str) -> None:
+    def _announce(self, text: str) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{STOPPED}{self._index}", text, allow_overwrite=True)
             if self._index == 0:  # the others still read it: the service ends with this process
                 self._wait_for_others()
-        self._told_others.set()
+        self._announced.set()
 
     def _wait_for_others(self) -> None:
         silent: set[int] = set()

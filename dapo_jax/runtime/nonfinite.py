@@ -1,5 +1,6 @@
-"""Numbers that are not finite: found, named, and kept from doing harm."""
+"""Checks for NaN and infinity in parameters, moments and updates."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 EXIT_CODE = 4
-SHOWN = 3  # arrays by name; of the others only how many
-# Of an update that was skipped: what was not finite, by the name of its metric.
+SHOWN = 3  # arrays by name; the others are counted
+# Causes of a skipped update, by metric.
 REASONS = {
     "skipped_for_gradient": "the gradient",
     "skipped_for_moments": "an optimizer moment",
@@ -18,7 +19,7 @@ SKIPPED, PREFIXES = "skipped_updates", ("", "value_")  # of the policy, of the c
 
 
 class NotFinite(RuntimeError):
-    """Parameters or moments that hold NaN or infinity, or updates that give nothing else."""
+    """Raised for parameters or moments that hold NaN or infinity, and updates that would."""
 
 
 @jax.jit
@@ -28,47 +29,47 @@ def _counts(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def path_name(path: tuple) -> str:
-    """`layers/query/kernel` of a path of jax's, `mu/layers/query/kernel` of a moment's."""
+    """Name of an array by its path in a tree: `layers/query/kernel`, `mu/layers/query/kernel`."""
     parts = (getattr(part, "key", getattr(part, "name", "")) for part in path)
     return "/".join(str(part) for part in parts if part != "")
 
 
 def describe(tree: Any) -> str:
-    """Which arrays hold NaN or infinity, and how many of each; empty where none does.
+    """Names and counts of the arrays that hold NaN or infinity; empty where none does.
 
-    Of several processes all must ask.
+    Every process calls it.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
     counts = jax.device_get(_counts([leaf for _, leaf in named]))
-    found = [
+    broken = [
         f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
         for (path, leaf), count in zip(named, counts, strict=True)
         if count
     ]
-    rest = len(found) - SHOWN
-    return ", ".join(found[:SHOWN]) + f" and {rest} more" * (rest > 0)
+    rest = len(broken) - SHOWN
+    return ", ".join(broken[:SHOWN]) + f" and {rest} more" * (rest > 0)
 
 
-def check_state(states: dict[str, Any], what: str) -> None:
+def check_state(states: Mapping[str, Any], what: str) -> None:
     """Raises `NotFinite` that names the parameters and moments at fault.
 
     Args:
         states: `TrainState`s, or parameters alone, by entry of a checkpoint; None is passed over.
-        what: whose they are, as the error's beginning says.
+        what: beginning of the error.
     """
     for name, state in states.items():
         params, moments = getattr(state, "params", state), getattr(state, "opt_state", {})
         for kind, tree in ("parameters", params), ("optimizer moments", moments):
-            if found := describe(tree):
+            if arrays := describe(tree):
                 whose = "the policy" if name == "state" else f"the {name}"
-                raise NotFinite(f"{what}: {kind} of {whose} are not finite: {found}")
+                raise NotFinite(f"{what}: {kind} of {whose} are not finite: {arrays}")
 
 
 def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str, int]:
-    """Steps in a row whose every update was skipped, by prefix: the policy's and the critic's.
+    """Steps in a row whose every update was skipped, by prefix of policy and critic.
 
     Args:
-        values: of the newest step; without an update it says nothing.
+        values: metrics of the newest step; one without an update is not counted.
     """
     now = {prefix: values.get(f"{prefix}{SKIPPED}") for prefix in PREFIXES}
     return {
@@ -78,12 +79,12 @@ def count_skipped(before: dict[str, int], values: dict[str, float]) -> dict[str,
 
 
 def reasons(values: dict[str, float], prefix: str = "") -> str:
-    """What was not finite in the updates that a step skipped, in words."""
+    """Causes of the updates that a step skipped, in words."""
     return " and ".join(text for name, text in REASONS.items() if values.get(prefix + name))
 
 
 def is_reason(name: str) -> bool:
-    """Whether a metric says why updates were skipped, the policy's or the critic's."""
+    """Whether a metric counts a cause of skipped updates, of policy or critic."""
     return name.removeprefix("value_") in REASONS
 
 
@@ -91,7 +92,8 @@ def check_skipped(count: int, limit: int, values: dict[str, float], prefix: str 
     """Raises `NotFinite` where `limit` (0: never) steps in a row took no update.
 
     Args:
-        values: of the newest step; `prefix`: of the names of its metrics, as a critic has one.
+        values: metrics of the newest step.
+        prefix: of their names; a critic has one.
     """
     if 0 < limit <= count:
         critic = prefix != ""

@@ -1,8 +1,7 @@
 """Several processes, one program: joining, agreeing, and leaving together.
 
-Every process runs the same schedule on the same data, so that nothing has to be told to the others
-but what only one of them can know: what a worker, a clock, a file or a signal decides. With one
-process nothing here costs anything.
+Every process runs the same schedule on the same data. They exchange only what one of them alone can
+know: what a worker, a clock, a file or a signal decides. One process alone exchanges nothing.
 """
 
 import contextlib
@@ -27,10 +26,10 @@ from jax.experimental import multihost_utils
 from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Heartbeat
 from dapo_jax.runtime.settings import ConfigError
 
-# Said by a launcher that starts the processes itself; on Cloud TPU, GKE and Slurm jax knows.
+# Set by a launcher that starts the processes itself; on Cloud TPU, GKE and Slurm jax knows.
 COORDINATOR, PROCESSES, PROCESS_ID = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS_ID"
 JOINING_SECONDS = 300
-FIRST_BYTES = 1024  # of an all-gather; longer messages take a second one
+FIRST_BYTES = 1024  # of an all-gather; a longer message takes a second one
 LENGTH_BYTES = 4
 
 _heartbeat: Heartbeat | None = None
@@ -38,39 +37,39 @@ _command = False
 
 
 def count() -> int:
-    """How many processes run this program."""
+    """Number of processes that run this program."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def index() -> int:
-    """Which of them this one is, from 0."""
+    """Number of this process, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def is_first() -> bool:
-    """Whether this process writes and speaks for all."""
+    """Whether this process writes and prints for all."""
     return index() == 0
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey written out, as \\x1b; line breaks and tabs stay."""
-    obeyed = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, directions, halves of characters, breaks
+    """Text with control characters escaped, as \\x1b; line breaks and tabs stay."""
+    escaped = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, directions, surrogates, breaks
     return "".join(
         char.encode("unicode_escape").decode()
-        if unicodedata.category(char) in obeyed and char not in "\n\t"
+        if unicodedata.category(char) in escaped and char not in "\n\t"
         else char
         for char in text
     )
 
 
 def complain(text: str) -> None:
-    """A line on standard error that says which process it is from."""
+    """Prints a line on standard error, with the number of the process where there are several."""
     before = f"process {index()}: " if count() > 1 else ""
     print(before + printable(text), file=sys.stderr, flush=True)
 
 
 def read_environment() -> dict[str, Any]:
-    """What `jax.distributed.initialize` is told; empty: it finds out. Raises `ConfigError`."""
+    """Arguments of `jax.distributed.initialize`; empty: it finds out. Raises `ConfigError`."""
     texts = {name: os.environ.get(name, "") for name in (COORDINATOR, PROCESSES, PROCESS_ID)}
     address, processes, process = texts.values()
     if not any(texts.values()):
@@ -90,30 +89,30 @@ def read_environment() -> dict[str, Any]:
     demand(bool(host) and port.isdecimal() and 0 < int(port) < 65_536, COORDINATOR, allowed)
     good = process.isdecimal() and int(process) < total
     demand(good, PROCESS_ID, f"from 0 to {PROCESSES} - 1 = {total - 1}, another for each process")
-    told = {"coordinator_address": address, "num_processes": total, "process_id": int(process)}
+    arguments = {"coordinator_address": address, "num_processes": total, "process_id": int(process)}
     if host in ("127.0.0.1", "localhost"):  # otherwise the service listens to the whole network
-        told["coordinator_bind_address"] = address
-    return told | {"cluster_detection_method": "deactivate"}
+        arguments["coordinator_bind_address"] = address
+    return arguments | {"cluster_detection_method": "deactivate"}
 
 
 def join() -> None:
-    """Meets the processes that were started together. Raises `ConfigError`.
+    """Joins the processes that were started together. Raises `ConfigError`.
 
     Must come before anything asks jax for its devices.
     """
     global _heartbeat
-    told = read_environment()
-    if told.get("num_processes") == 1 or jax.distributed.is_initialized():
+    arguments = read_environment()
+    if arguments.get("num_processes") == 1 or jax.distributed.is_initialized():
         return
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        jax.distributed.initialize(**told, initialization_timeout=JOINING_SECONDS)
+        jax.distributed.initialize(**arguments, initialization_timeout=JOINING_SECONDS)
     except ValueError as error:
-        if told or "coordinator_address" not in str(error):
+        if arguments or "coordinator_address" not in str(error):
             raise ConfigError(f"the processes can't be joined: {error}") from None
         return  # nothing says that there are others
     except RuntimeError as error:
-        if told or isinstance(error, jax.errors.JaxRuntimeError):
+        if arguments or isinstance(error, jax.errors.JaxRuntimeError):
             raise ConfigError(f"the processes can't be joined: {error}") from None
         return  # a program that has used its devices already calls a command, alone
     signal.signal(signal.SIGTERM, handler)  # jax's own would swallow it
@@ -124,9 +123,9 @@ def join() -> None:
 
 
 def keep_programs() -> None:
-    """What is compiled is read again by later commands; JAX_COMPILATION_CACHE_DIR says where from.
+    """Sets jax's compilation cache: JAX_COMPILATION_CACHE_DIR, or the user's cache without it.
 
-    Empty, nothing is kept; where it isn't set, it is the user's cache.
+    An empty variable keeps nothing.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -140,7 +139,7 @@ def is_command() -> bool:
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """While the block lasts this process is a command, which Ctrl-C ends by an exception."""
+    """Marks this process as a command while the block lasts; Ctrl-C ends it by an exception."""
     global _command
     _command, main = True, threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as while it was starting
@@ -152,9 +151,9 @@ def as_command() -> Iterator[None]:
 
 
 def run(work: Callable[[], int], *, alone: str = "") -> int:
-    """Joins, works, and leaves when all are done; the exit code.
+    """Joins the processes, calls `work`, leaves when all are done, and returns the exit code.
 
-    A process that fails takes the others with it: they would wait for it for ever.
+    A process that fails ends the others, which would wait for it for ever.
 
     Args:
         alone: the name of a command that only one process can do.
@@ -184,7 +183,7 @@ def _run(work: Callable[[], int], alone: str) -> int:
         complain("stopped by SIGINT")
         code = 128 + signal.SIGINT
     except BaseException as error:
-        # Often this is another's death, for which the watch has a better line than a trace.
+        # Often another process died, for which the heartbeat has a better line than a trace.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
             time.sleep(SILENCE_SECONDS + LEAVING_SECONDS)
         complain(traceback.format_exc())
@@ -199,7 +198,7 @@ def _run(work: Callable[[], int], alone: str) -> int:
 
 
 def leave(code: int) -> None:
-    """Ends this process where it stands, and the others with it."""
+    """Ends this process where it stands, and the others with the same exit code."""
     sys.stdout.flush()
     if _heartbeat is not None:
         _heartbeat.leave(code)
@@ -207,19 +206,19 @@ def leave(code: int) -> None:
 
 
 def agree(value: Any, name: str) -> list[Any]:
-    """What each process says, in their order: one small all-gather.
+    """Values of all processes, in their order: one small all-gather.
 
     Args:
-        value: what JSON can hold; small.
-        name: of the question; an error where another process is asking something else.
+        value: this process's; small, and JSON can hold it.
+        name: of the question. Raises RuntimeError where another process asks something else.
     """
     if count() == 1:
         return [value]
-    said = [json.loads(text) for text in _gather(json.dumps([name, value]).encode())]
-    names = [theirs for theirs, _ in said]
+    answers = [json.loads(text) for text in _gather(json.dumps([name, value]).encode())]
+    names = [question for question, _ in answers]
     if set(names) != {name}:
         raise RuntimeError(f"the processes are at different places: {names}")
-    return [theirs for _, theirs in said]
+    return [answer for _, answer in answers]
 
 
 def _gather(message: bytes) -> list[bytes]:
@@ -236,16 +235,16 @@ def _gather(message: bytes) -> list[bytes]:
 
 
 def from_first(work: Callable[[], Any], name: str) -> Any:
-    """What process 0 finds, on every process; JSON must be able to hold it."""
+    """Result of `work` on process 0, on every process; JSON must be able to hold it."""
     return agree(work() if is_first() else None, name)[0]
 
 
 def share_out(owners: list[int], work: Callable[[int], Any], name: str) -> list[Any]:
-    """The results of as many pieces of work, each done by one process and told to all.
+    """Results of pieces of work, each done by one process, on every process.
 
     Args:
-        owners: of each piece a number; process `number % count()` does it.
-        work: piece -> result, which JSON can hold. A `ConfigError` is raised on every process.
+        owners: a number for each piece; process `number % count()` does it.
+        work: from piece to result, which JSON can hold. A `ConfigError` is raised on every process.
     """
     if count() == 1 or not owners:
         return [work(i) for i in range(len(owners))]
@@ -257,16 +256,16 @@ def share_out(owners: list[int], work: Callable[[int], Any], name: str) -> list[
                 mine[str(i)] = work(i)
             except ConfigError as problem:
                 error = str(problem)
-    said = agree([error, mine], name)
-    for error, _ in said:
+    answers = agree([error, mine], name)
+    for error, _ in answers:
         if error:
             raise ConfigError(error)
-    found = {place: result for _, theirs in said for place, result in theirs.items()}
-    return [found[str(i)] for i in range(len(owners))]
+    results = {piece: result for _, theirs in answers for piece, result in theirs.items()}
+    return [results[str(i)] for i in range(len(owners))]
 
 
 def check_same(values: Callable[[], dict[str, Any]]) -> None:
-    """Raises one `ConfigError` on every process where values differ, saying which and where."""
+    """Raises one `ConfigError` on every process where values differ, with their names."""
     if count() == 1:
         return
     first, *others = agree(values(), "what all must share")
@@ -281,7 +280,7 @@ def check_same(values: Callable[[], dict[str, Any]]) -> None:
 
 
 def code_digest() -> str:
-    """Tells versions of this package apart by their files."""
+    """Digest of the files of this package."""
     folder, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,4 @@
-"""The mesh, and the ONE table from logical axis names to mesh axes.
+"""Device mesh, and the ONE table from logical axis names to mesh axes.
 
 Modules name their axes; nothing else in the project knows what a mesh axis is called. Training and
 decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
@@ -69,7 +69,7 @@ def make_mesh(
     *,
     decode_tensor: int = 1,
 ) -> Mesh:
-    """A mesh of those sizes (see `mesh_shape`).
+    """Device mesh of the sizes that `mesh_shape` gives.
 
     On TPU, neighbours in the mesh are neighbours in the torus. Axes are Auto: the compiler places
     the collectives (jax.make_mesh would make them Explicit).
@@ -91,7 +91,7 @@ def _fills_a_box(devices: Sequence) -> bool:
 
 
 def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
-    """Those that learn and those that sample: of each process's devices the last ones.
+    """Devices that learn, and devices that sample: the last ones of each process.
 
     Args:
         share: of the devices that sample; 0: all do both.
@@ -152,23 +152,23 @@ def move(tree: Any, places: Any) -> Any:
 
 
 def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
-    """The table in the form `flax.linen.logical_axis_rules` takes."""
+    """Table in the form that `flax.linen.logical_axis_rules` takes."""
     return [(name, axes[column]) for name, axes in RULES.items()]
 
 
 def mesh_axes(logical_name: str, column: int = TRAINING) -> tuple[str, ...]:
-    """The mesh axes that cut a dimension of that name, outermost first."""
+    """Mesh axes that cut a dimension of that name, outermost first."""
     axes = RULES[logical_name][column]
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
-    """The partition of an array whose dimensions carry these logical names."""
+    """Partition of an array whose dimensions have these logical names."""
     return PartitionSpec(*(None if name is None else RULES[name][column] for name in names))
 
 
 def sharding(mesh: Mesh, *names: str | None, column: int = TRAINING) -> NamedSharding:
-    """The sharding of an array whose dimensions carry these logical names."""
+    """Sharding of an array whose dimensions have these logical names."""
     return NamedSharding(mesh, spec(*names, column=column))
 
 
@@ -178,20 +178,22 @@ def tree_shardings(mesh: Mesh, boxed: Any, column: int = TRAINING) -> Any:
 
 
 def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
-    """Into how many pieces the mesh cuts a dimension of that name."""
+    """Number of pieces into which the mesh cuts a dimension of that name."""
     return int(np.prod([mesh.shape[axis] for axis in mesh_axes(logical_name, column)]))
 
 
 def active_mesh() -> Any:
-    """The mesh that the code being traced will run on; None where it is on one device anyway."""
+    """Mesh that the code being traced will run on; None where it has one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
 def constrain(array: Array, *names: str | None) -> Array:
-    """Lays an array out by the table, inside jit; a name that does not divide is left out.
+    """Constrains an array's sharding by the table, inside jit.
 
-    Does nothing where no mesh is active or it is one device.
+    A name whose axes do not divide the dimension is left out.
+
+    Does nothing without an active mesh of several devices.
     """
     mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
     if mesh is None or not table:
@@ -209,7 +211,7 @@ def constrain(array: Array, *names: str | None) -> Array:
 
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
-    """Host arrays to the mesh, every leaf with the same logical names."""
+    """Copies host arrays to the mesh, every leaf with the same logical names."""
     place = sharding(mesh, *names)
     if place.is_fully_addressable:
         return jax.device_put(tree, place)
@@ -223,7 +225,7 @@ def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays of the mesh as host arrays, whole on every process, which must all ask for them."""
+    """Copies arrays of the mesh to the host, whole, on every process; every process calls it."""
     leaves, structure = jax.tree.flatten(tree)
     spread = [i for i, leaf in enumerate(leaves) if not _is_here(leaf)]
     if spread:
@@ -244,7 +246,7 @@ def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
 
 
 class Pace:
-    """Waits now and then for what is under way, so that it is never much.
+    """Limit on the programs under way.
 
     XLA's client of CPUs takes 32 programs for each device. One more waits on a thread, of which
     there is one for each core: with a device for each core, those under way get none, and the
@@ -258,24 +260,24 @@ class Pace:
         self._calls = itertools.count(1)
 
     def __call__(self, made: Any) -> Any:
-        """What a call has made, perhaps once it is there."""
+        """The result `made` of a call, perhaps once it is computed."""
         if self._waits and next(self._calls) % self.MOST == 0:
             jax.block_until_ready(made)
         return made
 
 
 def unbox(tree: Any) -> Any:
-    """The tree without its logical axis names."""
+    """Tree without logical axis names."""
     return nn.unbox(tree)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """The leaves of nested dictionaries by path, as in `layers/query/kernel`."""
+    """Leaves of nested dictionaries by path, as in `layers/query/kernel`."""
     return traverse_util.flatten_dict(tree, sep="/")
 
 
 @contextlib.contextmanager
 def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
-    """Makes the mesh and the table known to the logical constraints inside modules."""
+    """Sets the mesh and the table for the logical constraints inside modules."""
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules(column)):
         yield

@@ -1,4 +1,4 @@
-"""Leaving when asked to: SIGTERM and Ctrl-C are remembered, and acted on at a safe place."""
+"""SIGTERM and Ctrl-C: recorded, and acted on at a safe place."""
 
 import os
 import signal
@@ -10,23 +10,23 @@ from typing import Any
 
 from dapo_jax.runtime import processes
 
-SAME_SECONDS = 1.0  # a terminal and a launcher that both send one mean one
+SAME_SECONDS = 1.0  # within which a terminal and a launcher may both send the same signal
 SHOW_CURSOR = b"\x1b[?25h"  # which a live line hides
 
 
 class Signals:
-    """Remembers the first SIGTERM or Ctrl-C, so that work is saved before the process leaves.
+    """Recorder of the first SIGTERM or Ctrl-C, so that work is saved before the process leaves.
 
-    A thread says so at once, whatever the main thread is computing. A second one leaves at once,
-    with nothing saved beyond what is on disk; of a caller's own program it acts as it always does.
-    Call it to ask; use it as a context manager.
+    A thread prints a line at once, whatever the main thread is computing. A second signal ends the
+    process at once, with nothing saved beyond what is on disk; in a program that calls the library
+    it acts as Python's default does. Used as a context manager; a call asks all processes.
 
     Args:
-        leave_seconds: after which a command gives up what it is computing, and leaves as after a
-            second one, unless `at_safe_place` was said meanwhile; 0: never.
+        leave_seconds: until a command gives up what it is computing and leaves as after a second
+            signal, unless `at_safe_place` was called meanwhile; 0: never.
 
     Attributes:
-        received: the signal's name; empty before one came.
+        received: name of the signal; empty before one came.
     """
 
     def __init__(self, leave_seconds: float = 0.0):
@@ -65,15 +65,15 @@ class Signals:
     def _listen(self) -> None:
         first = 0.0
         with self._reader:
-            while said := self._reader.recv(1):
-                if said[0] not in self._before:
+            while byte := self._reader.recv(1):
+                if byte[0] not in self._before:
                     continue
                 if not first:
                     first = time.monotonic()
-                    self._answer(said[0])
+                    self._answer(byte[0])
                 elif processes.is_command() and time.monotonic() - first > SAME_SECONDS:
-                    name = signal.Signals(said[0]).name
-                    _leave(said[0], f"{name} once more: leaving at once")
+                    name = signal.Signals(byte[0]).name
+                    _leave(byte[0], f"{name} once more: leaving at once")
 
     def _answer(self, number: int) -> None:
         self.received = self.received or signal.Signals(number).name
@@ -87,15 +87,15 @@ class Signals:
             _leave(number, f"no safe place within {self._seconds:g} s: what was computed is lost")
 
     def here(self) -> bool:
-        """Whether this process received one; others may not know."""
+        """Whether this process received a signal; others may not know."""
         return self.received != ""
 
     def at_safe_place(self) -> None:
-        """From here on nothing is given up: what follows saves."""
+        """Cancels the forced exit: a save follows."""
         self._safe.set()
 
     def __call__(self) -> bool:
-        """Whether any process received one; all of them ask at the same place of the schedule."""
+        """Whether any process received a signal. Every process calls it at the same place."""
         heard = processes.agree(self.received, "signals")
         self.received = self.received or next(filter(None, heard), "")
         return any(heard)

@@ -19,7 +19,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, ExportConfig, Model, Optimizer
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, SavedPolicy
 from dapo_jax.run.checkpointing.same_run import frozen_content
 from dapo_jax.run.components import load_frozen, load_trained
 from dapo_jax.run.export import export
@@ -49,8 +49,7 @@ def run(tiny_folder, eight_devices, tmp_path_factory):
     checkpoints = Checkpoints(run_dir, Checkpoint())
     for step in (1, 2):
         state = state.replace(params=jax.tree.map(lambda leaf: leaf * 1.01, state.params))
-        record = {"settings": settings}
-        checkpoints.save(step, {"state": state, "critic": None}, record)
+        checkpoints.save(Record(step, settings), {"state": state, "critic": None})
     checkpoints.close()
     return str(run_dir), source
 

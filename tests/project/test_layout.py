@@ -28,8 +28,9 @@ FLOORS = (
 
 # What only reinforcement learning reads does not count.
 OFFLINE_ROOMS = (
-    "run.supervised.common run.supervised.resume data.supervised_rows data.supervised_examples "
-    "run.compute learner.update learner.policy learner.optimizer runtime.sharding "
+    "run.supervised.common run.supervised.training run.supervised.resume "
+    "data.supervised_rows data.supervised_examples run.compute learner.update learner.policy "
+    "learner.optimizer runtime.sharding "
     "model.training_attention model.decoder"
 ).split()
 ROOMS_OF = {

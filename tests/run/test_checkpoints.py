@@ -1,6 +1,5 @@
 """Damaged checkpoints, and storage that fails while one is saved. No model is needed."""
 
-import json
 import random
 import shutil
 import threading
@@ -15,7 +14,7 @@ from etils import epath
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing import saver
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, SavedPolicy
 from dapo_jax.run.checkpointing.integrity import CHECKSUMS, OF_ORBAX, damage, saved_steps
 from dapo_jax.run.checkpointing.saver import CheckpointSaver
 from dapo_jax.runtime.settings import ConfigError
@@ -34,9 +33,7 @@ def make_state(step, size=SIZE):
 def save(run_dir, steps, size=SIZE, keep=9):
     with Checkpoints(run_dir, Checkpoint(keep=keep)) as checkpoints:
         for step in steps:
-            checkpoints.save(
-                step, {"state": make_state(step, size)}, {"step": step, "settings": {}}
-            )
+            checkpoints.save(Record(step, {}), {"state": make_state(step, size)})
             checkpoints.wait()
 
 
@@ -46,7 +43,7 @@ def restored(run_dir, settings=None):
     with Checkpoints(run_dir, settings, said.append) as checkpoints:
         step = checkpoints.latest_step()
         state = checkpoints.state(jax.tree.map(jnp.zeros_like, make_state(step)))
-        assert checkpoints.record()["step"] == step
+        assert checkpoints.record().step == step
     jax.tree.map(np.testing.assert_array_equal, state, make_state(step))
     return step, said
 
@@ -154,23 +151,6 @@ def test_without_a_sound_checkpoint_one_line_says_what_to_do(run_dir):
     assert saved_steps(run_dir) == [1, 2]
 
 
-def without_list(folder):
-    """As runs wrote them before there were checksums."""
-    (folder / CHECKSUMS).unlink()
-    path = folder / "record/metadata"
-    record = json.loads(path.read_text())
-    del record["sealed"]
-    path.write_text(json.dumps(record))
-
-
-def test_an_older_checkpoint_is_taken_as_it_is(run_dir):
-    without_list(run_dir / "checkpoints/2")
-    assert restored(run_dir) == (2, [])
-    largest(run_dir / "checkpoints/2").write_bytes(b"")
-    with pytest.raises(ConfigError, match="checkpoints/2 can't be read .* move it away"):
-        restored(run_dir)
-
-
 # --- storage that fails ------------------------------------------------------------------------
 
 
@@ -200,7 +180,7 @@ class Training:
         def save():
             self.tried.append(step)
             states = {"state": make_state(step, self.size)}
-            self.checkpoints.save(step, states, {"step": step, "settings": {}})
+            self.checkpoints.save(Record(step, {}), states)
 
         self.keeper.step(due, save)
         self.save = save

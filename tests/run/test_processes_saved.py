@@ -15,9 +15,9 @@ one, compiled_once = test_processes.one, test_processes.compiled_once  # fixture
 IN_SAVE_2 = """
 from dapo_jax.run.checkpointing import checkpoints
 save = checkpoints.Checkpoints.save
-def save_and_send(self, step, *rest):
-    save(self, step, *rest)
-    if step == 2 and INDEX == VICTIM:
+def save_and_send(self, record, states):
+    save(self, record, states)
+    if record.step == 2 and INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
 checkpoints.Checkpoints.save = save_and_send
 """

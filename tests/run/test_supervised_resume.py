@@ -7,7 +7,7 @@ import pytest
 from test_supervised import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax.config.experiment import DpoConfig, SftConfig
-from dapo_jax.run.supervised import common, dpo, sft
+from dapo_jax.run.supervised import common, dpo, training
 from dapo_jax.run.supervised.sft import make_base
 
 SIDES = ("whole", "stopped")
@@ -24,18 +24,18 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 ):
     kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
     size = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
-    work, room = (make_base, sft) if command == "sft" else (dpo.prefer, dpo)
+    work = make_base if command == "sft" else dpo.prefer
 
     def config_in(folder, **changes):
         folder.mkdir(exist_ok=True)
         return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size | changes))
 
     # Else a run as short as this one measures after every step.
-    monkeypatch.setattr(common.TrainingLog, "is_due", lambda self, step: step in (8, self._total))
+    monkeypatch.setattr(training.TrainingLog, "is_due", lambda self, step: step in (8, self._total))
     whole = config_in(tmp_path / "whole")
     work(whole)
     assert read_metrics(whole.out)[-1]["step"] > 8
-    stopped, rate = config_in(tmp_path / "stopped"), room.learning_rate
+    stopped, rate = config_in(tmp_path / "stopped"), training.learning_rate
     halfway = tmp_path / "stopped/out.halfway"
 
     def learning_rate(settings, step, total):
@@ -47,16 +47,16 @@ def test_a_stopped_run_goes_on_bit_for_bit(
             os.kill(os.getpid(), signal.SIGTERM)
         return rate(settings, step, total)
 
-    monkeypatch.setattr(room, "learning_rate", learning_rate)
+    monkeypatch.setattr(training, "learning_rate", learning_rate)
     if end == "while it measures":
-        monkeypatch.setattr(common.TrainingLog, "stop_if", lambda self, signals: None)
+        monkeypatch.setattr(training.TrainingLog, "stop_if", lambda self, signals: None)
     with pytest.raises((Killed, common.Stopped)) as raised:
         work(stopped)
     last = {"signal": 5, "kill": 3, "while it measures": 6}[end]
     if end != "kill":
         assert raised.value.step == last
     assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
-    monkeypatch.setattr(room, "learning_rate", rate)
+    monkeypatch.setattr(training, "learning_rate", rate)
     work(stopped)
     assert not halfway.exists()
     ours, theirs = (read_metrics(tmp_path / side / "out") for side in SIDES)
@@ -71,7 +71,7 @@ def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_p
     rows = example_rows()
     config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(training, "write_policy", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             make_base(config)
     assert (tmp_path / "out.halfway").is_dir()

@@ -49,7 +49,8 @@ def final_params(base, run_dir):
     state, record = checkpoints.state(parts.learner.abstract_state), checkpoints.record()
     parts.close()
     checkpoints.close()
-    return jax.device_get(state), {k: record[k] for k in ("step", "position", "kept_fraction")}
+    place = {name: record.progress[name] for name in ("position", "kept_fraction")}
+    return jax.device_get(state), {"step": record.step} | place
 
 
 def test_a_run_leaves_what_people_look_for(finished):

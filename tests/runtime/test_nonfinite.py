@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing import checkpoints
 from dapo_jax.run.checkpointing.checkpoints import saved_steps
 from dapo_jax.run.run import train
-from dapo_jax.run.supervised.common import TrainingLog
 from dapo_jax.run.supervised.resume import ResumePoint
+from dapo_jax.run.supervised.training import TrainingLog
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Mean
@@ -185,8 +186,9 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
 def test_a_supervised_run_that_only_skips_stops(tmp_path):
     taken = {name: Mean(1.0, 1.0) for name in ("skipped_updates", "skipped_for_gradient")}
     config = SftConfig(out=str(tmp_path / "out"))
-    with ResumePoint(config, {}) as half:
-        journal = TrainingLog(half, 9, max_skipped_steps=2)
+    task = SimpleNamespace(steps=9, labels={})
+    with ResumePoint(config, {}) as resume:
+        journal = TrainingLog("sft", resume, task, max_skipped_steps=2)
         for step in range(1, 3):
             journal.add(step, {}, taken)
         with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):

@@ -212,18 +212,6 @@ def test_the_launcher_asks_before_a_base_policy_is_made(tmp_path):
     assert done.returncode == 2 and "holds 'chapters'" in done.stderr and not done.stdout
 
 
-def test_a_run_from_before_there_were_marks_is_known_and_marked(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    settings = {"algorithm": {}, "rollout": {}, "sampler": {}}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with claim("run_dir", tmp_path, RUN):
-        assert json.loads((tmp_path / MARK).read_text()) == {"kind": RUN}
-    (tmp_path / MARK).unlink()
-    for kind in (TRAINED, EXPORTED, EVALUATION):
-        with pytest.raises(ConfigError, match="holds 'checkpoints'"):
-            check_free("out", tmp_path, kind)
-
-
 def test_what_was_begun_in_vain_leaves_no_trace(tmp_path):
     with pytest.raises(ZeroDivisionError), claim("run_dir", tmp_path / "a/b", RUN):
         assert (tmp_path / "a/b" / MARK).exists()

@@ -1,9 +1,10 @@
-"""Orbax checkpoints: parameters, optimizer, and where the run is. Complete or absent."""
+"""Orbax checkpoints: arrays with a typed record of the run. Complete or absent."""
 
 import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,13 @@ from flax import traverse_util
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing.integrity import (
-    SEALED,
     checkpoint_folder,
     damage,
     newest_sound,
     saved_steps,
     seal,
 )
-from dapo_jax.run.checkpointing.same_run import with_defaults
+from dapo_jax.run.checkpointing.same_run import run_identity, with_defaults
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
 from dapo_jax.runtime.settings import ConfigError, require
@@ -40,16 +40,51 @@ POLL_SECONDS = 0.1
 SETTLING_SECONDS = 0.5  # for threads of a save that failed, which may still make files
 
 
-class Checkpoints:
-    """Saves and restores `TrainState` with a small JSON record beside it, on any process count.
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Progress of a run and what it computes with: JSON beside the arrays of a checkpoint.
 
-    Every process calls every method. A context manager: leaving it closes. What is restored is of
-    the newest checkpoint whose files are what was written; where this saves, those after it are
-    moved to `damaged_checkpoints`.
+    Attributes:
+        step: steps that are done.
+        settings: values by dotted name.
+        inputs: digests of what the run reads, by kind.
+        progress: what else this kind of run goes on with.
+    """
+
+    step: int
+    settings: dict[str, Any]
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    progress: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def continues(self, saved: "Record") -> bool:
+        """Whether a run of these settings and inputs computes what that of `saved` did."""
+        settings = {name: saved.settings.get(name) for name in self.settings}
+        return run_identity(self.settings, self.inputs) == run_identity(settings, saved.inputs)
+
+    def content(self) -> dict[str, Any]:
+        """JSON that `read` takes; entries of `progress` stand beside the others."""
+        return self.progress | {
+            name: getattr(self, name) for name in ("step", "settings", "inputs")
+        }
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> "Record":
+        """Record from a checkpoint's JSON; settings younger than it have their defaults."""
+        progress = dict(content)
+        step, settings = progress.pop("step"), with_defaults(progress.pop("settings"))
+        return cls(step, settings, progress.pop("inputs", {}), progress)
+
+
+class Checkpoints:
+    """Checkpoint store of a run: saves and restores arrays and records, on any process count.
+
+    Every process calls every method. A context manager: leaving it closes. The newest sound
+    checkpoint is restored; where this saves, damaged ones after it are moved to
+    `damaged_checkpoints`.
 
     Args:
-        settings: of the run that saves; left out, checkpoints are only read.
-        warn: is told of damaged ones.
+        settings: of the run that saves; None: checkpoints are only read.
+        warn: receives warnings of damaged checkpoints.
 
     Raises:
         ConfigError: there are checkpoints, and none is sound.
@@ -80,7 +115,10 @@ class Checkpoints:
             ) from None
 
     def _set_aside(self, steps: list[int], run_dir: str | os.PathLike) -> str:
-        """What went wrong; Orbax saves no step before its newest one, damaged or not."""
+        """Moves checkpoints away, since Orbax saves no step before its newest one.
+
+        Returns an error message; empty where all went well.
+        """
         try:
             for step in steps:
                 aside = epath.Path(folder_at(run_dir, DAMAGED)) / str(step)
@@ -109,7 +147,7 @@ class Checkpoints:
         return ocp.CheckpointManager(self._folder, options=options)
 
     def _seal(self) -> None:
-        """Before Orbax gives the folder its name or, on an object store, its mark of success."""
+        """Lists checksums, before Orbax gives a folder its name or, in a store, its mark."""
         unnamed = list(epath.Path(self._folder).glob(f"{self._saving}.*tmp*"))
         seal(unnamed[0] if unnamed else epath.Path(self._folder) / str(self._saving))
 
@@ -117,39 +155,37 @@ class Checkpoints:
     def exist(run_dir: str | os.PathLike) -> bool:
         """Whether a run has ever saved there; creates nothing."""
         folder = checkpoint_folder(run_dir)
-        # Of a bucket that can't be read `is_dir` says no, and a run would begin anew over its own.
+        # `is_dir` is False for a bucket that can't be read: a run would begin anew over its own.
         find = folder.exists if is_remote(run_dir) else folder.is_dir
         return processes.from_first(find, "whether a run has saved")
 
     def latest_step(self) -> int | None:
-        """The step that the newest sound checkpoint goes on with; None without one."""
+        """Step of the newest sound checkpoint; None without one."""
         return self._step
 
-    def save(self, step: int, states: dict[str, TrainState | None], record: dict[str, Any]) -> None:
+    def save(self, record: Record, states: Mapping[str, Any]) -> None:
         """Starts writing in the background; a step that is already there is left alone.
 
         Args:
-            states: by entry ("state" is the policy's); None has no entry.
+            states: arrays by entry ("state" is the policy's `TrainState`); None has no entry.
 
         Raises:
             NotSaved: it could not be begun; later `done` and `wait` say so.
             NotFinite: such a state would one day be the only one that is kept.
         """
-        check_state(states, f"step {step} is not saved")
+        check_state(states, f"step {record.step} is not saved")
         with contextlib.suppress(NotSaved):  # of whoever saved that, and did not ask
             self.wait()
-        self._saving = step
-        self._try(lambda: self._start(step, states, record))
+        self._saving = record.step
+        self._try(lambda: self._start(record, states))
 
-    def _start(
-        self, step: int, states: dict[str, TrainState | None], record: dict[str, Any]
-    ) -> None:
+    def _start(self, record: Record, states: Mapping[str, Any]) -> None:
         self._manager = self._manager or self._open()
-        if step in self._manager.all_steps():
+        if record.step in self._manager.all_steps():
             return
         entries = {name: ocp.args.StandardSave(state) for name, state in states.items() if state}
-        record_args = ocp.args.JsonSave(record | {SEALED: True})
-        self._manager.save(step, args=ocp.args.Composite(**entries, record=record_args))
+        record_args = ocp.args.JsonSave(record.content())
+        self._manager.save(record.step, args=ocp.args.Composite(**entries, record=record_args))
 
     def _try(self, work: Callable[[], Any]) -> None:
         """Raises `NotSaved` on every process where one fails; nothing half written stays."""
@@ -158,13 +194,13 @@ class Checkpoints:
             error = ""
         except Exception as problem:  # of Orbax, TensorStore or a bucket's client
             error = reason(problem)
-        said = list(filter(None, processes.agree(error, "whether a checkpoint is saved")))
-        if said:
+        errors = list(filter(None, processes.agree(error, "whether a checkpoint is saved")))
+        if errors:
             self._manager = None
             time.sleep(SETTLING_SECONDS)
             with contextlib.suppress(Exception):  # else the next save does
                 self._manager = self._open()  # which removes what is half written
-            raise NotSaved(f"step {self._saving}: {said[0]}")
+            raise NotSaved(f"step {self._saving}: {errors[0]}")
 
     def done(self, seconds: float) -> bool:
         """Whether everything is on disk, after so many seconds at most. Raises `NotSaved`."""
@@ -180,14 +216,12 @@ class Checkpoints:
         saving = self._manager is not None and self._manager.is_saving_in_progress()
         return any(processes.agree(saving, "whether a checkpoint is being saved"))
 
-    def record(self) -> dict[str, Any]:
-        """The record of the newest sound checkpoint."""
-        record = self._restore("record", ocp.args.JsonRestore())
-        record.pop(SEALED, None)
-        return record | {"settings": with_defaults(record["settings"])}
+    def record(self) -> Record:
+        """Record of the newest sound checkpoint."""
+        return Record.read(self._restore("record", ocp.args.JsonRestore()))
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """An entry of that checkpoint, on the mesh that `abstract_state` names.
+        """Arrays of an entry of the newest sound checkpoint, on the mesh of `abstract_state`.
 
         Raises `NotFinite`.
         """
@@ -201,7 +235,7 @@ class Checkpoints:
         composite = ocp.args.Composite(**{entry: args})
         try:
             return self._manager.restore(self._step, args=composite)[entry]
-        except Exception as error:  # of a checkpoint without checksums, most likely
+        except Exception as error:  # whatever Orbax raises of arrays of other shapes or names
             raise ConfigError(
                 f"config.run_dir: {self._folder / str(self._step)} can't be read "
                 f"({reason(error)}): move it away, and the one before it is used"
@@ -227,11 +261,11 @@ class Checkpoints:
 
 
 class SavedPolicy:
-    """The policy of one checkpoint, read parameter by parameter; the run may go on meanwhile.
+    """Policy of one checkpoint, read parameter by parameter; the run may go on meanwhile.
 
     Args:
-        step: 0 takes the newest.
-        entry: of the checkpoint; a critic's is read as a policy's.
+        step: 0: the newest.
+        entry: of the checkpoint; a critic is read as a policy is.
 
     Raises:
         ConfigError: `run_dir` (the setting `run`) has no such checkpoint.
@@ -245,14 +279,13 @@ class SavedPolicy:
         listed = ", ".join(map(str, steps))
         require(self.step in steps, "step", step, f"0 or one of {listed}")
         self._folder = folder / str(self.step)
-        wrong = damage(self._folder) if step else ""
-        require(not wrong, "step", step, f"0 or one of {listed} that is not damaged ({wrong})")
+        flaw = damage(self._folder) if step else ""
+        require(not flaw, "step", step, f"0 or one of {listed} that is not damaged ({flaw})")
         self._handler = ocp.PyTreeCheckpointHandler()
 
     def settings(self) -> dict[str, Any]:
-        """Those of the run, by dotted name."""
-        found = ocp.JsonCheckpointHandler().restore(self._folder / "record")["settings"]
-        return with_defaults(found)
+        """Settings of the run, by dotted name."""
+        return Record.read(ocp.JsonCheckpointHandler().restore(self._folder / "record")).settings
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape by path (`layers/query/kernel`) of every parameter."""
@@ -270,5 +303,5 @@ class SavedPolicy:
             restore_args=only(ocp.RestoreArgs(restore_type=np.ndarray)),
             partial_restore=True,
         )
-        found = self._handler.restore(self._folder / self._entry, args=args)["params"]
-        return flatten(found)[path]
+        params = self._handler.restore(self._folder / self._entry, args=args)["params"]
+        return flatten(params)[path]

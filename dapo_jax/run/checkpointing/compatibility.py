@@ -1,4 +1,4 @@
-"""What a run was made of, remembered in its checkpoints and compared when it goes on."""
+"""Compatibility of a run with its newest checkpoint: settings, data and code of the user."""
 
 import hashlib
 import inspect
@@ -14,18 +14,17 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_end
 from dapo_jax.rewards.functions import HERE
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, saved_steps
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, saved_steps
 from dapo_jax.run.checkpointing.same_run import can_be_longer, check_same_run, run_settings
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.storage.ownership import folder_at
 
 SUMMARY = "summary.json"
-INPUTS = "inputs"  # in a checkpoint's record
 
 
 def _source_digest(field: str, name: str) -> str:
-    """Tells versions of the file that a function of the user's own stands in."""
+    """Digest of the file of a function of the user."""
     file = inspect.getsourcefile(resolve(field, name))
     if file is None:
         return ""
@@ -34,7 +33,7 @@ def _source_digest(field: str, name: str) -> str:
 
 
 def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
-    """Digests of the data, by source, and of the user's own code, by module:function."""
+    """Digests of the data, by source, and of the user's code, by module:function."""
     own = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
     if config.algorithm.token_weights:
         own[config.algorithm.token_weights] = "algorithm.token_weights"
@@ -46,44 +45,34 @@ def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     return {"data": prompts.digests, "code": code}
 
 
-def _differences(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    """A few words on every source whose problems are others than they were."""
-    said = []
-    for name, found in now.items():
-        before = then.get(name)
-        if before is None or found == before:
-            continue
-        if found["problems"] != before["problems"]:
-            said.append(f"{name} has {found['problems']:,} problems, it had {before['problems']:,}")
-        elif found["texts"] != before["texts"]:
-            said.append(f"{name} has {found['problems']:,} problems, as before, but others")
-        else:
-            said.append(f"{name} has the problems it had, but other answers or solutions")
-    return said
+def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """Descriptions of the sources whose problems have changed."""
+    changes = []
+    for name, digest in now.items():
+        before = then.get(name, digest)
+        if digest["problems"] != before["problems"]:
+            counts = f"{digest['problems']:,} problems, it had {before['problems']:,}"
+            changes.append(f"{name} has {counts}")
+        elif digest["texts"] != before["texts"]:
+            changes.append(f"{name} has {digest['problems']:,} problems, as before, but others")
+        elif digest != before:
+            changes.append(f"{name} has the problems it had, but other answers or solutions")
+    return changes
 
 
-def check_record(
-    config: Config,
-    settings: dict[str, Any],
-    inputs: dict[str, Any],
-    record: dict[str, Any],
-    warn: Callable[[str], None],
-) -> dict[str, Any]:
-    """The record of a checkpoint without what it says of settings and inputs, which are compared.
+def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str], None]) -> None:
+    """Raises `ConfigError` where going on from a checkpoint would be another run.
 
     Args:
-        settings, inputs: as they are now.
-        warn: is told of code that has changed, and of data where that is allowed.
-
-    Raises:
-        ConfigError: it would be another run.
+        now: settings and inputs of this run.
+        saved: record of the checkpoint.
+        warn: receives changes of code, and of data where they are allowed.
     """
-    record = dict(record)
-    saved, then = record.pop("settings"), record.pop(INPUTS, {"data": {}, "code": {}})
-    changed = "; ".join(_differences(inputs["data"], then["data"]))
+    settings = dict(saved.settings)
+    changed = "; ".join(_changes(now.inputs["data"], saved.inputs.get("data", {})))
     if changed and config.data.heldout_problems < 0:  # of a small file a share of its size
-        saved["data.heldout_problems"] = settings["data.heldout_problems"]
-    check_same_run(settings, saved)
+        settings["data.heldout_problems"] = now.settings["data.heldout_problems"]
+    check_same_run(now.settings, settings)
     if changed and config.data.changed == "refuse":
         raise ConfigError(
             f"config.data.changed = 'refuse': the data are not what the run began with: {changed}. "
@@ -91,56 +80,55 @@ def check_record(
         )
     if changed:
         warn(f"{changed}. What is held out now may have been trained on")
-    for name, digest in inputs["code"].items():
-        if then["code"].get(name, digest) != digest:
+    code = saved.inputs.get("code", {})
+    for name, digest in now.inputs["code"].items():
+        if code.get(name, digest) != digest:
             warn(f"the file of {name} has changed since the run's newest checkpoint")
-    return record
 
 
 def warn_about_heldout(
-    config: Config, record: dict[str, Any], digests: dict[str, Any], warn: Callable[[str], None]
+    config: Config, saved: Record, digests: dict[str, Any], warn: Callable[[str], None]
 ) -> None:
-    """Says where a run's own held-out problems are not those that it held out."""
-    then, saved = record.get(INPUTS, {"data": {}})["data"], record["settings"]
+    """Warns where a run's own held-out problems are not those that it held out."""
     asked = {name: value for name, _, value in leaves(config)}
     names = ("data.source", "data.heldout_source", "seed")
-    if all(asked[name] == saved[name] for name in names):
-        for said in _differences(digests, then):
-            warn(f"{said}: the run may have been trained on problems of this evaluation")
+    if all(asked[name] == saved.settings[name] for name in names):
+        for change in _changes(digests, saved.inputs.get("data", {})):
+            warn(f"{change}: the run may have been trained on problems of this evaluation")
 
 
 def read_summary(config: Config) -> dict[str, Any]:
-    """summary.json of a run folder; empty where there is none, or no whole one."""
+    """Content of a run's summary.json; empty where there is none, or a damaged one."""
     path = folder_at(config.run_dir, SUMMARY)
 
     def read() -> dict[str, Any]:
         try:
-            found = json.loads(path.read_text()) if path.exists() else {}
+            summary = json.loads(path.read_text()) if path.exists() else {}
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return summary if isinstance(summary, dict) else {}
 
     return processes.from_first(read, "summary")
 
 
 def finished(config: Config) -> dict[str, Any] | None:
-    """The summary of a run folder with nothing left to do, which says so; else None.
+    """Summary of a run with nothing left to do, after a line on the console; else None.
 
-    Nothing is loaded for that. Raises `ConfigError` where the run had other settings.
+    No model is loaded. Raises `ConfigError` where the run had other settings.
     """
     if not Checkpoints.exist(config.run_dir):
         return None
     if max(saved_steps(config.run_dir), default=-1) < config.total_steps:
         return None
-    warnings: list[str] = []  # of one that is not the last the run says them
+    warnings: list[str] = []  # printed here only for the last step; a run prints its own
     with Checkpoints(config.run_dir, warn=warnings.append) as checkpoints:
         step = checkpoints.latest_step()
         if step is None or step < config.total_steps:
             return None
         record = checkpoints.record()
-    saved = record["settings"]["data.heldout_problems"]
+    saved = record.settings["data.heldout_problems"]
     settings = run_settings(config, saved if config.data.heldout_problems < 0 else None)
-    check_same_run(settings, record["settings"])
+    check_same_run(settings, record.settings)
     summary = read_summary(config)
     # A checkpoint made before the last evaluation does not know of it; the summary came after.
     if summary.get("steps") != step:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is still what was written: a digest of every file, beside them.
+"""Integrity of checkpoints: a list with a digest of every file, checked before reading.
 
-The list is the last file that is written before a checkpoint gets its name, so that a folder
-without one was never complete, is half deleted, or is older than these lists.
+The list is the last file that is written before a checkpoint gets its name: a folder without one
+was never complete, or is half deleted.
 """
 
 import concurrent.futures
@@ -21,9 +21,7 @@ from dapo_jax.runtime.storage.retries import complain
 
 CHECKSUMS = "checksums.json"
 INCOMPLETE = "incomplete"  # half deleted, or never finished
-SEALED = "sealed"  # in the record of a checkpoint that has such a list
-RECORD = epath.Path("record") / "metadata"
-COMMITTED = "commit_success.txt"  # what makes a checkpoint complete on an object store
+COMMITTED = "commit_success.txt"  # marks a complete checkpoint on an object store
 # Orbax goes on writing these two, and reading a state or record needs neither.
 OF_ORBAX = ("_CHECKPOINT_METADATA", COMMITTED)
 MISSING = "No such file or directory"
@@ -37,18 +35,18 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _digest(path: epath.Path) -> list[Any]:
-    """[bytes, sha256]; what kept the file from being read in their place."""
-    size, found = 0, hashlib.sha256()
+    """[bytes, sha256] of a file; [message] where it can't be read."""
+    size, digest = 0, hashlib.sha256()
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 size += len(chunk)
-                found.update(chunk)
-    except FileNotFoundError:  # of which a bucket says it in its own words
+                digest.update(chunk)
+    except FileNotFoundError:  # whose text a bucket words in its own way
         return [MISSING]
     except (OSError, ValueError) as error:  # of a name that was damaged, too
         return [getattr(error, "strerror", None) or str(error)]
-    return [size, found.hexdigest()]
+    return [size, digest.hexdigest()]
 
 
 def _digests(folder: epath.Path, names: list[str]) -> dict[str, list[Any]]:
@@ -57,106 +55,93 @@ def _digests(folder: epath.Path, names: list[str]) -> dict[str, list[Any]]:
 
 
 def seal(folder: epath.Path) -> None:
-    """Writes the list of all files that this process sees in the folder.
+    """Writes the list of all files that this process sees in a folder.
 
-    Raises OSError where one can't be read: the list would call a sound checkpoint damaged.
+    Raises OSError where a file can't be read: the list would make a sound checkpoint a damaged one.
     """
     names = [str(path.relative_to(folder)) for path in _files(folder)]
     names = [name for name in names if name not in (CHECKSUMS, *OF_ORBAX)]
-    found = _digests(folder, names)
-    for name, digest in found.items():
+    digests = _digests(folder, names)
+    for name, digest in digests.items():
         if len(digest) == 1:
             raise OSError(f"{name}: {digest[0]}")
-    (folder / CHECKSUMS).write_text(json.dumps(found, indent=0))
+    (folder / CHECKSUMS).write_text(json.dumps(digests, indent=0))
 
 
-def _changed(name: str, written: Any, found: list[Any] | None) -> str:
-    """What is wrong with a file; empty where nothing is."""
-    if found == written:
+def _damage(name: str, written: Any, digest: list[Any]) -> str:
+    """Damage of a file; empty for a sound one."""
+    if digest == written:
         return ""
-    if found is None or len(found) == 1:
-        return f"{name}: {found[0] if found else MISSING}"
-    if isinstance(written, list) and written and written[0] != found[0]:
-        return f"{name} has {found[0]} bytes, not {written[0]}"
+    if len(digest) == 1:
+        return f"{name}: {digest[0]}"
+    if isinstance(written, list) and written and written[0] != digest[0]:
+        return f"{name} has {digest[0]} bytes, not {written[0]}"
     return f"{name} is not what was written"
 
 
-def _unlisted(folder: epath.Path) -> str:
-    """What is wrong with a folder that has no list; empty with one that is older than these."""
-    try:
-        record = json.loads((folder / RECORD).read_text())
-    except FileNotFoundError:
-        return INCOMPLETE
-    except (OSError, ValueError) as error:
-        return f"{RECORD} can't be read: {error}"
-    if not isinstance(record, dict):
-        return f"{RECORD} is no record"
-    return INCOMPLETE if SEALED in record else ""
-
-
 def damage(folder: epath.Path) -> str:
-    """What is wrong with a checkpoint, in a few words; empty where nothing is.
+    """Damage of a checkpoint, in a few words; empty for a sound one.
 
     Every process calls it, and each reads a share of the files.
     """
 
     def listed() -> dict[str, Any] | str:
         try:
-            found = json.loads((folder / CHECKSUMS).read_text())
+            digests = json.loads((folder / CHECKSUMS).read_text())
         except FileNotFoundError:
-            return _unlisted(folder)
+            return INCOMPLETE
         except (OSError, ValueError) as error:
             return f"{CHECKSUMS} can't be read: {error}"
-        return found if isinstance(found, dict) and found else f"{CHECKSUMS} lists no file"
+        return digests if isinstance(digests, dict) and digests else f"{CHECKSUMS} lists no file"
 
     written = processes.from_first(listed, "what a checkpoint holds")
     if isinstance(written, str):
         return written
     share = sorted(written)[processes.index() :: processes.count()]
-    found = _digests(folder, share)
-    wrong = [text for name in share if (text := _changed(name, written[name], found[name]))]
-    said = sum(processes.agree(wrong[:2], "what is damaged"), [])
-    return said[0] + ", and more" * (len(said) > 1) if said else ""
+    digests = _digests(folder, share)
+    damages = [text for name in share if (text := _damage(name, written[name], digests[name]))]
+    damages = sum(processes.agree(damages[:2], "damaged files"), [])
+    return damages[0] + ", and more" * (len(damages) > 1) if damages else ""
 
 
 def checkpoint_folder(run_dir: str | os.PathLike) -> Folder:
-    """Absolute, as Orbax wants it; what is remote has no other name."""
+    """Folder of a run's checkpoints, absolute, as Orbax wants it."""
     folder = folder_at(run_dir, "checkpoints")
     return folder if is_remote(run_dir) else folder.absolute()
 
 
 def find_steps(run_dir: str | os.PathLike) -> list[int]:
-    """The steps of all checkpoints, ascending, sound or not; this process alone looks."""
+    """Steps of all checkpoints, ascending, sound or damaged; this process alone looks."""
     folder = checkpoint_folder(run_dir)
     if not is_remote(run_dir):
         return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
-    # One question that fails where the bucket does; `is_dir` would say that there is nothing.
+    # A glob fails where the bucket does; `is_dir` would be False.
     names = [path.parent.name for path in folder.glob(f"*/{COMMITTED}")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def saved_steps(run_dir: str | os.PathLike) -> list[int]:
-    """The steps of all checkpoints, ascending, sound or not."""
+    """Steps of all checkpoints, ascending, sound or damaged. Every process calls it."""
     return processes.from_first(lambda: find_steps(run_dir), "checkpoints")
 
 
 def newest_sound(
     run_dir: str | os.PathLike, warn: Callable[[str], None] = complain, field: str = "run_dir"
 ) -> int | None:
-    """The step of the newest checkpoint that is as it was written; None without any at all.
+    """Step of the newest sound checkpoint; None where there are none at all.
 
-    Raises `ConfigError` where there are some, and none is sound.
+    Raises `ConfigError` where all are damaged.
     """
-    folder, wrong = epath.Path(checkpoint_folder(run_dir)), {}
+    folder, damages = epath.Path(checkpoint_folder(run_dir)), dict[int, str]()
     for step in reversed(saved_steps(run_dir)):
-        wrong[step] = damage(folder / str(step))
-        if not wrong[step]:
-            for other, text in wrong.items():
+        damages[step] = damage(folder / str(step))
+        if not damages[step]:
+            for other, text in damages.items():
                 if text and text != INCOMPLETE:
                     warn(f"{folder / str(other)} is damaged ({text}): step {step} is used")
             return step
-    if wrong:
-        step, text = next(iter(wrong.items()))
+    if damages:
+        step, text = next(iter(damages.items()))
         raise ConfigError(
             f"config.{field} = {str(run_dir)!r}: {folder / str(step)} is damaged ({text}), and no "
             "checkpoint before it is sound: bring one back from a copy, or take another folder"

@@ -1,7 +1,7 @@
-"""Groups of a step that is not finished yet, on disk, so that a kill costs no response that ended.
+"""Rollout journal: judged groups of an unfinished step on disk, so that a kill costs none.
 
-What a step draws is keyed, and what it trains on is decided by the order of the data: groups read
-back make the same step as groups drawn again. Only what it cost is counted from where it went on.
+Random draws are keyed, and the order of the data decides what a step trains on: groups read back
+make the same step as groups drawn again. Costs are counted from where the step went on.
 """
 
 import json
@@ -22,15 +22,17 @@ RECORD = "record"
 
 
 class RolloutJournal:
-    """Keeps the judged groups of a step until a checkpoint has it. Every process calls `begin`.
+    """Journal of the judged groups of a step, until a checkpoint has the step.
 
-    A file holds what a burst of decoding finished, and is there whole or not at all.
+    Every process calls `begin`.
+
+    A file holds the groups that a burst of decoding finished, and is whole or absent.
 
     Args:
         folder: of the run.
-        identity: of the run; groups of another are no groups of this one.
-        storage: is told of what could not be written.
-        decode: a response's tokens to text.
+        identity: of the run; groups of another identity are ignored.
+        storage: warns of failed writes.
+        decode: from tokens of a response to text.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class RolloutJournal:
         self._step = 0
 
     def begin(self, step: int) -> FinishedGroups:
-        """What an earlier try of that step has finished."""
+        """Groups that an earlier try of a step has finished."""
         self._step = step
         folder = self._folder / _name(step)
 
@@ -54,15 +56,15 @@ class RolloutJournal:
                 return sorted(path.name for path in folder.glob("*.npz"))
             return []
 
-        found: dict[int, tuple[str, Group]] = {}
+        groups: dict[int, tuple[str, Group]] = {}
         for name in processes.from_first(names, "finished groups"):
-            found |= self._read(folder / name)
+            groups |= self._read(folder / name)
         # A file that one process can't read is read by none.
-        readable = [set(one) for one in processes.agree(sorted(found), "finished groups")]
-        return {place: found[place] for place in set.intersection(*readable)}
+        readable = map(set, processes.agree(sorted(groups), "finished groups"))
+        return {place: groups[place] for place in set.intersection(*readable)}
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Those that were judged since; groups without a reward are left out."""
+        """Writes groups that were judged; groups without a reward are left out."""
         whole = [group for group in groups if not group.broken]
         if not whole or not processes.is_first():
             return
@@ -70,7 +72,7 @@ class RolloutJournal:
         self._storage.attempt(f"{FOLDER}/", lambda: self._write(path, whole))
 
     def forget(self, step: int) -> None:
-        """Those of the steps before that one, which a checkpoint has."""
+        """Removes the groups of steps before `step`, which a checkpoint has."""
         if not processes.is_first():
             return
         with overlooked():  # else the next time
@@ -86,8 +88,8 @@ class RolloutJournal:
         carried = [Carried(group.prompt, self._step, judged=group) for group in groups]
         arrays, record = pack_carried(carried)
         prompts = [digest_tokens(group.prompt.tokens) for group in groups]
-        told = {"identity": self._identity, "prompts": prompts, "groups": record}
-        members: dict[str, Any] = arrays | {RECORD: np.frombuffer(json.dumps(told).encode(), "u1")}
+        content = {"identity": self._identity, "prompts": prompts, "groups": record}
+        members: dict[str, Any] = arrays | {RECORD: np.frombuffer(json.dumps(content).encode(), "u1")}
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             np.savez_compressed(file, **members)
@@ -96,11 +98,11 @@ class RolloutJournal:
         try:
             with path.open("rb") as file, np.load(file) as saved:
                 arrays = {name: saved[name] for name in saved.files}
-            told: dict[str, Any] = json.loads(arrays.pop(RECORD).tobytes())
-            if told["identity"] != self._identity:
+            content: dict[str, Any] = json.loads(arrays.pop(RECORD).tobytes())
+            if content["identity"] != self._identity:
                 return {}
-            groups = unpack_carried(arrays, told["groups"], _somewhere, self._decode)
-            pairs = zip(told["prompts"], groups, strict=True)
+            groups = unpack_carried(arrays, content["groups"], _somewhere, self._decode)
+            pairs = zip(content["prompts"], groups, strict=True)
             return {one.prompt.index: (digest, one.judged) for digest, one in pairs if one.judged}
         except Exception:  # whatever numpy and zipfile make of an archive that is damaged
             return {}
@@ -111,5 +113,5 @@ def _name(step: int) -> str:
 
 
 def _somewhere(index: int) -> Prompt:
-    """Stands for the prompt until the data say it again."""
+    """Stand-in for a prompt, until the data are read."""
     return Prompt(index, "", "", np.zeros(0, np.int32), "", "")

@@ -1,4 +1,4 @@
-"""When a run saves: what is due, what failed and is tried again, and at the end."""
+"""Checkpoint schedule with retries."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,10 @@ WHAT = "the checkpoint"
 
 
 class CheckpointSaver:
-    """Saves while training goes on. Every process calls every method.
+    """Saver of checkpoints while training goes on. Every process calls every method.
 
     Args:
-        storage: is told of what could not be saved.
+        storage: warns of failed saves.
     """
 
     def __init__(self, checkpoints: Checkpoints, storage: Storage):
@@ -24,7 +24,7 @@ class CheckpointSaver:
         self._failures, self._pending = 0, False  # in a row; whether one is being written
 
     def step(self, due: bool, save: Callable[[], None]) -> None:
-        """After each step: saves where that is due, or has just failed."""
+        """Saves after a step, where that is due or has just failed."""
         try:
             if self._pending:
                 if not self._checkpoints.done(WAIT_SECONDS if due else 0):
@@ -49,13 +49,11 @@ class CheckpointSaver:
 
     def last(self, save: Callable[[], None]) -> None:
         """Saves, and returns when that is on disk. Raises `NotSaved` after a few tries."""
-        problem = None
-        for pause in LAST_PAUSES:
+        for number, pause in enumerate(LAST_PAUSES, 1):
             time.sleep(pause)
             try:
                 save()
                 return self._checkpoints.wait()
-            except NotSaved as error:
-                problem = error
-        assert problem is not None
-        raise problem
+            except NotSaved:
+                if number == len(LAST_PAUSES):
+                    raise

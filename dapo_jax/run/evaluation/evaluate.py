@@ -110,7 +110,7 @@ def open_policy(
     """Description and trained parameters of the policy. Raises `ConfigError`."""
     if checkpoints is None:
         return config.model.folder, components.first_params()
-    settings = checkpoints.record()["settings"]
+    settings = checkpoints.record().settings
     for name, _, asked in leaves(config):
         if name == "model.freeze_layers" or name.startswith("lora."):
             saved = settings[name]

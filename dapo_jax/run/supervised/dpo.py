@@ -1,73 +1,54 @@
 """DPO on offline pairs (arXiv 2305.18290): the online preset's update, a file's answers.
 
-The reference says its log-probs once, before the first step, and is then gone: memory holds one
-policy, and a pass costs no second model.
+The reference's log-probs are computed once, before the first step, and the reference is then freed:
+memory holds one policy, and a pass costs no second model.
 """
 
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from rich.markup import escape
 
 from dapo_jax.algorithms import Algorithm, dpo
 from dapo_jax.config.experiment import DpoConfig
-from dapo_jax.data.supervised_examples import Examples
 from dapo_jax.data.supervised_rows import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
-from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
-from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface
-from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import feedback_metrics
-from dapo_jax.run.components import check_processes, check_same_model
-from dapo_jax.run.compute import open_mesh
-from dapo_jax.run.supervised.common import (
-    WRITTEN,
-    TrainingLog,
-    open_examples,
-    own_segments,
-    score_responses,
-    starting_point,
-    write_policy,
-)
-from dapo_jax.run.supervised.resume import ResumePoint, forget, model_digests
+from dapo_jax.run.components import check_same_model
+from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
+from dapo_jax.run.supervised.resume import model_digests
+from dapo_jax.run.supervised.training import train_supervised
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import PREFERRING
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch, TrainState
+from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
-LOOKED_AT = 256  # training pairs that are measured before and after
-SHOWN = {
-    "preference_loss": "loss",
-    "preference_accuracy": "accuracy",
-    "heldout_preference_loss": "held-out loss",
-    "heldout_preference_accuracy": "held-out accuracy",
-}
+MEASURED_PAIRS = 256  # of the training pairs, before and after
 
 
 def algorithm_of(config: DpoConfig) -> Algorithm:
-    """The preset `dpo` with the beta of the run."""
+    """Preset `dpo` with the beta of the run."""
     return dataclasses.replace(dpo(), preference_beta=config.beta)
 
 
 def pair_segments(pairs: Sequence[Example]) -> list[Segment]:
-    """Chosen and rejected in turn; the chosen one is the right one."""
-    return [one._replace(correct=i % 2 == 0) for i, one in enumerate(own_segments(pairs))]
+    """Chosen and rejected responses in turn; the chosen one counts as correct."""
+    segments = own_segments(pairs)
+    return [segment._replace(correct=i % 2 == 0) for i, segment in enumerate(segments)]
 
 
 def weigh(rollouts: Rollouts, policy: np.ndarray, reference: Sequence[np.ndarray]) -> Feedback:
-    """The feedback on packed pairs.
+    """Feedback on packed pairs: log-ratios of policy to reference.
 
     Args:
         policy: log-probs of the policy, as packed.
-        reference: those of the reference, of each response.
+        reference: log-probs of the reference, by response.
     """
     index, count = np.asarray(rollouts.response_index), len(reference)
     return gather_feedback(
@@ -82,44 +63,85 @@ def weigh(rollouts: Rollouts, policy: np.ndarray, reference: Sequence[np.ndarray
 def preference_batch(
     algorithm: Algorithm, segments: Sequence[Segment], rollouts: Rollouts, feedback: Feedback
 ) -> TrainBatch:
-    """The minibatch whose gradient is that of the mean of -log sigmoid(beta margin) over pairs."""
+    """Minibatch whose gradient is that of the mean of -log sigmoid(beta margin) over pairs."""
     advantages, _ = estimate(algorithm, feedback)
     scored, budget = ScoredBatch(rollouts, None), rollouts.tokens.shape[-1]
     return make_batch(scored, segments, advantages, None, algorithm, budget)
 
 
-class Probe:
-    """What the reference says of all pairs, asked once, and how a policy does against that."""
+def prefer(config: DpoConfig) -> pathlib.Path:
+    """Trains a policy on pairs; errors as for `train_supervised`."""
+    return train_supervised(config, "dpo", PREFERRING, algorithm_of(config), _open)
 
-    def __init__(
-        self,
-        learner: Learner,
-        config: DpoConfig,
-        signals: Signals,
-        found: Examples,
-        reference: Any,
-    ):
+
+def _open(
+    config: DpoConfig, start: Start, learner: Learner, signals: Signals
+) -> tuple["PreferenceEvaluator", Callable[[], Any]]:
+    if config.reference:
+        check_same_model("reference", config.reference, config.start, lambda shape: shape)
+    task = PreferenceEvaluator(config, start, learner, signals)
+    params = reference = start.load()
+    if config.reference:
+        reference = load_huggingface.load_params(
+            config.reference, start.decoder, start.mesh, field="reference", cast=True
+        )
+    task.score_reference(reference)
+    return task, lambda: params
+
+
+class PreferenceEvaluator:
+    """Task of DPO: pairs of files, and a policy's preferences against the reference's."""
+
+    labels: Mapping[str, str] = {
+        "preference_loss": "loss",
+        "preference_accuracy": "accuracy",
+        "heldout_preference_loss": "held-out loss",
+        "heldout_preference_accuracy": "held-out accuracy",
+    }
+
+    def __init__(self, config: DpoConfig, start: Start, learner: Learner, signals: Signals):
+        pairs, self.steps, self._numbers = open_examples(
+            config, start.tokenizer, PAIRS, "pairs_per_step"
+        )
+        self.digests = {"data": pairs.digest()} | model_digests(config.reference)
+        self._training, self._heldout = pairs.training, pairs.heldout
         size = config.pairs_per_step
-        self._learner, self._beta = learner, config.beta
-        self._around = size, config.packing, signals
         # Whole parts, so that what is scored again is scored as it was: equal to the last bit.
-        self._sample = found.training[: size * math.ceil(LOOKED_AT / size)]
-        self._heldout = found.heldout
-        self._of_training = self._logprobs(reference, found.training)
-        self._of_heldout = self._logprobs(reference, found.heldout)
+        self._sample = pairs.training[: size * math.ceil(MEASURED_PAIRS / size)]
+        self._learner, self._packing = learner, config.packing
+        self._scoring = size, config.packing, signals
+        self._algorithm, self._beta = algorithm_of(config), config.beta
+        self._training_reference: list[np.ndarray] = []
+        self._heldout_reference: list[np.ndarray] = []
+
+    def score_reference(self, params: Any) -> None:
+        """Computes the log-probs of the reference model `params` on all pairs."""
+        self._training_reference = self._logprobs(params, self._training)
+        self._heldout_reference = self._logprobs(params, self._heldout)
 
     def _logprobs(self, params: Any, pairs: Sequence[Example]) -> list[np.ndarray]:
-        """Of every token of every response, chosen and rejected in turn."""
-        scored = score_responses(self._learner, params, pairs, *self._around)
+        """Log-probs of every token, by response: chosen and rejected in turn."""
+        scored = score_responses(self._learner, params, pairs, *self._scoring)
         return [logprobs for _, logprobs in scored]
 
-    def reference_of(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        """What it says of the responses of these training pairs."""
-        return [one for n in numbers for one in self._of_training[2 * n : 2 * n + 2]]
+    def batch(self, step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+        """Minibatch of a step, its microbatches in use, and metrics of its feedback."""
+        numbers = self._numbers(step)
+        segments = pair_segments([self._training[i] for i in numbers])
+        rollouts, used = pack(segments, self._packing.row_tokens, self._packing.rows_per_microbatch)
+        policy = to_host(self._learner.score(params, rollouts, used))
+        reference = [
+            logprobs for i in numbers for logprobs in self._training_reference[2 * i : 2 * i + 2]
+        ]
+        feedback = weigh(rollouts, policy, reference)
+        batch = preference_batch(self._algorithm, segments, rollouts, feedback)
+        advantages = np.asarray(batch.advantages)
+        return batch, used, feedback_metrics(self._algorithm, feedback, advantages, None)
 
     def _measure(
         self, params: Any, pairs: Sequence[Example], reference: Sequence[np.ndarray], prefix: str
     ) -> dict[str, float]:
+        """DPO's loss, and the share of pairs told right, in which a margin of 0 counts half."""
         if not pairs:
             return {}
         both = zip(self._logprobs(params, pairs), reference, strict=False)
@@ -130,94 +152,10 @@ class Probe:
             f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
         }
 
+    def measure_training(self, params: Any) -> dict[str, float]:
+        """Loss and accuracy on the first training pairs."""
+        return self._measure(params, self._sample, self._training_reference, "")
+
     def measure_heldout(self, params: Any) -> dict[str, float]:
-        """DPO's loss and the share of pairs told right, a margin of 0 half; {} of no pairs."""
-        return self._measure(params, self._heldout, self._of_heldout, "heldout_")
-
-    def measure(self, params: Any) -> dict[str, float]:
-        """The same, and that of the first training pairs."""
-        training = self._measure(params, self._sample, self._of_training, "")
-        return training | self.measure_heldout(params)
-
-
-def report(before: dict[str, float], after: dict[str, float], steps: int) -> None:
-    """A line with what became of the losses and accuracies."""
-    changes = (f"{SHOWN[name]} {value:.3f} -> {after[name]:.3f}" for name, value in before.items())
-    Progress().say(f"{', '.join(changes)} after {steps} steps")
-
-
-def prefer(config: DpoConfig) -> pathlib.Path:
-    """Trains a policy on pairs and writes its folder; returns the path. Raises `ConfigError`."""
-    check_processes(config)
-    with Signals() as signals, replace("out", config.out, PREFERRING, WRITTEN) as folder:
-        train_and_write(config, folder, signals)
-    forget(config.out)
-    Progress().say(f"policy written to {escape(config.out)}")
-    return pathlib.Path(config.out)
-
-
-def train_and_write(config: DpoConfig, folder: pathlib.Path | None, signals: Signals) -> None:
-    """The policy's files in `folder`, which is there and empty; None: another process writes."""
-    packing, algorithm, other = config.packing, algorithm_of(config), config.reference
-    mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
-    decoder, tokenizer, load = starting_point(config, mesh)
-    if other:
-        check_same_model("reference", other, config.start, lambda shape: shape)
-    found, steps, of_step = open_examples(config, tokenizer, PAIRS, "pairs_per_step")
-    learner = policy_learner(algorithm, config.compute, config.optimizer, decoder, mesh)
-    params = frozen = load()
-    if other:
-        frozen = load_huggingface.load_params(other, decoder, mesh, field="reference", cast=True)
-    probe = Probe(learner, config, signals, found, frozen)
-    digests = {"data": found.digest()} | model_digests(config.start, other)
-    with ResumePoint(config, digests) as half:
-        state = half.begin(learner.abstract_state, lambda: learner.start(params))
-        del params, frozen
-        state = learn(config, Course(found, steps, of_step), learner, probe, state, half, signals)
-        write_policy(folder, state.params, decoder, tokenizer, config.start, half)
-
-
-class Course(NamedTuple):
-    """What a run learns from: which pairs, in how many steps, which of them in a step."""
-
-    found: Examples
-    steps: int
-    of_step: Callable[[int], list[int]]
-
-
-def learn(
-    config: DpoConfig,
-    course: Course,
-    learner: Learner,
-    probe: Probe,
-    state: TrainState,
-    half: ResumePoint,
-    signals: Signals,
-) -> TrainState:
-    """The state after all steps."""
-    packing, algorithm = config.packing, algorithm_of(config)
-    found, steps, of_step = course
-    journal = TrainingLog(half, steps, config.optimizer.max_skipped_steps)
-    if half.step:
-        first = half.first_row()
-        before = {name: first[name] for name in SHOWN if name in first}
-    else:
-        before = probe.measure(state.params)
-        journal.add(0, before, {})
-    for step in range(half.step, steps):
-        journal.stop_if(signals)
-        numbers = of_step(step)
-        segments = pair_segments([found.training[i] for i in numbers])
-        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        policy = to_host(learner.score(state.params, rollouts, used))
-        feedback = weigh(rollouts, policy, probe.reference_of(numbers))
-        batch = preference_batch(algorithm, segments, rollouts, feedback)
-        rate = learning_rate(config.optimizer, step, steps)
-        state, means = learner.update(state, batch, used, rate)
-        told = feedback_metrics(algorithm, feedback, np.asarray(batch.advantages), None)
-        journal.add(step + 1, {"learning_rate": rate} | told, means)
-        if journal.is_due(step + 1):
-            journal.tell("dpo", probe.measure_heldout(state.params), SHOWN)
-        journal.done(state)
-    report(before, probe.measure(state.params), steps)
-    return state
+        """Loss and accuracy on the held-out pairs; empty without any."""
+        return self._measure(params, self._heldout, self._heldout_reference, "heldout_")

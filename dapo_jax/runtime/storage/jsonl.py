@@ -1,4 +1,4 @@
-"""Files of JSON lines, read as they may be found, and added to as far as the storage lets it."""
+"""JSON lines: reading damaged files, rewinding to a step, appending with retries."""
 
 import contextlib
 import json
@@ -12,36 +12,36 @@ from typing import Any
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import replacing
 
-BROKEN = ".broken"  # what the name of a file ends in that holds lines nobody can read
+BROKEN = ".broken"  # suffix of a file with unreadable lines
 SHOWN_STEPS = 5
-MOST_OF_THE_TIME = 0.05  # that lines added rarely take on an object store
+MOST_OF_THE_TIME = 0.05  # share that rare appends take on an object store
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:
-    """None for what is no JSON object."""
+    """JSON object of a line; None for anything else."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
-def objects(path: Folder, most: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines, up to so many bytes."""
+def objects(path: Folder, max_bytes: float = float("inf")) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects of a file of lines, from at most `max_bytes` bytes."""
     with path.open("rb") as file:
         for line in file:
-            most -= len(line)
-            if most < 0:
+            max_bytes -= len(line)
+            if max_bytes < 0:
                 return
-            found = read_object(line)
-            if found is not None:
-                yield found
+            value = read_object(line)
+            if value is not None:
+                yield value
 
 
 def rewind(path: Folder, step: int) -> list[int]:
-    """Drops the rows after `step`, and a line that a kill cut off.
+    """Removes the rows after `step`, and a line that a kill cut off.
 
-    Returns the numbers of other lines that are no row; they are set aside in a file beside it.
+    Returns the numbers of other lines that are no row; these move to a file beside it.
     """
     if not path.exists():
         return []
@@ -65,22 +65,22 @@ def rewind(path: Folder, step: int) -> list[int]:
 
 
 def spell(numbers: Iterable[int]) -> str:
-    """As 1 to 3, 7, 9 to 12."""
+    """Numbers as text, such as `1 to 3, 7, 9 to 12`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    said = [f"{first} to {last}" if first < last else f"{first}" for first, last in spans]
-    more = [f"{len(said) - SHOWN_STEPS} more"] if len(said) > SHOWN_STEPS else []
-    return ", ".join(said[:SHOWN_STEPS] + more)
+    texts = [f"{first} to {last}" if first < last else f"{first}" for first, last in spans]
+    more = [f"{len(texts) - SHOWN_STEPS} more"] if len(texts) > SHOWN_STEPS else []
+    return ", ".join(texts[:SHOWN_STEPS] + more)
 
 
 class AppendFile:
-    """A file that is added to; what could not be written is written with what follows.
+    """File that is appended to; after a failed write, the next one repeats its content.
 
-    To an object nothing can be added: it is written whole each time, from memory.
+    An object of a store can't be appended to: it is written whole each time, from memory.
     """
 
     def __init__(self, path: Folder):
@@ -89,14 +89,14 @@ class AppendFile:
         self._next = -math.inf  # when one that is written rarely may be
 
     def add(self, content: bytes) -> None:
-        """Takes what `write` will write."""
+        """Queues content for `write`."""
         self._waiting.append(content)
 
     def write(self, rarely: bool = False) -> None:
-        """All that waits, whole or not at all. Raises what the storage raises.
+        """Appends all that is queued, whole or not at all. Raises what the storage raises.
 
         Args:
-            rarely: an object may wait, so that writing it takes little of the time.
+            rarely: an object may wait, so that writing takes little of the time.
         """
         content = b"".join(self._waiting)
         if isinstance(self.path, pathlib.Path):
@@ -109,13 +109,13 @@ class AppendFile:
         self._waiting, self._sound = [], -1
 
     def _replace(self, content: bytes) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         if self._content is None:
             self._content = self.path.read_bytes() if self.path.exists() else b""
         self.path.write_bytes(self._content + content)
         self._content += content
         ended = time.monotonic()
-        self._next = ended + (ended - begun) / MOST_OF_THE_TIME
+        self._next = ended + (ended - started) / MOST_OF_THE_TIME
 
     def _append(self, path: pathlib.Path, content: bytes) -> None:
         with path.open("ab", buffering=0) as file:

@@ -1,6 +1,6 @@
-"""Folders that commands write: made, marked, and held against other processes.
+"""Output folders of commands: made, marked, locked against other processes, replaced whole.
 
-`ownership.py` says which may be written at all. Nothing else is, so that a mistyped name costs
+`ownership.py` decides which folders may be written; no other is, so that a mistyped name costs
 nobody a file.
 """
 
@@ -39,19 +39,19 @@ from dapo_jax.runtime.storage.retries import full_or_broken, is_refusal, reason
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 ROOM = "a folder of storage with room"
 LOCK_SECONDS = 0.2  # for a process that is about to leave the folder
-TRIES = 9  # each is lost only to a process that leaves the same folder at the same moment
+TRIES = 9  # one fails only where another process removes the folder at the same moment
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 def write_mark(folder: pathlib.Path, mark: dict[str, Any]) -> None:
-    """Complete or absent, also where another process writes it too."""
+    """Writes the mark of a folder, whole or not at all, also beside another process that does."""
     temporary = folder / f"{OURS}{os.getpid()}"
     temporary.write_text(json.dumps(mark, indent=2), encoding="utf-8")
     os.replace(temporary, folder / MARK)
 
 
 def is_at(path: pathlib.Path, descriptor: int) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Whether an open file is still the file of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -59,21 +59,23 @@ def is_at(path: pathlib.Path, descriptor: int) -> bool:
 
 
 class FolderLock:
-    """A folder of ours, made and marked where it was missing, locked until `close`.
+    """Lock of an output folder, which is made and marked where it was missing.
+
+    The lock lasts until `close`, and dies with its process.
 
     Args:
-        mark: what a new one is marked with.
-        exclusive: without it there is no lock, and several processes may hold it.
+        mark: of a new folder.
+        exclusive: without it there is no lock, and several processes may write the folder.
 
-    Raises `ConfigError` where it must not be written or another process holds it.
+    Raises `ConfigError` where the folder must not be written or another process has it.
     """
 
     def __init__(self, place: OutputFolder, mark: dict[str, Any], exclusive: bool = True):
         self.path, self._place = place.path, place
         self._lock: BaseFileLock | None = None
         self._descriptor = -1
-        self._made: list[pathlib.Path] = []  # go at `close` if they are empty, the deepest first
-        self._fresh = False  # whether the mark goes too, if nothing came beside it
+        self._made: list[pathlib.Path] = []  # removed by `close` if empty, the deepest first
+        self._fresh = False  # whether `close` removes the mark of a folder that is still empty
         try:
             place.check()
             if exclusive:
@@ -92,8 +94,8 @@ class FolderLock:
             raise
 
     def _make(self) -> None:
-        way = (self.path, *self.path.parents)
-        self._made += [one for one in way if one not in self._made and not one.exists()]
+        folders = (self.path, *self.path.parents)
+        self._made += [path for path in folders if path not in self._made and not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> None:
@@ -124,7 +126,7 @@ class FolderLock:
         os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
 
     def close(self) -> None:
-        """Lets others have the folder; one that nothing came into leaves no trace."""
+        """Unlocks the folder; an empty one that was made here is removed."""
         with contextlib.suppress(OSError):
             if self._fresh and not entries(self.path):
                 (self.path / MARK).unlink()
@@ -138,7 +140,7 @@ class FolderLock:
                 made.rmdir()
 
     def clear(self) -> None:
-        """Removes what a command wrote, and no other file; what is then empty goes at `close`."""
+        """Removes the files that a command wrote, and no other; `close` removes an empty folder."""
         self._made = list(dict.fromkeys([self.path, *self._made]))
         self._fresh = True
         mark = read_mark(self.path) or {}
@@ -150,7 +152,7 @@ class FolderLock:
                 path.unlink()
 
     def finish(self, mark: dict[str, Any]) -> None:
-        """Lists in the mark what was written, all of it on disk: the folder is complete."""
+        """Completes the folder: syncs the files that were written, and lists them in the mark."""
         files = {}
         for entry in entries(self.path):
             if is_written(entry, mark):
@@ -162,7 +164,7 @@ class FolderLock:
         self._made, self._fresh = [], False
 
     def take_place(self, place: OutputFolder, old: "FolderLock | None") -> None:
-        """Takes the name of `place`; `old`, which has it now, then has the one of this."""
+        """Takes the name of `place`, in exchange with `old`, the folder that has it."""
         if old is None or not place.path.exists():
             self.path.rename(place.path)
             self.path = place.path
@@ -180,10 +182,10 @@ class FolderLock:
         self.path, old.path = old.path, self.path
 
 
-def exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
-    """Swaps two names in one step; False where the system has no such step."""
+def exchange(first: pathlib.Path, second: pathlib.Path) -> bool:
+    """Swaps two names in one system call; False where the system has no such call."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     return call is not None and call(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0
 
 
@@ -191,27 +193,27 @@ def exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
 def claim(
     field: str, value: str, kind: str, below: str = "", *, exclusive: bool = True
 ) -> Iterator[Folder]:
-    """A folder of one command, made and marked where it was missing, and locked meanwhile.
+    """Output folder, made and marked where it was missing, and locked while the block lasts.
 
     Arguments as for `check_free` and `FolderLock`.
 
-    What is still empty when the block ends is taken away again. Of several processes the first one
-    holds it for all; nobody can hold one that is not of this file system.
+    A folder that is still empty when the block ends is removed. Of several processes the first one
+    locks it for all; a folder of an object store has no lock.
     """
     if is_remote(value) or not processes.is_first():
         if processes.is_first():
             _try_to_write(folder_at(value, below), field, value)
         yield folder_at(value, below)
         return
-    hold = FolderLock(resolve_folder(field, value, kind, below), {"kind": kind}, exclusive)
+    lock = FolderLock(resolve_folder(field, value, kind, below), {"kind": kind}, exclusive)
     try:
         yield pathlib.Path(value, below)
     finally:
-        hold.close()
+        lock.close()
 
 
 def _try_to_write(folder: Folder, field: str, value: str) -> None:
-    """Raises `ConfigError` where a bucket refuses: a run would only be told when it saves."""
+    """Raises `ConfigError` where a bucket refuses; a run would else find out when it saves."""
     path = folder / f"{OURS}{os.getpid()}"
     try:
         path.write_bytes(b"")
@@ -226,11 +228,11 @@ def _try_to_write(folder: Folder, field: str, value: str) -> None:
 def replace(
     field: str, value: str, kind: str, writes: Sequence[str]
 ) -> Iterator[pathlib.Path | None]:
-    """An empty folder to write, which takes the place of the one named when the block ends well.
+    """Empty folder to write, which replaces the named one when the block ends well.
 
-    Killed at whatever moment, this leaves under that name the old folder or the new one, complete.
-    (Where the system can't exchange two names there is a moment between two renames with none: the
-    old one then stands beside it, and the next command puts it back.)
+    A kill at any moment leaves the old folder or the new one under that name, complete. (Where the
+    system can't exchange two names there is a moment between two renames with neither: the old one
+    then stands beside it, and the next command puts it back.)
 
     Args:
         field, value, kind: as for `check_free`.
@@ -244,7 +246,7 @@ def replace(
     check_free(field, value, kind)
     place, mark = resolve_folder(field, value, kind), {"kind": kind, "writes": list(writes)}
     with contextlib.ExitStack() as stack:
-        new = FolderLock(place.beside("unfinished"), mark)  # while it is held nobody else gets here
+        new = FolderLock(place.beside("unfinished"), mark)  # keeps other processes from here on out
         stack.callback(new.close)
         try:
             _put_back(place)
@@ -268,7 +270,7 @@ def replace(
         except OSError as error:
             place.refuse(f"{str(new.path)!r} can't be written: {error.strerror}", ROOM)
         hint = f"; what was written is complete in {str(new.path)!r}"
-        place.check(hint)  # somebody may have put something there since
+        place.check(hint)  # somebody may have written there since
         try:
             new.take_place(place, old)
         except OSError as error:
@@ -279,13 +281,13 @@ def replace(
 
 
 def _put_back(place: OutputFolder) -> None:
-    """Ends an exchange in several steps that was killed between them."""
+    """Ends an exchange by renames that was killed between them."""
     aside = place.beside("replaced")
     if read_mark(aside.path) is None:
         return
     if not place.path.exists():
         aside.path.rename(place.path)
         return
-    hold = FolderLock(aside, {})
-    hold.clear()
-    hold.close()
+    lock = FolderLock(aside, {})
+    lock.clear()
+    lock.close()

@@ -1,4 +1,4 @@
-"""Storage that fails: what is said of it in one line, and how a run goes on meanwhile."""
+"""Storage errors: one-line descriptions, retries, and writes that do not end a run."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder, is_remote
 
 PAUSES = (0.0, 0.1, 0.5)  # seconds before each try of a write
-REPEAT_SECONDS = 600.0  # until the same trouble is said again
+REPEAT_SECONDS = 600.0  # between two warnings of the same kind
 SHOWN_CHARACTERS = 200
 UNSAVED = 74  # EX_IOERR of sysexits.h, a run's exit code
 REFUSALS = (
@@ -25,30 +25,30 @@ REFUSALS = (
     "NotFoundError",
     "InvalidArgumentError",
 )
-# Of what is written; nothing that the program does wrong has them.
+# Errors of storage; no mistake of the program has these numbers.
 TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 class NotSaved(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """Raised where a checkpoint could not be written; older ones are as they were."""
 
 
 def of_a_bucket(error: BaseException) -> bool:
-    """Whether TensorFlow says it, which reads and writes buckets.
+    """Whether an error is TensorFlow's, which reads and writes buckets.
 
-    Its errors are none of the system's. Of what may pass it has tried again for a minute or two.
+    TensorFlow's errors are no OSErrors; it has retried for a minute or two before it raises them.
     """
     return "tensorflow" in type(error).__module__
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a bucket says that this account may not do that, or that there is no such bucket."""
+    """Whether a bucket refused: no permission, or no such bucket."""
     return of_a_bucket(error) and type(error).__name__ in REFUSALS
 
 
 @contextlib.contextmanager
 def overlooked() -> Iterator[None]:
-    """What storage can't do is left undone, and not said."""
+    """Suppresses storage errors."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def overlooked() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What a person wants to know of an error of the system, of TensorStore or a bucket."""
+    """Cause of an error of the system, of TensorStore or of a bucket, in one line."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))
@@ -67,27 +67,27 @@ def reason(error: BaseException) -> str:
         text = re.sub(r" with body '.*'", "", str(error), flags=re.DOTALL)
         text = re.sub(r"^.*Error executing an HTTP request: ", "", text)
         return " ".join(text.split())[:SHOWN_CHARACTERS]
-    said = (str(error).splitlines() or [""])[0][:SHOWN_CHARACTERS]
-    return said if isinstance(error, OSError) and said else f"{type(error).__name__}: {said}"
+    text = (str(error).splitlines() or [""])[0][:SHOWN_CHARACTERS]
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def full_or_broken(error: BaseException) -> str:
-    """What is wrong with the storage that an error is about; empty where it is about another."""
-    # Rust's libraries, as safetensors, say the number in their text.
-    said = re.search(r"\(os error (\d+)\)", str(error))
-    number = int(said[1]) if said else getattr(error, "errno", None)
+    """Fault of the storage that caused an error; empty for errors of another cause."""
+    # Rust's libraries, such as safetensors, have the number in their text.
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(match[1]) if match else getattr(error, "errno", None)
     return os.strerror(number) if number in TROUBLE else ""
 
 
 def complain(text: str) -> None:
-    """A warning of the first process, where there is no `Progress` yet."""
+    """Prints a warning on the first process, where there is no `Progress` yet."""
     if processes.is_first():
         processes.complain(f"warning: {text}")
 
 
 @contextlib.contextmanager
 def replacing(path: Folder) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when the block ends well; else nothing of it stays."""
+    """Temporary file that replaces `path` when the block ends well, and is removed otherwise."""
     if is_remote(path):  # an object is whole or absent by itself, and renaming would copy it
         with io.BytesIO() as file:
             yield file
@@ -105,87 +105,87 @@ def replacing(path: Folder) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Folder, text: str) -> None:
-    """The whole text or nothing, in place of what was there."""
+    """Replaces a file by a text, whole or not at all."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 class Storage:
-    """Writes that may fail without ending a run: said at once, and again rarely.
+    """Writes that may fail without ending a run, with a warning at once and then rarely.
 
     Args:
-        warn: is told.
+        warn: receives the warnings.
     """
 
     def __init__(self, warn: Callable[[str], None] = complain):
         self.warn = warn
-        self._said: dict[str, float] = {}  # when, by what failed last
+        self._warned: dict[str, float] = {}  # time of the newest warning, by what failed
         self._rests_until = -math.inf  # of a bucket that did not answer
 
     def attempt(self, what: str, work: Callable[[], Any]) -> bool:
-        """Whether `work` was done, after a few tries; what is wrong with the program is raised.
+        """Calls `work` up to three times, and returns whether one succeeded.
 
-        A bucket that did not answer for so long is left alone for as long.
+        A bucket that did not answer is left alone for as long as that took. Raises errors that are
+        not the storage's.
         """
-        error, begun = None, time.monotonic()
-        if begun < self._rests_until:
+        why, started = "", time.monotonic()
+        if started < self._rests_until:
             return False
         for pause in PAUSES:
             time.sleep(pause)
             try:
                 work()
-            except Exception as problem:
-                if not (isinstance(problem, OSError) or of_a_bucket(problem)):
+            except Exception as error:
+                if not (isinstance(error, OSError) or of_a_bucket(error)):
                     raise
-                error = problem
-                if of_a_bucket(problem):
+                why = reason(error)
+                if of_a_bucket(error):
                     now = time.monotonic()
-                    self._rests_until = now + (now - begun)
+                    self._rests_until = now + (now - started)
                     break
-                continue
-            self.works(what)
-            return True
-        assert error is not None
-        self.failed(what, reason(error))
+            else:
+                self.works(what)
+                return True
+        self.failed(what, why)
         return False
 
     def rested(self) -> None:
-        """The next write is tried at once."""
+        """Ends a pause: the next write is tried at once."""
         self._rests_until = -math.inf
 
     def failed(self, what: str, why: str) -> None:
-        """Says so, where that was not said a short while ago."""
-        if time.monotonic() - self._said.get(what, -math.inf) > REPEAT_SECONDS:
-            self._said[what] = time.monotonic()
+        """Warns of a failed write, unless there was such a warning a short while ago."""
+        if time.monotonic() - self._warned.get(what, -math.inf) > REPEAT_SECONDS:
+            self._warned[what] = time.monotonic()
             self.warn(f"{what} could not be written: {why}. The run goes on without")
 
     def works(self, what: str) -> None:
-        """Takes it back."""
-        if what in self._said:
-            del self._said[what]
+        """Reports that a write works again."""
+        if what in self._warned:
+            del self._warned[what]
             self.warn(f"{what} can be written again")
 
 
 def quiet_orbax() -> None:
-    """Says nothing of what Orbax says in each of its threads and then raises once."""
+    """Silences what Orbax logs in each of its threads and then raises once."""
     logging.getLogger("absl").addFilter(_is_news)
     if not getattr(sys.unraisablehook, "passes_on", False):
         before = sys.unraisablehook
 
-        def hook(found: Any) -> None:
-            # TensorStore tells a loop of results that nobody waits for any more.
-            if str(found.exc_value) != "Event loop is closed":
-                before(found)
+        def hook(event: Any) -> None:
+            # TensorStore reports results that nobody waits for any more to a closed loop.
+            if str(event.exc_value) != "Event loop is closed":
+                before(event)
 
         hook.passes_on = True  # type: ignore[attr-defined]
         sys.unraisablehook = hook
 
 
 def let_orbax_use_buckets() -> None:
-    """Takes a bucket for a flat one where Orbax can't find out whether it has folders.
+    """Makes Orbax take a bucket for a flat one where it can't find out whether it has folders.
 
-    It would ask by the package google-cloud-storage, which it does not bring along, and which
-    needs the right to look at the bucket; the answer matters for removing empty folders only.
+    Orbax asks by the package google-cloud-storage, which it does not install, and which needs the
+    right to look at the bucket; the answer matters for removing empty folders only.
     """
     from orbax.checkpoint._src.path import gcs_utils  # the one place that asks
 

@@ -1,4 +1,4 @@
-"""A worker process spoken to in JSON lines; one that is late or broken is killed."""
+"""Parent side of a worker process: JSON lines with deadlines; a late worker is killed."""
 
 import atexit
 import functools
@@ -13,17 +13,17 @@ import time
 import weakref
 from typing import Any
 
-LONGEST_WAIT_SECONDS = 3600.0  # more than this is a deadline that was never set
+LONGEST_WAIT_SECONDS = 3600.0  # a later deadline was never set
 START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
 LONGEST_REPLY = 1 << 20  # bytes; a worker that writes on and on is broken
 
 
 class WorkerProcess:
-    """One process running `python -m MODULE ARGUMENTS`, which serves as `worker.serve` does.
+    """Process of `python -m MODULE ARGUMENTS`, which answers as `child.serve` does.
 
     Args:
-        environment: its variables; None for those of this process.
-        longest_reply: in bytes.
+        environment: variables; None: those of this process.
+        longest_reply: bytes.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WorkerProcess:
             raise
 
     def ask(self, job: dict, deadline: float) -> dict:
-        """The reply, by `deadline` of time.monotonic().
+        """Reply to a job, by `deadline` of time.monotonic().
 
         Raises TimeoutError, OSError or ValueError; the process is then of no more use.
         """
@@ -81,13 +81,12 @@ class WorkerProcess:
             waiting.register(pipe, select.POLLIN)
         for pipe in writable:
             waiting.register(pipe, select.POLLOUT)
-        if not waiting.poll(
-            1000 * min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_SECONDS)
-        ):
+        seconds = min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_SECONDS)
+        if not waiting.poll(1000 * seconds):
             raise TimeoutError("no answer in time")
 
     def kill(self) -> int:
-        """Ends it; its exit code, that of its own end where it had ended."""
+        """Kills the process and returns its exit code; one that had ended keeps its own."""
         self._process.kill()
         code = self._process.wait()
         self._to.close()

@@ -1,0 +1,233 @@
+"""Supervised training loop: steps, held-out measurements, metrics, and the model folder."""
+
+import json
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+from rich.markup import escape
+
+from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.experiment import DpoConfig, SftConfig
+from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
+from dapo_jax.model import save_huggingface
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.metrics import add_up
+from dapo_jax.reporting.writers import MetricWriter
+from dapo_jax.run.components import check_processes
+from dapo_jax.run.compute import open_mesh
+from dapo_jax.run.supervised.common import Start, open_start
+from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped, forget, model_digests
+from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
+from dapo_jax.runtime.signals import Signals
+from dapo_jax.runtime.storage.output_folder import replace
+from dapo_jax.structs import Mean, TrainBatch, TrainState
+
+WRITTEN = (*save_huggingface.WRITTEN, METRICS)
+# Metrics of an update that mean something where nothing was sampled.
+MEASURED = ("policy_nll", "entropy", "mean_probability", "gradient_norm", "skipped_updates")
+LINES_PER_RUN = 10
+# Without them, other libraries take the end and pad tokens of the family.
+TOKENIZER_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END,
+    "pad_token": PAD,
+}
+
+
+class Task(Protocol):
+    """Examples of a supervised run, and measurements of a policy on them.
+
+    Attributes:
+        steps: of the run.
+        digests: of the files that are read, by name.
+        labels: words of the console line, by metric.
+    """
+
+    steps: int
+    digests: dict[str, str]
+    labels: Mapping[str, str]
+
+    def batch(self, step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+        """Minibatch of a step, number of its microbatches in use, and metrics."""
+        ...
+
+    def measure_training(self, params: Any) -> dict[str, float]:
+        """Metrics on training examples, before and after the run."""
+        ...
+
+    def measure_heldout(self, params: Any) -> dict[str, float]:
+        """Metrics on held-out examples; empty where there are none."""
+        ...
+
+
+# Settings, start and signals to the task, and to the parameters to train.
+OpenTask = Callable[[Any, Start, Learner, Signals], tuple[Task, Callable[[], Any]]]
+
+
+def train_supervised(
+    config: SftConfig | DpoConfig, name: str, kind: str, algorithm: Algorithm, open_task: OpenTask
+) -> pathlib.Path:
+    """Trains a policy, writes its model folder, and returns the folder's path.
+
+    Args:
+        name: of the command, on the console.
+        kind: of the folder, a key of `ownership.ALLOWED`.
+
+    Raises:
+        ConfigError: settings, files and folders don't fit together.
+        Stopped: a signal asked to leave; the state is saved beside the folder.
+        NotFinite: too many updates in a row were skipped.
+    """
+    check_processes(config)
+    with Signals() as signals, replace("out", config.out, kind, WRITTEN) as folder:
+        start = open_start(config, open_mesh(config.mesh, config.packing.rows_per_microbatch))
+        learner = policy_learner(
+            algorithm, config.compute, config.optimizer, start.decoder, start.mesh
+        )
+        task, first_params = open_task(config, start, learner, signals)
+        with ResumePoint(config, task.digests | model_digests(config.start)) as resume:
+            state = resume.begin(learner.abstract_state, lambda: learner.start(first_params()))
+            del first_params  # memory of the parameters that it holds
+            log = TrainingLog(name, resume, task, config.optimizer.max_skipped_steps)
+            state = _learn(config, task, learner, state, resume, log, signals)
+            write_policy(folder, state.params, start.decoder, start.tokenizer, config.start, resume)
+    forget(config.out)
+    Progress().say(f"policy written to {escape(config.out)}")
+    return pathlib.Path(config.out)
+
+
+def _learn(
+    config: SftConfig | DpoConfig,
+    task: Task,
+    learner: Learner,
+    state: TrainState,
+    resume: ResumePoint,
+    log: "TrainingLog",
+    signals: Signals,
+) -> TrainState:
+    """State after all steps."""
+    heldout: dict[str, float] = {}
+    if resume.step:
+        row = resume.first_row()
+        before = {name: row[name] for name in task.labels if name in row}
+    else:
+        before = task.measure_training(state.params) | task.measure_heldout(state.params)
+        if before:
+            log.add(0, before, {})
+    for step in range(resume.step, task.steps):
+        log.stop_if(signals)
+        batch, used, values = task.batch(step, state.params)
+        rate = learning_rate(config.optimizer, step, task.steps)
+        state, means = learner.update(state, batch, used, rate)
+        log.add(step + 1, {"learning_rate": rate} | values, means)
+        if log.is_due(step + 1):
+            heldout = task.measure_heldout(state.params)
+            log.tell(heldout)
+        log.done(state)
+    if before:
+        # The last step was measured, unless the run was stopped after it.
+        after = task.measure_training(state.params) | (
+            heldout or task.measure_heldout(state.params)
+        )
+        labels = task.labels
+        changes = (f"{labels[name]} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
+        Progress().say(f"{', '.join(changes)} after {task.steps} steps")
+    return state
+
+
+class TrainingLog:
+    """Lines of metrics.jsonl, one a step, and a line on the console now and then.
+
+    Metrics of a step are read while the next one is under way, so that no step waits for the host.
+    `add` and `tell` raise `NotFinite` after `max_skipped_steps` without an update.
+    """
+
+    def __init__(self, name: str, resume: ResumePoint, task: Task, max_skipped_steps: int):
+        self._name, self._resume, self._labels = name, resume, task.labels
+        self._writer = None
+        if resume.folder:
+            self._writer = MetricWriter(resume.folder, resume.step, tensorboard=False)
+        self._every, self._total = max(1, task.steps // LINES_PER_RUN), task.steps
+        self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
+        self._started, self._progress = time.perf_counter(), Progress()
+        self._skipped, self._max_skipped = resume.skipped, max_skipped_steps
+
+    def is_due(self, step: int) -> bool:
+        """Whether the console gets a line after so many steps."""
+        return step % self._every == 0 or step == self._total
+
+    def add(self, step: int, values: dict[str, float], means: dict[str, Mean]) -> None:
+        """Adds the metrics of a step that is under way."""
+        self._flush()
+        self._pending = step, values, means
+
+    def done(self, state: TrainState) -> None:
+        """Ends the step that was added last; its line is written before a checkpoint has it."""
+        if self._resume.is_due(self._resume.step + 1):
+            self._flush()
+        self._resume.done(state, self._skipped)
+
+    def stop_if(self, signals: Signals) -> None:
+        """Raises `Stopped` where a process received a signal, once all steps are on disk."""
+        if signals():
+            self._flush()
+            self._resume.keep()
+            raise Stopped(signals.received)
+
+    def tell(self, heldout: dict[str, float]) -> None:
+        """Prints the step that was added last, with its held-out metrics."""
+        if self._pending is None:
+            return
+        step, values, means = self._pending
+        self._pending = step, values | heldout, means
+        metrics = self._flush()
+        shown = (name for name in self._labels if name in metrics)
+        numbers = "  ".join(f"{self._labels[name]} {metrics[name]:.4f}" for name in shown)
+        seconds = time.perf_counter() - self._started
+        self._progress.say(f"{self._name} step {step:>5}/{self._total}  {numbers}  {seconds:.0f} s")
+
+    def _flush(self) -> dict[str, float]:
+        if self._pending is None:
+            return {}
+        step, values, means = self._pending
+        measured = add_up([jax.device_get(means)]) if means else {}
+        values = values | {name: measured[name] for name in MEASURED if name in measured}
+        if self._writer:
+            self._writer.write(step, values)
+        self._pending = None
+        self._skipped = count_skipped(self._skipped, measured)
+        check_skipped(self._skipped[""], self._max_skipped, measured)
+        return values
+
+
+def write_policy(
+    folder: pathlib.Path | None,
+    params: Any,
+    decoder: DecoderConfig,
+    tokenizer: Tokenizer,
+    start: str,
+    resume: ResumePoint,
+) -> None:
+    """Writes weights, settings, tokenizer and metrics.jsonl into `folder`.
+
+    Args:
+        folder: exists and is empty; None on a process that does not write.
+        start: model folder whose tokenizer files are copied; empty: none.
+    """
+    save_huggingface.save_folder(folder, params, decoder, tokenizer.end_ids)
+    if folder is None or resume.folder is None:
+        return
+    shutil.copyfile(resume.folder / METRICS, folder / METRICS)
+    if start:
+        save_huggingface.save_settings_of(start, folder, "float32")
+    else:
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))
