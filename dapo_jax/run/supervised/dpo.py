@@ -7,13 +7,14 @@ memory holds one policy, and a pass costs no second model.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.algorithms import Algorithm, dpo
 from dapo_jax.config.experiment import DpoConfig
+from dapo_jax.data.supervised_examples import Examples
 from dapo_jax.data.supervised_rows import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
@@ -23,13 +24,19 @@ from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.run.components import check_same_model
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
 from dapo_jax.run.supervised.resume import model_digests
-from dapo_jax.run.supervised.training import train_supervised
+from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.ownership import PREFERRING
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
 MEASURED_PAIRS = 256  # of the training pairs, before and after
+LABELS = {
+    "preference_loss": "loss",
+    "preference_accuracy": "accuracy",
+    "heldout_preference_loss": "held-out loss",
+    "heldout_preference_accuracy": "held-out accuracy",
+}
 
 
 def algorithm_of(config: DpoConfig) -> Algorithm:
@@ -74,74 +81,44 @@ def prefer(config: DpoConfig) -> pathlib.Path:
     return train_supervised(config, "dpo", PREFERRING, algorithm_of(config), _open)
 
 
-def _open(
-    config: DpoConfig, start: Start, learner: Learner, signals: Signals
-) -> tuple["PreferenceEvaluator", Callable[[], Any]]:
-    if config.reference:
-        check_same_model("reference", config.reference, config.start, lambda shape: shape)
-    task = PreferenceEvaluator(config, start, learner, signals)
-    params = reference = start.load()
-    if config.reference:
-        reference = load_huggingface.load_params(
-            config.reference, start.decoder, start.mesh, field="reference", cast=True
-        )
-    task.score_reference(reference)
-    return task, lambda: params
-
-
 class PreferenceEvaluator:
-    """Task of DPO: pairs of files, and a policy's preferences against the reference's."""
+    """Preferences of a policy on pairs, against a reference that is asked once, at construction.
 
-    labels: Mapping[str, str] = {
-        "preference_loss": "loss",
-        "preference_accuracy": "accuracy",
-        "heldout_preference_loss": "held-out loss",
-        "heldout_preference_accuracy": "held-out accuracy",
-    }
+    Args:
+        logprobs: from parameters and pairs to log-probs of every token, by response: chosen and
+            rejected in turn.
+        reference: parameters.
+        sample: number of training pairs that `measure_training` takes.
+    """
 
-    def __init__(self, config: DpoConfig, start: Start, learner: Learner, signals: Signals):
-        pairs, self.steps, self._numbers = open_examples(
-            config, start.tokenizer, PAIRS, "pairs_per_step"
-        )
-        self.digests = {"data": pairs.digest()} | model_digests(config.reference)
-        self._training, self._heldout = pairs.training, pairs.heldout
-        size = config.pairs_per_step
-        # Whole parts, so that what is scored again is scored as it was: equal to the last bit.
-        self._sample = pairs.training[: size * math.ceil(MEASURED_PAIRS / size)]
-        self._learner, self._packing = learner, config.packing
-        self._scoring = size, config.packing, signals
-        self._algorithm, self._beta = algorithm_of(config), config.beta
-        self._training_reference: list[np.ndarray] = []
-        self._heldout_reference: list[np.ndarray] = []
+    def __init__(
+        self,
+        logprobs: Callable[[Any, Sequence[Example]], list[np.ndarray]],
+        pairs: Examples,
+        reference: Any,
+        beta: float,
+        sample: int,
+    ):
+        self._logprobs, self._pairs, self._beta, self._sample = logprobs, pairs, beta, sample
+        self._training = logprobs(reference, pairs.training)
+        self._heldout = logprobs(reference, pairs.heldout)
 
-    def score_reference(self, params: Any) -> None:
-        """Computes the log-probs of the reference model `params` on all pairs."""
-        self._training_reference = self._logprobs(params, self._training)
-        self._heldout_reference = self._logprobs(params, self._heldout)
+    def reference_logprobs(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Log-probs of the reference on the responses of these training pairs."""
+        return [logprobs for i in numbers for logprobs in self._training[2 * i : 2 * i + 2]]
 
-    def _logprobs(self, params: Any, pairs: Sequence[Example]) -> list[np.ndarray]:
-        """Log-probs of every token, by response: chosen and rejected in turn."""
-        scored = score_responses(self._learner, params, pairs, *self._scoring)
-        return [logprobs for _, logprobs in scored]
+    def measure_training(self, params: Any) -> dict[str, float]:
+        """DPO's loss and accuracy on the first training pairs."""
+        return self._measure(params, self._pairs.training[: self._sample], self._training, "")
 
-    def batch(self, step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
-        """Minibatch of a step, its microbatches in use, and metrics of its feedback."""
-        numbers = self._numbers(step)
-        segments = pair_segments([self._training[i] for i in numbers])
-        rollouts, used = pack(segments, self._packing.row_tokens, self._packing.rows_per_microbatch)
-        policy = to_host(self._learner.score(params, rollouts, used))
-        reference = [
-            logprobs for i in numbers for logprobs in self._training_reference[2 * i : 2 * i + 2]
-        ]
-        feedback = weigh(rollouts, policy, reference)
-        batch = preference_batch(self._algorithm, segments, rollouts, feedback)
-        advantages = np.asarray(batch.advantages)
-        return batch, used, feedback_metrics(self._algorithm, feedback, advantages, None)
+    def measure_heldout(self, params: Any) -> dict[str, float]:
+        """DPO's loss and accuracy on the held-out pairs; empty without any."""
+        return self._measure(params, self._pairs.heldout, self._heldout, "heldout_")
 
     def _measure(
         self, params: Any, pairs: Sequence[Example], reference: Sequence[np.ndarray], prefix: str
     ) -> dict[str, float]:
-        """DPO's loss, and the share of pairs told right, in which a margin of 0 counts half."""
+        """Mean loss, and the share of pairs told right, in which a margin of 0 counts half."""
         if not pairs:
             return {}
         both = zip(self._logprobs(params, pairs), reference, strict=False)
@@ -152,10 +129,36 @@ class PreferenceEvaluator:
             f"{prefix}preference_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),
         }
 
-    def measure_training(self, params: Any) -> dict[str, float]:
-        """Loss and accuracy on the first training pairs."""
-        return self._measure(params, self._sample, self._training_reference, "")
 
-    def measure_heldout(self, params: Any) -> dict[str, float]:
-        """Loss and accuracy on the held-out pairs; empty without any."""
-        return self._measure(params, self._heldout, self._heldout_reference, "heldout_")
+def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -> Task:
+    """Task of DPO on the pairs of files."""
+    size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
+    if config.reference:
+        check_same_model("reference", config.reference, config.start, lambda shape: shape)
+    pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
+    params = reference = start.load()
+    if config.reference:
+        reference = load_huggingface.load_params(
+            config.reference, start.decoder, start.mesh, field="reference", cast=True
+        )
+
+    def logprobs(params: Any, pairs: Sequence[Example]) -> list[np.ndarray]:
+        scored = score_responses(learner, params, pairs, size, packing, signals)
+        return [logprobs for _, logprobs in scored]
+
+    # Whole parts, so that what is scored again is scored as it was: equal to the last bit.
+    sample = size * math.ceil(MEASURED_PAIRS / size)
+    evaluator = PreferenceEvaluator(logprobs, pairs, reference, config.beta, sample)
+
+    def batch(step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+        segments = pair_segments([pairs.training[i] for i in numbers(step)])
+        rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
+        policy = to_host(learner.score(params, rollouts, used))
+        feedback = weigh(rollouts, policy, evaluator.reference_logprobs(numbers(step)))
+        batch = preference_batch(algorithm, segments, rollouts, feedback)
+        advantages = np.asarray(batch.advantages)
+        return batch, used, feedback_metrics(algorithm, feedback, advantages, None)
+
+    digests = {"data": pairs.digest()} | model_digests(config.reference)
+    measures = evaluator.measure_heldout, evaluator.measure_training
+    return Task(steps, lambda: params, batch, LABELS, digests, *measures)

@@ -1,8 +1,7 @@
 """Supervised training on examples, by the update of reinforcement learning."""
 
-import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ from dapo_jax.config.experiment import Packing, SftConfig
 from dapo_jax.config.inputs import GENERATED
 from dapo_jax.data.arithmetic import make_worked_example
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.data.supervised_rows import EXAMPLES, Example
+from dapo_jax.data.supervised_rows import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.update import Learner
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
-from dapo_jax.run.supervised.training import train_supervised
+from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.ownership import TRAINED
 from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
@@ -67,46 +66,29 @@ def imitation_batch(
     return make_batch(scored, segments, advantages, None, algorithm, budget), used
 
 
-class Imitation:
-    """Task of supervised training: generated examples, or examples of files.
+def _open(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
+    """Task of supervised training: generated examples, or examples of files."""
+    labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
+    if config.data.source == GENERATED:
 
-    Raises `ConfigError`.
-    """
+        def generated_batch(step: int, _: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+            segments = example_segments(config, start.tokenizer, step)
+            return *imitation_batch(segments, config.packing, config.max_response_tokens), {}
 
-    labels: Mapping[str, str] = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
+        return Task(config.total_steps, start.load, generated_batch, labels)
+    examples, steps, numbers = open_examples(config, start.tokenizer, EXAMPLES, "examples_per_step")
 
-    def __init__(self, config: SftConfig, start: Start, learner: Learner, signals: Signals):
-        self._packing, self._budget = config.packing, config.packing.row_tokens
-        self._scoring = config.examples_per_step, config.packing, signals
-        self._learner, self._heldout = learner, list[Example]()
-        self._segments: Callable[[int], list[Segment]]
-        if config.data.source == GENERATED:
-            self.steps, self.digests = config.total_steps, dict[str, str]()
-            self._segments = functools.partial(example_segments, config, start.tokenizer)
-            self._budget = config.max_response_tokens
-            return
-        examples, self.steps, numbers = open_examples(
-            config, start.tokenizer, EXAMPLES, "examples_per_step"
-        )
-        self._segments = lambda step: own_segments([examples.training[i] for i in numbers(step)])
-        self._heldout, self.digests = examples.heldout, {"data": examples.digest()}
+    def batch(step: int, _: Any) -> tuple[TrainBatch, int, dict[str, float]]:
+        segments = own_segments([examples.training[i] for i in numbers(step)])
+        return *imitation_batch(segments, config.packing, config.packing.row_tokens), {}
 
-    def batch(self, step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
-        return *imitation_batch(self._segments(step), self._packing, self._budget), {}
-
-    def measure_training(self, params: Any) -> dict[str, float]:
-        return {}  # an update measures its own tokens
-
-    def measure_heldout(self, params: Any) -> dict[str, float]:
-        """Mean over tokens of -log p."""
+    def heldout_nll(params: Any) -> dict[str, float]:
         total = tokens = 0.0
-        for one, logprobs in score_responses(self._learner, params, self._heldout, *self._scoring):
-            weights = np.asarray(one.token_weights)
+        for segment, logprobs in score_responses(
+            learner, params, examples.heldout, config.examples_per_step, config.packing, signals
+        ):
+            weights = np.asarray(segment.token_weights)
             total, tokens = total + weights @ logprobs, tokens + weights.sum()
         return {"heldout_nll": -float(total / tokens)} if tokens else {}
 
-
-def _open(
-    config: SftConfig, start: Start, learner: Learner, signals: Signals
-) -> tuple[Imitation, Callable[[], Any]]:
-    return Imitation(config, start, learner, signals), start.load
+    return Task(steps, start.load, batch, labels, {"data": examples.digest()}, heldout_nll)

@@ -1,11 +1,12 @@
 """Supervised training loop: steps, held-out measurements, metrics, and the model folder."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from rich.markup import escape
@@ -42,34 +43,33 @@ TOKENIZER_SETTINGS = {
 }
 
 
-class Task(Protocol):
+Measure = Callable[[Any], dict[str, float]]  # from parameters to metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
     """Examples of a supervised run, and measurements of a policy on them.
 
     Attributes:
         steps: of the run.
-        digests: of the files that are read, by name.
+        first_params: makes or loads the parameters to train.
+        batch: from step and parameters to a minibatch, its microbatches in use, and metrics.
         labels: words of the console line, by metric.
+        digests: of the files that are read, by name.
+        measure_heldout: on held-out examples, now and then; empty where there are none.
+        measure_training: on training examples, before and after the run.
     """
 
     steps: int
-    digests: dict[str, str]
+    first_params: Callable[[], Any]
+    batch: Callable[[int, Any], tuple[TrainBatch, int, dict[str, float]]]
     labels: Mapping[str, str]
-
-    def batch(self, step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
-        """Minibatch of a step, number of its microbatches in use, and metrics."""
-        ...
-
-    def measure_training(self, params: Any) -> dict[str, float]:
-        """Metrics on training examples, before and after the run."""
-        ...
-
-    def measure_heldout(self, params: Any) -> dict[str, float]:
-        """Metrics on held-out examples; empty where there are none."""
-        ...
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    measure_heldout: Measure = lambda params: {}
+    measure_training: Measure = lambda params: {}
 
 
-# Settings, start and signals to the task, and to the parameters to train.
-OpenTask = Callable[[Any, Start, Learner, Signals], tuple[Task, Callable[[], Any]]]
+OpenTask = Callable[[Any, Start, Learner, Signals], Task]
 
 
 def train_supervised(
@@ -92,10 +92,10 @@ def train_supervised(
         learner = policy_learner(
             algorithm, config.compute, config.optimizer, start.decoder, start.mesh
         )
-        task, first_params = open_task(config, start, learner, signals)
-        with ResumePoint(config, task.digests | model_digests(config.start)) as resume:
-            state = resume.begin(learner.abstract_state, lambda: learner.start(first_params()))
-            del first_params  # memory of the parameters that it holds
+        task = open_task(config, start, learner, signals)
+        with ResumePoint(config, {**task.digests, **model_digests(config.start)}) as resume:
+            state = resume.begin(learner.abstract_state, lambda: learner.start(task.first_params()))
+            task = dataclasses.replace(task, first_params=dict)  # frees what the other one holds
             log = TrainingLog(name, resume, task, config.optimizer.max_skipped_steps)
             state = _learn(config, task, learner, state, resume, log, signals)
             write_policy(folder, state.params, start.decoder, start.tokenizer, config.start, resume)
