@@ -249,6 +249,7 @@ def open_run(
         config, config.data.heldout_source and config.data.heldout_count() or heldout
     )
     inputs, journal = gather_inputs(config, prompts), NoJournal()
+    made_of = Record(0, settings, inputs)
     if config.checkpoint.keep_groups:
         identity = run_identity(settings, inputs | {"model": fingerprint(config.model.folder)})
         journal = RolloutJournal(folder, identity, storage, components.tokenizer.decode)
@@ -258,7 +259,7 @@ def open_run(
             state, progress = first_state(components), RunProgress()
     else:
         record = checkpoints.record()
-        check_record(config, Record(0, settings, inputs), record, storage.warn)
+        check_record(config, made_of, record, storage.warn)
         with console.working(f"loading the checkpoint of step {resumed_step}"):
             state, progress = restore(components, checkpoints, record)
         console.say(f"resuming {escape(str(folder))} after step {resumed_step}")
@@ -268,7 +269,6 @@ def open_run(
     if resumed_step is None:
         files.write_settings()
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)
-    made_of = Record(0, settings, inputs)
     disk = checkpoints, storage, journal
     return Run(components, trainer, state, progress, files, *disk, made_of, signals, on_step)
 

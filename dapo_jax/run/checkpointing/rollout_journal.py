@@ -89,7 +89,9 @@ class RolloutJournal:
         arrays, record = pack_carried(carried)
         prompts = [digest_tokens(group.prompt.tokens) for group in groups]
         content = {"identity": self._identity, "prompts": prompts, "groups": record}
-        members: dict[str, Any] = arrays | {RECORD: np.frombuffer(json.dumps(content).encode(), "u1")}
+        members: dict[str, Any] = arrays | {
+            RECORD: np.frombuffer(json.dumps(content).encode(), "u1")
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             np.savez_compressed(file, **members)
