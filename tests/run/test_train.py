@@ -46,7 +46,7 @@ def finished(base, tmp_path_factory):
 def final_params(base, run_dir):
     parts = build(make_config(base, run_dir))
     checkpoints = Checkpoints(run_dir, Checkpoint())
-    state, record = checkpoints.state(parts.learner.abstract_state), checkpoints.record()
+    state, record = checkpoints.state(parts.learners.policy.abstract_state), checkpoints.record()
     parts.close()
     checkpoints.close()
     place = {name: record.progress[name] for name in ("position", "kept_fraction")}
@@ -105,9 +105,9 @@ progress.Progress.step = step
 KILL_DURING_SAVE = """
 from dapo_jax.run.checkpointing import checkpoints
 save = checkpoints.Checkpoints.save
-def save_and_die(self, step, *rest):
-    save(self, step, *rest)
-    if step == 2:
+def save_and_die(self, record, states):
+    save(self, record, states)
+    if record.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 checkpoints.Checkpoints.save = save_and_die
 """
