@@ -77,7 +77,8 @@ def final_state(base, run_dir):
     """Parameters and moments of the newest checkpoint, read by this process on eight devices."""
     parts = build(make_config(base, run_dir))
     with Checkpoints(run_dir, Checkpoint()) as checkpoints:
-        state, record = checkpoints.state(parts.learners.policy.abstract_state), checkpoints.record()
+        state = checkpoints.state(parts.learners.policy.abstract_state)
+        record = checkpoints.record()
     parts.close()
     place = {name: record.progress[name] for name in ("position", "kept_fraction")}
     return jax.device_get(state), {"step": record.step} | place
