@@ -1,4 +1,4 @@
-"""The embedded task: chains of sums modulo 10, with worked examples that contain errors.
+"""Embedded task: chains of sums modulo 10, with worked examples that contain errors.
 
 A problem reads `3+7+5=`; a worked answer echoes both operands of every step and ends in the number
 after the marker: `3+7=0,0+5=5#### 5`. Difficulty spreads by the number of operands and by the
@@ -45,7 +45,7 @@ def make_problem(split: str, seed: int, index: int, min_terms: int, max_terms: i
 
 
 class Problems:
-    """The problems of a split, by index: what grain calls a random-access source."""
+    """Problems of a split, by index: a random-access source of grain."""
 
     def __init__(self, data: Data, split: str, seed: int):
         self._data, self._split, self._seed = data, split, seed
@@ -73,7 +73,7 @@ def _work_chain(
 
 
 def make_worked_example(seed: int, index: int, examples: Examples) -> tuple[str, str]:
-    """(problem text, worked answer); problems come from the training side only."""
+    """Worked example, as (problem text, worked answer), of the training split only."""
     problem = make_problem("train", seed, index, examples.min_terms, examples.max_terms)
     operands = [int(digit) for digit in problem.text[:-1].split("+")]
     rng = _generator(seed, "worked", index)

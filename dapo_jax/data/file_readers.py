@@ -1,4 +1,4 @@
-"""Rows of a file by its suffix: JSON lines, JSON, CSV, Parquet and Arrow, here or on gs://."""
+"""Readers of rows by a file's suffix: JSON lines, JSON, CSV, Parquet, Arrow, here or on gs://."""
 
 import contextlib
 import csv
@@ -21,7 +21,7 @@ LONGEST_CELL = 2**31 - 1  # characters; the csv module's own limit is shorter th
 
 
 def _parse(text: bytes) -> Any:
-    """What the JSON says, or the `MalformedRow` that it is."""
+    """Value of a JSON text, or a `MalformedRow`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -35,7 +35,7 @@ def _json_lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """An array of rows, one row, or lines under the wrong name."""
+    """Rows of a JSON array, of one object, or of JSON lines under the wrong name."""
     whole = _parse(file.read())
     if isinstance(whole, MalformedRow):
         file.seek(0)
@@ -46,7 +46,7 @@ def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Cells by the names of the first line, as text; semicolons or tabs separate as well."""
+    """Rows of cells by the names of the first line; commas, semicolons or tabs separate."""
     csv.field_size_limit(LONGEST_CELL)
     header = file.readline()
     delimiter = max(b",;\t", key=header.count)
@@ -73,7 +73,7 @@ def _parquet(file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _arrow(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """The file format (Feather too), or the stream format, which is not seekable."""
+    """Rows of the file format (Feather too), or of the stream format, which is not seekable."""
     try:
         reader = pyarrow.ipc.open_file(file)
     except pyarrow.ArrowInvalid:
@@ -97,14 +97,14 @@ READERS = {
 
 
 def split_suffix(name: str) -> tuple[str, str]:
-    """A file's name and the suffix by which it is read; that is empty where it can't be."""
+    """Name of a file and the suffix of its reader, empty where it has none."""
     suffix = next((suffix for suffix in READERS if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 
 
 @contextlib.contextmanager
 def _opened(path: epath.Path) -> Iterator[BinaryIO]:
-    """The file; a bucket's is copied first, since tables are read from many places of a file."""
+    """Opened file; one of a bucket is copied first, since tables are read out of order."""
     with contextlib.ExitStack() as stack:
         if "://" in str(path):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -116,7 +116,7 @@ def _opened(path: epath.Path) -> Iterator[BinaryIO]:
 
 
 def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
-    """(line or row number, row) of a file. Raises `ConfigError` where it can't be read at all."""
+    """Rows of a file, as (line or row number, row). Raises `ConfigError` for an unreadable file."""
     try:
         with _opened(path) as file:
             yield from READERS[split_suffix(path.name)[1]](file)

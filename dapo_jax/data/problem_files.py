@@ -18,9 +18,11 @@ from dapo_jax.data.row_formats import (
     FIELDS,
     KNOWN,
     MISSING,
+    SHOWN_COMPLAINTS,
     MalformedRow,
     NoAnswer,
     UnknownFields,
+    check_malformed,
     look_up,
     parse_fields,
     read_row,
@@ -30,20 +32,19 @@ from dapo_jax.structs import Problem
 from dapo_jax.verifier.normalisation import normalise
 from dapo_jax.verifier.numerals import read_number
 
-SHOWN_COMPLAINTS = 3
 WILDCARDS = "*?["
 HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
 LOOKED_AT = 100  # first rows of a file, for whether it has the fields that `data.fields` names
 
 
 class Loaded(NamedTuple):
-    """The problems of some files, each once, in the order of the files.
+    """Problems of some files, each once, in the order of the files.
 
     Attributes:
         counts: `rows`, and of these `malformed`, `without answer` (of a proof), `repeats`, and
             `conflicts` (of a problem that occurs with different answers: it is left out).
         complaints: the first malformed and conflicting rows, by file and line.
-        named: whether a file was read by the fields that `data.fields` names.
+        named: true where a file was read by the fields that `data.fields` names.
     """
 
     problems: tuple[Problem, ...]
@@ -53,7 +54,7 @@ class Loaded(NamedTuple):
 
 
 def _same_gold(left: str, right: str) -> bool:
-    """Whether two golds are one, however written; in doubt they are not."""
+    """Equality of two gold answers, however written; in doubt they differ."""
     if left == right:
         return True
     left, right = normalise(left), normalise(right)
@@ -62,7 +63,7 @@ def _same_gold(left: str, right: str) -> bool:
 
 
 class _Collector:
-    """Rows to unique problems, with what was wrong on the way."""
+    """Collector of unique problems and of complaints about rows."""
 
     def __init__(self, source: str, bad_rows_limit: int, needs_answer: bool):
         self._source, self._limit, self._needs_answer = source, bad_rows_limit, needs_answer
@@ -73,7 +74,7 @@ class _Collector:
 
     @property
     def hopeless(self) -> bool:
-        """Whether so many rows are malformed, and none is not, that the file is something else."""
+        """True of a file of other things: too many malformed rows, and no problem."""
         return self._counts["malformed"] > self._limit and not self._problems
 
     def add(self, place: str, row: Any, fields: Mapping[str, str]) -> None:
@@ -89,11 +90,8 @@ class _Collector:
             self._counts["malformed"] += 1
             known = isinstance(error, UnknownFields) and KNOWN not in "".join(self._complaints)
             self._complaints.append(f"{place}: {error}" + f" ({KNOWN})" * known)
-            if self._counts["malformed"] > self._limit and self._problems:
-                shown = "; ".join(self._complaints[:SHOWN_COMPLAINTS])
-                raise ConfigError(
-                    f"config.data.bad_rows_limit = {self._limit}: more rows are malformed: {shown}"
-                ) from None
+            if self._problems:
+                check_malformed(self._counts["malformed"], self._limit, self._complaints)
         else:
             self._add_problem(place, problem)
 
@@ -128,17 +126,17 @@ def read_problems(
     fields: str = "",
     needs_answer: bool = True,
 ) -> Loaded:
-    """The problems of these files, as far as they can be read.
+    """Problems of files, as far as they can be read.
 
     Memory holds the unique problems and one batch of rows.
 
     Args:
-        source: what problems are said to come from where a row does not say.
-        bad_rows_limit: malformed rows that are skipped before it is an error; where there is no
-            other row, what comes after them is not read.
+        source: source of a problem whose row names none.
+        bad_rows_limit: malformed rows that are skipped; more are an error. Where all rows are
+            malformed, reading stops behind them.
         fields: the setting `data.fields`. A file is read by it where one of its first rows has all
             that it names, and then every row must; else by its own format.
-        needs_answer: whether a row without an answer is no problem.
+        needs_answer: leaves out rows without an answer.
 
     Raises:
         ConfigError: more malformed rows, named by file and line; or an unreadable file.
@@ -155,7 +153,7 @@ def read_problems(
 def _named_rows(
     paths: Sequence[str], fields: dict[str, str]
 ) -> Iterator[tuple[str, Any, dict[str, str]]]:
-    """(file and line, row, the fields by which it is read: `fields` or none)."""
+    """Rows as (file and line, row, fields by which it is read: `fields` or none)."""
     for path in map(epath.Path, paths):
         rows = read_rows(path)
         first = list(itertools.islice(rows, LOOKED_AT))
@@ -167,7 +165,7 @@ def _named_rows(
 
 
 def _shards(folder: epath.Path) -> list[epath.Path]:
-    """The files in it, or in its folders, of the first kind that there is."""
+    """Files in a folder, or in its folders, of the first kind that occurs."""
     for pattern in ("*", "*/*"):
         files = sorted(folder.glob(pattern))
         for suffix in READERS:
@@ -198,21 +196,21 @@ def _glob(field: str, pattern: str) -> list[epath.Path]:
 
 
 def _matches(field: str, name: str, home: epath.Path, split: str) -> list[epath.Path]:
-    path, found = epath.Path(name), []
+    path, paths = epath.Path(name), []
     if set(name) & set(WILDCARDS):
-        found = _glob(field, name)
+        paths = _glob(field, name)
     elif path.exists():
-        found = [path]
+        paths = [path]
     elif "/" not in name and split_suffix(name)[1] and (home / name).exists():
-        found = [home / name]
+        paths = [home / name]
     elif "/" not in name and home.is_dir():
-        found = _by_name(name, home, split)
-        found = found if len(found) == 1 else []
-    return [file for one in found for file in (_shards(one) if one.is_dir() else [one])]
+        paths = _by_name(name, home, split)
+        paths = paths if len(paths) == 1 else []
+    return [file for path in paths for file in (_shards(path) if path.is_dir() else [path])]
 
 
 def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...]:
-    """The files that a source names: a path, a glob, a folder of shards, or a name in `folder`.
+    """Files that a source names: a path, a glob, a folder of shards, or a name in `folder`.
 
     Args:
         field: the setting, for the error.
@@ -223,18 +221,18 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
     """
     home = epath.Path(folder)
     try:
-        found = _matches(field, name, home, split)
+        files = _matches(field, name, home, split)
     except ConfigError:
         raise
     except Exception as error:  # of a bucket's client
         raise ConfigError(f"config.{field} = {name!r}: {error}") from None
-    if not found or not all(split_suffix(file.name)[1] for file in found):
+    if not files or not all(split_suffix(file.name)[1] for file in files):
         raise ConfigError(f"config.{field} = {name!r}: {_why_none(name, home)}")
-    return tuple(map(str, found))
+    return tuple(map(str, files))
 
 
 def _why_none(name: str, home: epath.Path) -> str:
-    """What is wrong with a name that means no file, or none that can be read."""
+    """Reason why a name means no file, or none that can be read."""
     path, readable = epath.Path(name), ", ".join(READERS)
     if path.exists():
         return f"must end in {readable}" if not path.is_dir() else f"holds no file of {readable}"
@@ -242,15 +240,15 @@ def _why_none(name: str, home: epath.Path) -> str:
         return f"no file of {readable} matches"
     if "/" in name or split_suffix(name)[1]:
         beside = path.parent if path.parent.is_dir() else home
-        there = [file.name for file in beside.iterdir()] if beside.is_dir() else []
-        near = difflib.get_close_matches(path.name, there, n=1)
-        hint = "".join(f"; did you mean {beside / one}?" for one in near)
+        names = [file.name for file in beside.iterdir()] if beside.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = "".join(f"; did you mean {beside / close}?" for close in near)
         if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
             hint = f"; a hub's data set is downloaded first: hf download {name} --repo-type dataset"
             hint += f" --local-dir {home / path.name}"
         return "no such file" + hint
-    there = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
+    names = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
     return (
         f"must be arithmetic, gym:TASK, a path or glob of {readable}, or the first part of one "
-        f"name in config.data.folder = {str(home)!r}, which holds {', '.join(there) or 'nothing'}"
+        f"name in config.data.folder = {str(home)!r}, which holds {', '.join(names) or 'nothing'}"
     )

@@ -1,7 +1,7 @@
-"""Problems to prompts with grain: an endless, shuffled, seekable order, the same on every process.
+"""Stream of prompts: an endless, shuffled, seekable order of problems, equal on every process.
 
-The order is a function of the seed alone, so the position in it, one integer, is all that a
-checkpoint has to hold.
+The order (by grain) is a function of the seed alone, so that a checkpoint holds one integer, the
+position in it.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ import grain
 import numpy as np
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.prompts.templates import Beside, Template, open_template
+from dapo_jax.data.prompts.templates import Beside, Template, check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source, every_problem, heldout_sources, training_sources
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem, Prompt
 
-LOOKED_AT = 500  # problems of a file whose prompts' length is looked at, at the start
+LOOKED_AT = 500  # problems of a file whose prompts are measured at the start
 LOOKED_AT_GENERATED = 32  # the same of generated ones, some of which take long to make
-TRIED_EXAMPLES = 200  # problems that are asked for a worked solution
+TRIED_EXAMPLES = 200  # problems among which worked solutions are looked for
 REMEMBERED_PROMPTS = 4096  # as they were written
 
 
@@ -33,9 +33,10 @@ def _fingerprints(sources: Sequence[Source]) -> set[str]:
 def choose_examples(
     sources: Sequence[Source], heldout: set[str], count: int, seed: int
 ) -> tuple[Problem, ...]:
-    """`count` different training problems, keyed by the seed; worked ones where there are any.
+    """Few-shot examples: `count` different training problems, worked ones first, keyed by the seed.
 
-    Raises `ConfigError` where there are too few.
+    Raises:
+        ConfigError: there are too few.
     """
     rng = np.random.default_rng([seed, zlib.crc32(b"few_shot")])
     ends = np.cumsum([len(source.problems) for source in sources])
@@ -50,18 +51,20 @@ def choose_examples(
             (worked if problem.solution else others).append(problem)
         if len(worked) == count:
             break
-    found = (worked + others)[:count]
-    allowed = f"below the {len(found)} training problems that were found as examples"
-    require(len(found) == count, "data.few_shot", count - 1, allowed)
-    return tuple(found)
+    examples = (worked + others)[:count]
+    allowed = f"below the {len(examples)} training problems that were found as examples"
+    require(len(examples) == count, "data.few_shot", count - 1, allowed)
+    return tuple(examples)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Of a source's prompts, as far as they were looked at: how long, in tokens.
+    """Lengths of a source's prompts, in tokens, by a sample.
 
     Attributes:
-        over: how many are longer than `data.max_prompt_tokens`.
+        looked_at: prompts in the sample.
+        over: prompts that are longer than `data.max_prompt_tokens`.
+        longest: tokens of the longest prompt.
     """
 
     name: str
@@ -70,13 +73,13 @@ class Lengths:
     longest: int
 
     def describe(self) -> str:
-        """What of them does not fit."""
+        """Line about the prompts that are too long."""
         over = f"{self.over:,} of {self.looked_at:,} looked at"
         return f"{self.name}: {over}, the longest of {self.longest:,} tokens"
 
 
 class _Writer:
-    """Problems to prompts: the template, the tokens, the limit."""
+    """Writer of problems as prompts: template, tokens, limit of length."""
 
     def __init__(
         self,
@@ -90,11 +93,7 @@ class _Writer:
         self.template = open_template(data.template)
         if data.template == "few_shot":
             examples = choose_examples(sources, heldout, data.few_shot + 1, seed)
-        if data.template == "chat" and tokenizer.chat is None:
-            raise ConfigError(
-                "config.data.template = 'chat': the model folder has no chat template, neither in "
-                "tokenizer_config.json nor as chat_template.jinja"
-            )
+        check_chat(data.template, tokenizer.chat)
         self._beside = Beside(tokenizer.chat, data.system_prompt, examples, data.few_shot)
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
@@ -108,7 +107,7 @@ class _Writer:
         return text, tokens
 
     def measure(self, source: Source) -> Lengths:
-        """The lengths of a sample of its prompts."""
+        """Lengths of a sample of a source's prompts."""
         most = LOOKED_AT_GENERATED if source.generated else LOOKED_AT
         places = range(0, len(source.problems), max(1, math.ceil(len(source.problems) / most)))
         lengths = [len(self._encode(source.problems[i])[1]) for i in places]
@@ -116,7 +115,7 @@ class _Writer:
         return Lengths(source.name, len(lengths), over, max(lengths, default=0))
 
     def write(self, problem: Problem, index: int, skipped: int = 0) -> Prompt | None:
-        """None for a prompt over the limit where the config says to drop those."""
+        """Prompt of a problem; None where it is too long and `data.overlong_prompts` is 'drop'."""
         text, tokens = self._encode(problem)
         limit = self._data.max_prompt_tokens
         truncated = len(tokens) > limit
@@ -143,7 +142,7 @@ class _Writer:
 
 
 def _endless_order(sources: Sequence[Source], seed: int) -> grain.MapDataset:
-    """Each source shuffled anew every pass; several in exact proportion to their weights."""
+    """Order of all problems: each source shuffled anew every pass, several mixed by weight."""
     orders = [
         grain.MapDataset.source(source.problems).seed(seed).shuffle().repeat() for source in sources
     ]
@@ -153,20 +152,20 @@ def _endless_order(sources: Sequence[Source], seed: int) -> grain.MapDataset:
 
 
 class PromptStream:
-    """The endless order of training prompts, and those of the evaluation.
+    """Endless stream of training prompts, and the prompts of the evaluation.
 
     Attributes:
-        position: place from which to read on; may be set.
-        sources: where the prompts come from.
-        heldout: sources whose problems are never among them.
-        template: how they are written; its file has been read once.
+        position: place in the order of the next prompt; may be set.
+        sources: sources of the training prompts.
+        heldout: sources of the evaluation, whose problems are never trained on.
+        template: template of the prompts; its file is read once.
 
     Args:
-        needs_answer: whether a row of a file without an answer is no problem.
+        needs_answer: leaves out rows of files without an answer.
         training: without it there are only the prompts of the evaluation.
 
     Raises:
-        ConfigError: the data or the template are not what the settings say.
+        ConfigError: the data or the template do not fit the settings.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class PromptStream:
             self._pass = math.ceil(max(passes))
             self._check_fields()
         self._check_turns()
-        # What a step asked in vain, the next one asks again.
+        # A prompt that one step dropped, the next one often asks for again.
         self._written = functools.lru_cache(REMEMBERED_PROMPTS)(self._prompt)
 
     @property
@@ -201,7 +200,7 @@ class PromptStream:
         return self._writer.template
 
     def _check_fields(self) -> None:
-        """A name that no file has would go unnoticed where all files fit another format."""
+        """Refuses names of fields that no file has, where all files fit another format."""
         files = {s.name: s for s in [*self.sources, *self.heldout] if not s.generated}
         require(
             not self._data.fields or any(source.named for source in files.values()),
@@ -214,13 +213,13 @@ class PromptStream:
         if "messages" in self.template.reads:
             return
         for source in [*self.sources, *self.heldout]:
-            found = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
+            ids = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
             require(
-                not found,
+                not ids,
                 "data.template",
                 self._data.template,
-                f"chat, or jinja that reads messages: {len(found)} rows of {source.name} are "
-                f"conversations of several turns, as {''.join(found[:1])}",
+                f"chat, or jinja that reads messages: {len(ids)} rows of {source.name} are "
+                f"conversations of several turns, as {''.join(ids[:1])}",
             )
 
     def __iter__(self) -> "PromptStream":
@@ -234,10 +233,10 @@ class PromptStream:
         return self._writer.write(problem, index, skipped)
 
     def __next__(self) -> Prompt:
-        """The next prompt that is short enough, and not held out.
+        """Next prompt that is short enough and not held out.
 
         Raises:
-            ConfigError: a whole pass held none.
+            ConfigError: a whole pass has none.
         """
         for skipped in range(self._pass):
             index, self.position = self.position, self.position + 1
@@ -250,25 +249,25 @@ class PromptStream:
         )
 
     def heldout_prompts(self) -> list[Prompt]:
-        """Those of the evaluation, each once, in a fixed order; overlong ones as configured."""
+        """Prompts of the evaluation, each once, in a fixed order; overlong ones as configured."""
         problems = every_problem(self.heldout)
         prompts = (self._writer.write(problem, index) for index, problem in enumerate(problems))
         return [prompt for prompt in prompts if prompt is not None]
 
     @functools.cached_property
     def digests(self) -> dict[str, dict[str, int | str]]:
-        """What tells the problems of each source from others, by its name and use."""
-        named = {f"the training data of {one.name}": one for one in self.sources}
-        named |= {f"what is held out of {one.name}": one for one in self.heldout}
-        return {name: source.digests() for name, source in named.items()}
+        """Digests of the problems of each source, by name and use."""
+        uses = {f"the training data of {source.name}": source for source in self.sources}
+        uses |= {f"what is held out of {source.name}": source for source in self.heldout}
+        return {use: source.digests() for use, source in uses.items()}
 
     @functools.cached_property
     def lengths(self) -> list[Lengths]:
-        """Of each source, training before evaluation."""
+        """Lengths of the prompts of each source, training before evaluation."""
         return [self._writer.measure(source) for source in [*self.sources, *self.heldout]]
 
     def complaints(self) -> Iterator[str]:
-        """What is wrong with rows of the files, and what of them no prompt shows."""
+        """Complaints about rows of the files, and about messages that no prompt shows."""
         hidden = 0
         for source in [*self.sources, *self.heldout]:
             yield from source.complaints
@@ -281,7 +280,7 @@ class PromptStream:
             )
 
     def describe(self) -> str:
-        """What there is to train on and to evaluate, and what of the files was left out."""
+        """Line about the problems to train on and to evaluate, and about rows left out."""
         described, fate = [], "dropped" if self._data.overlong_prompts == "drop" else "cut"
         for source, lengths in zip([*self.sources, *self.heldout], self.lengths, strict=True):
             over = f", over max_prompt_tokens and {fate}: {lengths.over} of {lengths.looked_at}"

@@ -1,7 +1,7 @@
-"""One row of a published data set, or of one's own, in any of its known formats, as a problem.
+"""Formats of rows, published or a user's own: from a row to a `Problem`.
 
-A format is recognised by the fields of the row, never by the name of the file. `data.fields` says
-which field is what where a row calls them otherwise.
+A format is recognised by the fields of the row, never by the name of the file. `data.fields` maps
+fields of other names.
 """
 
 import decimal
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dapo_jax.data.prompts.templates import DAPO
-from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem
 from dapo_jax.verifier.extraction import extract
 
@@ -27,6 +27,7 @@ ASKING = ("problem", "question", "prompt", "messages")  # the first that a row h
 ANSWERING = {"answer", "solution", "final_answer", "reward_model"}
 ROLES = ("user", "assistant")  # besides a first message of the role 'system'
 MISSING = object()
+SHOWN_COMPLAINTS = 3  # about malformed rows, in a message
 KNOWN = (
     "a row has problem, question, prompt or messages, and answer or solution (or prompt and "
     "reward_model, or question and final_answer); config.data.fields names others, as in "
@@ -35,26 +36,26 @@ KNOWN = (
 
 
 class MalformedRow(ValueError):
-    """A row that can't be read; the message says why."""
+    """Row that can't be read; the message says why."""
 
 
 class UnknownFields(MalformedRow):
-    """A row none of whose fields is known to say what is needed; `KNOWN` says which would."""
+    """Row without a known field for the problem or the answer; `KNOWN` lists known fields."""
 
 
 class NoAnswer(Exception):
-    """A well-formed row whose data set gives no answer to compare with."""
+    """Well-formed row without an answer to compare with."""
 
 
 def parse_fields(setting: str, text: str, allowed: Sequence[str]) -> dict[str, str]:
-    """Field of a row by what it is: 'problem=question,answer=meta.gold'; empty text names none.
+    """Fields by key, from 'problem=question,answer=meta.gold'; none from an empty text.
 
     Args:
-        setting: name of the setting that says so, for the error.
-        allowed: what can be named.
+        setting: name of the setting, for the error.
+        allowed: keys that may occur.
 
     Raises:
-        ConfigError: the text says something else.
+        ConfigError: the text has another form, or another key.
     """
     pairs = [entry.partition("=") for entry in text.split(",")] if text.strip() else []
     found = {key.strip(): field.strip() for key, _, field in pairs}
@@ -68,7 +69,7 @@ def parse_fields(setting: str, text: str, allowed: Sequence[str]) -> dict[str, s
 
 
 def look_up(row: Any, path: str) -> Any:
-    """What a row has at a dotted path, or under a name with dots in it; else `MISSING`."""
+    """Value of a row at a dotted path, or under a name with dots in it; else `MISSING`."""
     if isinstance(row, list) and path.partition(".")[0].isdecimal():
         row = {str(place): value for place, value in enumerate(row)}
     if not isinstance(row, dict):
@@ -79,11 +80,8 @@ def look_up(row: Any, path: str) -> Any:
     return look_up(row[first], rest) if rest and first in row else MISSING
 
 
-def _text(row: Row, field: str) -> str:
-    return _as_text(row[field], field)
-
-
-def _as_text(value: Any, field: str) -> str:
+def check_text(value: Any, field: str) -> str:
+    """Text of a field as it stands. Raises `MalformedRow` where it is no text, or empty."""
     if not isinstance(value, str):
         raise MalformedRow(f"{field} is {type(value).__name__}, not text")
     try:
@@ -92,11 +90,24 @@ def _as_text(value: Any, field: str) -> str:
         raise MalformedRow(f"{field} holds half of a surrogate pair") from None
     if not value.strip():
         raise MalformedRow(f"{field} is empty")
-    return value.strip()
+    return value
+
+
+def check_malformed(count: int, limit: int, complaints: Sequence[str]) -> None:
+    """Raises `ConfigError`, with the first complaints, for more malformed rows than the limit."""
+    if count > limit:
+        shown = "; ".join(complaints[:SHOWN_COMPLAINTS])
+        raise ConfigError(
+            f"config.data.bad_rows_limit = {limit}: more rows are malformed: {shown}"
+        ) from None
+
+
+def _text(row: Row, field: str) -> str:
+    return check_text(row[field], field).strip()
 
 
 def _number(value: int | float | decimal.Decimal) -> str:
-    """As a person writes it: 27.0 is 27."""
+    """Numeral as a person writes it: 27.0 is 27."""
     exact = decimal.Decimal(repr(value) if isinstance(value, float) else value)
     if not exact.is_finite():
         raise MalformedRow(f"answer is {value}, not a finite number")
@@ -104,7 +115,7 @@ def _number(value: int | float | decimal.Decimal) -> str:
 
 
 def _answer(row: Row, field: str) -> str | None:
-    """The gold answer as text, without mathematics' dollar signs. Several are a comma's list.
+    """Gold answer as text, without mathematics' dollar signs; several are joined by commas.
 
     None where there is none.
     """
@@ -124,7 +135,7 @@ def _answer(row: Row, field: str) -> str | None:
 
 
 def _optional(row: Row, *fields: str) -> str:
-    """The first of these fields that says something; a list is several paragraphs."""
+    """First of these fields that is not empty; a list is several paragraphs."""
     for field in fields:
         value = row.get(field)
         if isinstance(value, list | tuple):
@@ -134,25 +145,25 @@ def _optional(row: Row, *fields: str) -> str:
     return ""
 
 
-def _message(one: Any, field: str) -> tuple[str, str]:
+def _message(message: Any, field: str) -> tuple[str, str]:
     """(role, text) of a message, whose content may be a list of parts of text."""
-    if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise MalformedRow(f"{field} holds something that is no message with role and content")
-    role, content = one["role"], one.get("content")
+    role, content = message["role"], message.get("content")
     if isinstance(content, list | tuple):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         content = "".join(texts) if len(texts) == len(parts) else None
     if role == "system" and content == "":
         return role, content
-    return role, _as_text(content, f"{field}: the content of {role!r}")
+    return role, check_text(content, f"{field}: the content of {role!r}").strip()
 
 
 def _asked(row: Row, field: str) -> dict[str, Any]:
-    """What is asked: a text, or a conversation's last user message, with what stands around it."""
+    """Problem of a text, or of a conversation: its last user message, system message and turns."""
     if not isinstance(row[field], list | tuple):
         return {"text": _text(row, field)}
-    messages = [_message(one, field) for one in row[field]]
+    messages = [_message(message, field) for message in row[field]]
     system = messages.pop(0)[1] if messages and messages[0][0] == "system" else ""
     roles = [role for role, _ in messages]
     if "user" not in roles:
@@ -193,7 +204,7 @@ def _olympiad_bench(row: Row) -> dict[str, Any]:
 
 
 def _worked(solution: str) -> str | None:
-    """The answer at which a solution arrives: that of its last box, else behind its `####`."""
+    """Answer of a worked solution: in its last box, else behind its `####`."""
     box = extract(solution, "box").text
     if box is not None or "####" not in solution:
         return _answer({"answer": box}, "answer")
@@ -207,7 +218,7 @@ def _plain(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
     An answer with `#### 42` in it is a solution, as in GSM8K.
 
     Args:
-        fields: names that differ from the usual ones, by what they name.
+        fields: names that differ from the usual ones, by key.
     """
 
     def optional(key: str, *usual: str) -> str:
@@ -238,7 +249,7 @@ FORMATS: tuple[tuple[set[str], Callable[[Row], dict[str, Any]]], ...] = (
 
 
 def _read(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
-    """What the row says, by the attributes of `Problem`. Raises `MalformedRow`."""
+    """Attributes of `Problem` that a row holds. Raises `MalformedRow`."""
     named = {path: look_up(row, path) for path in fields.values()}
     for path, value in named.items():
         if value is MISSING:
@@ -262,26 +273,29 @@ def read_row(
     fields: Mapping[str, str] | None = None,
     needs_answer: bool = True,
 ) -> Problem:
-    """The problem of a row.
+    """Problem of a row.
 
     Args:
-        number: makes the id of a row that brings none.
-        fields: what is read from fields of other names, as `parse_fields` gives it. Then no other
-            format is tried, and each of them has to be there.
-        needs_answer: without it, a problem that has no answer has an empty one.
+        source: name of the data set, for the id.
+        number: id of a row that brings none.
+        fields: fields of other names, by key. Then no other format is tried, and each of these
+            fields must exist.
+        needs_answer: without it, a problem without an answer gets an empty one.
 
     Raises:
-        MalformedRow: it fits no format, or a field holds what it must not.
-        NoAnswer: it has no answer, as proofs have none.
+        MalformedRow: the row fits no format, or a field holds a wrong value.
+        NoAnswer: the row has no answer, as proofs have none.
     """
     if not isinstance(row, dict):
         raise MalformedRow(f"is {type(row).__name__}, not an object with named fields")
     fields, names = fields or {}, {name.lower(): value for name, value in row.items()}
-    found = _read(row, fields)
-    if found["answer"] is None and needs_answer:
-        if found["solution"] or "answer" in fields or names.keys() & ANSWERING:
+    attributes = _read(row, fields)
+    if attributes["answer"] is None and needs_answer:
+        if attributes["solution"] or "answer" in fields or names.keys() & ANSWERING:
             raise NoAnswer
         raise UnknownFields(f"none of its fields says the answer: {', '.join(row)}")
-    found["answer"] = found["answer"] or ""
-    number = found.pop("id", "") or _optional(names, *ID_FIELDS) or number
-    return Problem(f"{source}-{number}", source=found.pop("source", "") or source, **found)
+    attributes["answer"] = attributes["answer"] or ""
+    number = attributes.pop("id", "") or _optional(names, *ID_FIELDS) or number
+    return Problem(
+        f"{source}-{number}", source=attributes.pop("source", "") or source, **attributes
+    )

@@ -1,7 +1,7 @@
-"""What `data.source` and `data.heldout_source` name: generated tasks, and files of problems.
+"""Sources of problems that `data.source` and `data.heldout_source` name: generated tasks and files.
 
 No training problem is a held-out problem, by `Problem.fingerprint`. Files are cleared of them
-here; of generated problems each is looked at when its turn comes.
+here; a generated problem is checked when its turn comes.
 """
 
 import collections
@@ -27,7 +27,7 @@ HELDOUT_SHARE = 5  # of a file's problems one in so many is held out, where no n
 
 
 class GymProblems:
-    """The problems of a reasoning-gym task, by index; the held-out ones follow the others."""
+    """Problems of a reasoning-gym task, by index; the held-out ones follow the others."""
 
     def __init__(self, field: str, task: str, data: Data, split: str, seed: int):
         self._task, self._first = task, data.train_problems if split == "heldout" else 0
@@ -54,7 +54,7 @@ class GymProblems:
 
 
 class Generated(Protocol):
-    """Problems that are made when they are asked for."""
+    """Random-access problems that are made on demand."""
 
     def __len__(self) -> int: ...
 
@@ -68,13 +68,13 @@ GENERATORS: dict[str, Generator] = {"arithmetic": arithmetic.Problems}
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The problems of one name.
+    """Problems of one name.
 
     Attributes:
-        counts: what became of the rows of its files; empty where problems are generated.
-        complaints: its first malformed rows, by file and line.
-        named: whether its files were read by the fields that `data.fields` names.
-        note: what else there is to say of it.
+        counts: rows of the files by outcome; empty where problems are generated.
+        complaints: the first malformed rows, by file and line.
+        named: true where files were read by the fields that `data.fields` names.
+        note: end of the description.
     """
 
     name: str
@@ -87,11 +87,11 @@ class Source:
 
     @property
     def generated(self) -> bool:
-        """Whether its problems are made when they are asked for."""
+        """True where problems are made on demand."""
         return not isinstance(self.problems, tuple)
 
     def describe(self) -> str:
-        """How many problems, and what else its rows were."""
+        """Line about the number of problems, and the other rows."""
         text = f"{self.name}: {len(self.problems):,} problems"
         if not self.counts:
             return text + self.note
@@ -100,22 +100,22 @@ class Source:
         return text + self.note
 
     def digests(self) -> dict[str, int | str]:
-        """Tells its problems from others: all of a file's, the first of generated ones.
+        """Digests of the problems: of all in files, of the first generated ones.
 
-        `problems` is their number; `texts` and `answers` are digests in their order.
+        `problems` is their number; `texts` and `answers` are digests in order.
         """
         texts, answers = hashlib.sha256(), hashlib.sha256()
         for i in range(len(self.problems) if self.counts else min(LOOKED_AT, len(self.problems))):
             problem = self.problems[i]
             texts.update(repr((problem.id, problem.text, problem.system, problem.turns)).encode())
             answers.update(repr((problem.answer, problem.solution)).encode())
-        said = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
-        return {"problems": len(self.problems)} | said
+        digests = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
+        return {"problems": len(self.problems)} | digests
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:
-    """Weight by name, 1 where none is given. Raises `ConfigError` for text that says none."""
-    found: dict[str, float] = {}
+    """Weights by name of a list of sources, 1 by default. Raises `ConfigError`."""
+    weights: dict[str, float] = {}
     entries = text.split(",")
     for entry in entries:
         name, separator, number = entry.rpartition("=")
@@ -123,16 +123,16 @@ def parse_sources(field: str, text: str) -> dict[str, float]:
             weight = float(number) if separator else 1.0
         except ValueError:  # the sign belongs to a path
             name, weight = entry, 1.0
-        found[(name if separator else entry).strip()] = weight
+        weights[(name if separator else entry).strip()] = weight
     require(
-        len(found) == len(entries)
-        and "" not in found
-        and all(weight > 0 and math.isfinite(weight) for weight in found.values()),
+        len(weights) == len(entries)
+        and "" not in weights
+        and all(weight > 0 and math.isfinite(weight) for weight in weights.values()),
         field,
         text,
         "names or paths, comma-separated, each once; =WEIGHT behind one must be above 0",
     )
-    return found
+    return weights
 
 
 def _generator(field: str, name: str) -> Generator | None:
@@ -151,7 +151,7 @@ def check_sources(data: Data) -> None:
 
 
 def is_generated(name: str) -> bool:
-    """Whether a source of that name is no file."""
+    """True of the name of a generated source."""
     return name.startswith(tasks.PREFIX) or name in GENERATORS
 
 
@@ -166,12 +166,12 @@ def _load(field: str, name: str, data: Data, split: str, needs_answer: bool) -> 
         why = f"the answer is empty ({KNOWN})"
     if data.fields and not loaded.named:
         why += f"; no row has all that config.data.fields = {data.fields!r} names"
-    found = f"of its first {rows:,} rows none is a problem: {why}" if rows else "holds no rows"
-    raise ConfigError(f"config.{field} = {name!r}: {found}")
+    reason = f"of its first {rows:,} rows none is a problem: {why}" if rows else "holds no rows"
+    raise ConfigError(f"config.{field} = {name!r}: {reason}")
 
 
 def _take_off(name: str, problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The `count` problems with the smallest hash: the same whatever the seed and the order."""
+    """Problems with the `count` smallest hashes, which depend on neither seed nor order."""
     require(
         count < len(problems),
         "data.heldout_problems",
@@ -187,7 +187,7 @@ def _take_off(name: str, problems: Sequence[Problem], count: int) -> tuple[Probl
 
 
 def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
-    """`total` split by weight, whole."""
+    """Whole shares of `total` by weight."""
     ends, before, shares = 0.0, 0, {}
     for name, weight in weights.items():
         ends += weight
@@ -197,7 +197,7 @@ def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
 
 
 def _held_out(name: str, loaded: Loaded, count: int, data: Data) -> Source:
-    """What is taken off a file's problems."""
+    """Source of the problems that are held out of a file."""
     most = len(loaded.problems) // HELDOUT_SHARE
     bounded = data.heldout_problems < 0 and count > most
     note = ", a fifth (data.heldout_problems)" if bounded else ""
@@ -206,7 +206,7 @@ def _held_out(name: str, loaded: Loaded, count: int, data: Data) -> Source:
 
 
 def heldout_sources(data: Data, seed: int, needs_answer: bool = True) -> list[Source]:
-    """What is evaluated and never trained on.
+    """Sources that are evaluated and never trained on.
 
     Without `data.heldout_source` a generated source gives problems of its held-out split, and
     files give some of theirs, in shares by weight. Raises `ConfigError`.
@@ -234,21 +234,22 @@ def heldout_sources(data: Data, seed: int, needs_answer: bool = True) -> list[So
 def _of_file(name: str, loaded: Loaded, data: Data, weight: float = 1.0) -> Source:
     other = data.fields and not loaded.named
     note = ", by its own names of fields, not data.fields" if other else ""
-    said = loaded.counts, loaded.complaints, loaded.named, note
-    return Source(name, loaded.problems, weight, *said)
+    return Source(
+        name, loaded.problems, weight, loaded.counts, loaded.complaints, loaded.named, note
+    )
 
 
 def every_problem(sources: Sequence[Source]) -> list[Problem]:
-    """Their problems in one list, in a fixed order."""
+    """Problems of all sources in one list, in a fixed order."""
     return [s.problems[i] for s in sources for i in range(len(s.problems))]
 
 
 def training_sources(
     data: Data, seed: int, heldout: set[str], needs_answer: bool = True
 ) -> list[Source]:
-    """What is trained on: of files, what has none of the `heldout` fingerprints.
+    """Sources to train on; files lose problems whose fingerprints are in `heldout`.
 
-    Of a problem in the files of several sources the first keeps it. Raises `ConfigError`.
+    A problem in the files of several sources stays with the first. Raises `ConfigError`.
     """
     sources, taken, field = [], set(heldout), "data.source"
     for name, weight in parse_sources(field, data.source).items():

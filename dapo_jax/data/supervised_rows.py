@@ -1,6 +1,6 @@
-"""Rows of a user's own examples, or pairs of answers, to tokens.
+"""Tokens of supervised rows: examples, or pairs of answers.
 
-Whatever an assistant wrote stands behind exactly the tokens that the sampler would see there.
+Every answer of an assistant follows exactly the tokens that the sampler would see before it.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dapo_jax.config.experiment import OwnData
-from dapo_jax.data.prompts.templates import Beside, open_template
+from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.data.row_formats import MISSING, MalformedRow, Row, look_up, parse_fields
+from dapo_jax.data.row_formats import (
+    MISSING,
+    MalformedRow,
+    Row,
+    check_text,
+    look_up,
+    parse_fields,
+)
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem
 
@@ -31,7 +38,7 @@ ASSISTANT, SYSTEM = "assistant", "system"
 
 
 class Turns(NamedTuple):
-    """A prompt and what follows it: an answer, or several with the turns between them."""
+    """Prompt and the tokens behind it: an answer, or several with the turns between them."""
 
     prompt: np.ndarray  # [P] int32
     response: np.ndarray  # [n] int32
@@ -39,16 +46,16 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, prompt: np.ndarray, answer: np.ndarray) -> "Turns":
-        """One answer, all of it trained."""
+        """Turns of one answer, all of it trained."""
         return cls(prompt, answer, np.ones(len(answer), bool))
 
 
 class Example(NamedTuple):
-    """A row in tokens.
+    """Row in tokens.
 
     Attributes:
         text: the first prompt, as the policy sees it.
-        turns: of an example mostly one; of a pair the chosen and the rejected answer.
+        turns: mostly one of an example; the chosen and the rejected answer of a pair.
     """
 
     text: str
@@ -56,15 +63,16 @@ class Example(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the longest."""
-        return max(len(one.prompt) + len(one.response) for one in self.turns)
+        """Tokens of the longest turns, prompt included."""
+        return max(len(turns.prompt) + len(turns.response) for turns in self.turns)
 
 
 def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
-    """What data.fields says.
+    """Fields by key that data.fields names.
 
-    Raises `ConfigError` where that is not one of these forms, whole, where data.template can't be
-    opened, and where it shows no system message but is to.
+    Raises:
+        ConfigError: data.fields names none of these forms as a whole, or data.template can't be
+            opened, or shows no system message though there is one.
     """
     allowed = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
     found = parse_fields("data.fields", data.fields, allowed)
@@ -83,55 +91,42 @@ def _listed(forms: Forms) -> str:
     return ", ".join("+".join(form) for form in forms)
 
 
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise MalformedRow(f"{field} is {type(value).__name__}, not text")
-    if not value.strip():
-        raise MalformedRow(f"{field} is empty")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise MalformedRow(f"{field} holds half of a surrogate pair")
-    return value
-
-
 def _messages(value: Any, field: str, role: str) -> Messages:
-    """A conversation; a text is one message of that role."""
+    """Messages of a conversation; a text is one message of that role."""
     if isinstance(value, str):
-        return [{"role": role, "content": _text(value, field)}]
+        return [{"role": role, "content": check_text(value, field)}]
     if not isinstance(value, list) or not value:
         raise MalformedRow(f"{field} is {value!r:.40}, neither text nor messages")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MalformedRow(f"{field} holds {message!r:.40}, no message with role and content")
-        _text(message.get("content"), f"the {message['role']}'s message in {field}")
+        check_text(message.get("content"), f"the {message['role']}'s message in {field}")
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
 class Writer:
-    """Rows to tokens.
+    """Writer of rows as tokens.
 
     Args:
         forms: `EXAMPLES` or `PAIRS`.
 
-    Raises `ConfigError` where the model folder lacks the template that is asked for.
+    Raises:
+        ConfigError: the model folder lacks the chat template that the config asks for.
     """
 
     def __init__(self, data: OwnData, tokenizer: Tokenizer, forms: Forms):
         self._data, self._tokenizer, self._forms = data, tokenizer, forms
         self._fields = read_fields(data, forms)
         self._template = open_template(data.template)
-        if data.template == "chat" and tokenizer.chat is None:
-            raise ConfigError(
-                "config.data.template = 'chat': the model folder has no chat template, neither in "
-                "tokenizer_config.json nor as chat_template.jinja"
-            )
+        check_chat(data.template, tokenizer.chat)
 
     def write(self, row: Any) -> Example:
-        """The example or the pair in a row. Raises `MalformedRow`."""
+        """Example or pair of a row. Raises `MalformedRow`."""
         row, form = self._choose(row)
         return (self._example if self._forms is EXAMPLES else self._pair)(row, form)
 
     def _choose(self, row: Any) -> tuple[Row, tuple[str, ...]]:
-        """The fields that are read, and the form that they have."""
+        """Fields that are read, and their form."""
         if not isinstance(row, dict):
             raise MalformedRow(f"is {type(row).__name__}, not an object with named fields")
         if self._fields:
@@ -158,10 +153,10 @@ class Writer:
             raise MalformedRow(str(error)) from None
 
     def _system(self, row: Row) -> str:
-        """The row's system message, else that of the config; empty where none is shown."""
+        """System message of the row, else of the config; empty where none is shown."""
         if not self._template.shows_system or not row.get(SYSTEM):
             return self._data.system_prompt
-        return _text(row[SYSTEM], SYSTEM)
+        return check_text(row[SYSTEM], SYSTEM)
 
     def _with_system(self, row: Row, messages: Messages) -> Messages:
         system = self._system(row)
@@ -173,7 +168,7 @@ class Writer:
         """Ids of an answer up to its end token, which is added where the text has none.
 
         Args:
-            written: what of it the row says.
+            written: the part of it that stands in the row.
         """
         ids, ends = self._tokenizer.encode(text), self._tokenizer.end_ids
         if any(one in ends for one in self._tokenizer.encode(written)[:-1]):
@@ -187,7 +182,7 @@ class Writer:
         return np.array(self._tokenizer.encode_prompt(text), np.int32)
 
     def _turn(self, messages: Messages, place: int) -> tuple[str, Turns]:
-        """The text before that message of the assistant, and the tokens before and in it."""
+        """Text before a message of the assistant, and the tokens before and in it."""
         asked = self._render(messages[:place], True)
         whole = self._render(messages[: place + 1], False)
         if not whole.startswith(asked):
@@ -196,7 +191,7 @@ class Writer:
         return asked, Turns.of(self._encode(asked), answer)
 
     def _conversation(self, messages: Messages, first: int) -> Example:
-        """Every answer from that message on.
+        """Example of every answer from that message on.
 
         An answer is put behind the one before it where the tokens before it are the same as
         there; a template that changes earlier turns makes a prompt of its own for each.
@@ -221,7 +216,7 @@ class Writer:
         return Example(texts[0], tuple(found))
 
     def _plain(self, row: Row, prompt: str, answers: Sequence[str]) -> Example:
-        """Texts behind a text, as the template shows a problem."""
+        """Example of answers behind a problem, as the template shows it."""
         problem = Problem("", prompt.strip(), "", "", system=self._system(row))
         text = self._template.write(problem, Beside(self._tokenizer.chat))
         tokens = self._encode(text)
@@ -233,7 +228,7 @@ class Writer:
             return self._conversation(messages, 0)
         asked, answer = (row[name] for name in form)
         if isinstance(asked, str) and isinstance(answer, str) and self._data.template != "chat":
-            return self._plain(row, _text(asked, form[0]), [_text(answer, form[1])])
+            return self._plain(row, check_text(asked, form[0]), [check_text(answer, form[1])])
         asked = asked.strip() if isinstance(asked, str) else asked
         before = self._with_system(row, _messages(asked, form[0], "user"))
         return self._conversation([*before, *_messages(answer, form[1], ASSISTANT)], len(before))
@@ -241,9 +236,9 @@ class Writer:
     def _pair(self, row: Row, form: tuple[str, ...]) -> Example:
         names, plain = form[-2:], all(isinstance(row[name], str) for name in form)
         if plain and len(form) == 2:
-            pair = self._common(*(_text(row[name], name) for name in names))
+            pair = self._common(*(check_text(row[name], name) for name in names))
         elif plain and self._data.template != "chat":
-            asked, *answers = (_text(row[name], name) for name in form)
+            asked, *answers = (check_text(row[name], name) for name in form)
             pair = self._plain(row, asked, answers)
         else:
             whole = [self._whole(row, name) for name in names]
@@ -257,7 +252,7 @@ class Writer:
         return pair
 
     def _whole(self, row: Row, name: str) -> Messages:
-        """The conversation that ends with that answer, the prompt in it once."""
+        """Conversation that ends with that answer, with the prompt once."""
         answer = _messages(row[name], name, ASSISTANT)
         if answer[-1]["role"] != ASSISTANT:
             raise MalformedRow(f"{name} ends with no message of the role {ASSISTANT!r}")
@@ -274,7 +269,7 @@ class Writer:
         return self._with_system(row, [*before, *answer])
 
     def _common(self, chosen: str, rejected: str) -> Example:
-        """Whole texts without a prompt: that is what they share, in tokens."""
+        """Pair of whole texts; the prompt is their common beginning, in tokens."""
         if self._data.template != "none":
             raise MalformedRow(f"has no prompt for data.template = {self._data.template!r}")
         whole = [self._ended(text, text) for text in (chosen, rejected)]

@@ -1,4 +1,4 @@
-"""A learned reward: a decoder with a scalar head, read at the last token of prompt + response."""
+"""Learned reward model: a decoder with a scalar head, read at the last token of a response."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RewardModel:
-    """Held once, sharded as the policy is, in the compute dtype.
+    """Reward model on devices, sharded as the policy is, in the compute dtype.
 
     Args:
-        params: of a `scalar_head` decoder, in their forward dtype.
+        params: parameters of a `scalar_head` decoder, in their forward dtype.
         row_tokens, rows: shape of the one batch that is compiled.
     """
 
@@ -32,16 +32,16 @@ class RewardModel:
     ):
         self._mesh, self._shape = mesh, (row_tokens, rows)
         self._params = params
-        self._of_rows = jax.jit(
+        self._read_rows = jax.jit(
             lambda params, r: scalars_after(params, config, r.tokens, r.segment_ids, r.positions)
         )
 
     def score(self, responses: list[tuple[Prompt, Completion]]) -> np.ndarray:
         """[len(responses)] float32 scores, in their order."""
         texts = [np.concatenate([prompt.tokens, done.tokens]) for prompt, done in responses]
-        nobody = Prompt(0, "", "", NO_TOKENS, "", "")
+        no_prompt = Prompt(0, "", "", NO_TOKENS, "", "")
         segments = [
-            Segment(nobody, Completion(text, np.zeros(len(text)), False, 0, ""), i)
+            Segment(no_prompt, Completion(text, np.zeros(len(text)), False, 0, ""), i)
             for i, text in enumerate(texts)
         ]
         packed, used = pack(segments, *self._shape)
@@ -55,5 +55,5 @@ class RewardModel:
         following = np.pad(index[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         last = (index >= 0) & (following != index)
         with sharding.activate(self._mesh):
-            found = self._of_rows(self._params, sharding.put(self._mesh, rollouts, "batch"))
-        scores[index[last]] = sharding.to_host(found)[last]
+            values = self._read_rows(self._params, sharding.put(self._mesh, rollouts, "batch"))
+        scores[index[last]] = sharding.to_host(values)[last]

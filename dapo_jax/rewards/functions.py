@@ -1,4 +1,4 @@
-"""Reward parts beside the rule: the user's functions, and ready ones of the same form.
+"""Reward functions: the user's own, and ready ones of the same form.
 
 A part is a function `(prompt, response, answer) -> float` of three texts. A worker computes it,
 but for a function that the user's program asked to have called in its own process.
@@ -15,17 +15,11 @@ from dapo_jax.config.user_code import describe_error, resolve
 from dapo_jax.runtime.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
-OF_THE_TRAINER = (
-    "rule",
-    "format",
-    "repetition",
-    "model",
-    GYM,
-)  # need tokens, verdicts or the devices
+OF_THE_TRAINER = ("rule", "format", "repetition", "model", GYM)  # read tokens, verdicts, devices
 
 
 class RewardFunction(Protocol):
-    """What a part is; it is always called by these names."""
+    """Function of a reward part, called with these keyword arguments."""
 
     def __call__(self, *, prompt: str, response: str, answer: str) -> float: ...
 
@@ -48,11 +42,11 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     return float(all(response.count(tag) == 1 for tag in tags) and bool(_THINK.match(response)))
 
 
-READY: dict[str, RewardFunction] = {"think_format": think_format}
+READY: dict[str, RewardFunction] = {"think_format": think_format}  # parts to be named as they are
 
 
 def name_of(function: RewardFunction, in_process: bool, taken: Collection[str] = ()) -> str:
-    """The name of a Python function as a part: `module:function`, or `in_process:function`.
+    """Name of a Python function as a part: `module:function`, or `in_process:function`.
 
     Args:
         taken: names of other functions beside it.
@@ -95,9 +89,10 @@ def _find(name: str) -> RewardFunction:
 
 
 def own_parts(names: list[str]) -> dict[str, RewardFunction]:
-    """The functions behind those names that the trainer itself has none for.
+    """Functions of the named parts, without the parts that the trainer computes.
 
-    Raises `ConfigError`.
+    Raises:
+        ConfigError: a name is no part, can't be imported, or can't be called as one.
     """
     ready = (*OF_THE_TRAINER, *READY)
     for name in names:
@@ -114,7 +109,7 @@ def own_parts(names: list[str]) -> dict[str, RewardFunction]:
 
 
 def compute(functions: dict[str, RewardFunction], job: dict[str, str]) -> dict[str, Any]:
-    """`parts`, the reward by name, and `broken`, which function failed first, where one did."""
+    """Reply to a job: `parts`, rewards by name, and `broken`, the first function that failed."""
     reply: dict[str, Any] = {"parts": {}}
     for name, function in functions.items():
         try:

@@ -1,4 +1,4 @@
-"""What a group earns: the rule, the parts beside it, and what only shapes."""
+"""Rewards of a group: the rule, other parts, and the sum of all."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def overlong_punishment(
 
 
 def repetition(tokens: np.ndarray) -> float:
-    """Share of the windows of 8 tokens that occurred before in the same response."""
+    """Fraction of the windows of 8 tokens that occurred before in the same response."""
     if len(tokens) <= REPEATED_WINDOW_TOKENS:
         return 0.0
     # Windows are numbered, equal ones alike, by the numbers of their halves: ten times as fast as
@@ -54,7 +54,7 @@ def reward_parts(
     verdicts: tuple[Verdict, ...],
     model_scores: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-    """Weighted parts by name, each [G]; NaN where a worker's part gave no number."""
+    """Weighted parts by name, each [G] float64; NaN where a worker's part gave no number."""
     parts = {}
     for name, weight in config.reward.weights().items():
         if name in RULES:
@@ -80,7 +80,7 @@ def reward_group(
     verdicts: tuple[Verdict, ...],
     model_scores: np.ndarray | None = None,
 ) -> Group:
-    """The group with its reward parts; an empty response can't be right.
+    """Group with rewards, their parts and correctness; an empty response can't be right.
 
     Args:
         model_scores: [G] of the learned reward model, where the config asks for one.

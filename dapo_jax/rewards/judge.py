@@ -1,4 +1,4 @@
-"""From finished responses to rewarded groups: workers, the reward model, and the sum of parts."""
+"""Judging of finished responses: verdicts of the pool, model scores, rewarded groups."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
 
 
 class Pending(NamedTuple):
-    """A finished group whose verdicts are under way, on the one process that judges it."""
+    """Finished group whose verdicts are under way, on the one process that judges the group."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -34,10 +34,10 @@ class RewardModel(Protocol):
 
 
 class Judge:
-    """Judging overlaps decoding: `submit` returns at once, `groups` waits.
+    """Judge of responses beside the decoding: `submit` returns at once, `groups` waits.
 
     Args:
-        given_up: whether this process is not to wait any longer; `groups` then raises.
+        given_up: tells whether to stop waiting; `groups` then raises.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Judge:
         self._given_up = given_up
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
-        """Hands the responses to the workers, where this process judges the prompt."""
+        """Submits the responses to the pool, where this process judges the prompt."""
         if prompt.index % processes.count() != processes.index():
             return Pending(prompt, completions, [])
         verdicts = [
@@ -61,28 +61,28 @@ class Judge:
         return Pending(prompt, completions, verdicts)
 
     def groups(self, pending: list[Pending]) -> list[Group]:
-        """The rewarded groups, in the order given, on every process. Raises `Interrupted`."""
+        """Rewarded groups, in the order of `pending`, on every process. Raises `Interrupted`."""
         scores = self._model_scores(pending)
         judged = zip(pending, self._verdicts(pending), scores, strict=True)
         return [
-            reward_group(self._config, one.prompt, one.completions, verdicts, own)
-            for one, verdicts, own in judged
+            reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
+            for group, verdicts, model_scores in judged
         ]
 
     def _verdicts(self, pending: list[Pending]) -> list[tuple[Verdict, ...]]:
         if processes.count() == 1:
-            return [self._wait(one.verdicts) for one in pending]
+            return [self._wait(group.verdicts) for group in pending]
 
-        def of_group(i: int) -> list[dict] | None:
+        def judge(i: int) -> list[dict] | None:
             try:
-                return [dataclasses.asdict(one) for one in self._wait(pending[i].verdicts)]
+                return [dataclasses.asdict(verdict) for verdict in self._wait(pending[i].verdicts)]
             except Interrupted:  # on all processes, once all have been told
                 return None
 
-        said = processes.share_out([one.prompt.index for one in pending], of_group, "verdicts")
-        if None in said:
+        groups = processes.share_out([group.prompt.index for group in pending], judge, "verdicts")
+        if None in groups:
             raise Interrupted
-        return [tuple(Verdict(**fields) for fields in one) for one in said]
+        return [tuple(Verdict(**fields) for fields in group) for group in groups]
 
     def _wait(self, verdicts: list[Future[Verdict]]) -> tuple[Verdict, ...]:
         while futures.wait(verdicts, LOOK_SECONDS).not_done:

@@ -1,4 +1,4 @@
-"""Whether two answers mean the same. Imports nothing of the other rooms."""
+"""Mathematical equivalence of answers, by itself: it imports nothing above `runtime.workers`."""
 
 from dapo_jax.verifier.algebra_process import is_equivalent
 

@@ -1,7 +1,7 @@
-"""Whether two expressions are equal: proven, or not equal.
+"""Equality of two expressions, by proof.
 
-Different is what two balls at one point prove; equal is what exact arithmetic proves, in every case
-where cases are needed. What stays between is `Undecided`. Runs in a worker process.
+Two balls at one point prove a difference; exact arithmetic proves equality, in every case where
+cases are needed. Anything between is `Undecided`. Runs in a worker process.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from flint import acb, arb, fmpq
 from dapo_jax.verifier.ball_arithmetic import Ball, Pole, Undefined, enclose, is_apart, with_bits
 from dapo_jax.verifier.elementary_functions import COMPLEX, INTEGERS
 from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, nodes, symbols
-from dapo_jax.verifier.number_field import Field
+from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.polynomials import Element
 from dapo_jax.verifier.roots import NeedsSign, is_real, sign
 from dapo_jax.verifier.tree_to_element import read
@@ -44,7 +44,7 @@ def _points(names: list[str]) -> Iterator[dict[str, Ball]]:
 
 
 def _has_steps(*trees: Tree) -> bool:
-    """Whether integer variables are more than numbers: floors, factorials, powers of -1."""
+    """Test for functions that treat integer variables alone: floors, factorials, powers of -1."""
     for node in itertools.chain(*map(nodes, trees)):
         if node.kind in STEPPED or node.kind in ("sin", "cos", "tan", "e"):
             return True
@@ -54,14 +54,14 @@ def _has_steps(*trees: Tree) -> bool:
 
 
 def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Whether they are proven to differ, by exact arithmetic, at one of a few whole numbers."""
+    """Proof of a difference, by exact arithmetic, at one of a few whole numbers."""
     names, seen, holes = sorted(symbols(mine) | symbols(gold)), 0, 0
     for n in WHOLE_POINTS:
         values = {name: fmpq(n + i) for i, name in enumerate(names)}
         for name in names:
             if name not in INTEGERS:  # of either sign, and between
                 values[name] = fmpq(zlib.crc32(f"{name} {n}".encode()) % 9_000 - 4_500, 997)
-        field = Field(budget, residues={name: (0, value) for name, value in values.items()})
+        field = NumberField(budget, residues={name: (0, value) for name, value in values.items()})
         try:
             wanted = read(field, gold)
             holes += 1  # until there is a value
@@ -78,9 +78,10 @@ def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
 
 
 def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_BITS[0]) -> bool:
-    """Whether they are proven to differ, at one of a few points.
+    """Proof of a difference, at one of a few points.
 
-    Raises `Undecided` where either has no value there, which may hide a division by zero.
+    Raises:
+        Undecided: either has no value there, which may hide a division by zero.
     """
     names, seen = sorted(symbols(mine) | symbols(gold)), 0
     if _has_steps(mine, gold) and any(name in INTEGERS for name in names):
@@ -101,12 +102,12 @@ def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_
     return False
 
 
-def in_all_cases(budget: Budget, holds: Callable[[Field], bool]) -> bool:
-    """Whether a statement holds for every sign, and for every remainder, that it depends on."""
+def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
+    """Proof of a statement in every case: each sign, and each remainder, that it depends on."""
     moduli: dict[str, int] = {}
 
     def over_signs(signs: dict[str, int], residues: dict[str, tuple[int, int]]) -> bool:
-        field = Field(budget, signs, residues)
+        field = NumberField(budget, signs, residues)
         try:
             found = holds(field)
         except NeedsSign as case:
@@ -129,9 +130,11 @@ def in_all_cases(budget: Budget, holds: Callable[[Field], bool]) -> bool:
 
 
 def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Whether they are equal for all values of their variables.
+    """Equality for all values of the variables.
 
-    Raises `Undecided` for what is neither proven nor disproven, `Refused` for what has no value.
+    Raises:
+        Undecided: it is neither proven nor disproven.
+        Refused: an expression has no value.
     """
     if mine == gold:
         return True
@@ -142,7 +145,7 @@ def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
     if differ_somewhere(mine, gold, budget):
         return False
 
-    def equal(field: Field) -> bool:
+    def equal(field: NumberField) -> bool:
         a, b = read(field, mine), read(field, gold)
         return field.vanishes(field.times(a.above, b.below) - field.times(b.above, a.below))
 
@@ -155,13 +158,13 @@ def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
 
 
 def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
-    """The sign of the real constant c with mine = c * gold; 0 where there is none."""
+    """Sign of the real constant c with mine = c * gold; 0 where there is none."""
     if symbols(mine) != symbols(gold) or not symbols(mine) or not _ratios_agree(mine, gold, budget):
         return 0
     signs: set[int] = set()
     factors: set[str] = set()
 
-    def holds(field: Field) -> bool:
+    def holds(field: NumberField) -> bool:
         a, b = read(field, mine), read(field, gold)
         above, below = field.times(a.above, b.below), field.times(b.above, a.below)
         varying = lambda atom: not atom.constant  # noqa: E731
@@ -187,7 +190,7 @@ def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
 
 
 def _ratios_agree(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Whether no two points prove that the ratio is not the same everywhere."""
+    """Test that no two points prove different ratios."""
     ratios = []
     with with_bits(FILTER_BITS[0]):
         for point in _points(sorted(symbols(gold))):

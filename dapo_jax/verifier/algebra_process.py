@@ -88,7 +88,7 @@ _worker, _memory = RestartingWorker(WORKER), Memory()
 
 
 def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
-    """Whether a response's answer means the same as the gold answer. Never raises for texts.
+    """Mathematical equivalence of a response's answer and the gold answer. Never raises for texts.
 
     >>> is_equivalent(r"... so \\boxed{\\tfrac{3}{4}}.", "0.75")
     True
@@ -107,7 +107,7 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
 
 
 def same_answer(mine: str, other: str) -> bool:
-    """Whether two answers, already taken out of their responses, mean the same."""
+    """Mathematical equivalence of two answers that were already extracted."""
     return _with_algebra(lambda algebra: decide(mine, other, algebra))
 
 

@@ -19,12 +19,12 @@ from dapo_jax.verifier.expression_tree import (
     symbols,
 )
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.number_field import Field
-from dapo_jax.verifier.real_sets import FLIPPED, Regions
+from dapo_jax.verifier.number_field import NumberField
+from dapo_jax.verifier.real_sets import FLIPPED, RealSets
 
 
 class ProvenAlgebra:
-    """The `Algebra` that parses and proves, within a budget. Raises `Undecided`."""
+    """`Algebra` that parses and proves, within a budget. Raises `Undecided`."""
 
     def __init__(self, budget: Budget):
         self._budget = budget
@@ -46,7 +46,7 @@ class ProvenAlgebra:
         mine, gold = read(prediction), read(answer)
         try:
             if len(_variables(mine) | _variables(gold)) <= 1:
-                regions = Regions(Field(self._budget))
+                regions = RealSets(NumberField(self._budget))
                 return regions.same(regions.read(mine), regions.read(gold))
         except Refused:
             pass  # then only a factor may differ
@@ -56,7 +56,7 @@ class ProvenAlgebra:
         return proportional(_difference(*mine.items), _difference(*gold.items), self._budget)
 
     def _same_inequality(self, mine: Node, gold: Node) -> bool:
-        """Both one relation in several variables, equal up to a factor."""
+        """Equality, up to a factor, of two relations in several variables."""
         if not (mine.kind == gold.kind == "relation" and len(mine.marks) == len(gold.marks) == 1):
             return False
         if mine.marks[0] not in FLIPPED or gold.marks[0] not in FLIPPED:
@@ -82,10 +82,9 @@ def _variables(node: Node) -> set[str]:
 
 
 def make_algebra() -> Callable[[dict], dict]:
-    """The function that answers `{"question", "prediction", "answer", "work"}`.
+    """Function that answers `{"question", "prediction", "answer", "work"}`.
 
-    Its reply is `{"same", "work"}`, work being what was spent of it, and `"undecided"` where that
-    is why they are not the same.
+    The reply is `{"same", "work"}`, the units spent, with `"undecided"` where the budget ended.
     """
     limit_process()
 

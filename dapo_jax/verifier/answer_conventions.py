@@ -1,7 +1,8 @@
-r"""What else may count, or not count, as an answer; each a choice of the run's (`reward`).
+r"""Conventions of right answers beyond their value; a run chooses each (`reward`).
 
-`is_unfinished`: the value is right, but it was not worked out: arithmetic that gold has done, or a
-piece of the problem copied. `as_percentage`: 20\% for 20 where the problem asks for percent.
+`is_unfinished`: the value is right but was not worked out, as arithmetic that the gold answer has
+done, or a piece of the problem copied. `as_percentage`: 20\% for 20 where the problem asks for
+percent.
 """
 
 import math
@@ -25,14 +26,14 @@ _ASKS_PERCENT = re.compile(r"per\s?cent|\\?%", re.IGNORECASE)
 
 
 def _values(node: Node) -> list[str]:
-    """The texts of a shape's values, units left out."""
+    """Texts of a shape's values, units left out."""
     if node.kind == "value":
         return [split_unit(node.text)[0]]
     return [text for item in node.items for text in _values(item)]
 
 
 def _is_finished(text: str) -> bool:
-    """Whether it is a plain number; fractions in lowest terms, in mixed ones proper."""
+    """Test for a plain number; fractions in lowest terms, in mixed numbers proper."""
     text = text.removesuffix("%").strip()
     mixed = _MIXED.fullmatch(text)
     fraction = _FRACTION.fullmatch(mixed[1] if mixed else text)
@@ -43,13 +44,13 @@ def _is_finished(text: str) -> bool:
 
 
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
-    """Whether an equivalent answer leaves work undone that the gold answer has done.
+    """Test for an equivalent answer that leaves work undone which the gold answer has done.
 
-    That is arithmetic where every value of gold is a plain number (a fraction that can be reduced
-    is arithmetic too), or an expression that stands in the problem, unless gold is spelled like it.
+    Unfinished is arithmetic where every value of gold is a plain number (a fraction that can be
+    reduced is arithmetic too), or an expression copied from the problem, unless gold is spelled so.
 
     Args:
-        prediction, answer: as they were taken out of a response and a gold text.
+        prediction, answer: answers extracted from a response and a gold text.
         problem: as the policy saw it.
     """
     mine, gold = normalise(prediction), normalise(answer)
@@ -70,6 +71,6 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
 
 
 def as_percentage(prediction: str, problem: str) -> str | None:
-    """The answer without its percent sign, where the problem asks for percent; else None."""
+    """Answer without its percent sign, where the problem asks for percent; else None."""
     text = normalise(prediction)
     return text.removesuffix("%") if text.endswith("%") and _ASKS_PERCENT.search(problem) else None

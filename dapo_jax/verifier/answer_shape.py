@@ -1,4 +1,4 @@
-"""The outer shape of an answer: list, set, tuple, interval, union, matrix, relation, or a value.
+"""Outer shape of an answer: list, set, tuple, interval, union, matrix, relation, or a value.
 
 Only brackets and separators are read here; what stands between them stays text.
 """
@@ -12,7 +12,7 @@ DEEPEST = 8  # nested sets, tuples and matrices
 
 
 class Node(NamedTuple):
-    """A shape and its parts.
+    """Shape and its parts.
 
     kind: 'value' (text), 'list' (items; mark 'or', 'and' or ','), 'set' (items), 'tuple' (items;
     mark: its two brackets), 'union' / 'intersection' / 'difference' (items), 'matrix' (items: rows
@@ -80,7 +80,7 @@ def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | No
 
 
 def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
-    """As `_pieces`, and text with unbalanced brackets in one piece."""
+    """Pieces of `_pieces`, with unbalanced text as one piece."""
     return _pieces(text, separators) or ([text], [])
 
 
@@ -173,7 +173,7 @@ def _with_signs(text: str) -> tuple[str, ...]:
 
 
 def read(text: str, depth: int = 0) -> Node:
-    """The shape of a normalised answer. What has no readable shape is a value."""
+    """Shape of a normalised answer. Text without a readable shape is a value."""
     text = unwrap(text)
     for written, command in _ASCII_RELATIONS:
         text = text.replace(written, command)

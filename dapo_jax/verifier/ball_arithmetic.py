@@ -1,4 +1,4 @@
-"""Where the value of a tree lies: complex balls that contain it, by Arb's rigorous arithmetic.
+"""Rigorous enclosure of a tree's value by complex balls (Arb).
 
 A ball that does not contain zero proves that a value is not zero; no ball proves that it is.
 """
@@ -37,32 +37,32 @@ LARGEST_FLOORED = arb(10) ** 3_000
 
 
 class Undefined(ArithmeticError):
-    """No finite value can be seen: too large, or with too few bits."""
+    """Missing value: it is too large, or the bits are too few."""
 
 
 class Pole(Undefined):
-    """A division by what may be zero."""
+    """Division by a ball that contains zero."""
 
 
 def with_bits(bits: int):
-    """A context in which balls are computed with so many bits."""
+    """Context in which balls are computed with so many bits."""
     return flint.ctx.workprec(bits)
 
 
 def is_apart(ball: Ball) -> bool:
-    """Whether the ball does not contain zero."""
+    """Proof that a value is not zero: the ball does not contain zero."""
     return bool(abs(ball) > 0)
 
 
 def principal_root(ball: Ball, degree: int) -> Ball:
-    """The principal root: real where the ball is real and not negative."""
+    """Principal root: real where the ball is real and not negative."""
     if ball.imag.is_zero() and ball.real >= 0:
         return acb(ball.real.root(degree))
     return acb(ball).root(degree)
 
 
 def whole_part(ball: Ball) -> arb:
-    """The floor of a real number. Raises `Undefined` where the ball holds two candidates."""
+    """Floor of a real number. Raises `Undefined` where the ball holds two candidates."""
     if not ball.imag.is_zero():
         raise Undefined("the floor of what may not be real")
     if not abs(ball.real) < LARGEST_FLOORED:  # exact ones of any size would be written out
@@ -92,9 +92,11 @@ def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
 
 
 def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
-    """A ball that holds the tree's value at a point, at the bits of `with_bits`.
+    """Ball that contains the tree's value at a point, at the bits of `with_bits`.
 
-    Raises `Undefined`, or `Undecided` where the budget ends.
+    Raises:
+        Undefined: there is no finite value.
+        Undecided: the budget ends.
     """
     budget.spend(2 + flint.ctx.prec / 256)
     match tree.kind:

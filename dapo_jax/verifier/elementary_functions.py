@@ -1,6 +1,6 @@
-"""Functions of elements, and trees to elements.
+"""Elementary functions of elements: floors, exponentials, logarithms, factorials.
 
-Integer variables may be looked at by their remainders: `Field.moduli` says which would help.
+Integer variables may be split by remainders: `NumberField.moduli` names the helpful moduli.
 """
 
 import math
@@ -9,7 +9,7 @@ from flint import acb, arb, fmpq
 
 from dapo_jax.verifier.ball_arithmetic import LARGEST_FLOORED, Undefined, whole_part, with_bits
 from dapo_jax.verifier.expression_tree import Refused, Undecided
-from dapo_jax.verifier.number_field import BITS, Field
+from dapo_jax.verifier.number_field import BITS, NumberField
 from dapo_jax.verifier.polynomials import (
     ONE,
     Atom,
@@ -37,8 +37,8 @@ COMPLEX = "zw"  # letters that need not be real
 LARGEST_POWER, LARGEST_SHIFT, LARGEST_CHOICE = 1_000, 20, 50
 
 
-def symbol(field: Field, name: str) -> Element:
-    """A variable; in a case of remainders, modulus * another + remainder."""
+def symbol(field: NumberField, name: str) -> Element:
+    """Variable; in a case of remainders, modulus * another + remainder."""
     if name in field.residues:
         modulus, remainder = field.residues[name]
         if modulus == 0:
@@ -49,8 +49,8 @@ def symbol(field: Field, name: str) -> Element:
     return field.atom("symbol", name, constant=False, real=name[0] not in COMPLEX, whole=whole)
 
 
-def pi(field: Field) -> Element:
-    """The circle's number."""
+def pi(field: NumberField) -> Element:
+    """Number pi."""
 
     def value(bits: int) -> acb:
         with with_bits(bits):
@@ -59,19 +59,19 @@ def pi(field: Field) -> Element:
     return field.atom("pi", "", value=value)
 
 
-def _ask_for_remainders(field: Field, names: set[str], modulus: int) -> None:
+def _ask_for_remainders(field: NumberField, names: set[str], modulus: int) -> None:
     for name in names:
         field.moduli[name] = math.lcm(field.moduli.get(name, 1), modulus)
 
 
-def _integers_in(field: Field, powers: dict[int, int]) -> set[str] | None:
-    """The variables of a term that is a whole number; None where others occur."""
+def _integers_in(field: NumberField, powers: dict[int, int]) -> set[str] | None:
+    """Variables of a term that is a whole number; None where others occur."""
     names = {field.atoms[number].whole for number in powers}
     return None if None in names else names
 
 
-def floor(field: Field, a: Element) -> Element:
-    """The largest whole number that is at most a; a is real."""
+def floor(field: NumberField, a: Element) -> Element:
+    """Floor of a real value."""
     if field.is_constant(a):
         return _floor_of_constant(field, a)
     if a.below != ONE:
@@ -92,7 +92,7 @@ def floor(field: Field, a: Element) -> Element:
     return Element(whole, ONE)
 
 
-def _floor_of_constant(field: Field, a: Element) -> Element:
+def _floor_of_constant(field: NumberField, a: Element) -> Element:
     if not is_real(field, a):
         raise Undecided("the floor of what may not be real")
     for bits in BITS:
@@ -115,8 +115,8 @@ def _floor_of_constant(field: Field, a: Element) -> Element:
 # --- exponentials and logarithms ----------------------------------------------------------------
 
 
-def exp(field: Field, a: Element) -> Element:
-    """e^a, as a product over the terms of a."""
+def exp(field: NumberField, a: Element) -> Element:
+    """Exponential e^a, as a product over the terms of a."""
     result = rational(1)
     for exponents, coefficient in a.above.terms():
         one = _exp_of_term(field, powers_of(exponents), coefficient, a.below)
@@ -128,8 +128,8 @@ def _is_imaginary(atom: Atom) -> bool:
     return atom.kind == "root" and atom.degree == 2 and atom.radicand == -ONE
 
 
-def _exp_of_term(field: Field, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
-    """exp(c * a product of atoms / below)."""
+def _exp_of_term(field: NumberField, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
+    """Exponential of c * (a product of atoms) / below."""
     atoms = {field.atoms[number].kind: number for number, n in powers.items() if n == 1}
     if below == ONE and len(powers) == 1 and "log" in atoms:
         return power_of(field, field.atoms[atoms["log"]].argument, c)
@@ -146,8 +146,8 @@ def _exp_of_term(field: Field, powers: dict[int, int], c: fmpq, below: Poly) -> 
     return _power_of_exp(field, powers, c, below)
 
 
-def _power_of_exp(field: Field, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
-    """The same as a power of one atom, exp(product / (below * step))."""
+def _power_of_exp(field: NumberField, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
+    """Power of one atom, exp(product / (below * step))."""
     key = f"{sorted(powers.items())} {below}"
     number, step = field.exponentials.get(key, (None, 1))
     if number is None or step % int(c.q):
@@ -166,7 +166,7 @@ def _power_of_exp(field: Field, powers: dict[int, int], c: fmpq, below: Poly) ->
     return field.power(Element(field.atoms[number].generator, ONE), int(power))
 
 
-def _exp_fields(field: Field, argument: Element) -> dict:
+def _exp_fields(field: NumberField, argument: Element) -> dict:
     above, below = ([atom for _, atom in field.atoms_in(poly)] for poly in argument)
     # The argument is one product over `below`: with i in the one and real atoms beside, i times
     # a real number, whose exponential lies on the unit circle.
@@ -187,15 +187,15 @@ def _exp_fields(field: Field, argument: Element) -> dict:
     }
 
 
-def power_of(field: Field, base: Element, q: fmpq) -> Element:
-    """base ** q, principal."""
+def power_of(field: NumberField, base: Element, q: fmpq) -> Element:
+    """Principal power base ** q."""
     if abs(q.p) > LARGEST_POWER or q.q > LARGEST_POWER:
         raise Undecided("a high power")
     return field.power(base if q.q == 1 else root(field, base, int(q.q)), int(q.p))
 
 
-def power(field: Field, base: Element, exponent: Element) -> Element:
-    """base ** exponent, principal: exp(exponent * log base)."""
+def power(field: NumberField, base: Element, exponent: Element) -> Element:
+    """Principal power base ** exponent = exp(exponent * log base)."""
     q = as_rational(exponent.above) if exponent.below == ONE else None
     if q is not None:
         return power_of(field, base, q)
@@ -204,16 +204,18 @@ def power(field: Field, base: Element, exponent: Element) -> Element:
     return exp(field, field.multiply(exponent, log(field, base)))
 
 
-def _is_whole(field: Field, a: Element) -> bool:
-    """Whether it is a whole number for all whole values of its letters."""
+def _is_whole(field: NumberField, a: Element) -> bool:
+    """Proof that a value is whole for all whole values of its letters."""
     terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
     whole = (c.q == 1 and _integers_in(field, powers) is not None for powers, c in terms)
     return a.below == ONE and all(whole)
 
 
-def _sum_of_logs(field: Field, a: Element) -> Element:
-    """Logarithms of the factors of a: their sum is one of log a's values, n times it all the same
-    n-th power for a whole n."""
+def _sum_of_logs(field: NumberField, a: Element) -> Element:
+    """Sum of the logarithms of the factors of a.
+
+    It is one of the values of log a, so that n times it gives the n-th power for a whole n.
+    """
     total = rational(0)
     for poly, way in ((a.above, 1), (a.below, -1)):
         field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
@@ -225,8 +227,8 @@ def _sum_of_logs(field: Field, a: Element) -> Element:
     return total
 
 
-def log(field: Field, a: Element) -> Element:
-    """The principal logarithm."""
+def log(field: NumberField, a: Element) -> Element:
+    """Principal logarithm."""
     number = as_rational(a.above) if a.below == ONE else None
     if number is None:
         return _log_of_constant(field, a) if field.is_constant(a) else _log_of_variable(field, a)
@@ -239,11 +241,11 @@ def log(field: Field, a: Element) -> Element:
     return result if number > 0 else field.add(result, _half_turn(field))
 
 
-def _half_turn(field: Field) -> Element:
+def _half_turn(field: NumberField) -> Element:
     return field.multiply(imaginary(field), pi(field))
 
 
-def _log_of_variable(field: Field, a: Element) -> Element:
+def _log_of_variable(field: NumberField, a: Element) -> Element:
     terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
     atoms = [(field.atoms[number], n) for number, n in terms[0][0].items()]
     if len(terms) == 1 and a.below == ONE and terms[0][1] > 0:  # ln(c e^x) for a real x
@@ -257,7 +259,7 @@ def _log_of_variable(field: Field, a: Element) -> Element:
     return rest if content == 1 else field.add(rest, log(field, rational(content)))
 
 
-def _log_of_constant(field: Field, a: Element) -> Element:
+def _log_of_constant(field: NumberField, a: Element) -> Element:
     found = _log_of_monomial(field, a) if len(a.above) == 1 and a.below == ONE else None
     if found is not None:
         return found
@@ -271,8 +273,8 @@ def _log_of_constant(field: Field, a: Element) -> Element:
     return _log_atom(field, a, real=True)
 
 
-def _log_of_monomial(field: Field, a: Element) -> Element | None:
-    """Of a number times positive roots of numbers and roots of -1; None for another product."""
+def _log_of_monomial(field: NumberField, a: Element) -> Element | None:
+    """Logarithm of a number times roots of positive numbers and of -1; None for another product."""
     ((exponents, coefficient),) = a.above.terms()
     total, turn = log(field, rational(abs(coefficient))), fmpq(int(coefficient < 0))
     for number, n in powers_of(exponents).items():
@@ -290,7 +292,7 @@ def _log_of_monomial(field: Field, a: Element) -> Element | None:
     return field.add(total, field.scale(_half_turn(field), turn)) if turn else total
 
 
-def _log_atom(field: Field, a: Element, *, real: bool) -> Element:
+def _log_atom(field: NumberField, a: Element, *, real: bool) -> Element:
     def value(bits: int) -> acb:
         with with_bits(bits):
             return field.value(a, bits).log()
@@ -302,8 +304,8 @@ def _log_atom(field: Field, a: Element, *, real: bool) -> Element:
 # --- factorials ---------------------------------------------------------------------------------
 
 
-def factorial(field: Field, a: Element) -> Element:
-    """a!, and (x + c)! as a product with x!."""
+def factorial(field: NumberField, a: Element) -> Element:
+    """Factorial a!; of x + c, a product with x!."""
     number = as_rational(a.above) if a.below == ONE else None
     if number is not None:
         if number.q != 1 or not 0 <= number <= LARGEST_POWER:
@@ -322,8 +324,8 @@ def factorial(field: Field, a: Element) -> Element:
     return result
 
 
-def binomial(field: Field, above: Element, below: Element) -> Element:
-    """above over below: a product for a small whole number below, else by factorials."""
+def binomial(field: NumberField, above: Element, below: Element) -> Element:
+    """Binomial coefficient: a product for a small whole number below, else by factorials."""
     k = as_rational(below.above) if below.below == ONE else None
     if k is not None and k.q == 1 and 0 <= k <= LARGEST_CHOICE:
         result = rational(1)

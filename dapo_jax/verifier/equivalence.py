@@ -1,4 +1,4 @@
-"""Whether two answers mean the same: by shape first, then value by value.
+"""Comparison of two answers: by shape first, then value by value.
 
 Everything that strings and exact numerals can decide is decided here, in time linear in short
 texts. What needs algebra is asked of `Algebra`, which lives in a process that can be killed.
@@ -51,7 +51,7 @@ _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
 
 
 class Algebra(Protocol):
-    """What strings can't decide; arguments are normalised texts."""
+    """Decisions that strings can't make; arguments are normalised texts."""
 
     def same_value(self, prediction: str, answer: str) -> bool: ...
 
@@ -61,13 +61,13 @@ class Algebra(Protocol):
 
 
 def compact(text: str) -> str:
-    """The text without blanks, save between digits, and without braces around single characters."""
+    """Text without blanks, save between digits, and without braces around single characters."""
     text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text) if "{" in text else text
 
 
 def words_of(text: str) -> str:
-    """The text as words: no commands and no braces."""
+    """Words of a text, without commands and braces."""
     text = _TEXT.sub(r" \1 ", text)
     return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
 
@@ -87,7 +87,7 @@ def _is_written(word: str) -> bool:
 
 
 def has_words(text: str) -> bool:
-    """Whether it speaks in words rather than symbols."""
+    """Test for text in words rather than symbols."""
     if any(re.search(r"[A-Za-z]{2}", inner) for inner in _TEXT.findall(text)):
         return True
     bare = _TEXT.sub(" ", text)
@@ -212,7 +212,7 @@ def _as_read(text: str, number: Fraction | None) -> str:
 
 
 def _same_ratio(mine: str, gold: str) -> bool | None:
-    """Whether a ratio 5:8 and a fraction are the same; None where it is not these two."""
+    """Equality of a ratio, 5:8, with a ratio or a fraction; None for anything else."""
     ours, theirs = _RATIO.fullmatch(mine), _RATIO.fullmatch(gold)
     if ours and theirs and int(ours[2]) and int(theirs[2]):
         return Fraction(int(ours[1]), int(ours[2])) == Fraction(int(theirs[1]), int(theirs[2]))
@@ -292,7 +292,7 @@ def _assigned(node: Node) -> tuple[str, Node] | None:
 
 
 def _without_approximation(node: Node) -> Node:
-    """What is exact of `a = b ~ c`; `x ~ c` says c."""
+    """Exact part of `a = b ~ c`; of `x ~ c` it is c."""
     if node.kind != "relation" or "~" not in node.marks:
         return node
     cut = node.marks.index("~") + 1
@@ -303,9 +303,14 @@ def _without_approximation(node: Node) -> Node:
 
 
 def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
-    """Whether two extracted answers mean the same. The prediction is hostile, the answer trusted.
+    """Equivalence of two extracted answers.
 
-    Raises whatever `algebra` does.
+    Args:
+        prediction: hostile text.
+        answer: trusted text.
+
+    Raises:
+        Exception: whatever `algebra` raises.
     """
     if prediction == answer:
         return True
@@ -323,10 +328,10 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _read_gold(answer: str) -> Node:
-    """The shape of a gold answer, to which there are many responses."""
+    """Shape of a gold answer, kept since many responses are compared with it."""
     return read(normalise(answer))
 
 
 def gold_answer(answer: str) -> str:
-    """The answer inside a gold text: that of its box or marker, or the text itself."""
+    """Answer inside a gold text: behind its box or marker, or the text itself."""
     return extract(answer).text or answer

@@ -1,4 +1,4 @@
-"""Expressions as trees that can't become large, whatever the text asks for.
+"""Expression trees that can't become large, and the budget of work on them.
 
 Constructors fold rational numbers exactly and refuse what would be large; nothing else is computed.
 """
@@ -35,8 +35,11 @@ class Budget:
 
 
 class Tree(NamedTuple):
-    """kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
-    'product', 'quotient', 'power', or the name of a function."""
+    """Expression.
+
+    kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
+    'product', 'quotient', 'power', or the name of a function.
+    """
 
     kind: str
     parts: tuple["Tree", ...] = ()
@@ -44,19 +47,19 @@ class Tree(NamedTuple):
 
     @property
     def rational(self) -> fmpq:
-        """A number's value."""
+        """Value of a number."""
         assert isinstance(self.value, fmpq), self.kind
         return self.value
 
     @property
     def name(self) -> str:
-        """A symbol's name."""
+        """Name of a symbol."""
         assert isinstance(self.value, str), self.kind
         return self.value
 
     @property
     def whole(self) -> int | None:
-        """The integer that it is; None for anything else."""
+        """Integer value; None for anything but an integer."""
         is_whole = self.kind == "number" and self.rational.q == 1
         return int(self.rational.p) if is_whole else None
 
@@ -65,7 +68,7 @@ PI, EULER, IMAGINARY, INFINITY = map(Tree, ("pi", "e", "i", "infinity"))
 
 
 def number(value: fmpq | fmpz | int) -> Tree:
-    """A rational number. Raises `Refused` for a huge one."""
+    """Rational number. Raises `Refused` for a huge one."""
     value = fmpq(value)
     if max(value.p.bit_length(), value.q.bit_length()) > LARGEST_BITS:
         raise Refused("a large number")
@@ -73,7 +76,7 @@ def number(value: fmpq | fmpz | int) -> Tree:
 
 
 def symbol(name: str) -> Tree:
-    """A variable."""
+    """Variable."""
     return Tree("symbol", value=name)
 
 
@@ -83,7 +86,7 @@ def _finite(*trees: Tree) -> None:
 
 
 def add(terms: list[Tree]) -> Tree:
-    """Their sum; numbers among them become one."""
+    """Sum of terms; numbers among them become one."""
     if len(terms) == 1:
         return terms[0]
     _finite(*terms)
@@ -95,7 +98,7 @@ def add(terms: list[Tree]) -> Tree:
 
 
 def multiply(a: Tree, b: Tree) -> Tree:
-    """a * b."""
+    """Product a * b."""
     if a.kind == b.kind == "number":
         return number(a.rational * b.rational)
     if b.kind == "infinity" and a.whole == -1:
@@ -105,12 +108,12 @@ def multiply(a: Tree, b: Tree) -> Tree:
 
 
 def negate(tree: Tree) -> Tree:
-    """-tree."""
+    """Negative of a tree."""
     return multiply(number(-1), tree)
 
 
 def divide(above: Tree, below: Tree) -> Tree:
-    """above / below. Raises `Refused` where that is plainly undefined."""
+    """Quotient above / below. Raises `Refused` where that is plainly undefined."""
     _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
@@ -120,7 +123,7 @@ def divide(above: Tree, below: Tree) -> Tree:
 
 
 def power(base: Tree, exponent: Tree) -> Tree:
-    """base ** exponent. Raises `Refused` where that would be large."""
+    """Power base ** exponent. Raises `Refused` where that would be large."""
     _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
@@ -147,19 +150,19 @@ def power(base: Tree, exponent: Tree) -> Tree:
 
 
 def call(name: str, argument: Tree) -> Tree:
-    """A function's value."""
+    """Value of a function."""
     _finite(argument)
     return Tree(name, (argument,))
 
 
 def odd_root(inside: Tree, order: int) -> Tree:
-    """The real root where `inside` is real, whatever its sign; else the principal one."""
+    """Real root where `inside` is real, whatever its sign; else the principal root."""
     _finite(inside)
     return Tree("odd_root", (inside, number(order)))
 
 
 def factorial(argument: Tree) -> Tree:
-    """argument! Raises `Refused` for large or non-integer numbers."""
+    """Factorial. Raises `Refused` for large or non-integer numbers."""
     if argument.kind == "number":
         if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
             raise Refused("a large factorial")
@@ -168,7 +171,7 @@ def factorial(argument: Tree) -> Tree:
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
-    """above over below. Raises `Refused` for large or non-integer numbers."""
+    """Binomial coefficient. Raises `Refused` for large or non-integer numbers."""
     for part in (above, below):
         if part.kind == "number" and (
             part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
@@ -181,12 +184,12 @@ def binomial(above: Tree, below: Tree) -> Tree:
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
-    """The tree and all that it is made of."""
+    """Tree and all its descendants."""
     yield tree
     for part in tree.parts:
         yield from nodes(part)
 
 
 def symbols(tree: Tree) -> set[str]:
-    """The names of its variables."""
+    """Names of the variables of a tree."""
     return {node.name for node in nodes(tree) if node.kind == "symbol"}

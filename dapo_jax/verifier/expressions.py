@@ -1,7 +1,7 @@
-"""A bounded recursive-descent parser: LaTeX-like text to a `Tree`. Runs in a worker process.
+"""Bounded recursive-descent parser: LaTeX-like text to a `Tree`. Runs in a worker process.
 
-It consumes the whole text and refuses what would be large: nothing is handed to any evaluation of
-strings. What it refuses is compared as text.
+The parser consumes the whole text and refuses large expressions. No string is evaluated. Refused
+text is compared as text.
 """
 
 import re
@@ -185,7 +185,7 @@ class _Parser:
         return value
 
     def _argument(self) -> Tree:
-        """What a command takes: a group, or one digit or letter."""
+        """Argument of a command: a group, or one digit or letter."""
         token = self._peek()
         if token.isdigit() and len(token) > 1:
             self._tokens[self._at : self._at + 1] = list(token)
@@ -309,7 +309,7 @@ class _Parser:
 
 
 def parse(text: str) -> Tree:
-    """The expression that the text writes. Raises `Refused`."""
+    """Expression tree of a text. Raises `Refused`."""
     try:
         return _Parser(text).whole()
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Which part of a response is its answer: markers read from the end, in linear time.
+"""Extraction of a response's answer: markers read from the end, in linear time.
 
 The last box counts, then the last answer tag, `####`, or labelled line. A box that is never closed
 is no answer, and nothing earlier replaces it: the response was cut off.
@@ -25,14 +25,14 @@ _FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)?\**")
 
 
 class Extraction(NamedTuple):
-    """An answer and the marker it stood behind; `text` is None where there is none."""
+    """Answer and the marker before it; `text` is None where there is none."""
 
     text: str | None
     how: str  # box, tag, hash, label, line; or why not: truncated_box, too_long, no_marker
 
 
 def closing_brace(text: str, start: int, end: int) -> int:
-    """Index of the brace that closes a group whose content begins at `start`; -1 without one."""
+    """Index of the brace that closes the group whose content begins at `start`; -1 without one."""
     depth = 1
     for match in _BRACE.finditer(text, start, end):
         if match[0] == "{":
@@ -91,7 +91,7 @@ def _last_tag(text: str) -> Extraction | None:
 
 
 def _rest_of_line(text: str, start: int) -> str:
-    """What follows on the line, or the next line that holds anything."""
+    """Rest of the line, or the next line that holds anything."""
     rest = text[start : start + 2 * LONGEST_ANSWER].lstrip(" \t:\r\n")
     while (opening := _OPENING.match(rest)) is not None:
         rest = rest[opening.end() :]
@@ -110,7 +110,7 @@ def _last_hash(text: str) -> Extraction | None:
 
 
 def _last_label(text: str) -> Extraction | None:
-    """What stands behind the last 'answer:', 'answer is' or 'final answer'."""
+    """Answer behind the last 'answer:', 'answer is' or 'final answer'."""
     plain = text.encode("ascii", "replace").lower()  # one byte a character: places stay
     end = len(plain)
     for _ in range(MOST_MARKERS):
@@ -127,7 +127,7 @@ def _last_label(text: str) -> Extraction | None:
 
 
 def extract(response: str, require: str = "any") -> Extraction:
-    """The answer of a response.
+    """Answer of a response.
 
     Args:
         require: which markers count: 'box', 'label' (tags, `####` and labelled lines), or 'any' of

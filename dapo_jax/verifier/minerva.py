@@ -1,4 +1,4 @@
-"""The verifier of DAPO's released code: a label near the end, a fixed spelling, equal strings.
+"""Verifier of DAPO's released code: a label near the end, a fixed spelling, equal strings.
 
 The substitutions are those of Minerva's evaluation (arXiv 2206.14858, appendix D.1).
 """
@@ -40,13 +40,13 @@ _INNER = (
 
 
 def labelled_answer(response: str) -> str | None:
-    """What follows the last 'Answer:' of the last 300 characters."""
+    """Text behind the last 'Answer:' of the last 300 characters; None without one."""
     found = _LABEL.findall(response[-CHARACTERS_READ:])
     return found[-1] if found else None
 
 
 def spelling(answer: str) -> str:
-    """The spelling that decides."""
+    """Normalised spelling of an answer, which decides."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

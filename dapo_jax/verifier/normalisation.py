@@ -1,6 +1,6 @@
-"""One spelling for what looks the same: Unicode, spacing, wrappers and LaTeX synonyms.
+"""Normal form of answers that look the same: Unicode, spacing, wrappers and LaTeX synonyms.
 
-What comes out is LaTeX without decoration. Nothing here is evaluated.
+The normal form is LaTeX without decoration. Nothing here is evaluated.
 """
 
 import re
@@ -96,7 +96,7 @@ def _character(char: str) -> str:
 
 
 def plain_characters(text: str) -> str:
-    """The text in ASCII LaTeX as far as possible; forbidden characters become one that fails."""
+    """Text in ASCII LaTeX as far as possible; forbidden characters become `FORBIDDEN`."""
     text = text.strip("\u200b\u2060\ufeff \t\r\n")
     if text.isascii() and text.isprintable():
         return text
@@ -185,7 +185,7 @@ _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm
 
 
 def _balanced(text: str) -> bool:
-    """Whether the braces close in order and the first never closes before the end."""
+    """Test that braces close in order and the first never closes before the end."""
     depth, i = 0, 0
     while i < len(text):
         if text[i] == "\\":
@@ -201,7 +201,7 @@ def _balanced(text: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    """The answer without dollar signs, emphasis, outer braces and trailing punctuation."""
+    """Answer without dollar signs, emphasis, outer braces and trailing punctuation."""
     while True:
         before, text = text, text.strip()
         if text[-1:] in (",", ";", ":", ".") and text[-2:] not in (r"\,", r"\;", r"\:"):
@@ -235,14 +235,14 @@ def _without_ending(match: re.Match) -> str:
 
 
 def _without_for_all(text: str) -> str:
-    """An equation without what its variable ranges over."""
+    """Equation without the range of its variable."""
     tails = [m.start() for m in _FOR_ALL.finditer(text)]
     cut = tails and len(text) - tails[-1] <= LONGEST_TAIL and "=" in text[: tails[-1]]
     return text[: tails[-1]] if cut and "=" not in text[tails[-1] :] else text
 
 
 def normalise(text: str) -> str:
-    """The one spelling of an answer."""
+    """Normal form of an answer."""
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(text))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another

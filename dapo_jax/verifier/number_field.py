@@ -1,4 +1,4 @@
-"""Exact arithmetic with atoms, and which values are proven to be zero.
+"""Exact arithmetic with atoms, and proofs that a value is zero.
 
 A root r of degree k obeys r^k = radicand, and polynomials are reduced by that; nothing else is
 assumed of atoms, so what is found to be zero is zero. That something is not zero is shown by balls,
@@ -35,14 +35,14 @@ IMAGINARY_KEY = "-1 2"  # of the atom i
 MOST_FACTORS = 200  # of a product of powers that is compared with 1
 
 
-class Field:
-    """The atoms met so far, and arithmetic with them.
+class NumberField:
+    """Arithmetic with atoms; an expression adds those that it needs.
 
     Args:
-        budget: what may be spent.
-        signs: of polynomials that an absolute value was taken of, where a case is looked at.
-        residues: (modulus, remainder) of integer variables, where a case is looked at; modulus 0
-            gives a variable that value.
+        budget: work that may be spent.
+        signs: in a case of signs, those of the polynomials under absolute values.
+        residues: in a case of remainders, (modulus, remainder) by integer variable; modulus 0 gives
+            the variable that value.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Field:
     # --- atoms ---------------------------------------------------------------------------------
 
     def atom(self, kind: str, key: str, **fields) -> Element:
-        """The atom of that kind and key, made from `fields` where it is new."""
+        """Element of the atom of that kind and key, made from `fields` where it is new."""
         number = self._numbers.get((kind, key))
         if number is None:
             number = len(self.atoms)
@@ -71,7 +71,7 @@ class Field:
         return Element(GENERATORS[number], ONE)
 
     def atoms_in(self, *polys: Poly) -> list[tuple[int, Atom]]:
-        """(number, atom) of those that occur, oldest first."""
+        """Atoms that occur in polynomials, as (number, atom), oldest first."""
         degrees = [poly.degrees() for poly in polys]
         return [
             (number, atom)
@@ -85,7 +85,7 @@ class Field:
     # --- arithmetic ----------------------------------------------------------------------------
 
     def reduce(self, poly: Poly) -> Poly:
-        """The polynomial with every root below its degree."""
+        """Polynomial with every root below its degree."""
         for atom in reversed(self.atoms):
             if atom.degree:
                 (place,) = (i for i, n in enumerate(atom.generator.degrees()) if n)
@@ -96,12 +96,12 @@ class Field:
         return poly
 
     def times(self, a: Poly, b: Poly) -> Poly:
-        """a * b, reduced."""
+        """Product a * b, reduced."""
         self.budget.spend(size(a) * size(b))
         return self.reduce(a * b)
 
     def fraction(self, above: Poly, below: Poly) -> Element:
-        """above / below, of which `below` is known not to vanish."""
+        """Fraction above / below; `below` is known not to vanish."""
         number = as_rational(below)
         if number is None:
             degrees = int(above.total_degree()) + int(below.total_degree())
@@ -128,13 +128,13 @@ class Field:
         return self.add(a, self.scale(b, -1))
 
     def divide(self, a: Element, b: Element) -> Element:
-        """a / b. Raises `Refused` where b is zero, `Undecided` where it may be."""
+        """Quotient a / b. Raises `Refused` where b is zero, `Undecided` where it may be."""
         if self.vanishes(b.above):
             raise Refused("division by zero")
         return self.fraction(self.times(a.above, b.below), self.times(a.below, b.above))
 
     def power(self, a: Element, n: int) -> Element:
-        """a ** n for an integer n."""
+        """Power a ** n for an integer n."""
         if n < 0:
             return self.divide(rational(1), self.power(a, -n))
         result = rational(1)
@@ -148,7 +148,7 @@ class Field:
     # --- constants -----------------------------------------------------------------------------
 
     def ball(self, poly: Poly, bits: int) -> Ball:
-        """Where a constant lies; raises `Undefined` where nothing finite is seen."""
+        """Ball that contains a constant. Raises `Undefined` where it is not finite."""
         with with_bits(bits):
             self.budget.spend(len(poly) * (1 + bits / 256))
             atoms = dict(self.atoms_in(poly))
@@ -168,7 +168,7 @@ class Field:
             return total
 
     def value(self, element: Element, bits: int) -> Ball:
-        """Where a constant fraction lies."""
+        """Ball that contains a constant fraction. Raises `Undefined`."""
         above = self.ball(element.above, bits)
         if element.below == ONE:
             return above
@@ -184,7 +184,10 @@ class Field:
             return False
 
     def vanishes(self, poly: Poly) -> bool:
-        """Whether it is zero, for all values of its variables. Proven, or `Undecided`."""
+        """Proof that a polynomial is, or is not, zero for all values of its variables.
+
+        Raises `Undecided` where there is neither.
+        """
         poly = self.reduce(poly)
         number = as_rational(poly)
         if number is not None:
@@ -202,7 +205,7 @@ class Field:
         return True
 
     def coefficients(self, poly: Poly, apart: Callable[[Atom], bool]) -> dict[tuple, Poly]:
-        """The polynomial by powers of the chosen atoms: {powers: what stands before them}."""
+        """Coefficients of the powers of chosen atoms: {powers: coefficient}."""
         return without(poly, {number for number, atom in self.atoms_in(poly) if apart(atom)})
 
     def _constant_vanishes(self, poly: Poly) -> bool:
@@ -223,7 +226,7 @@ class Field:
         raise Undecided("it can't be told from zero")
 
     def _algebraic_vanishes(self, poly: Poly) -> bool:
-        """Whether a polynomial of roots is zero, decided by a separation bound.
+        """Test of a polynomial of roots for zero, by a separation bound.
 
         An algebraic integer whose conjugates are at most u, in a field of degree D, is 0 or at
         least u^(1 - D): the product of its conjugates is an integer (Burnikel, Fleischer, Mehlhorn
@@ -253,7 +256,7 @@ class Field:
         raise Undecided("roots too deep for the bound")
 
     def log2_conjugates(self, poly: Poly) -> float:
-        """log2 of what no conjugate of a polynomial of roots, with whole coefficients, exceeds."""
+        """log2 of a bound on all conjugates of a polynomial of roots with whole coefficients."""
         logs = [
             coefficient.p.bit_length()
             + sum(n * self.atoms[i].log2_conjugates for i, n in powers_of(exponents).items())
@@ -262,7 +265,7 @@ class Field:
         return max(logs) + math.log2(len(logs)) + 1e-6
 
     def _log_form_vanishes(self, parts: dict[tuple, Poly]) -> bool | None:
-        """Whether a sum of rational multiples of logarithms, and of pi i, is zero.
+        """Test of a sum of rational multiples of logarithms, and of pi i, for zero.
 
         It is a multiple of 2 pi i / n where the product of powers, n times as high, is 1; and then
         zero where it is nearer to 0 than the others. None for what is no such sum.

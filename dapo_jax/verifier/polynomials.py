@@ -1,4 +1,4 @@
-"""Polynomials over what numbers and variables are not enough for: roots, logarithms, powers of e.
+"""Polynomials in atoms: variables, roots, logarithms and powers of e.
 
 Each generator is an `Atom`; an `Element` is a fraction of two polynomials.
 """
@@ -21,7 +21,7 @@ Poly = fmpq_mpoly
 
 
 class Element(NamedTuple):
-    """above / below, of which below leads with 1 and has no common factor with above."""
+    """Fraction above / below; below leads with 1 and has no common factor with above."""
 
     above: Poly
     below: Poly
@@ -32,7 +32,7 @@ class Element(NamedTuple):
 
 @dataclasses.dataclass
 class Atom:
-    """A generator.
+    """Generator of the polynomial ring.
 
     kind: 'symbol', 'pi', 'root', 'exp', 'log', or the function that `argument` is given to.
     constant: no variable in it. real: for real variables. whole: the name of an integer variable.
@@ -54,7 +54,7 @@ class Atom:
 
     @property
     def algebraic(self) -> bool:
-        """Whether it is an algebraic integer, with a bound of its conjugates."""
+        """True of an algebraic integer with a bound on its conjugates."""
         return self.log2_conjugates is not None
 
     @functools.cached_property
@@ -64,18 +64,18 @@ class Atom:
 
 
 def powers_of(exponents: tuple[int, ...]) -> dict[int, int]:
-    """Exponent by number of atom, from those of a term."""
+    """Exponents of a term by number of atom."""
     return {MOST_ATOMS - 1 - place: int(n) for place, n in enumerate(exponents) if n}
 
 
 def monomial(powers: dict[int, int]) -> Poly:
-    """The product of atoms, by number, to these powers."""
+    """Product of atoms, by number, to these powers."""
     exponents = tuple(powers.get(MOST_ATOMS - 1 - place, 0) for place in range(MOST_ATOMS))
     return _RING.from_dict({exponents: fmpq(1)})
 
 
 def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], Poly]:
-    """The polynomial by powers of the chosen atoms: {powers: what stands before them}."""
+    """Coefficients of the powers of chosen atoms: {powers: coefficient}."""
     terms: dict[tuple, dict[tuple, fmpq]] = {}
     for exponents, coefficient in poly.terms():
         key = tuple(item for item in powers_of(exponents).items() if item[0] in chosen)
@@ -87,7 +87,7 @@ def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], P
 
 
 def constant(value: fmpq | fmpz | int) -> Poly:
-    """The polynomial of a rational number."""
+    """Constant polynomial of a rational number."""
     return _RING.constant(fmpq(value))
 
 
@@ -95,15 +95,15 @@ ZERO, ONE = constant(0), constant(1)
 
 
 def rational(value: fmpq | fmpz | int) -> Element:
-    """The element of a rational number."""
+    """Element of a rational number."""
     return Element(constant(value), ONE)
 
 
 def size(poly: Poly) -> float:
-    """What an operation with each of its terms costs."""
+    """Cost, in units of work, of an operation with each term."""
     return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) / 64 for c in poly.coeffs())
 
 
 def as_rational(poly: Poly) -> fmpq | None:
-    """The number that it is; None where atoms occur."""
+    """Rational value of a polynomial; None where atoms occur."""
     return (poly.leading_coefficient() if poly else fmpq(0)) if poly.is_constant() else None

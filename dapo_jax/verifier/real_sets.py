@@ -12,7 +12,7 @@ from dapo_jax.verifier.answer_shape import Node
 from dapo_jax.verifier.equivalence import REALS, compact
 from dapo_jax.verifier.expression_tree import Refused, Tree, Undecided, add, negate, nodes, symbols
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.number_field import Field
+from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
 from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
 from dapo_jax.verifier.tree_to_element import read
@@ -23,7 +23,7 @@ MOST_SIGNS = 4  # of absolute values in one relation
 
 
 class End(NamedTuple):
-    """An end of a piece. infinite: -1 or 1 where it has no value."""
+    """End of a piece. infinite: -1 or 1 where it has no value."""
 
     value: Element | None
     open: bool
@@ -31,7 +31,7 @@ class End(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The numbers between two ends; a point where both are the same closed one."""
+    """Numbers between two ends; a point where both are the same closed end."""
 
     low: End
     high: End
@@ -43,7 +43,7 @@ EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
 
 
 def _divides_by_variable(node: Tree) -> bool:
-    """Where it is not defined would have to be left out."""
+    """Test for a division by a variable, whose zeros would have to be left out."""
     if node.kind == "quotient":
         return bool(symbols(node.parts[1]))
     exponent = node.parts[1] if node.kind == "power" else None
@@ -51,16 +51,16 @@ def _divides_by_variable(node: Tree) -> bool:
     return below and bool(symbols(node))
 
 
-class Regions:
-    """Sets over one field, whose budget pays for every comparison."""
+class RealSets:
+    """Arithmetic of sets over one field, whose budget pays for every comparison."""
 
-    def __init__(self, field: Field):
+    def __init__(self, field: NumberField):
         self.field = field
 
     # --- arithmetic of sets --------------------------------------------------------------------
 
     def compare(self, a: End, b: End) -> int:
-        """-1, 0 or 1 as the value of `a` is below, at or above that of `b`."""
+        """Order of two ends by value: -1, 0 or 1 as `a` is below, at or above `b`."""
         if a.infinite or b.infinite:
             return (a.infinite > b.infinite) - (a.infinite < b.infinite)
         assert a.value is not None and b.value is not None  # being finite
@@ -73,7 +73,7 @@ class Regions:
         return order > 0 or order == 0 and (low.open or high.open)
 
     def _later(self, a: End, b: End) -> End:
-        """The low end of what both begin."""
+        """Low end of the intersection of two pieces with these low ends."""
         order = self.compare(a, b)
         return a if order > 0 or order == 0 and a.open else b
 
@@ -90,7 +90,7 @@ class Regions:
         return self.union(found)
 
     def union(self, pieces: Pieces) -> Pieces:
-        """The same numbers in pieces that are sorted and don't touch."""
+        """Union of pieces, as pieces that are sorted and don't touch."""
         joined: Pieces = []
         for piece in sorted(pieces, key=functools.cmp_to_key(self._order_of_lows)):
             last = joined[-1] if joined else None
@@ -107,7 +107,7 @@ class Regions:
         return self.compare(a.low, b.low) or a.low.open - b.low.open
 
     def complement(self, pieces: Pieces) -> Pieces:
-        """What is left of the real numbers; `pieces` are sorted and don't touch."""
+        """Complement in the real numbers; `pieces` are sorted and don't touch."""
         found, low = [], LOWEST
         for piece in pieces:
             high = piece.low._replace(open=not piece.low.open or bool(piece.low.infinite))
@@ -143,7 +143,7 @@ class Regions:
         return Piece(end, end)
 
     def read(self, node: Node) -> Pieces:
-        """The set that a node describes. Raises `Refused`."""
+        """Set that a node describes. Raises `Refused`."""
         if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
             left, right = node.marks
             low = self._end(node.items[0].text, is_open=left == "(")
@@ -186,7 +186,7 @@ class Regions:
     # --- solving -------------------------------------------------------------------------------
 
     def solve(self, difference: Tree, mark: str) -> Pieces:
-        """Where `difference mark 0`, of degree 1 or 2 on either side of the corners it has."""
+        """Solutions of `difference mark 0`, of degree 1 or 2 on either side of its corners."""
         if len(symbols(difference)) != 1 or mark not in ("=", *FLIPPED):
             raise Refused("no relation in one variable")
         if any(map(_divides_by_variable, nodes(difference))):
@@ -210,7 +210,7 @@ class Regions:
         return self.union(pieces)
 
     def _coefficients(self, found: Element) -> list[Element]:
-        """Those of 1, x and x^2; everything else is constant."""
+        """Coefficients of 1, x and x^2; everything else is constant."""
         varying = [number for number, atom in self.field.atoms_in(found.above) if not atom.constant]
         kinds = {self.field.atoms[number].kind for number in varying}
         if len(varying) > 1 or kinds - {"symbol"}:
@@ -249,7 +249,7 @@ class Regions:
         return self.complement(zero_or_positive if mark == "<" else positive)
 
     def _roots(self, a: Element, b: Element, c: Element, leading: int) -> tuple[list[Element], int]:
-        """The real zeros, in order, and the sign beyond the last of them."""
+        """Real zeros, in order, and the sign beyond the last of them."""
         field = self.field
         if leading == 0:
             return [field.scale(field.divide(c, b), -1)], sign(field, b)

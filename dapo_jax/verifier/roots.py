@@ -10,7 +10,7 @@ from flint import fmpq, fmpz
 
 from dapo_jax.verifier.ball_arithmetic import Ball, Undefined, principal_root, with_bits
 from dapo_jax.verifier.expression_tree import Undecided
-from dapo_jax.verifier.number_field import BITS, Field
+from dapo_jax.verifier.number_field import BITS, NumberField
 from dapo_jax.verifier.polynomials import (
     ONE,
     Element,
@@ -26,7 +26,7 @@ PRIMES = [n for n in range(2, 2_000) if all(n % d for d in range(2, int(n**0.5) 
 
 
 class NeedsSign(Exception):
-    """The case splits by the sign of a polynomial (0 belongs to both)."""
+    """Case split by the sign of a polynomial (0 belongs to both cases)."""
 
     def __init__(self, poly: Poly):
         super().__init__(str(poly))
@@ -37,13 +37,13 @@ def _not_known(bits: int) -> Ball:
     raise Undecided("a value that nothing here computes")
 
 
-def opaque(field: Field, kind: str, a: Element) -> Element:
-    """A function's value of which nothing more is known."""
+def opaque(field: NumberField, kind: str, a: Element) -> Element:
+    """Value of a function of which nothing more is known."""
     constant = field.is_constant(a)
     return field.atom(kind, str(a), argument=a, constant=constant, real=False, value=_not_known)
 
 
-def prime_powers(field: Field, number: fmpq) -> list[tuple[fmpz, int]]:
+def prime_powers(field: NumberField, number: fmpq) -> list[tuple[fmpz, int]]:
     """Factors of a positive number and their powers, below 0 for those of its denominator."""
     bits = number.p.bit_length() + number.q.bit_length()
     field.budget.spend(20 + (bits if bits > TRIAL_BITS else 0))
@@ -52,7 +52,7 @@ def prime_powers(field: Field, number: fmpq) -> list[tuple[fmpz, int]]:
 
 
 def _factors(n: fmpz) -> list[tuple[fmpz, int]]:
-    """Of a positive integer; a large one may be left as it is."""
+    """Prime powers of a positive integer; a large factor may be left as it is."""
     if n.bit_length() <= TRIAL_BITS:
         return list(n.factor())
     found = []
@@ -64,7 +64,7 @@ def _factors(n: fmpz) -> list[tuple[fmpz, int]]:
 
 
 def _without(n: fmpz, prime: int) -> tuple[fmpz, int]:
-    """n without that factor, and how often it was there; few divisions for many."""
+    """Cofactor of a prime, and the prime's multiplicity, in few divisions."""
     steps, power = [(fmpz(prime), 1)], 0
     while n % steps[-1][0] == 0:
         n, power = n // steps[-1][0], power + steps[-1][1]
@@ -75,8 +75,8 @@ def _without(n: fmpz, prime: int) -> tuple[fmpz, int]:
     return n, power
 
 
-def _root_of_number(field: Field, number: fmpq, degree: int) -> Element:
-    """The positive root of a positive number."""
+def _root_of_number(field: NumberField, number: fmpq, degree: int) -> Element:
+    """Positive root of a positive number."""
     result = rational(1)
     for prime, power in prime_powers(field, number):
         whole, rest = divmod(power, degree)
@@ -89,9 +89,14 @@ def _root_of_number(field: Field, number: fmpq, degree: int) -> Element:
 
 
 def _root_atom(
-    field: Field, radicand: Element, degree: int, *, real: bool = True, on_circle: bool = False
+    field: NumberField,
+    radicand: Element,
+    degree: int,
+    *,
+    real: bool = True,
+    on_circle: bool = False,
 ) -> Element:
-    """The principal root of a polynomial with whole coefficients."""
+    """Principal root of a polynomial with whole coefficients."""
     poly, is_constant = radicand.above, field.is_constant(radicand)
     inner = [atom for _, atom in field.atoms_in(poly)]
     bound = None
@@ -116,18 +121,18 @@ def _root_atom(
     )
 
 
-def minus_one_to(field: Field, degree: int) -> Element:
-    """(-1)^(1/degree) = exp(i pi / degree)."""
+def minus_one_to(field: NumberField, degree: int) -> Element:
+    """Root of -1: (-1)^(1/degree) = exp(i pi / degree)."""
     return rational(-1) if degree == 1 else _root_atom(field, rational(-1), degree, on_circle=True)
 
 
-def imaginary(field: Field) -> Element:
-    """i."""
+def imaginary(field: NumberField) -> Element:
+    """Imaginary unit."""
     return minus_one_to(field, 2)
 
 
-def root(field: Field, a: Element, degree: int) -> Element:
-    """The principal root."""
+def root(field: NumberField, a: Element, degree: int) -> Element:
+    """Principal root."""
     number = as_rational(a.above) if a.below == ONE else None
     if number is not None:
         if number == 0:
@@ -157,7 +162,7 @@ def root(field: Field, a: Element, degree: int) -> Element:
     return field.divide(root(field, inside, degree), below)
 
 
-def _root_of_poly(field: Field, poly: Poly, degree: int) -> Element:
+def _root_of_poly(field: NumberField, poly: Poly, degree: int) -> Element:
     content = content_of(poly)
     primitive, size = poly / content, root(field, rational(content), degree)
     real = field.is_constant(Element(poly, ONE)) and is_real(field, Element(poly, ONE))
@@ -178,7 +183,7 @@ def _root_of_poly(field: Field, poly: Poly, degree: int) -> Element:
 
 
 def content_of(poly: Poly) -> fmpq:
-    """The positive number after whose division the coefficients are coprime integers."""
+    """Content: the positive number whose removal leaves coprime integer coefficients."""
     coefficients = poly.coeffs()
     above = math.gcd(*(int(c.p) for c in coefficients))
     return fmpq(above, math.lcm(*(int(c.q) for c in coefficients)))
@@ -187,8 +192,8 @@ def content_of(poly: Poly) -> fmpq:
 # --- real and complex ---------------------------------------------------------------------------
 
 
-def conjugate(field: Field, a: Element) -> Element:
-    """The complex conjugate. `Undecided` where an atom's is not known."""
+def conjugate(field: NumberField, a: Element) -> Element:
+    """Complex conjugate. Raises `Undecided` where that of an atom is not known."""
     if all(atom.real for _, atom in field.atoms_in(*a)):
         return a
     parts = []
@@ -207,8 +212,8 @@ def conjugate(field: Field, a: Element) -> Element:
     return field.divide(*parts)
 
 
-def is_real(field: Field, a: Element) -> bool:
-    """Whether a constant is real; also False where that can't be told."""
+def is_real(field: NumberField, a: Element) -> bool:
+    """Proof that a constant is real; False also where there is none."""
     try:
         other = conjugate(field, a)
         return other == a or field.vanishes(field.subtract(a, other).above)
@@ -216,8 +221,8 @@ def is_real(field: Field, a: Element) -> bool:
         return False
 
 
-def sign(field: Field, a: Element) -> int:
-    """Of a real constant. Raises `Undecided`."""
+def sign(field: NumberField, a: Element) -> int:
+    """Sign of a real constant: -1, 0 or 1. Raises `Undecided`."""
     if field.vanishes(a.above):
         return 0
     if not is_real(field, a):
@@ -232,8 +237,8 @@ def sign(field: Field, a: Element) -> int:
     raise Undecided("a sign that takes too many bits")
 
 
-def absolute(field: Field, a: Element) -> Element:
-    """|a|. Raises `NeedsSign` where that depends on variables."""
+def absolute(field: NumberField, a: Element) -> Element:
+    """Absolute value. Raises `NeedsSign` where it depends on variables."""
     if field.is_constant(a):
         if is_real(field, a):
             return field.scale(a, sign(field, a))
@@ -251,7 +256,7 @@ def absolute(field: Field, a: Element) -> Element:
     return field.divide(*size)
 
 
-def _sign_of_factor(field: Field, factor: Poly) -> int:
+def _sign_of_factor(field: NumberField, factor: Poly) -> int:
     if field.is_constant(Element(factor, ONE)):
         return sign(field, Element(factor, ONE))
     ((_, atom), *others) = field.atoms_in(factor)

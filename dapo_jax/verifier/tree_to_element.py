@@ -1,4 +1,4 @@
-"""From trees to elements of a field."""
+"""Translation of expression trees to elements of a number field."""
 
 from collections.abc import Callable
 
@@ -6,27 +6,27 @@ from flint import fmpq
 
 from dapo_jax.verifier import elementary_functions
 from dapo_jax.verifier.expression_tree import Refused, Tree
-from dapo_jax.verifier.number_field import Field
+from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.polynomials import Element, rational
 from dapo_jax.verifier.roots import absolute, imaginary, is_real, root, sign
 
 
-def _circle(field: Field, a: Element, sign: int) -> Element:
+def _circle(field: NumberField, a: Element, sign: int) -> Element:
     """exp(i a) + sign * exp(-i a)."""
     turned = field.multiply(imaginary(field), a)
     back = elementary_functions.exp(field, field.scale(turned, -1))
     return field.add(elementary_functions.exp(field, turned), field.scale(back, sign))
 
 
-def _sin(field: Field, a: Element) -> Element:
+def _sin(field: NumberField, a: Element) -> Element:
     return field.scale(field.multiply(_circle(field, a, -1), imaginary(field)), fmpq(-1, 2))
 
 
-def _cos(field: Field, a: Element) -> Element:
+def _cos(field: NumberField, a: Element) -> Element:
     return field.scale(_circle(field, a, 1), fmpq(1, 2))
 
 
-def _hyperbola(field: Field, a: Element, sign: int) -> Element:
+def _hyperbola(field: NumberField, a: Element, sign: int) -> Element:
     """(exp(a) + sign * exp(-a)) / 2."""
     other = elementary_functions.exp(field, field.scale(a, -1))
     return field.scale(
@@ -34,7 +34,7 @@ def _hyperbola(field: Field, a: Element, sign: int) -> Element:
     )
 
 
-def _asin(field: Field, a: Element) -> Element:
+def _asin(field: NumberField, a: Element) -> Element:
     """-i log(i a + sqrt(1 - a^2))."""
     i = imaginary(field)
     height = root(field, field.subtract(rational(1), field.multiply(a, a)), 2)
@@ -42,7 +42,7 @@ def _asin(field: Field, a: Element) -> Element:
     return field.scale(field.multiply(i, turn), -1)
 
 
-def _atan(field: Field, a: Element) -> Element:
+def _atan(field: NumberField, a: Element) -> Element:
     """i / 2 (log(1 - i a) - log(1 + i a))."""
     i = imaginary(field)
     turned = field.multiply(i, a)
@@ -51,15 +51,15 @@ def _atan(field: Field, a: Element) -> Element:
     return field.scale(field.multiply(i, field.subtract(below, above)), fmpq(1, 2))
 
 
-def _over(above: Callable, below: Callable) -> Callable[[Field, Element], Element]:
+def _over(above: Callable, below: Callable) -> Callable[[NumberField, Element], Element]:
     return lambda field, a: field.divide(above(field, a), below(field, a))
 
 
-def _one(field: Field, a: Element) -> Element:
+def _one(field: NumberField, a: Element) -> Element:
     return rational(1)
 
 
-_FUNCTIONS: dict[str, Callable[[Field, Element], Element]] = {
+_FUNCTIONS: dict[str, Callable[[NumberField, Element], Element]] = {
     "exp": elementary_functions.exp,
     "log": elementary_functions.log,
     "sin": _sin,
@@ -88,10 +88,13 @@ _FUNCTIONS: dict[str, Callable[[Field, Element], Element]] = {
 }
 
 
-def read(field: Field, tree: Tree) -> Element:
-    """The element that a tree describes.
+def read(field: NumberField, tree: Tree) -> Element:
+    """Element that a tree describes.
 
-    Raises `Refused` for what has no value, `Undecided`, or `NeedsSign` where cases are needed.
+    Raises:
+        Refused: the tree has no value.
+        Undecided: the budget ends, or no rule here applies.
+        NeedsSign: the value depends on a sign.
     """
     field.budget.spend(5)
     match tree.kind:

@@ -100,7 +100,7 @@ def _singular(word: str) -> str:
 
 
 def canonical_unit(text: str) -> tuple[str, bool]:
-    """One spelling of a unit, and whether every word of it is known as one."""
+    """Canonical spelling of a unit, and whether every word in it is a known unit."""
     text = text.replace(r"\text", " ").replace("p.m.", "pm").replace("a.m.", "am")
     parts, known, pending = [], True, ""
     for piece in _PIECE.findall(text):

@@ -1,4 +1,4 @@
-"""Which answer a response gives, and whether it is the right one.
+"""Verifiers by name: extraction of a response's answer and comparison with the gold answer.
 
 All of it runs on text that a model wrote, in time linear in that text, and evaluates none of it;
 only `algebra` parses expressions, in a process that can be killed.
@@ -16,7 +16,7 @@ LONGEST_NUMBER = 400  # characters; longer "numbers" are not answers
 
 
 class Ruling(NamedTuple):
-    """Right or wrong, the extracted answer (None: not found) and how it was found, or why not."""
+    """Verdict, the extracted answer (None: not found) and how it was found, or why not."""
 
     correct: bool
     extracted: str | None
@@ -24,7 +24,7 @@ class Ruling(NamedTuple):
 
 
 def final_number(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Compares the integer behind the last `####` with the gold answer, exactly."""
+    """Exact comparison of the integer behind the last `####` with the gold answer."""
     _, marker, after = response.rpartition(MARKER)
     extracted = after.strip()
     if not marker or not extracted or len(after) > LONGEST_NUMBER:
@@ -45,17 +45,17 @@ def math(response: str, answer: str, algebra: Algebra) -> Ruling:
 
 
 def math_box(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Mathematical equivalence of what stands in the last box."""
+    """Mathematical equivalence of the content of the last box."""
     return _same(extract(response, "box"), answer, algebra)
 
 
 def math_label(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Mathematical equivalence of what a tag, `####` or 'Answer:' marks."""
+    """Mathematical equivalence of the answer behind a tag, `####` or 'Answer:'."""
     return _same(extract(response, "label"), answer, algebra)
 
 
 def dapo(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """The scorer of DAPO's released code: the same string after Minerva's normalisation."""
+    """Scorer of DAPO's released code: the same string after Minerva's normalisation."""
     extracted = labelled_answer(response)
     if extracted is None:
         return Ruling(False, None, "no_marker")

@@ -14,7 +14,7 @@ from dapo_jax.verifier.algebra_worker import ProvenAlgebra
 from dapo_jax.verifier.ball_arithmetic import Undefined, enclose, with_bits
 from dapo_jax.verifier.expression_tree import Budget, Refused, Tree, Undecided, number, symbols
 from dapo_jax.verifier.expressions import parse
-from dapo_jax.verifier.number_field import Field
+from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.polynomials import rational
 from dapo_jax.verifier.roots import NeedsSign, sign
 from dapo_jax.verifier.tree_to_element import read
@@ -99,7 +99,7 @@ def test_normal_forms_have_the_value_of_their_trees():
     rng, seen = random.Random(5), 0
     for _ in range(300):
         tree = with_numbers(parse(made_up(rng, 3)))
-        field = Field(Budget(WORK))
+        field = NumberField(Budget(WORK))
         try:
             element = read(field, tree)
             with with_bits(256):
@@ -197,7 +197,7 @@ def test_the_budget_ends_a_proof_and_is_never_overdrawn_by_much():
 
 
 def test_signs_of_near_equal_roots_are_exact():
-    field = Field(Budget(WORK))
+    field = NumberField(Budget(WORK))
     sums = r"\sqrt{5}+\sqrt{18}", r"\sqrt{10}+\sqrt{11}"
     a, b = (read(field, parse(text)) for text in sums)
     wanted = 1 if mpmath.sqrt(5) + mpmath.sqrt(18) > mpmath.sqrt(10) + mpmath.sqrt(11) else -1
@@ -207,7 +207,7 @@ def test_signs_of_near_equal_roots_are_exact():
 
 def test_an_absolute_value_asks_for_the_sign_of_each_factor():
     with pytest.raises(NeedsSign) as case:
-        read(Field(Budget(WORK)), parse("|x^2-9|"))
+        read(NumberField(Budget(WORK)), parse("|x^2-9|"))
     assert len(case.value.poly) == 2 and symbols(parse("|x^2-9|")) == {"x"}
 
 

@@ -1,4 +1,4 @@
-"""The chat template of a model folder, rendered as the model's own library renders it."""
+"""Chat template of a model folder, rendered as the model's own library renders it."""
 
 import pathlib
 from typing import Any
@@ -10,7 +10,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class ChatTemplate:
-    """Messages to prompt text."""
+    """Chat template: from messages to the text of a prompt."""
 
     def __init__(self, text: str, special_tokens: dict[str, str] | None = None):
         self._text, self._special_tokens = text, special_tokens or {}
@@ -21,11 +21,11 @@ class ChatTemplate:
         field: str = "config.data.template = 'chat'",
         open_answer: bool = True,
     ) -> str:
-        """The prompt, up to where the assistant's turn begins.
+        """Text of the prompt, up to the beginning of the assistant's turn.
 
         Args:
             messages: each with `role` ('system', 'user' or 'assistant') and `content`.
-            field: what asked for it.
+            field: the setting that asks for the template, for the error.
             open_answer: without it the text ends with the last message.
 
         Raises:
@@ -56,7 +56,7 @@ def _token_text(token: Any) -> str:
 
 
 def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
-    """That of chat_template.jinja, else of tokenizer_config.json; None where neither has one."""
+    """Chat template of chat_template.jinja, else of tokenizer_config.json; else None."""
     path = folder / "tokenizer_config.json"
     settings = read_json(path, field) if path.exists() else {}
     text = settings.get("chat_template")

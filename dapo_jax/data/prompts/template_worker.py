@@ -1,9 +1,9 @@
-"""The child's side of templates: jinja in its sandbox, in a process that may be killed.
+"""Worker process of templates: jinja in its sandbox, in a process that may be killed.
 
 `python -m dapo_jax.data.prompts.template_worker` answers as `runtime.workers.child.serve` does.
 
-A template is a program that came with a model. It may change nothing it is given, and spend so
-much time and memory. Names and white space are as in Hugging Face's `apply_chat_template`.
+A template is a program that came with a model. It can change no value, and its time and memory are
+limited. Names and white space are as in Hugging Face's `apply_chat_template`.
 """
 
 import datetime
@@ -27,7 +27,7 @@ SECONDS = 2  # of computing, for one text; the kernel ends the process at the ne
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model wrote; a prompt holds nothing of that."""
+    """Block `{% generation %}` around text of a model, which is written as it stands."""
 
     tags = {"generation"}
 
@@ -38,7 +38,7 @@ class _Generation(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """jinja's own filter escapes HTML, which has no place in a prompt."""
+    """JSON without HTML escapes, which jinja's own filter would write."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -47,13 +47,13 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(form: str) -> str:
-    """Not today: a prompt that changes at midnight is another prompt to a run that goes on."""
+    """Date that never changes: a resumed run sees the same prompts after midnight."""
     return TODAY.strftime(form)
 
 
 @functools.cache
 def _environment(strict: bool) -> jinja2.Environment:
-    """What Hugging Face's library offers templates. `strict`: a name that nothing has raises."""
+    """Environment as in Hugging Face's library. `strict`: names without a value are errors."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined if strict else jinja2.Undefined,
         trim_blocks=True,
@@ -72,9 +72,9 @@ def _compiled(text: str, strict: bool) -> jinja2.Template:
 
 
 def answer(job: dict) -> dict:
-    """The `{"text"}` of `{"template", "strict", "values"}`; without values, what it `{"reads"}`.
+    """Reply to `{"template", "strict", "values"}`: `{"text"}`; without values, `{"reads"}`.
 
-    Where it fails, `{"error", "line"}`; the line is None where jinja knows none.
+    A template that fails gives `{"error", "line"}`; the line is None where jinja knows none.
     """
     spent = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(spent.ru_utime + spent.ru_stime) + 1 + SECONDS
@@ -93,8 +93,8 @@ def answer(job: dict) -> dict:
         reads = meta.find_undeclared_variables(environment.parse(template))
         return {"reads": sorted(reads - environment.globals.keys())}
     except Exception as error:  # a template is a program
-        said = str(getattr(error, "message", None) or error) or type(error).__name__
-        return {"error": said, "line": getattr(error, "lineno", None)}
+        message = str(getattr(error, "message", None) or error) or type(error).__name__
+        return {"error": message, "line": getattr(error, "lineno", None)}
 
 
 def make_answer() -> Callable[[dict], dict]:

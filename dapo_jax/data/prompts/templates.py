@@ -1,4 +1,4 @@
-"""Prompt templates, by name or of one's own: how a bare problem becomes what the policy sees."""
+"""Prompt templates, by name or a user's own: from a problem to the policy's prompt."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ QWEN_MATH = (
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What a template may show beside the problem.
+    """Parts that a template may show beside the problem.
 
     Attributes:
         examples: one more than `shots`, so that the asked problem can be left out.
@@ -54,7 +54,7 @@ def _wording(text: str) -> Callable[[Problem, Beside], str]:
 
 
 def _worked(problem: Problem) -> str:
-    """Its solution, ending in the answer in a box."""
+    """Solution of a problem, ending in the answer in a box."""
     if "\\boxed" in problem.solution or not problem.answer:
         return problem.solution
     return f"{problem.solution}\nThe answer is $\\boxed{{{problem.answer}}}$.".strip()
@@ -68,14 +68,14 @@ def few_shot(problem: Problem, beside: Beside) -> str:
 
 
 def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
-    """The conversation; its system message is the problem's own, else the config's, if any."""
+    """Messages of a problem, with its own system message, else the config's, if any."""
     system = problem.system or beside.system_prompt
-    said = [*([("system", system)] if system else []), *problem.turns, ("user", problem.text)]
-    return [{"role": role, "content": content} for role, content in said]
+    turns = [*([("system", system)] if system else []), *problem.turns, ("user", problem.text)]
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def chat(problem: Problem, beside: Beside) -> str:
-    """The model's own template."""
+    """Prompt by the model's own chat template."""
     assert beside.chat is not None  # or the settings were refused
     return beside.chat.render(_messages(problem, beside))
 
@@ -99,18 +99,19 @@ VERIFIERS_OF = {
 }
 
 
-# What jinja of one's own may read.
+# Names that a user's own jinja may read.
 READABLE = {"problem", "system", "subject", "level", "messages"}
 SHOWN_OF_TEXT = 60  # characters
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """How a problem is written, and what of it.
+    """Prompt template.
 
     Attributes:
-        reads: what it shows, of `READABLE`.
-        digest: of its text, where that is one's own; else empty.
+        write: makes the prompt of a problem.
+        reads: names of `READABLE` that the template shows.
+        digest: digest of a user's own text; else empty.
     """
 
     write: Callable[[Problem, Beside], str]
@@ -119,15 +120,24 @@ class Template:
 
     @property
     def shows_system(self) -> bool:
-        """Whether a system message is part of what it writes."""
+        """True where prompts show a system message."""
         return not self.reads.isdisjoint({"system", "messages"})
 
 
+def check_chat(setting: str, chat_template: ChatTemplate | None) -> None:
+    """Raises `ConfigError` where `data.template` is 'chat' and the model folder has none."""
+    if setting == "chat" and chat_template is None:
+        raise ConfigError(
+            "config.data.template = 'chat': the model folder has no chat template, neither in "
+            "tokenizer_config.json nor as chat_template.jinja"
+        )
+
+
 def open_template(setting: str) -> Template:
-    """What `data.template` says: a name, a text of one's own, or a file that holds one.
+    """Template of `data.template`: a name, a text of one's own, or a file that holds one.
 
     Raises:
-        ConfigError: it is none of these, or the text is broken or shows no problem.
+        ConfigError: the setting is none of these, or the text is broken or shows no problem.
     """
     if setting in TEMPLATES:
         reads = {"problem", "system", "messages"} if setting == "chat" else {"problem"}
@@ -156,7 +166,7 @@ def open_template(setting: str) -> Template:
 
 
 def _read(setting: str) -> str:
-    """The text of a file, without the line's end that editors put at its end."""
+    """Text of a file, without the line's end that editors put at its end."""
     path = epath.Path(setting)
     try:
         if path.is_file():
@@ -169,7 +179,7 @@ def _read(setting: str) -> str:
 
 
 def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], frozenset[str]]:
-    """Its writer, and what it reads. One problem is written to see whether that works."""
+    """Writer of a jinja text, and the names it reads. One problem is written as a trial."""
 
     @contextlib.contextmanager
     def explained() -> Iterator[None]:

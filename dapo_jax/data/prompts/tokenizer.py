@@ -1,6 +1,6 @@
-"""The tokenizer of a model folder, and the one of the embedded task.
+"""Tokenizers of a model folder and of the embedded task.
 
-Text and ids go through the `tokenizers` library; this file only knows which ids end a response.
+The `tokenizers` library turns text into ids; this file adds the ids that end a response.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ BROKEN_CHARACTER = "\ufffd"
 
 
 class Ends(Protocol):
-    """What an engine asks of a tokenizer before anything is encoded or decoded."""
+    """Special ids that an engine needs."""
 
     @property
     def end_ids(self) -> tuple[int, ...]: ...
@@ -28,19 +28,19 @@ class Ends(Protocol):
 
 
 class Decodes(Ends, Protocol):
-    """What a sampler asks of one: the text of what was drawn, too."""
+    """Special ids and decoding that a sampler needs."""
 
     def decode(self, ids: list[int]) -> str: ...
 
 
 class Tokenizer:
-    """Encodes prompts and decodes responses of one model folder.
+    """Tokenizer of one model folder: encodes prompts and decodes responses.
 
     Attributes:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
         pad_id: fills the places that no token uses.
-        chat: the model's chat template, where it has one.
-        begin_ids: what prompts begin with; empty for most models.
+        chat: the model's chat template; None where it has none.
+        begin_ids: ids that begin a prompt; empty for most models.
     """
 
     def __init__(
@@ -88,19 +88,20 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Bytes of a text that one token can stand for; at most."""
+        """Most bytes of a text that one token can stand for."""
         return max(len(piece.encode()) for piece in self.backend.get_vocab())
 
     @property
     def padded_vocab(self) -> int:
-        """Vocabulary rounded up so that a mesh can cut it."""
+        """Size of the vocabulary, rounded up so that a mesh can cut it."""
         return -(-self.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @classmethod
     def from_folder(cls, folder: str | pathlib.Path, field: str = "model.folder") -> "Tokenizer":
-        """Reads tokenizer.json and the end ids.
+        """Tokenizer of a folder's tokenizer.json, with the end ids of its config files.
 
-        Raises `ConfigError` naming the setting `field`, the folder and what it lacks.
+        Raises:
+            ConfigError: the folder lacks a file or an id; the message names the setting `field`.
         """
         folder = pathlib.Path(folder)
         named = f"config.{field} = {str(folder)!r}"
@@ -110,11 +111,11 @@ class Tokenizer:
         settings: dict = {}
         for name in ("config.json", "generation_config.json"):  # the second has the last word
             if (folder / name).exists():
-                found = read_json(folder / name, field)
-                settings |= {key: value for key, value in found.items() if value is not None}
+                values = read_json(folder / name, field)
+                settings |= {key: value for key, value in values.items() if value is not None}
         end = settings.get("eos_token_id", [])
         end_ids = tuple(end) if isinstance(end, list) else (end,)
-        if not end_ids or not all(type(one) is int for one in end_ids):
+        if not end_ids or not all(type(end_id) is int for end_id in end_ids):
             raise ConfigError(
                 f"{named}: eos_token_id = {end!r} in generation_config.json or else config.json: "
                 "must be an id or a list of ids, or no response could end"
@@ -128,7 +129,9 @@ class Tokenizer:
 
 
 class TextStream:
-    """The text of a response whose tokens come one by one; the pieces joined are the whole text.
+    """Incremental decoder: text of a response whose tokens come one by one.
+
+    The pieces joined are the whole text.
 
     A token may end inside a character, which is shown once it is complete, and what a token adds
     may depend on the one before: so each piece is decoded together with the piece before it.
@@ -140,7 +143,7 @@ class TextStream:
         self._shown_ids = self._shown_characters = 0  # of `_ids` and of their text
 
     def add(self, ids: list[int]) -> str:
-        """What these ids add; empty while they end inside a character."""
+        """Text that these ids add; empty while they end inside a character."""
         self._ids.extend(ids)
         text = self._decode(self._ids)
         piece = text[self._shown_characters :]
@@ -151,22 +154,22 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """What is left at the end of the response: a character that was never completed."""
+        """Rest of the text at the end of the response: a character that was never completed."""
         return self._decode(self._ids)[self._shown_characters :]
 
 
 class UntilStop:
-    """Text up to the first of some strings, which is left out; what may begin one is held back.
+    """Filter of a text up to the first stop string; a possible beginning of one is held back.
 
     Attributes:
-        stopped: whether one has come.
+        stopped: true once a stop string has come.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.stopped = stops, "", False
 
     def add(self, text: str, *, last: bool = False) -> str:
-        """What may be shown now. `last`: nothing more comes, so that nothing is held back."""
+        """Text that may be shown now. `last`: no more text comes, so that none is held back."""
         if self.stopped:
             return ""
         self._held += text
@@ -180,7 +183,7 @@ class UntilStop:
         return shown
 
     def _begins(self) -> int:
-        """How many of the last characters are the most with which one of the strings begins."""
+        """Count of last characters with which a stop string may begin, the most."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for size in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-size:]) for stop in self._stops):
@@ -192,7 +195,7 @@ PAD, END = "<|pad|>", "<|end|>"
 
 
 def arithmetic_tokenizer() -> Tokenizer:
-    """Characters as tokens, with `####` and the word `again` whole; id 0 pads, id 1 ends."""
+    """Tokenizer of the embedded task: characters, `####` and `again`; id 0 pads, id 1 ends."""
     pieces = [PAD, END, "####", "again", *"0123456789+=,? "]
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, PAD))
     backend.add_special_tokens([PAD, END])
