@@ -169,9 +169,9 @@ def _shards(folder: epath.Path) -> list[epath.Path]:
     for pattern in ("*", "*/*"):
         files = sorted(folder.glob(pattern))
         for suffix in READERS:
-            found = [path for path in files if split_suffix(path.name)[1] == suffix]
-            if found:
-                return found
+            shards = [path for path in files if split_suffix(path.name)[1] == suffix]
+            if shards:
+                return shards
     return []
 
 
@@ -180,19 +180,19 @@ def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
     names = {path: split_suffix(path.name) for path in sorted(folder.iterdir())}
     near = [path for path, (_, suffix) in names.items() if suffix or path.is_dir()]
     stems = {path: names[path][0].lower() for path in near}
-    found = [path for path in near if stems[path] == name.lower()]
-    if not found:
+    matches = [path for path in near if stems[path] == name.lower()]
+    if not matches:
         starts = tuple(f"{name.lower()}{separator}" for separator in "_-.")
-        found = [path for path in near if stems[path].startswith(starts)]
-    return [path for path in found if split in stems[path]] if len(found) > 1 else found
+        matches = [path for path in near if stems[path].startswith(starts)]
+    return [path for path in matches if split in stems[path]] if len(matches) > 1 else matches
 
 
 def _glob(field: str, pattern: str) -> list[epath.Path]:
     require("**" not in pattern, field, pattern, "without **, which no bucket could answer")
     parts = epath.Path(pattern).parts
     first = next(i for i, part in enumerate(parts) if set(part) & set(WILDCARDS))
-    found = epath.Path(*parts[:first]).glob("/".join(parts[first:]))
-    return [path for path in sorted(found) if split_suffix(path.name)[1]]
+    matches = epath.Path(*parts[:first]).glob("/".join(parts[first:]))
+    return [path for path in sorted(matches) if split_suffix(path.name)[1]]
 
 
 def _matches(field: str, name: str, home: epath.Path, split: str) -> list[epath.Path]:

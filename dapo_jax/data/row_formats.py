@@ -58,14 +58,14 @@ def parse_fields(setting: str, text: str, allowed: Sequence[str]) -> dict[str, s
         ConfigError: the text has another form, or another key.
     """
     pairs = [entry.partition("=") for entry in text.split(",")] if text.strip() else []
-    found = {key.strip(): field.strip() for key, _, field in pairs}
+    fields = {key.strip(): field.strip() for key, _, field in pairs}
     require(
-        len(found) == len(pairs) and all(found.values()) and found.keys() <= set(allowed),
+        len(fields) == len(pairs) and all(fields.values()) and fields.keys() <= set(allowed),
         setting,
         text,
         f"KEY=FIELD, comma-separated, each key once; the keys are {', '.join(allowed)}",
     )
-    return found
+    return fields
 
 
 def look_up(row: Any, path: str) -> Any:
@@ -124,8 +124,8 @@ def _answer(row: Row, field: str) -> str | None:
         return str(value).lower()
     if isinstance(value, list | tuple) and value:
         parts = [_answer({field: part}, field) for part in value]
-        found = [part for part in parts if part is not None]
-        return ", ".join(found) if len(found) == len(parts) else None
+        answers = [part for part in parts if part is not None]
+        return ", ".join(answers) if len(answers) == len(parts) else None
     if isinstance(value, int | float | decimal.Decimal):
         return _number(value)
     if not value or isinstance(value, str) and not _DOLLARS.sub("", value).strip():

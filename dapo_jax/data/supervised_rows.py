@@ -75,16 +75,16 @@ def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
             opened, or shows no system message though there is one.
     """
     allowed = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
-    found = parse_fields("data.fields", data.fields, allowed)
-    complete = any(found.keys() - {SYSTEM} == set(form) for form in forms)
+    fields = parse_fields("data.fields", data.fields, allowed)
+    complete = any(fields.keys() - {SYSTEM} == set(form) for form in forms)
     allowed = f"a form as a whole: {_listed(forms)}"
-    require(not found or complete, "data.fields", data.fields, allowed)
+    require(not fields or complete, "data.fields", data.fields, allowed)
     shown = open_template(data.template).shows_system
-    own = data.fields if SYSTEM in found else ""
+    own = data.fields if SYSTEM in fields else ""
     for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", own):
         allowed = f"without a system message with data.template = {data.template!r}: it shows none"
         require(shown or not value, field, value, allowed)
-    return found
+    return fields
 
 
 def _listed(forms: Forms) -> str:
@@ -130,17 +130,17 @@ class Writer:
         if not isinstance(row, dict):
             raise MalformedRow(f"is {type(row).__name__}, not an object with named fields")
         if self._fields:
-            found = {key: look_up(row, path) for key, path in self._fields.items()}
-            if missing := [path for key, path in self._fields.items() if found[key] is MISSING]:
+            named = {key: look_up(row, path) for key, path in self._fields.items()}
+            if missing := [path for key, path in self._fields.items() if named[key] is MISSING]:
                 raise MalformedRow(f"has no {missing[0]}; its fields are: {', '.join(row)}")
-            row = found
+            row = named
         else:
             row = {name.lower(): value for name, value in row.items()}
         for form in self._forms:
             if row.keys() >= set(form):
                 return row, form
-        found, known = ", ".join(row) or "none", _listed(self._forms)
-        raise MalformedRow(f"has the fields {found}, not {known}: data.fields can say other names")
+        named, known = ", ".join(row) or "none", _listed(self._forms)
+        raise MalformedRow(f"has the fields {named}, not {known}: data.fields can say other names")
 
     def _render(self, messages: Messages, open_answer: bool) -> str:
         if self._tokenizer.chat is None:
@@ -171,11 +171,11 @@ class Writer:
             written: the part of it that stands in the row.
         """
         ids, ends = self._tokenizer.encode(text), self._tokenizer.end_ids
-        if any(one in ends for one in self._tokenizer.encode(written)[:-1]):
+        if any(token in ends for token in self._tokenizer.encode(written)[:-1]):
             raise MalformedRow("an answer holds the end token before its end")
         if self._tokenizer.pad_id not in ends and self._tokenizer.pad_id in ids:
             raise MalformedRow("an answer holds letters that the tokenizer has no token for")
-        last = next((i for i, one in enumerate(ids) if one in ends), None)
+        last = next((i for i, token in enumerate(ids) if token in ends), None)
         return np.array([*ids, ends[0]] if last is None else ids[: last + 1], np.int32)
 
     def _encode(self, text: str) -> np.ndarray:
@@ -200,27 +200,29 @@ class Writer:
         if not places or not places[0]:
             where = "begins with a" if places else "has no"
             raise MalformedRow(f"the conversation {where} message of the role {ASSISTANT!r}")
-        texts, found = [], []
+        texts, turns = [], []
         for place in places:
             text, turn = self._turn(messages, place)
             texts.append(text)
-            if found:
-                before = np.concatenate(found[-1][:2])
+            if turns:
+                before = np.concatenate(turns[-1][:2])
                 if np.array_equal(turn.prompt[: len(before)], before):
                     gap = turn.prompt[len(before) :]
-                    prompt, response, trained = found.pop()
+                    prompt, response, trained = turns.pop()
                     response = np.concatenate([response, gap, turn.response])
                     trained = np.concatenate([trained, np.zeros(len(gap), bool), turn.trained])
                     turn = Turns(prompt, response, trained)
-            found.append(turn)
-        return Example(texts[0], tuple(found))
+            turns.append(turn)
+        return Example(texts[0], tuple(turns))
 
     def _plain(self, row: Row, prompt: str, answers: Sequence[str]) -> Example:
         """Example of answers behind a problem, as the template shows it."""
         problem = Problem("", prompt.strip(), "", "", system=self._system(row))
         text = self._template.write(problem, Beside(self._tokenizer.chat))
         tokens = self._encode(text)
-        return Example(text, tuple(Turns.of(tokens, self._ended(one, one)) for one in answers))
+        return Example(
+            text, tuple(Turns.of(tokens, self._ended(answer, answer)) for answer in answers)
+        )
 
     def _example(self, row: Row, form: tuple[str, ...]) -> Example:
         if form == ("messages",):
@@ -244,8 +246,8 @@ class Writer:
             whole = [self._whole(row, name) for name in names]
             if whole[0][:-1] != whole[1][:-1]:
                 raise MalformedRow("chosen and rejected differ before their last message")
-            examples = [self._conversation(one, len(one) - 1) for one in whole]
-            pair = Example(examples[0].text, tuple(one.turns[0] for one in examples))
+            examples = [self._conversation(messages, len(messages) - 1) for messages in whole]
+            pair = Example(examples[0].text, tuple(example.turns[0] for example in examples))
         good, bad = pair.turns
         if np.array_equal(good.response, bad.response):
             raise MalformedRow("chosen and rejected are the same")
@@ -278,7 +280,7 @@ class Writer:
         text = self._tokenizer.decode(whole[0][:common].tolist())
         if not text:
             raise MalformedRow("chosen and rejected share no beginning, and there is no prompt")
-        begun = self._encode(chosen)
-        begun = begun[: len(begun) - len(self._tokenizer.encode(chosen))]
-        prompt = np.append(begun, whole[0][:common])
-        return Example(text, tuple(Turns.of(prompt, one[common:]) for one in whole))
+        beginning = self._encode(chosen)
+        beginning = beginning[: len(beginning) - len(self._tokenizer.encode(chosen))]
+        prompt = np.append(beginning, whole[0][:common])
+        return Example(text, tuple(Turns.of(prompt, ids[common:]) for ids in whole))

@@ -109,13 +109,13 @@ def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
     def over_signs(signs: dict[str, int], residues: dict[str, tuple[int, int]]) -> bool:
         field = NumberField(budget, signs, residues)
         try:
-            found = holds(field)
+            proven = holds(field)
         except NeedsSign as case:
             if len(signs) == MOST_SIGNS:
                 raise Undecided("too many cases") from None
             return all(over_signs(signs | {case.name: way}, residues) for way in (1, -1))
         moduli.update(field.moduli)
-        return found
+        return proven
 
     if over_signs({}, {}):
         return True
@@ -200,4 +200,4 @@ def _ratios_agree(mine: Tree, gold: Tree, budget: Budget) -> bool:
                 raise Undecided("no value at a point") from None
             if is_apart(above) and is_apart(below):
                 ratios.append(above / below)
-        return len(ratios) > 1 and not any(is_apart(one - ratios[0]) for one in ratios)
+        return len(ratios) > 1 and not any(is_apart(ratio - ratios[0]) for ratio in ratios)

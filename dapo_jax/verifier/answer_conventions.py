@@ -59,14 +59,14 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
     ours, theirs = read(mine), read(gold)
     if ours.kind == "relation" and theirs.kind != "relation":  # x = value, or a chain
         ours = next((item for item in ours.items if _is_finished(item.text)), ours)
-    found, wanted = _values(ours), _values(theirs)
+    values, gold_values = _values(ours), _values(theirs)
     copied = compact(mine) in compact(normalise(problem))
-    if all(map(_is_finished, found)):  # 3/20 of the problem is not the decimal asked for
-        return copied and any(map(_FRACTION.fullmatch, found)) > any(
-            map(_FRACTION.fullmatch, wanted)
+    if all(map(_is_finished, values)):  # 3/20 of the problem is not the decimal asked for
+        return copied and any(map(_FRACTION.fullmatch, values)) > any(
+            map(_FRACTION.fullmatch, gold_values)
         )
-    if all(map(_is_finished, wanted)) and not any(map(has_words, found)):
-        return any(map(_OPERATION.search, found))
+    if all(map(_is_finished, gold_values)) and not any(map(has_words, values)):
+        return any(map(_OPERATION.search, values))
     return copied and bool(_OPERATION.search(mine))
 
 

@@ -54,7 +54,7 @@ _MATRIX = re.compile(
 
 def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | None:
     """Text between the separators outside all brackets, and the separators; None if unbalanced."""
-    parts, found, start, closers = [], [], 0, []
+    parts, marks, start, closers = [], [], 0, []
     for match in _TOKEN.finditer(text):
         token = match[0]
         if token.startswith(r"\begin"):
@@ -74,9 +74,9 @@ def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | No
                 return None
         elif token in separators and not closers:
             parts.append(text[start : match.start()])
-            found.append(token)
+            marks.append(token)
             start = match.end()
-    return None if closers else ([*parts, text[start:]], found)
+    return None if closers else ([*parts, text[start:]], marks)
 
 
 def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
@@ -142,8 +142,8 @@ def _read_brackets(text: str, depth: int) -> Node | None:
     """A set, tuple or interval; None where no pair of brackets encloses the text."""
     content = _inside(text, r"\{", (r"\}",))
     if content is not None:
-        condition, found = split(content, {":", "|", r"\colon"})
-        if len(found) == 1:  # {x : x > 2}, and nothing but a real variable before the colon
+        condition, marks = split(content, {":", "|", r"\colon"})
+        if len(marks) == 1:  # {x : x > 2}, and nothing but a real variable before the colon
             real = _REAL_VARIABLE.fullmatch(condition[0].strip())
             kept = read(condition[1], depth + 1) if real else None
             whole = kept is not None and kept.kind in ("relation", "list")
@@ -194,11 +194,11 @@ def read(text: str, depth: int = 0) -> Node:
         items = tuple(read(member, depth + 1) for member in members)
         return Node("relation", text, items, tuple(RELATIONS[o] for o in operators))
     for command, kind in ((r"\cup", "union"), (r"\cap", "intersection")):
-        sets, found = split(text, {command})
-        if found:
+        sets, marks = split(text, {command})
+        if marks:
             return Node(kind, text, tuple(read(part, depth + 1) for part in sets))
-    sets, found = split(text, {r"\setminus", r"\backslash"})
-    if len(found) == 1:
+    sets, marks = split(text, {r"\setminus", r"\backslash"})
+    if len(marks) == 1:
         return Node("difference", text, tuple(read(part, depth + 1) for part in sets))
     node = _read_brackets(text, depth)
     if node is not None:

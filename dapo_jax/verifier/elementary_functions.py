@@ -119,8 +119,8 @@ def exp(field: NumberField, a: Element) -> Element:
     """Exponential e^a, as a product over the terms of a."""
     result = rational(1)
     for exponents, coefficient in a.above.terms():
-        one = _exp_of_term(field, powers_of(exponents), coefficient, a.below)
-        result = field.multiply(result, one)
+        factor = _exp_of_term(field, powers_of(exponents), coefficient, a.below)
+        result = field.multiply(result, factor)
     return result
 
 
@@ -157,8 +157,8 @@ def _power_of_exp(field: NumberField, powers: dict[int, int], c: fmpq, below: Po
             older["radicand"] = field.atoms[number].generator
         step = math.lcm(step, int(c.q))
         argument = Element(monomial(powers) / step, below)
-        found = field.atom("exp", f"{key} {step}", **_exp_fields(field, argument), **older)
-        ((number, _),) = field.atoms_in(found.above)
+        exponential = field.atom("exp", f"{key} {step}", **_exp_fields(field, argument), **older)
+        ((number, _),) = field.atoms_in(exponential.above)
         field.exponentials[key] = number, step
     power = c * step
     if abs(power) > LARGEST_POWER:
@@ -222,8 +222,8 @@ def _sum_of_logs(field: NumberField, a: Element) -> Element:
         unit, factors = poly.factor()
         parts = [(constant(unit), 1), *factors] if unit != 1 else factors
         for factor, power in parts:
-            one = log(field, Element(factor, ONE))
-            total = field.add(total, field.scale(one, way * power))
+            logarithm = log(field, Element(factor, ONE))
+            total = field.add(total, field.scale(logarithm, way * power))
     return total
 
 
@@ -236,8 +236,8 @@ def log(field: NumberField, a: Element) -> Element:
         raise Refused("the logarithm of 0")
     result = rational(0)
     for prime, n in prime_powers(field, abs(number)):
-        one = _log_atom(field, rational(prime), real=True)
-        result = field.add(result, field.scale(one, n))
+        logarithm = _log_atom(field, rational(prime), real=True)
+        result = field.add(result, field.scale(logarithm, n))
     return result if number > 0 else field.add(result, _half_turn(field))
 
 
@@ -260,9 +260,9 @@ def _log_of_variable(field: NumberField, a: Element) -> Element:
 
 
 def _log_of_constant(field: NumberField, a: Element) -> Element:
-    found = _log_of_monomial(field, a) if len(a.above) == 1 and a.below == ONE else None
-    if found is not None:
-        return found
+    logarithm = _log_of_monomial(field, a) if len(a.above) == 1 and a.below == ONE else None
+    if logarithm is not None:
+        return logarithm
     if not is_real(field, a):
         return _log_atom(field, a, real=False)
     direction = sign(field, a)
@@ -283,8 +283,8 @@ def _log_of_monomial(field: NumberField, a: Element) -> Element | None:
         if base == -1:
             turn += fmpq(n, atom.degree)
         elif base is not None and base > 0:
-            one = field.scale(log(field, rational(base)), fmpq(n, atom.degree))
-            total = field.add(total, one)
+            logarithm = field.scale(log(field, rational(base)), fmpq(n, atom.degree))
+            total = field.add(total, logarithm)
         else:
             return None
     turn -= 2 * (turn / 2).floor()

@@ -225,16 +225,16 @@ def _same_ratio(mine: str, gold: str) -> bool | None:
 
 def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
     """f(t) = 2t as f(x) = 2x, where gold has f(x): the letter is free to choose."""
-    found, wanted = (
+    named, wanted = (
         _FUNCTION_OF.fullmatch(compact(mine[0])),
         _FUNCTION_OF.fullmatch(compact(gold[0])),
     )
-    if not (found and wanted and found[1] == wanted[1] and found[2] != wanted[2]):
+    if not (named and wanted and named[1] == wanted[1] and named[2] != wanted[2]):
         return mine
     text, letters = mine[1].text, r"(?<![\\A-Za-z]){}(?![A-Za-z])"
     if re.search(wanted[2], re.sub(r"\\[A-Za-z]+", "", text)):
         return mine
-    renamed = re.sub(letters.format(found[2]), wanted[2], text)
+    renamed = re.sub(letters.format(named[2]), wanted[2], text)
     return gold[0], read(renamed)
 
 
@@ -256,8 +256,8 @@ def _without_membership(node: Node) -> Node:
 
 def _names(node: Node) -> set[str]:
     """Variables that the members of a list are the values of."""
-    found = [_assigned(item) for item in node.items if item.kind == "relation"]
-    return {compact(one[0]) for one in found if one}
+    assignments = [_assigned(item) for item in node.items if item.kind == "relation"]
+    return {compact(assignment[0]) for assignment in assignments if assignment}
 
 
 def _is_region(node: Node) -> bool:

@@ -155,8 +155,8 @@ class _Parser:
     def _is_degree_next(self) -> bool:
         here = self._at
         self._at += 1
-        found, self._at = self._is_degree(), here
-        return found
+        is_degree, self._at = self._is_degree(), here
+        return is_degree
 
     def _is_degree(self) -> bool:
         for written in (["\\circ"], ["{", "\\circ", "}"]):

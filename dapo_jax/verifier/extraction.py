@@ -134,17 +134,17 @@ def extract(response: str, require: str = "any") -> Extraction:
             them, where a single short line is also an answer by itself.
     """
     text = response.rpartition("</think>")[2]
-    found = None
+    extraction = None
     if require != "label":
-        found = _last_box(text)
-    if found is None and require != "box":
-        found = _last_tag(text) or _last_hash(text) or _last_label(text)
-    if found is None and require == "any":
+        extraction = _last_box(text)
+    if extraction is None and require != "box":
+        extraction = _last_tag(text) or _last_hash(text) or _last_label(text)
+    if extraction is None and require == "any":
         line = text[: LONGEST_SHORT_LINE * 4].strip()
         if "\n" not in line and len(line) <= LONGEST_SHORT_LINE and len(text.strip()) == len(line):
-            found = Extraction(line, "line")
-    if found is None or found.text is None:
-        return found or Extraction(None, "no_marker")
-    if len(found.text) > LONGEST_ANSWER:
+            extraction = Extraction(line, "line")
+    if extraction is None or extraction.text is None:
+        return extraction or Extraction(None, "no_marker")
+    if len(extraction.text) > LONGEST_ANSWER:
         return Extraction(None, "too_long")
-    return found if found.text.strip() else Extraction(None, "no_marker")
+    return extraction if extraction.text.strip() else Extraction(None, "no_marker")

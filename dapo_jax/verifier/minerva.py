@@ -41,8 +41,8 @@ _INNER = (
 
 def labelled_answer(response: str) -> str | None:
     """Text behind the last 'Answer:' of the last 300 characters; None without one."""
-    found = _LABEL.findall(response[-CHARACTERS_READ:])
-    return found[-1] if found else None
+    answers = _LABEL.findall(response[-CHARACTERS_READ:])
+    return answers[-1] if answers else None
 
 
 def spelling(answer: str) -> str:

@@ -218,9 +218,9 @@ class NumberField:
             return self._algebraic_vanishes(poly)
         if all(map(self._algebraic_vanishes, parts.values())):
             return True
-        found = self._log_form_vanishes(parts)
-        if found is not None:
-            return found
+        vanishes = self._log_form_vanishes(parts)
+        if vanishes is not None:
+            return vanishes
         if any(self._is_apart(poly, bits) for bits in BITS[2:]):
             return False
         raise Undecided("it can't be told from zero")

@@ -82,12 +82,12 @@ class RealSets:
         return a if order < 0 or order == 0 and a.open else b
 
     def intersection(self, a: Pieces, b: Pieces) -> Pieces:
-        found = []
+        pieces = []
         for one, other in itertools.product(a, b):
             low, high = self._later(one.low, other.low), self._earlier(one.high, other.high)
             if not self._is_empty(low, high):
-                found.append(Piece(low, high))
-        return self.union(found)
+                pieces.append(Piece(low, high))
+        return self.union(pieces)
 
     def union(self, pieces: Pieces) -> Pieces:
         """Union of pieces, as pieces that are sorted and don't touch."""
@@ -108,13 +108,13 @@ class RealSets:
 
     def complement(self, pieces: Pieces) -> Pieces:
         """Complement in the real numbers; `pieces` are sorted and don't touch."""
-        found, low = [], LOWEST
+        gaps, low = [], LOWEST
         for piece in pieces:
             high = piece.low._replace(open=not piece.low.open or bool(piece.low.infinite))
             if piece.low.infinite == 0:
-                found.append(Piece(low, high))
+                gaps.append(Piece(low, high))
             low = piece.high._replace(open=not piece.high.open)
-        return found if low.infinite > 0 else [*found, Piece(low, HIGHEST)]
+        return gaps if low.infinite > 0 else [*gaps, Piece(low, HIGHEST)]
 
     def same(self, a: Pieces, b: Pieces) -> bool:
         return len(a) == len(b) and all(
@@ -158,11 +158,11 @@ class RealSets:
         if node.kind == "relation":
             if node.marks == ("in",):
                 return self.read(node.items[1])
-            found = EVERYTHING
+            solutions = EVERYTHING
             for left, mark, right in zip(node.items, node.marks, node.items[1:], strict=False):
                 difference = add([parse(left.text), negate(parse(right.text))])
-                found = self.intersection(found, self.solve(difference, mark))
-            return found
+                solutions = self.intersection(solutions, self.solve(difference, mark))
+            return solutions
         if compact(node.text) == REALS:
             return EVERYTHING
         if compact(node.text) == r"\emptyset":
@@ -192,10 +192,10 @@ class RealSets:
         if any(map(_divides_by_variable, nodes(difference))):
             raise Refused("a variable below")
         try:
-            found = read(self.field, difference)
+            element = read(self.field, difference)
         except NeedsSign as case:
             return self._by_sign(case, lambda: self.solve(difference, mark))
-        return self._solve_poly(self.field.divide(found, rational(1)), mark)
+        return self._solve_poly(self.field.divide(element, rational(1)), mark)
 
     def _by_sign(self, case: NeedsSign, solve) -> Pieces:
         signs = self.field.signs
@@ -229,7 +229,7 @@ class RealSets:
 
     def _solve_poly(self, found: Element, mark: str) -> Pieces:
         c, b, a = self._coefficients(found)
-        if any(not is_real(self.field, one) for one in (a, b, c)):
+        if any(not is_real(self.field, coefficient) for coefficient in (a, b, c)):
             raise Refused("not real")
         leading = sign(self.field, a)
         if leading == 0 and sign(self.field, b) == 0:  # no variable is left

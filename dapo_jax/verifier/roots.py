@@ -55,12 +55,12 @@ def _factors(n: fmpz) -> list[tuple[fmpz, int]]:
     """Prime powers of a positive integer; a large factor may be left as it is."""
     if n.bit_length() <= TRIAL_BITS:
         return list(n.factor())
-    found = []
+    powers = []
     for prime in PRIMES:
         if n % prime == 0:
             n, power = _without(n, prime)
-            found.append((fmpz(prime), power))
-    return [*found, (n, 1)] if n > 1 else found
+            powers.append((fmpz(prime), power))
+    return [*powers, (n, 1)] if n > 1 else powers
 
 
 def _without(n: fmpz, prime: int) -> tuple[fmpz, int]:
@@ -149,9 +149,9 @@ def root(field: NumberField, a: Element, degree: int) -> Element:
         inside = field.multiply(field.multiply(above, below), field.power(size, degree - 2))
         return field.divide(root(field, inside, degree), size)
     if is_real(field, a):
-        found = sign(field, a)
-        if found <= 0:
-            positive = root(field, field.scale(a, -1), degree) if found else rational(0)
+        direction = sign(field, a)
+        if direction <= 0:
+            positive = root(field, field.scale(a, -1), degree) if direction else rational(0)
             return field.multiply(positive, minus_one_to(field, degree))
     if a.below == ONE:
         return _root_of_poly(field, a.above, degree)
@@ -167,8 +167,8 @@ def _root_of_poly(field: NumberField, poly: Poly, degree: int) -> Element:
     primitive, size = poly / content, root(field, rational(content), degree)
     real = field.is_constant(Element(poly, ONE)) and is_real(field, Element(poly, ONE))
     if real or degree != 2 or any(not atom.real for _, atom in field.atoms_in(poly)):
-        found = _root_atom(field, Element(primitive, ONE), degree, real=real)
-        return field.multiply(size, found)
+        atom_root = _root_atom(field, Element(primitive, ONE), degree, real=real)
+        return field.multiply(size, atom_root)
     field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
     unit, factors = primitive.factor_squarefree()  # of a real square the root is the size
     inside = constant(unit)
@@ -205,8 +205,8 @@ def conjugate(field: NumberField, a: Element) -> Element:
                 atom = field.atoms[number]
                 if not (atom.real or atom.inverse_is_conjugate):
                     raise Undecided("a conjugate that is not known")
-                one = Element(atom.generator, ONE)
-                term = field.multiply(term, field.power(one, n if atom.real else -n))
+                generator = Element(atom.generator, ONE)
+                term = field.multiply(term, field.power(generator, n if atom.real else -n))
             total = field.add(total, term)
         parts.append(total)
     return field.divide(*parts)
@@ -251,8 +251,8 @@ def absolute(field: NumberField, a: Element) -> Element:
         unit, factors = poly.factor()
         size[i] = rational(abs(unit))
         for factor, power in factors:
-            found = Element(factor * _sign_of_factor(field, factor), ONE)
-            size[i] = field.multiply(size[i], field.power(found, power))
+            positive = Element(factor * _sign_of_factor(field, factor), ONE)
+            size[i] = field.multiply(size[i], field.power(positive, power))
     return field.divide(*size)
 
 

@@ -26,7 +26,7 @@ _WORDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
 
 def tokens_of(text: str) -> list[str]:
     """At most `MOST_TOKENS`. Raises `Refused` for words that are no function's."""
-    found = []
+    tokens = []
     for match in _TOKEN.finditer(text.rstrip()):
         number, command, word, other = match.groups()
         if (
@@ -34,14 +34,14 @@ def tokens_of(text: str) -> list[str]:
             and word.lower() in _WORDS
             and (len(word) > 2 or word.lower() in ("pi", "ln", "lg"))
         ):
-            found.append("\\" + word.lower())
+            tokens.append("\\" + word.lower())
         elif word:
             if len(word) > 4 or len(word) > 2 and set(word.lower()) & set("aeiou"):
                 if word not in ("abc", "abcd"):
                     raise Refused(f"a word: {word}")
-            found.extend(word)
+            tokens.extend(word)
         else:
-            found.append(number or command or other)
-        if len(found) > MOST_TOKENS:
+            tokens.append(number or command or other)
+        if len(tokens) > MOST_TOKENS:
             raise Refused("too long")
-    return found
+    return tokens

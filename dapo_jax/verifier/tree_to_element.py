@@ -128,8 +128,8 @@ def read(field: NumberField, tree: Tree) -> Element:
         case "odd_root":
             negative = is_real(field, parts[0]) and sign(field, parts[0]) < 0
             order = int(tree.parts[1].rational.p)
-            found = root(field, field.scale(parts[0], -1 if negative else 1), order)
-            return field.scale(found, -1 if negative else 1)
+            value = root(field, field.scale(parts[0], -1 if negative else 1), order)
+            return field.scale(value, -1 if negative else 1)
         case "binomial":
             return elementary_functions.binomial(field, *parts)
     return _FUNCTIONS[tree.kind](field, parts[0])

@@ -29,8 +29,8 @@ def final_number(response: str, answer: str, algebra: Algebra) -> Ruling:
     extracted = after.strip()
     if not marker or not extracted or len(after) > LONGEST_NUMBER:
         return Ruling(False, None, "no_marker")
-    found = read_integer(extracted)
-    return Ruling(found is not None and found == read_integer(answer.strip()), extracted, "hash")
+    number = read_integer(extracted)
+    return Ruling(number is not None and number == read_integer(answer.strip()), extracted, "hash")
 
 
 def _same(found: Extraction, answer: str, algebra: Algebra) -> Ruling:

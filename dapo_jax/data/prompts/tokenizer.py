@@ -67,8 +67,8 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of `text`, which begins as the model knows prompts to (Llama's begin_of_text)."""
         ids = self.encode(text)
-        begun = ids[: len(self.begin_ids)] == self.begin_ids  # a chat template has done it
-        return ids if begun else self.begin_ids + ids
+        has_begin = ids[: len(self.begin_ids)] == self.begin_ids  # a chat template has done it
+        return ids if has_begin else self.begin_ids + ids
 
     def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
         """Raises `ConfigError` where an id is none of a model with `vocab` of them."""
