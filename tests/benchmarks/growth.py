@@ -80,7 +80,7 @@ def open_parts(decoder, workload):
 
 def added_bytes(parts, batch) -> int:
     """What the compiled update adds to its arguments and results on one device."""
-    compiled = parts.learner.lower("update", batch).compile()
+    compiled = parts.learners.policy.lower("update", batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -108,11 +108,11 @@ def measure(axis: str, size: int) -> dict:
     parts, params = open_parts(decoder, workload)
     rollout_seconds, tokens = fastest(lambda: rollout(parts, params, 0, workload))
     batch, used, trained = make_batch(workload)
-    state = parts.learner.start(params)
+    state = parts.learners.policy.start(params)
 
     def update() -> None:
         nonlocal state
-        state, means = parts.learner.update(state, batch, used, 1e-5)
+        state, means = parts.learners.policy.update(state, batch, used, 1e-5)
         jax.block_until_ready((state, means))
 
     update_seconds, _ = fastest(update)

@@ -186,7 +186,7 @@ def test_without_a_critic_none_is_held(tiny_folder):
     config.algorithm = algorithms.dapo()
     parts = build(config)
     parts.close()
-    assert parts.critic is None
+    assert parts.learners.critic is None
 
 
 def test_moments_of_the_critic_are_its_own_and_sharded(eight_devices):

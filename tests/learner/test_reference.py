@@ -59,7 +59,7 @@ def distances(parts, params, groups) -> tuple[list[float], TrainState]:
 def test_the_reference_stays_while_the_policy_moves_away_from_it(grpo_parts, tiny_params):
     groups = make_groups(grpo_parts.config)
     found, state = distances(grpo_parts, tiny_params, groups)
-    assert_same(grpo_parts.reference, tiny_params)
+    assert_same(grpo_parts.learners.reference, tiny_params)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, tiny_params)
     assert all(jax.tree.leaves(moved))
     assert abs(found[0]) < 1e-9  # before the first update both are the same policy
@@ -84,7 +84,7 @@ def test_a_reference_folder_of_its_own_is_read(
     model = Model(folder=str(tiny_folder), reference_folder=str(other_folder))
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
-    assert_same(parts.reference, jax.tree.map(lambda leaf: leaf * 1.5, tiny_params))
+    assert_same(parts.learners.reference, jax.tree.map(lambda leaf: leaf * 1.5, tiny_params))
     assert_same(parts.first_params(), tiny_params)
 
 
@@ -92,16 +92,16 @@ def test_a_reference_folder_of_its_own_is_read(
 def test_no_reference_is_held_where_nobody_asks_it(preset, tiny_folder, alone, tmp_path):
     parts = build(make_quick_config(tiny_folder, tmp_path, preset))
     parts.close()
-    assert parts.reference is None
+    assert parts.learners.reference is None
 
 
 def test_the_reference_is_held_in_the_compute_dtype(tiny_folder, alone, tmp_path):
     compute = Compute(dtype="bfloat16")
     parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", compute=compute))
     parts.close()
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(parts.reference)}
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(parts.learners.reference)}
     assert dtypes == {"bfloat16", "float32"}  # norms stay float32
-    assert parts.reference["embedding"].dtype == "bfloat16"
+    assert parts.learners.reference["embedding"].dtype == "bfloat16"
 
 
 def test_a_reference_of_another_shape_or_tokenizer_is_refused(
@@ -120,8 +120,8 @@ def test_the_reference_is_sharded_as_the_policy_is(tiny_folder, tmp_path):
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", mesh=Mesh(2, 2, 2)))
     parts.close()
     for leaf, place in zip(
-        jax.tree.leaves(parts.reference),
-        jax.tree.leaves(parts.learner.shardings.params),
+        jax.tree.leaves(parts.learners.reference),
+        jax.tree.leaves(parts.learners.policy.shardings.params),
         strict=True,
     ):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

@@ -159,13 +159,15 @@ def test_a_run_freezes_the_share_that_its_config_asks_for(
     model = Model(folder=str(tiny_folder), freeze_layers=0.5)
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
-    for params in (join(parts.frozen, parts.first_params()), parts.reference):
+    for params in (join(parts.frozen, parts.first_params()), parts.learners.reference):
         jax.tree.map(np.testing.assert_array_equal, params, split(tiny_params))
     shared = jax.tree.map(
-        lambda a, b: a is b, parts.reference["frozen_layers"], parts.frozen["frozen_layers"]
+        lambda a, b: a is b,
+        parts.learners.reference["frozen_layers"],
+        parts.frozen["frozen_layers"],
     )
     assert all(jax.tree.leaves(shared))
-    moments = parts.learner.abstract_state.opt_state[1].mu
+    moments = parts.learners.policy.abstract_state.opt_state[1].mu
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1
 
 

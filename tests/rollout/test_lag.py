@@ -209,7 +209,7 @@ def test_chips_of_a_flat_torus_are_not_shared_out_over_hosts():
 def test_a_lag_is_0_or_1_and_asks_for_importance_weights(base, tmp_path):
     config = make_config(base, tmp_path / "run")
     config.rollout.lag = 2
-    with pytest.raises(ConfigError, match="rollout.lag = 2: must be 0 or 1"):
+    with pytest.raises(ConfigError, match="rollout.lag = 2: must be from 0 to 1"):
         checks.check(config)
     config.rollout.lag, config.algorithm.importance_cap = 1, 0.0
     with pytest.raises(ConfigError, match="rollout.lag = 1: must be 0 without .*importance_cap"):
