@@ -128,7 +128,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Carried:
+class PartialGroup:
     """A group that a step leaves to the next one; with nothing drawn it is asked anew there."""
 
     prompt: Prompt
@@ -157,7 +157,7 @@ class Trace:
 
 
 @dataclasses.dataclass
-class Collected:
+class RolloutBatch:
     """What a rollout gave, in data order, and what it cost."""
 
     groups: list[Group]  # the kept ones, at most prompts_per_step
@@ -171,7 +171,7 @@ class Collected:
     dropped_prompts: int  # over the limit or held out, before next_position
     truncated_prompts: int  # cut to the limit, before next_position
     starved: bool
-    carried: tuple[Carried, ...] = ()  # what the next step begins with, in data order
+    carried: tuple[PartialGroup, ...] = ()  # what the next step begins with, in data order
     expired: int = 0  # groups of them that were too old, and are drawn anew
     reused: frozenset[int] = frozenset()  # places of groups that an earlier step judged
     # Of the responses of each group that was trained, by the group's place in the data.

@@ -20,7 +20,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
-from dapo_jax.structs import Collected, Completion, Trace
+from dapo_jax.structs import Completion, RolloutBatch, Trace
 
 TOKEN_DECIMALS = 3
 
@@ -146,7 +146,7 @@ def token_fields(
 def write_rollouts(
     run_dir: Folder,
     step: int,
-    collected: Collected,
+    collected: RolloutBatch,
     token_groups: int = 0,
     tokenizer: Tokenizer | None = None,
 ) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending, Sampler
-from dapo_jax.structs import Carried, Collected, Completion, Group, Prompt, Verdict
+from dapo_jax.structs import Completion, Group, PartialGroup, Prompt, RolloutBatch, Verdict
 
 
 class CarryOverCollection(Collection[Pending]):
@@ -28,7 +28,7 @@ class CarryOverCollection(Collection[Pending]):
         config: Config,
         kept_fraction: float,
         step: int,
-        partial: Sequence[Carried],
+        partial: Sequence[PartialGroup],
         position: int,
     ):
         super().__init__(config, kept_fraction, position)
@@ -67,7 +67,7 @@ class CarryOverCollection(Collection[Pending]):
         late = (i for i, step in self._steps.items() if step <= oldest and i not in self._judged)
         return super().full() and next(late, None) is None
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> Collected:
+    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> RolloutBatch:
         """The rollout batch with the groups for the next step."""
         self.read_verdicts(judge)
         unfinished, groups = sampler.suspend(), self.first_kept()
@@ -85,7 +85,7 @@ class CarryOverCollection(Collection[Pending]):
 
 
 def open_collection(
-    config: Config, kept_fraction: float, step: int, partial: Sequence[Carried], position: int
+    config: Config, kept_fraction: float, step: int, partial: Sequence[PartialGroup], position: int
 ) -> Collection:
     """The collection that `config.rollout.carry_over` asks for."""
     if config.rollout.carry_over == "none":
@@ -97,9 +97,9 @@ def carry_on(
     rollout: Rollout,
     step: int,
     surplus: Sequence[Group],
-    unfinished: Sequence[Carried],
+    unfinished: Sequence[PartialGroup],
     steps: Mapping[int, int],
-) -> tuple[list[Carried], int]:
+) -> tuple[list[PartialGroup], int]:
     """Partial groups for the step after `step`, in data order, and how many were too old.
 
     Args:
@@ -109,10 +109,10 @@ def carry_on(
     for group in surplus:
         judged = group if rollout.carry_over == "all" else None
         born = steps.get(group.prompt.index, step)
-        carried.append(Carried(group.prompt, born, judged=judged))
+        carried.append(PartialGroup(group.prompt, born, judged=judged))
     for i, one in enumerate(carried):
         if one.tokens and step + 1 - one.step > rollout.carry_over_max_age:
-            carried[i], expired = Carried(one.prompt, step + 1), expired + 1
+            carried[i], expired = PartialGroup(one.prompt, step + 1), expired + 1
     return sorted(carried, key=lambda one: one.prompt.index), expired
 
 
@@ -122,11 +122,13 @@ IN_ARRAYS = ("tokens", "sampler_logprobs")
 NOT_SAVED = (*IN_ARRAYS, "text")  # which the tokens say again
 
 
-def _responses(group: Carried) -> tuple[Completion, ...]:
+def _responses(group: PartialGroup) -> tuple[Completion, ...]:
     return group.judged.completions if group.judged else (*group.finished, *group.begun)
 
 
-def pack_carried(groups: Sequence[Carried]) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+def pack_partial(
+    groups: Sequence[PartialGroup],
+) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
     """Arrays of all tokens and log-probs, one response after the other, and a record of the rest.
 
     Without a token there are no arrays.
@@ -138,7 +140,7 @@ def pack_carried(groups: Sequence[Carried]) -> tuple[dict[str, np.ndarray], list
     return arrays, [_record(group) for group in groups]
 
 
-def _record(partial: Carried) -> dict[str, Any]:
+def _record(partial: PartialGroup) -> dict[str, Any]:
     judged, group = None, partial.judged
     if group is not None:
         judged = {
@@ -167,13 +169,13 @@ def packed_tokens(records: list[dict[str, Any]]) -> int:
     return sum(response["length"] for group in records for response in group["responses"])
 
 
-def unpack_carried(
+def unpack_partial(
     arrays: dict[str, np.ndarray],
     records: list[dict[str, Any]],
     read_prompt: Callable[[int], Prompt],
     decode: Callable[[list[int]], str],
-) -> tuple[Carried, ...]:
-    """Partial groups from their arrays and record: the inverse of `pack_carried`.
+) -> tuple[PartialGroup, ...]:
+    """Partial groups from their arrays and record: the inverse of `pack_partial`.
 
     Args:
         read_prompt: the prompt at a place in the data.
@@ -194,10 +196,10 @@ def unpack_carried(
         prompt = read_prompt(record["index"])
         if judged:
             group = _judged_group(prompt, tuple(responses), judged)
-            groups.append(Carried(prompt, record["step"], judged=group))
+            groups.append(PartialGroup(prompt, record["step"], judged=group))
         else:
             parts = tuple(responses[:ended]), tuple(responses[ended:])
-            groups.append(Carried(prompt, record["step"], *parts))
+            groups.append(PartialGroup(prompt, record["step"], *parts))
     return tuple(groups)
 
 

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.structs import Carried, Collected, Completion, Group, Interrupted, Prompt
+from dapo_jax.structs import Completion, Group, Interrupted, PartialGroup, Prompt, RolloutBatch
 
 Pending = TypeVar("Pending")  # a judge's handle of a group whose verdicts are under way
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
@@ -73,11 +73,11 @@ class Sampler(Protocol):
     @property
     def room(self) -> int: ...
 
-    def submit(self, prompt: Prompt, samples: int, carried: Carried | None = None) -> None: ...
+    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None: ...
 
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]: ...
 
-    def suspend(self) -> list[Carried]: ...
+    def suspend(self) -> list[PartialGroup]: ...
 
     def abandon(self) -> None: ...
 
@@ -201,7 +201,7 @@ class Collection(Generic[Pending]):
         """Whether every prompt that a step may ask for is judged."""
         return len(self._judged) == len(self._asked) >= self._limit
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> Collected:
+    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> RolloutBatch:
         """The rollout batch; nothing is decoded or judged any more, surplus is asked again.
 
         Args:
@@ -217,12 +217,12 @@ class Collection(Generic[Pending]):
 
     def _batch(
         self, groups: list[Group], surplus: Set[int], following: int, kept_fraction: float
-    ) -> Collected:
+    ) -> RolloutBatch:
         judged = [self._judged[p.index] for p in self._asked if p.index in self._judged]
         passed = [prompt for prompt in self._asked if self._start <= prompt.index < following]
         whole = [group for group in judged if not group.broken]
         used = [group for group in whole if group.prompt.index not in surplus]
-        return Collected(
+        return RolloutBatch(
             groups=groups,
             judged=used,
             surplus=[group for group in whole if group.prompt.index in surplus],
@@ -237,7 +237,7 @@ class Collection(Generic[Pending]):
         )
 
 
-def _check_starved(config: Config, batch: Collected) -> None:
+def _check_starved(config: Config, batch: RolloutBatch) -> None:
     """Raises `Starved` where too few groups can teach, or none has a reward."""
     if batch.broken and not batch.judged:
         raise Starved(f"the reward failed in every group, first: {batch.broken[0].broken}")
@@ -261,7 +261,7 @@ def collect(
     on_judged: Callable[[list[Group]], None] = lambda _: None,
     on_burst: Callable[[Collection], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
-) -> Collected:
+) -> RolloutBatch:
     """Samples, judges and filters until `collection` has its groups.
 
     Verdicts on groups of one burst are read after the next one, so judging overlaps decoding and

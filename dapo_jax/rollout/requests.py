@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.model.caches import Prefix
-from dapo_jax.structs import Carried, Completion, Prompt
+from dapo_jax.structs import Completion, PartialGroup, Prompt
 
 SMALLEST_PROMPT_BUCKET = 16
 COARSE = 4  # between padded lengths of responses that go on, which have many
@@ -62,7 +62,7 @@ def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> 
 
 
 def split_group(
-    group: PendingGroup, carried: Carried | None
+    group: PendingGroup, carried: PartialGroup | None
 ) -> Iterator[tuple[Completion | None, list[int]]]:
     """Splits a group by its responses' first tokens: (the response so far, sample numbers)."""
     begun = {response.sample: response for response in carried.begun} if carried else {}
@@ -98,7 +98,7 @@ def completion_of(
     return Completion(tokens, logprobs, policy_step=policy_step, sample=sample, **fields)
 
 
-def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[Carried]:
+def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:
     """Groups to carry over, in data order, from their unfinished responses.
 
     Args:
@@ -108,7 +108,7 @@ def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> lis
     for group, response in parts:
         begun.setdefault(group, []).extend([response] if response else [])
     carried = [
-        Carried(
+        PartialGroup(
             group.prompt,
             group.step,
             tuple(group.finished[sample] for sample in sorted(group.finished)),

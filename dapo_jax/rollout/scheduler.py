@@ -23,7 +23,7 @@ from dapo_jax.rollout.requests import (
 )
 from dapo_jax.rollout.sampling import SamplingRule, sample_keys
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Carried, Completion, Prompt
+from dapo_jax.structs import Completion, PartialGroup, Prompt
 
 
 @dataclasses.dataclass
@@ -110,7 +110,7 @@ class Scheduler:
         self._slot_counts_before = (0, 0)
         self.counts = SamplerCounts()
 
-    def submit(self, prompt: Prompt, samples: int, carried: Carried | None = None) -> None:
+    def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
         """Queues a group of `samples` responses. Raises ValueError for an empty prompt.
 
         Args:
@@ -126,7 +126,7 @@ class Scheduler:
         """Queues the responses of those numbers; each is a group of its own, once finished."""
         self._queue(PendingGroup(prompt, samples, whole=False, step=self._step))
 
-    def _queue(self, group: PendingGroup, carried: Carried | None = None) -> None:
+    def _queue(self, group: PendingGroup, carried: PartialGroup | None = None) -> None:
         tokens, engine, pad_id = group.prompt.tokens, self._engine, self._tokenizer.pad_id
         if len(tokens) == 0:
             raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
@@ -178,7 +178,7 @@ class Scheduler:
         self._slot_counts_before = (int(busy), int(total))
         return self._collect([slot for slot in self._in_slot if not active[slot]])
 
-    def suspend(self) -> list[Carried]:
+    def suspend(self) -> list[PartialGroup]:
         """Takes out everything that waits or is decoded, group by group, as far as it was drawn.
 
         A group of which nothing was drawn has no tokens.

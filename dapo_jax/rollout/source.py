@@ -24,7 +24,7 @@ from dapo_jax.rollout.dynamic_sampling import (
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import SamplerCounts, Scheduler
 from dapo_jax.runtime.clock import timed
-from dapo_jax.structs import Carried, Collected, Group, Interrupted
+from dapo_jax.structs import Group, Interrupted, PartialGroup, RolloutBatch
 
 FIRST_KEPT_FRACTION = 0.5  # before any group was judged
 OnBurst = Callable[[Collection], None]
@@ -34,7 +34,7 @@ OnBurst = Callable[[Collection], None]
 class RolloutResult:
     """The rollout batch of a step, the sampler's counts of its cost, and the seconds it took."""
 
-    batch: Collected
+    batch: RolloutBatch
     counts: SamplerCounts
     seconds: float
 
@@ -57,7 +57,7 @@ class SourceState:
 
     position: int = 0
     kept_fraction: float = FIRST_KEPT_FRACTION
-    partial: tuple[Carried, ...] = ()
+    partial: tuple[PartialGroup, ...] = ()
     behaviour: Any = None
     ahead: RolloutResult | None = None
 

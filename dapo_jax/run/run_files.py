@@ -20,7 +20,7 @@ from dapo_jax.run.evaluation.response_file import write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
-from dapo_jax.structs import Collected, Group
+from dapo_jax.structs import Group, RolloutBatch
 
 
 class RunFiles:
@@ -68,7 +68,7 @@ class RunFiles:
         if self._writer:
             self._writer.write(step, values)
 
-    def write_rollouts(self, step: int, batch: Collected) -> None:
+    def write_rollouts(self, step: int, batch: RolloutBatch) -> None:
         """rollouts/step_N.jsonl, where `log.rollouts` asks for it."""
         if self._writer and self._config.log.rollouts:
             options = self._config.log.token_groups, self._tokenizer

@@ -8,12 +8,12 @@ import numpy as np
 
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
-from dapo_jax.rollout.carry_over import IN_ARRAYS, pack_carried, packed_tokens, unpack_carried
+from dapo_jax.rollout.carry_over import IN_ARRAYS, pack_partial, packed_tokens, unpack_partial
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.components import Components
 from dapo_jax.run.memory import megabytes_per_device
-from dapo_jax.structs import Carried, Prompt
+from dapo_jax.structs import PartialGroup, Prompt
 from dapo_jax.train import TrainerState
 
 DTYPES = dict(zip(IN_ARRAYS, (np.int32, np.float32), strict=True))
@@ -63,7 +63,7 @@ def restore(
 
 def _restore_partial(
     components: Components, checkpoints: Checkpoints, records: list[dict[str, Any]]
-) -> tuple[Carried, ...]:
+) -> tuple[PartialGroup, ...]:
     size = packed_tokens(records)
     arrays: Any = {name: np.zeros(size, dtype) for name, dtype in DTYPES.items()}
     if size:  # these only say what to read
@@ -73,14 +73,14 @@ def _restore_partial(
         components.prompts.position = index
         return next(components.prompts)
 
-    return unpack_carried(arrays, records, read_prompt, components.tokenizer.decode)
+    return unpack_partial(arrays, records, read_prompt, components.tokenizer.decode)
 
 
 def save(
     checkpoints: Checkpoints, state: TrainerState, progress: RunProgress, record: Record
 ) -> None:
     """Starts writing a checkpoint in the background; `record` has settings and inputs."""
-    source, arrays, partial = state.source, *pack_carried(state.source.partial)
+    source, arrays, partial = state.source, *pack_partial(state.source.partial)
     place = {"position": source.position, "kept_fraction": source.kept_fraction}
     rest = dataclasses.asdict(progress) | place | ({"carried": partial} if partial else {})
     states: dict[str, Any] = {"state": state.learners.policy, "critic": state.learners.critic}

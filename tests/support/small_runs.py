@@ -43,7 +43,7 @@ from dapo_jax.run.step_record import measure
 from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.structs import Collected, Group, Verdict
+from dapo_jax.structs import Group, RolloutBatch, Verdict
 from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -148,7 +148,7 @@ class GivenGroups:
     """A source of rollouts that gives the same groups in every step."""
 
     def __init__(self, groups: list[Group]):
-        batch = Collected(groups, groups, [], len(groups), [], len(groups), 1.0, 0, 0, 0, False)
+        batch = RolloutBatch(groups, groups, [], len(groups), [], len(groups), 1.0, 0, 0, 0, False)
         self._result = RolloutResult(batch, SamplerCounts(), 1.0)
 
     def collect(self, state, params, step):

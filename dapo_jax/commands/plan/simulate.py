@@ -30,7 +30,7 @@ from dapo_jax.rollout.dynamic_sampling import collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import SamplerCounts, Scheduler
 from dapo_jax.run.compute import open_engine
-from dapo_jax.structs import Collected, Group
+from dapo_jax.structs import Group, RolloutBatch
 
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 
@@ -165,7 +165,7 @@ class Simulation:
             self.sampler.decode_burst()
         return self._summary(meter, [], None)
 
-    def _summary(self, meter: Meter, groups: list[Group], collected: Collected | None) -> Step:
+    def _summary(self, meter: Meter, groups: list[Group], collected: RolloutBatch | None) -> Step:
         rows, fill = learn(self._config, groups, meter)
         asked = collected.asked_prompts if collected else 0
         return Step(

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.rollout.carry_over import pack_carried, unpack_carried
+from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, overlooked, replacing
-from dapo_jax.structs import Carried, Group, Prompt
+from dapo_jax.structs import Group, PartialGroup, Prompt
 
 FOLDER = "groups"
 RECORD = "record"
@@ -85,8 +85,8 @@ class RolloutJournal:
                 self._folder.rmdir()
 
     def _write(self, path: Folder, groups: Sequence[Group]) -> None:
-        carried = [Carried(group.prompt, self._step, judged=group) for group in groups]
-        arrays, record = pack_carried(carried)
+        carried = [PartialGroup(group.prompt, self._step, judged=group) for group in groups]
+        arrays, record = pack_partial(carried)
         prompts = [digest_tokens(group.prompt.tokens) for group in groups]
         content = {"identity": self._identity, "prompts": prompts, "groups": record}
         members: dict[str, Any] = arrays | {
@@ -103,7 +103,7 @@ class RolloutJournal:
             content: dict[str, Any] = json.loads(arrays.pop(RECORD).tobytes())
             if content["identity"] != self._identity:
                 return {}
-            groups = unpack_carried(arrays, content["groups"], _somewhere, self._decode)
+            groups = unpack_partial(arrays, content["groups"], _somewhere, self._decode)
             pairs = zip(content["prompts"], groups, strict=True)
             return {one.prompt.index: (digest, one.judged) for digest, one in pairs if one.judged}
         except Exception:  # whatever numpy and zipfile make of an archive that is damaged
