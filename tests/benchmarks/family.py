@@ -34,7 +34,7 @@ COLUMNS = {
 
 def python(module: str, *arguments: object) -> str:
     """Runs a command of the project, shown as it is typed; returns what it printed."""
-    command = ["python", "-m", f"dapo_jax.{module}", *map(str, arguments)]
+    command = ["python", "-m", "dapo_jax", module, *map(str, arguments)]
     print("$", *command, file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -54,7 +54,7 @@ def trained(folder: pathlib.Path, seed: int, *arguments: str) -> list[dict]:
     """All rows of a run in that folder, made where it is missing, on the base policy beside it."""
     if not (folder / "summary.json").exists():
         python(
-            "main",
+            "train",
             f"--config={RL}",
             f"--config.seed={seed}",
             f"--config.model.folder={base_policy(folder.parent, 0)}",
@@ -76,7 +76,7 @@ def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> 
     ]
     made_by = folder / "arguments.txt"
     if not (folder / "summary.json").exists():
-        python("main", *arguments)
+        python("train", *arguments)
         made_by.write_text("\n".join(arguments))
     elif made_by.read_text() != "\n".join(arguments):
         raise SystemExit(f"{folder} was made with other arguments; take another --folder")

@@ -20,11 +20,11 @@ def test_a_first_hour_by_the_quickstart_alone(tmp_path):
 
 
 def test_the_mistake_that_the_quickstart_shows_is_answered_so(tmp_path):
-    command, answer = re.search(r"^(python .*)\n\n(error: .*)$", PAGE.read_text(), re.M).groups()
+    command, answer = re.search(r"^(dapo-jax .*)\n\n(error: .*)$", PAGE.read_text(), re.M).groups()
     config = re.search(r"cat > (mine/config.py) <<'EOF'\n(.*?)^EOF$", PAGE.read_text(), re.M | re.S)
     (tmp_path / "mine").mkdir()
     (tmp_path / config[1]).write_text(config[2])
     done = subprocess.run(
-        command.split(), cwd=tmp_path, env=environment(), text=True, capture_output=True
+        ["bash", "-c", command], cwd=tmp_path, env=environment(), text=True, capture_output=True
     )
     assert (done.returncode, done.stderr.strip()) == (2, answer)
