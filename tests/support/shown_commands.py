@@ -176,7 +176,7 @@ def check_pytest(words: list[str]) -> str:
     parser.add_argument("files", nargs="*", type=pathlib.Path)
     for flag in "-k", "-m":
         parser.add_argument(flag)
-    for flag in "-q", "-s":
+    for flag in "-q", "-s", "--quick", "--write-durations":
         parser.add_argument(flag, action="store_true")
     try:
         found = parser.parse_args(words[1:])
