@@ -14,7 +14,7 @@ import functools
 import math
 import re
 import unicodedata
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flax import struct
@@ -22,6 +22,16 @@ from jaxtyping import Array, Float, Int
 
 SHOWN_OF_BROKEN = 200  # characters
 _BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # and the signs that only say where mathematics begins
+
+Value = TypeVar("Value")
+
+
+def present(value: Value | None, name: str) -> Value:
+    """The value of an optional field that the algorithm at hand needs. Raises ValueError."""
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    return value
+
 
 # --- host, ragged ---------------------------------------------------------------------------
 
@@ -43,7 +53,7 @@ class Problem:
 
     @property
     def fingerprint(self) -> str:
-        """The same for texts that differ only in case, blanks and dollar signs."""
+        """Key under which texts that differ only in case, blanks and dollar signs are equal."""
         text = "".join([*(said for _, said in self.turns), self.text])
         return _BLANKS.sub("", unicodedata.normalize("NFKC", text)).casefold()
 
@@ -68,7 +78,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One response. The end token, where drawn, is the last of `tokens` and is trained on."""
+    """A response. The end token, where drawn, is the last of `tokens` and is trained on."""
 
     tokens: np.ndarray  # [n] int32
     sampler_logprobs: np.ndarray  # [n] float32, untruncated, temperature-scaled
@@ -94,7 +104,7 @@ class Interrupted(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a reward worker said of one response."""
+    """A reward worker's verdict on a response."""
 
     correct: bool
     extracted: str | None  # the answer that was found, None where there was none
@@ -129,7 +139,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class PartialGroup:
-    """A group that a step leaves to the next one; with nothing drawn it is asked anew there."""
+    """A group that a step leaves to the next, begun or judged; without a token it is asked anew."""
 
     prompt: Prompt
     step: int  # that began it, which keys its draws
@@ -146,7 +156,7 @@ class PartialGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What the updates of a step made of one response."""
+    """Trace of a response through the updates of a step: its advantage, ratios and clips."""
 
     advantage: float  # mean over its tokens
     ratios: np.ndarray | None = None  # [n] as the last update saw them, where that was asked for
@@ -158,7 +168,7 @@ class Trace:
 
 @dataclasses.dataclass
 class RolloutBatch:
-    """What a rollout gave, in data order, and what it cost."""
+    """Rollout batch of a step: its groups in data order, and counts of what they cost."""
 
     groups: list[Group]  # the kept ones, at most prompts_per_step
     judged: list[Group]  # every group before next_position; with carry-over all but the surplus
@@ -202,7 +212,7 @@ class Rollouts(struct.PyTreeNode):
 
 
 class ScoredBatch(struct.PyTreeNode):
-    """Rollouts with what policy, reference and critic said of them before the update.
+    """Rollouts with the log-probs of policy and reference and the values before the update.
 
     `old_logprobs` is None where the policy is still the one that will be differentiated (a single
     update per rollout batch): the ratio is then exactly 1 and no score pass is needed. The others
@@ -216,7 +226,7 @@ class ScoredBatch(struct.PyTreeNode):
 
 
 class TrainBatch(struct.PyTreeNode):
-    """All that one optimizer update needs. Its loss is `sum(loss_weights * token_loss)`.
+    """Input of one optimizer update. Its loss is `sum(loss_weights * token_loss)`.
 
     The value loss and the negative log-prob of right responses have weights of their own; what an
     algorithm has not is None.
@@ -231,7 +241,7 @@ class TrainBatch(struct.PyTreeNode):
 
 
 class TrainState(struct.PyTreeNode):
-    """What an update changes. `update_count` counts optimizer steps, not rollout steps."""
+    """Parameters and optimizer state. `update_count` counts optimizer steps, not rollout steps."""
 
     params: Any
     opt_state: Any

@@ -55,7 +55,7 @@ class StepRecord:
 
 
 def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, StepRecord]:
-    """One rollout step; its updates may still be computed when this returns."""
+    """A rollout step; its updates may still be computed when this returns."""
     config, programs, learners = trainer.config, trainer.learners, state.learners
     source, rollouts = trainer.source.collect(state.source, learners.policy.params, state.step)
     record = StepRecord(state.step, rollouts)

@@ -236,13 +236,12 @@ class Policy:
         self.tokenizer = self._components.tokenizer
 
     def _prompt(self, index: int, text: str | Messages) -> "Prompt":
-        from dapo_jax.structs import Prompt
+        from dapo_jax.structs import Prompt, present
 
         chat = self.tokenizer.chat
         if not isinstance(text, str):
             require(chat is not None, "model", self.name, "a folder with a chat template")
-            assert chat is not None
-            text = chat.render([dict(message) for message in text])
+            text = present(chat, "chat template").render([dict(message) for message in text])
         tokens = self.tokenizer.encode_prompt(text)
         limit = self._components.config.data.max_prompt_tokens
         require(

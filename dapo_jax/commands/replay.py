@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import present
 
 if TYPE_CHECKING:
     from dapo_jax.runtime.storage.ownership import Folder
@@ -74,8 +75,7 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     frozen = load_frozen(folder, decoder, mesh)
     policy, critic = open_learners(config, decoder, mesh, frozen)
     of_critic = record["learner"] == "critic"
-    learner = critic if of_critic else policy
-    assert learner is not None  # a critic's batch comes from a run with one
+    learner = present(critic, "critic") if of_critic else policy
     before = [saved for saved in saved_steps(run_dir) if saved < record["step"]]
     if model or not (step or before):
         params = load_trained(folder, decoder, mesh, config.seed)
@@ -119,7 +119,7 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
     scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)))
     rollouts = batch.scored.rollouts
     weights = batch.value_weights if record["learner"] == "critic" else batch.loss_weights
-    assert weights is not None  # a critic's batch has some
+    weights = present(weights, "weights")
     for m, r in np.argwhere((weights > 0).any(-1)):
 
         def is_bad(places: list[int], m: int = m, r: int = r) -> bool:

@@ -18,7 +18,7 @@ from dapo_jax.data.prompts.templates import Beside, Template, check_chat, open_t
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source, every_problem, heldout_sources, training_sources
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.structs import Problem, Prompt
+from dapo_jax.structs import Problem, Prompt, present
 
 LOOKED_AT = 500  # problems of a file whose prompts are measured at the start
 LOOKED_AT_GENERATED = 32  # the same of generated ones, some of which take long to make
@@ -226,8 +226,7 @@ class PromptStream:
         return self
 
     def _prompt(self, index: int, skipped: int = 0) -> Prompt | None:
-        problem = self._order[index]
-        assert problem is not None  # nothing filters that data set
+        problem = present(self._order[index], "problem")
         if problem.fingerprint in self._heldout:
             return None
         return self._writer.write(problem, index, skipped)

@@ -12,13 +12,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.structs import present
 
 STD_EPSILON, WHITEN_EPSILON = 1e-6, 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-    """What is known of a rollout batch before its update.
+    """Rewards, masks and values of a rollout batch: everything an advantage estimator reads.
 
     Off the responses `token_rewards` are 0; `values` may be anything there.
 
@@ -46,7 +47,7 @@ class Feedback:
 
     @property
     def continues(self) -> Bool[np.ndarray, "*M R T"]:
-        """Whether the next token belongs to the same response."""
+        """Mask of tokens whose next token belongs to the same response."""
         following = np.full_like(self.response_index, -1)
         following[..., :-1] = self.response_index[..., 1:]
         return self.on_response & (following == self.response_index)
@@ -170,8 +171,8 @@ def generalised_advantages(
     algorithm: Algorithm, feedback: Feedback, lambdas: np.ndarray | float
 ) -> np.ndarray:
     """GAE (arXiv 1506.02438, equation 16); the value after the last token of a response is 0."""
-    assert feedback.values is not None  # with a critic
-    values, gamma = np.where(feedback.on_response, feedback.values, 0.0), algorithm.gamma
+    values, gamma = present(feedback.values, "values"), algorithm.gamma
+    values = np.where(feedback.on_response, values, 0.0)
     following = np.where(feedback.continues, np.roll(values, -1, axis=-1), 0.0)
     errors = feedback.token_rewards + gamma * following - values
     return discounted_sums(errors, gamma * np.asarray(lambdas), feedback.continues)
@@ -212,10 +213,10 @@ def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.n
 
 
 def preference_margins(feedback: Feedback) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs and (logp - ref) of the right minus that of the wrong response, in nats."""
+    """Pairs of responses, and the margin of each in nats: logp - ref, right minus wrong."""
     pairs = pair_up(feedback.correct, feedback.groups, feedback.tokens)
-    assert feedback.reference_log_ratios is not None  # of whoever trains on pairs
-    right, wrong = feedback.reference_log_ratios[pairs].T
+    ratios = present(feedback.reference_log_ratios, "reference_log_ratios")
+    right, wrong = ratios[pairs].T
     return pairs, right - wrong
 
 

@@ -16,15 +16,15 @@ from dapo_jax.learner.losses import value_loss
 from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_values
-from dapo_jax.structs import Mean, Rollouts, TrainBatch
+from dapo_jax.structs import Mean, Rollouts, TrainBatch, present
 
 
 def critic_objective(
     algorithm: Algorithm, batch: TrainBatch, values: Float[Array, "R T"]
 ) -> tuple[Array, dict[str, Mean]]:
-    """The clipped squared error of one microbatch, summed with the value weights."""
-    old, returns, weights = batch.scored.values, batch.returns, batch.value_weights
-    assert old is not None and returns is not None and weights is not None  # with a critic
+    """Clipped squared error of a microbatch [R, T], summed with the value weights."""
+    old, returns = present(batch.scored.values, "values"), present(batch.returns, "returns")
+    weights = present(batch.value_weights, "value_weights")
     losses, cut = value_loss(values, old, returns, algorithm.value_clip)
     return (weights * losses).sum(), {"value_clip_fraction": weighted(cut, weights)}
 
@@ -44,7 +44,7 @@ def critic_learner(
 
 
 def as_value_metrics(means: dict[str, Mean]) -> dict[str, Mean]:
-    """What the critic's learner measured, under names of its own."""
+    """Metrics of the critic's update under their names in metrics.jsonl."""
     return {f"value_{name.removeprefix('value_')}": mean for name, mean in means.items()}
 
 

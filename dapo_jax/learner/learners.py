@@ -30,7 +30,7 @@ class LearnerStates:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRecord:
-    """One optimizer update: its batch and its means, which may still be on the devices.
+    """Record of an optimizer update: its batch and its means, which may still be on the devices.
 
     Attributes:
         learner: "policy" or "critic".
@@ -65,7 +65,7 @@ def update(
     batch: TrainBatch,
     microbatches: int,
 ) -> tuple[LearnerStates, list[UpdateRecord]]:
-    """One optimizer step of the policy and of the critic; a batch without loss weights is none.
+    """Optimizer step of policy and critic; a batch without loss weights is left out.
 
     Returns at once: the new states and the means are still being computed.
     """

@@ -196,7 +196,7 @@ def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) ->
 
 
 def take_tokens(values: np.ndarray, response_index: np.ndarray) -> list[np.ndarray]:
-    """What stands at the places of each response, in the order of their indices."""
+    """Values at the places of each response, in the order of the response indices."""
     flat = response_index.ravel()
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     lengths = np.bincount(flat[order])
@@ -212,7 +212,7 @@ def make_batch(
     budget: int,
     planned_groups: int | None = None,
 ) -> TrainBatch:
-    """One minibatch with its weights, from its own counts. Arrays are [M, R, T].
+    """Train batch of a minibatch, with loss weights from its own counts; arrays are [M, R, T].
 
     Where a starved step leaves fewer groups than planned, each weighs as much as one of a whole
     minibatch: all weights are multiplied by groups present / groups planned.

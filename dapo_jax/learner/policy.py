@@ -12,7 +12,7 @@ from dapo_jax.learner.losses import KL_ESTIMATORS, importance_weights, k3, polic
 from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.structs import Mean, Rollouts, TrainBatch
+from dapo_jax.structs import Mean, Rollouts, TrainBatch, present
 
 
 def token_metrics(
@@ -73,8 +73,8 @@ def policy_objective(
         losses = importance * losses
         metrics["importance_weight"] = weighted(importance, trained.astype(jnp.float32))
     if algorithm.kl == "loss":
-        assert scored.reference_logprobs is not None  # with a KL
-        reference = jnp.where(trained, scored.reference_logprobs, 0.0)
+        reference = present(scored.reference_logprobs, "reference_logprobs")
+        reference = jnp.where(trained, reference, 0.0)
         kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, reference)
         losses += algorithm.kl_coefficient * kl
     if algorithm.entropy_coefficient:

@@ -10,7 +10,7 @@ from dapo_jax.algorithms import Algorithm
 from dapo_jax.learner.losses import RATIOS, policy_loss
 from dapo_jax.learner.packing import take_tokens
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Trace, TrainBatch
+from dapo_jax.structs import Trace, TrainBatch, present
 
 LOW, HIGH, DUAL = 1, 2, 3  # the bound that cut a token's gradient; 0: none
 
@@ -23,8 +23,7 @@ def trace_ratios(
     Args:
         logprobs: of the policy that the update differentiated, from its own forward pass.
     """
-    old, rollouts = batch.scored.old_logprobs, batch.scored.rollouts
-    assert old is not None  # or every ratio is 1, and nobody asks
+    old, rollouts = present(batch.scored.old_logprobs, "old_logprobs"), batch.scored.rollouts
     arrays = logprobs, old, batch.advantages, batch.loss_weights, rollouts.segment_ids
     new, old, gains, weights, segments = (
         jnp.asarray(one).reshape(-1, logprobs.shape[-1]) for one in to_host(arrays)

@@ -31,7 +31,7 @@ def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
 
 
 class Learner:
-    """Owns a compiled update and the shardings of what it changes; policy and critic are two.
+    """Compiled score pass and update of a model, with their shardings; policy and critic are two.
 
     Args:
         score: (params, rollouts [R, T]) -> what the model says of each token, [R, T].
@@ -74,7 +74,7 @@ class Learner:
         )
 
     def score(self, params: Any, rollouts: Rollouts, microbatches: int) -> Float[Array, "M R T"]:
-        """What the model says of the rollouts; 0 on unused rows.
+        """Log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
 
         `params` are those of a state, or all of them where the frozen ones are others.
         """
@@ -85,7 +85,7 @@ class Learner:
     def update(
         self, state: TrainState, batch: TrainBatch, microbatches: int, learning_rate: float
     ) -> tuple[TrainState, dict[str, Mean]]:
-        """One optimizer step on one minibatch; `state` is consumed.
+        """Optimizer step on one minibatch; consumes `state`.
 
         Where its gradient, or the moments or parameters after it, are not finite it changes
         nothing and is counted in `skipped_updates`.
@@ -95,13 +95,13 @@ class Learner:
             return self._update(state, self.frozen, batch, microbatches, learning_rate)
 
     def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
-        """The gradient that `update` would take its step along."""
+        """Gradient along which `update` would step."""
         return self.loss_and_gradient(params, batch, microbatches)[1]
 
     def loss_and_gradient(
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Array, Any]:
-        """Those of `update`; nothing is changed."""
+        """Loss and gradient that `update` would compute; changes nothing."""
         batch = sharding.put(self.mesh, batch, None, "batch")
         with self._rules():
             gradient, means = self._gradient(params, self.frozen, batch, microbatches)

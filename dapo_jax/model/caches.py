@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 
 class KVCache(struct.PyTreeNode):
-    """One layer's keys and values of every slot, all of one length.
+    """Keys and values of one layer for every slot, all of one length.
 
     Time is last in keys on CPU, where scores are then 3 times faster; elsewhere it is next to
     last, or each decode step would write the whole cache anew.
@@ -27,7 +27,7 @@ class KVCache(struct.PyTreeNode):
 
 
 class PageCache(struct.PyTreeNode):
-    """One layer's pages, those of every replica one after the other; key and value heads in turn.
+    """Pages of one layer, replica after replica; key and value heads in turn.
 
     Page 0 of a replica belongs to nobody: slots that are done write there.
     """
@@ -37,7 +37,7 @@ class PageCache(struct.PyTreeNode):
 
 
 class PromptCache(struct.PyTreeNode):
-    """One layer's keys and values of prefilled prompts."""
+    """Keys and values of one layer for prefilled prompts."""
 
     keys: Float[Array, "B P K E"]
     values: Float[Array, "B P K E"]

@@ -13,7 +13,7 @@ from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rollout.scheduler import SamplerCounts
 from dapo_jax.runtime.nonfinite import is_reason
-from dapo_jax.structs import Completion, Group, Mean, RolloutBatch
+from dapo_jax.structs import Completion, Group, Mean, RolloutBatch, present
 
 # Beginnings of names whose values differ between two runs of the same settings.
 CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
@@ -129,9 +129,9 @@ def feedback_metrics(
     on = feedback.trained
     values = {"advantage_std": float(advantages[on].std()) if on.any() else 0.0}
     if returns is not None and on.any():
-        assert feedback.values is not None  # returns come with a critic
+        values_before = present(feedback.values, "values")[on]
         variance = float(returns[on].var())
-        unexplained = float((returns[on] - feedback.values[on]).var())
+        unexplained = float((returns[on] - values_before).var())
         # Equal returns leave nothing to explain.
         explained = 1 - unexplained / variance if variance > VARIANCE_FLOOR else 0.0
         values["explained_variance"] = explained

@@ -62,7 +62,7 @@ class CarryOverCollection(Collection[Pending]):
         return [self._judged[index] for index in kept[: self._wanted]]
 
     def full(self) -> bool:
-        """Whether the step has its groups, and none that must end in it."""
+        """True if the step has its groups, and none is left that must end in it."""
         oldest = self._step - self._rollout.carry_over_max_age
         late = (i for i, step in self._steps.items() if step <= oldest and i not in self._judged)
         return super().full() and next(late, None) is None

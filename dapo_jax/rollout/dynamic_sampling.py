@@ -116,7 +116,7 @@ class Collection(Generic[Pending]):
         """Hands the sampler the groups that earlier steps began."""
 
     def wants_more(self, sampler: Sampler) -> bool:
-        """Whether the prompts in flight are too few to fill the batch, as far as one can tell."""
+        """True if the prompts in flight are too few to fill the batch, by the estimate."""
         in_flight = len(self._asked) - len(self._judged)
         few = in_flight < self._target(sampler, in_flight) and len(self._asked) < self._limit
         return few and sampler.room > -self._most_waiting
@@ -184,7 +184,7 @@ class Collection(Generic[Pending]):
         return groups
 
     def full(self) -> bool:
-        """Whether the step has its groups."""
+        """True if the step has its groups."""
         return len(self.first_kept()) == self._wanted
 
     def describe(self) -> str:
@@ -193,12 +193,12 @@ class Collection(Generic[Pending]):
         return f"{len(self._kept)}/{self._wanted} groups kept ({counts})"
 
     def all_broken(self) -> bool:
-        """Whether a whole batch was judged and no reward worked: more would not help."""
+        """True if a whole batch was judged and no reward worked: more would not help."""
         judged = self._judged.values()
         return len(judged) >= self._wanted and all(group.broken for group in judged)
 
     def exhausted(self) -> bool:
-        """Whether every prompt that a step may ask for is judged."""
+        """True if every prompt that a step may ask for is judged."""
         return len(self._judged) == len(self._asked) >= self._limit
 
     def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> RolloutBatch:

@@ -107,7 +107,7 @@ class Components:
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
     def first_params(self) -> Any:
-        """The parameters to train as they are before it, on the mesh."""
+        """Trained parameters before the first step, on the mesh."""
         folder, mesh = self.config.model.folder, self.learners.policy.mesh
         return load_trained(folder, self.decoder, mesh, self.config.seed)
 
@@ -127,7 +127,7 @@ class Components:
 def load_trained(
     folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, **options: Any
 ) -> Any:
-    """What of a folder's policy is trained, or the adapters that are; float32."""
+    """Trained parameters of a folder, or fresh adapters where adapters are trained; float32."""
     if decoder.adapters:
         return fresh_adapters(decoder, mesh, seed)
     return load_huggingface.load_params(
@@ -138,7 +138,7 @@ def load_trained(
 def load_frozen(
     folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, field: str = "model.folder"
 ) -> Any:
-    """What of a folder's policy is never trained; nothing is read where that is nothing."""
+    """Parameters of a folder that are never trained; reads nothing where all are."""
     if not decoder.adapters and not decoder.frozen_layers:
         return {}
     return load_huggingface.load_params(
@@ -172,7 +172,7 @@ def load_reference(
 
 
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
-    """The learned reward, where the config asks for one."""
+    """The learned reward model; None where the config asks for none."""
     folder = config.reward.model_folder
     if not folder:
         return None
@@ -197,7 +197,7 @@ def check_same_model(
     policy: str,
     shape: Callable[[DecoderConfig], Any] = lambda config: config.vocab,
 ) -> None:
-    """Raises `ConfigError` where tokens mean something else there, or `shape` differs."""
+    """Check that two folders share tokenizer and `shape`. Raises `ConfigError`."""
     mine, theirs = (
         load_huggingface.read_config(policy),
         load_huggingface.read_config(folder, field=field),

@@ -18,6 +18,7 @@ from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime.settings import ConfigError, check_values, require
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
+from dapo_jax.structs import present
 
 
 def check(config: ExportConfig) -> None:
@@ -105,7 +106,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     needed = out.exists() and os.path.samefile(out, source)
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
     with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
-        assert folder is not None  # this process, being alone, writes
+        folder = present(folder, "folder")  # the command runs in one process
         layers = policy_layers(policy, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
         save_huggingface.save_settings_of(source, folder, dtype)

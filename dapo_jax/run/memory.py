@@ -26,7 +26,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def megabytes_per_device(**held: Any) -> dict[str, float]:
-    """Of trees of arrays by name; what two of them share is counted with the first."""
+    """Megabytes per device of trees of arrays; an array that two share counts with the first."""
     sizes, counted = {}, set()
     for name, tree in held.items():
         arrays = {id(array): array for array in jax.tree.leaves(tree)}
@@ -37,7 +37,7 @@ def megabytes_per_device(**held: Any) -> dict[str, float]:
 
 
 def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> float:
-    """Of keys and values of a token, all layers, on one of the devices that share them."""
+    """Bytes of keys and values of a token, all layers, on one of the devices that share them."""
     int8 = sampler.cache_dtype == "int8"
     number = 1 + REAL / decoder.head_dim if int8 else jnp.dtype(decoder.dtype).itemsize
     return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * number / pieces
@@ -51,7 +51,7 @@ def cache_bytes(
     prompt_tokens: int,
     response_tokens: int,
 ) -> float:
-    """Of keys, values and drawn tokens of all slots at full length, on one device."""
+    """Bytes of keys, values and drawn tokens of all slots at full length, on one device."""
     replicas = sharding.shards(mesh, "batch", sharding.DECODING)
     pieces = mesh.size // replicas
     held = slots * (prompt_tokens + response_tokens)
@@ -67,7 +67,7 @@ def params_bytes(
     itemsize: Callable[[str], float] = lambda path: REAL,
     column: int = sharding.TRAINING,
 ) -> float:
-    """Of parameters on one device.
+    """Bytes of parameters on one device.
 
     Args:
         itemsize: bytes of a number, by path; 0: not counted.
@@ -83,7 +83,7 @@ def params_bytes(
 
 
 def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.Mesh) -> float:
-    """Of the weights that decode, on one device."""
+    """Bytes of the decoding weights on one device."""
 
     def itemsize(path: str) -> float:
         int8 = sampler.weights_dtype == "int8" and path.endswith("kernel")
@@ -95,7 +95,7 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
 def resident_bytes(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, training: bool
 ) -> dict[str, float]:
-    """What a device that learns always holds, by name."""
+    """Bytes that a learning device always holds, by name."""
 
     def forward(path: str) -> float:
         return jnp.dtype(forward_dtype(path, decoder)).itemsize
@@ -120,7 +120,7 @@ def resident_bytes(
 def update_bytes(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh
 ) -> dict[str, float]:
-    """What an update adds on one device, by name; of activations only what must be kept."""
+    """Bytes that an update adds on one device, by name; of activations only the kept ones."""
     packing, number = config.rows(), jnp.dtype(decoder.dtype).itemsize
     rows = packing.rows_per_microbatch / sharding.shards(mesh, "batch")
     tokens, tensor = rows * packing.row_tokens, sharding.shards(mesh, "heads")
@@ -151,7 +151,7 @@ def host_bytes() -> float:
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> float:
-    """That one device of the mesh may take; infinite where nobody says."""
+    """Bytes that one device of the mesh may take; infinite where the platform does not say."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         return host_bytes() / len(devices)
@@ -159,7 +159,7 @@ def available_bytes(mesh: jax.sharding.Mesh) -> float:
 
 
 def describe(size: float) -> str:
-    """As in `2.5 GB`."""
+    """A size in bytes as text for people, such as `2.5 GB`."""
     for unit, scale in ("TB", 1e12), ("GB", 1e9):
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"

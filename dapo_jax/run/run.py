@@ -62,7 +62,7 @@ OnStep = Callable[[int, dict[str, float]], Any]
 
 
 class Run:
-    """One run between its first step and its last.
+    """Loop of a run from its first step to its last.
 
     Args:
         record: settings and inputs, which every checkpoint has.
@@ -131,7 +131,7 @@ class Run:
         return list(sample_responses(params, wanted, *rooms, rule, self.signals))
 
     def step(self) -> None:
-        """One rollout step with everything that is shown and written of it."""
+        """Rollout step with everything that is shown and written of it."""
         clock, console, log = Clock(), self._console, self.config.log
         with console.working(f"step {self.state.step + 1}: updating", stays=False):
             with clock.running():
@@ -280,7 +280,7 @@ def newest_row(step: int, progress: RunProgress) -> int:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether an event of every `every` steps (0: never) happens at `step`."""
+    """True if an event of every `every` steps (0: never) happens at `step`."""
     return every > 0 and step % every == 0
 
 

@@ -21,7 +21,7 @@ DTYPES = dict(zip(IN_ARRAYS, (np.int32, np.float32), strict=True))
 
 @dataclasses.dataclass
 class RunProgress:
-    """What a run remembers beside the state of its trainer.
+    """Record of a run beside its trainer's state.
 
     Attributes:
         heldout_before: held-out accuracy before the first step.

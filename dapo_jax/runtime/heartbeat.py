@@ -129,7 +129,7 @@ class Heartbeat:
         )
 
     def _is_refused(self, now: float) -> bool:
-        """Whether process 0 refuses connections; a question to it would block until jax aborts."""
+        """True if process 0 refuses connections; a question to it would block until jax aborts."""
         if self._index == 0 or now - self._answered < ANSWER_SECONDS:
             return False
         host, _, port = self._address.rpartition(":")

@@ -84,7 +84,7 @@ def reasons(values: dict[str, float], prefix: str = "") -> str:
 
 
 def is_reason(name: str) -> bool:
-    """Whether a metric counts a cause of skipped updates, of policy or critic."""
+    """True if a metric counts a cause of skipped updates, of policy or critic."""
     return name.removeprefix("value_") in REASONS
 
 

@@ -47,7 +47,7 @@ def index() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process writes and prints for all."""
+    """True in the process that writes and prints for all."""
     return index() == 0
 
 
@@ -133,7 +133,7 @@ def keep_programs() -> None:
 
 
 def is_command() -> bool:
-    """Whether this process is a command of ours, not a program that calls the library."""
+    """True in a `dapo-jax` command; false in a program that calls the library."""
     return _command
 
 

@@ -76,7 +76,7 @@ class When:
     test: str | Callable[..., Any] = bool
 
     def __call__(self, settings: Mapping[str, Any]) -> bool:
-        """Whether it holds for settings by dotted name."""
+        """True if the condition holds for settings by dotted name."""
         values = [settings[name] for name in self.names.split()]
         if isinstance(self.test, str):
             return values[0] in self.test.split()

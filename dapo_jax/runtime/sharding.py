@@ -84,7 +84,7 @@ def make_mesh(
 
 
 def _fills_a_box(devices: Sequence) -> bool:
-    """Whether chips lie without gaps in their torus, so that neighbours are known."""
+    """True if chips lie without gaps in their torus, so that neighbours are known."""
     coordinates = np.array([device.coords for device in devices])
     extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))

@@ -87,7 +87,7 @@ class Signals:
             _leave(number, f"no safe place within {self._seconds:g} s: what was computed is lost")
 
     def here(self) -> bool:
-        """Whether this process received a signal; others may not know."""
+        """True if this process received a signal; others may not know."""
         return self.received != ""
 
     def at_safe_place(self) -> None:
@@ -95,7 +95,7 @@ class Signals:
         self._safe.set()
 
     def __call__(self) -> bool:
-        """Whether any process received a signal. Every process calls it at the same place."""
+        """True if any process received a signal. Every process calls it at the same place."""
         heard = processes.agree(self.received, "signals")
         self.received = self.received or next(filter(None, heard), "")
         return any(heard)

@@ -11,7 +11,7 @@ from etils import epath
 from dapo_jax.data.prompts.chat_template import ChatTemplate
 from dapo_jax.data.prompts.template_process import TemplateFails, names_read, render
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.structs import Problem
+from dapo_jax.structs import Problem, present
 
 # The wording of DAPO's released data (arXiv 2503.14476).
 DAPO = (
@@ -76,8 +76,7 @@ def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
 
 def chat(problem: Problem, beside: Beside) -> str:
     """Prompt by the model's own chat template."""
-    assert beside.chat is not None  # or the settings were refused
-    return beside.chat.render(_messages(problem, beside))
+    return present(beside.chat, "chat template").render(_messages(problem, beside))
 
 
 TEMPLATES: dict[str, Callable[[Problem, Beside], str]] = {

@@ -33,7 +33,7 @@ from dapo_jax.runtime.storage.retries import (
     quiet_orbax,
     reason,
 )
-from dapo_jax.structs import TrainState
+from dapo_jax.structs import TrainState, present
 
 DAMAGED = "damaged_checkpoints"
 POLL_SECONDS = 0.1
@@ -57,7 +57,7 @@ class Record:
     progress: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def continues(self, saved: "Record") -> bool:
-        """Whether a run of these settings and inputs computes what that of `saved` did."""
+        """True if a run of these settings and inputs computes the same as the run of `saved`."""
         settings = {name: saved.settings.get(name) for name in self.settings}
         return run_identity(self.settings, self.inputs) == run_identity(settings, saved.inputs)
 
@@ -153,7 +153,7 @@ class Checkpoints:
 
     @staticmethod
     def exist(run_dir: str | os.PathLike) -> bool:
-        """Whether a run has ever saved there; creates nothing."""
+        """True if a run has ever saved in the folder; creates nothing."""
         folder = checkpoint_folder(run_dir)
         # `is_dir` is False for a bucket that can't be read: a run would begin anew over its own.
         find = folder.exists if is_remote(run_dir) else folder.is_dir
@@ -203,7 +203,7 @@ class Checkpoints:
             raise NotSaved(f"step {self._saving}: {errors[0]}")
 
     def done(self, seconds: float) -> bool:
-        """Whether everything is on disk, after so many seconds at most. Raises `NotSaved`."""
+        """True if everything is on disk, after so many seconds at most. Raises `NotSaved`."""
         ends = time.monotonic() + seconds
         while self._is_saving():
             if not processes.from_first(lambda: time.monotonic() < ends, "patience"):
@@ -231,10 +231,11 @@ class Checkpoints:
         return restored
 
     def _restore(self, entry: str, args: Any) -> Any:
-        assert self._manager is not None  # nothing has been saved yet
         composite = ocp.args.Composite(**{entry: args})
         try:
-            return self._manager.restore(self._step, args=composite)[entry]
+            return present(self._manager, "checkpoint manager").restore(self._step, args=composite)[
+                entry
+            ]
         except Exception as error:  # whatever Orbax raises of arrays of other shapes or names
             raise ConfigError(
                 f"config.run_dir: {self._folder / str(self._step)} can't be read "
@@ -293,7 +294,7 @@ class SavedPolicy:
         return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
     def read(self, path: str) -> np.ndarray:
-        """One parameter, whole, on the host, from whatever mesh it was written."""
+        """A whole parameter on the host, from whatever mesh it was written."""
 
         def only(value: Any) -> Any:
             return {"params": traverse_util.unflatten_dict({path: value}, sep="/")}

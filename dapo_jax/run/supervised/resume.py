@@ -124,7 +124,7 @@ class ResumePoint:
         return processes.from_first(read, "metrics before the first step")
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after so many steps is to be saved."""
+        """True if the state after so many steps is to be saved."""
         return step % self._every == 0
 
     def done(self, state: TrainState, skipped: dict[str, int]) -> None:

@@ -161,7 +161,7 @@ class TrainingLog:
         self._skipped, self._max_skipped = resume.skipped, max_skipped_steps
 
     def is_due(self, step: int) -> bool:
-        """Whether the console gets a line after so many steps."""
+        """True if the console gets a line after so many steps."""
         return step % self._every == 0 or step == self._total
 
     def add(self, step: int, values: dict[str, float], means: dict[str, Mean]) -> None:

@@ -51,7 +51,7 @@ def write_mark(folder: pathlib.Path, mark: dict[str, Any]) -> None:
 
 
 def is_at(path: pathlib.Path, descriptor: int) -> bool:
-    """Whether an open file is still the file of that name."""
+    """True if an open file is still the file of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -38,7 +38,7 @@ Folder = pathlib.Path | epath.Path  # of this file system, or remote
 
 
 def is_remote(name: str | os.PathLike) -> bool:
-    """Whether a folder is in an object store (gs://...), where there are no locks or marks."""
+    """True for a folder in an object store (gs://...), where there are no locks or marks."""
     return "://" in str(name)
 
 
@@ -69,7 +69,7 @@ def stamp(entry: os.DirEntry) -> list[int]:
 
 
 def is_written(entry: os.DirEntry, mark: dict[str, Any]) -> bool:
-    """Whether a command wrote a file and nobody changed it since.
+    """True if a command wrote a file and nobody changed it since.
 
     The mark of a finished folder lists names and stamps; that of an unfinished one can only say
     how the files are called that the command writes.
@@ -82,7 +82,7 @@ def is_written(entry: os.DirEntry, mark: dict[str, Any]) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file is a mark, a lock, or a mark that a process was writing."""
+    """True for a mark, a lock, or a mark that a process was writing."""
     return name in (MARK, LOCK) or name.startswith(OURS) and name.removeprefix(OURS).isdigit()
 
 

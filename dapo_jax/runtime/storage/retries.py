@@ -34,7 +34,7 @@ class NotSaved(OSError):
 
 
 def of_a_bucket(error: BaseException) -> bool:
-    """Whether an error is TensorFlow's, which reads and writes buckets.
+    """True for an error of TensorFlow's, which reads and writes buckets.
 
     TensorFlow's errors are no OSErrors; it has retried for a minute or two before it raises them.
     """
@@ -42,7 +42,7 @@ def of_a_bucket(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a bucket refused: no permission, or no such bucket."""
+    """True if a bucket refused: no permission, or no such bucket."""
     return of_a_bucket(error) and type(error).__name__ in REFUSALS
 
 
