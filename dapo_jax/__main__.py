@@ -1,6 +1,7 @@
 """The command line: `dapo-jax COMMAND`, or `python -m dapo_jax COMMAND`."""
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -62,6 +63,8 @@ def main() -> int:
         print(f"{wrong}{usage()}", file=sys.stderr)
         return 2
     sys.argv = [f"dapo-jax {name}", *sys.argv[2:]]
+    if os.getcwd() not in sys.path:  # modules of the user's own, as with `python -m`
+        sys.path.insert(0, os.getcwd())
     return entry(name)()
 
 

@@ -74,7 +74,7 @@ def open_parts(decoder, workload):
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder), decoder)
         parts = build(make_config(pathlib.Path(folder), workload, decoder.layers))
-        parts.prompts = RandomPrompts()
+        parts = dataclasses.replace(parts, prompts=RandomPrompts())
         return parts, parts.first_params()
 
 
