@@ -30,7 +30,7 @@ AGGREGATES = Choices(
     "token_mean token_mean_per_group sequence_mean sequence_sum token_sum_over_budget "
     "pair_sum".split()
 )
-# Estimators by what they need; one that is in none of these needs nothing.
+# Estimators by what they read; one that is in none of these reads the reward alone.
 OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")
 OF_VALUES = ("gae", "length_adaptive_gae")
 PER_TOKEN = ("reward_to_go", *OF_VALUES)
@@ -118,7 +118,7 @@ class Algorithm:
     )
     old_logprobs: Literal["recompute", "sampler"] = setting(
         "recompute",
-        "'recompute' by the trainer's forward pass, or the 'sampler' ones.",
+        "Of the policy before the step: 'recompute' by a forward pass, or those of the 'sampler'.",
         read=READS_OLD_LOGPROBS,
     )
     importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(

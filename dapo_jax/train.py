@@ -34,23 +34,26 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """Everything that decides the next step. `step` counts finished rollout steps."""
+    """Everything that decides the next step, and what a checkpoint holds of the trainer."""
 
-    step: int
+    step: int  # finished rollout steps
     learners: LearnerStates
     source: SourceState
 
 
 @dataclasses.dataclass
 class StepRecord:
-    """The values that a step made, from which metrics and traces are read; None without groups."""
+    """Values that a step made, from which metrics and traces are read; None where it kept no group.
+
+    Arrays are [U updates, M microbatches, R rows, T tokens].
+    """
 
     step: int
     rollouts: RolloutResult
     minibatches: Minibatches | None = None
     feedback: Feedback | None = None
-    advantages: np.ndarray | None = None  # [U, M, R, T]
-    returns: np.ndarray | None = None  # [U, M, R, T], with a critic
+    advantages: np.ndarray | None = None
+    returns: np.ndarray | None = None  # with a critic
     updates: list[UpdateRecord] = dataclasses.field(default_factory=list)
 
 

@@ -1,7 +1,10 @@
 """Ratios, clips, KL and value losses per token, and the weights that make everything a sum.
 
 `loss = sum(loss_weights * token_loss)`. The weights are computed once per optimizer minibatch from
-its own global counts, so microbatches, devices, packing and masks can't change the loss.
+counts over the whole minibatch, on all devices, so the split into microbatches, devices and rows
+can't change the loss. A new ratio, KL estimator or aggregate is a function here, an entry in the
+dict under its kind, its name in `algorithms.py` and a case in
+`tests/learner/test_losses.py`; `policy.py` adds the terms up.
 """
 
 from collections.abc import Callable
@@ -54,7 +57,7 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}
 
 
 def k1(logprobs: Array, reference_logprobs: Array) -> Array:
-    """log p - log ref: unbiased, of either sign; useful in a reward, without gradient in a loss."""
+    """log p - log ref: unbiased, of either sign, for a reward; in a loss its gradient has mean 0."""
     return logprobs - reference_logprobs
 
 

@@ -2,8 +2,8 @@
 
 A group whose answers are all right or all wrong has no advantage and so no gradient. `collect`
 asks for prompts until enough groups are left, keeping the first that qualify in DATA order: order
-of arrival would favour short responses and depend on timing. `carry_over.py` has the variant in
-which groups go on in the next step.
+of arrival would favour short responses and depend on timing. A broken group, whose reward failed,
+is never kept. In `carry_over.py` groups go on in the next step (`rollout.carry_over`).
 """
 
 import dataclasses
@@ -32,7 +32,10 @@ def digest_tokens(tokens: np.ndarray) -> str:
 
 
 def recall(finished: FinishedGroups, prompt: Prompt) -> Group | None:
-    """The finished group of a prompt, where the place in the data still has that prompt."""
+    """The finished group of a prompt, where the place in the data still has that prompt.
+
+    The caller gives groups of this step only: the policy that drew them is not checked.
+    """
     digest, group = finished.get(prompt.index, ("", None))
     if group is None or digest != digest_tokens(prompt.tokens):
         return None
@@ -202,7 +205,9 @@ class Collection(Generic[Pending]):
         return len(self._judged) == len(self._asked) >= self._limit
 
     def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> RolloutBatch:
-        """The rollout batch; nothing is decoded or judged any more, surplus is asked again.
+        """The rollout batch; nothing is decoded or judged any more.
+
+        Surplus groups are not trained on: the next step asks their prompts again, of its policy.
 
         Args:
             position: place in the data of the first prompt that was not asked for.
@@ -264,12 +269,15 @@ def collect(
 ) -> RolloutBatch:
     """Samples, judges and filters until `collection` has its groups.
 
+    It ends without them where max_sample_rounds batches of prompts are judged, or a whole batch
+    has no reward.
+
     Verdicts on groups of one burst are read after the next one, so judging overlaps decoding and
     yet every decision is a function of burst counts, never of the clock.
 
     Args:
-        finished: groups that an earlier try of this step has judged.
-        on_judged: is given groups when their verdicts are final.
+        finished: groups that an earlier try of this step has judged, as `on_judged` wrote them.
+        on_judged: is given groups when their verdicts are final, to write them down.
 
     Raises:
         Starved: max_sample_rounds were not enough and `rollout.when_starved` is 'stop', or no
