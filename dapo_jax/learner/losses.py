@@ -57,7 +57,7 @@ RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}
 
 
 def k1(logprobs: Array, reference_logprobs: Array) -> Array:
-    """log p - log ref: unbiased, of either sign, for a reward; in a loss its gradient has mean 0."""
+    """log p - log ref: unbiased, of either sign; for rewards: in a loss its gradient has mean 0."""
     return logprobs - reference_logprobs
 
 
