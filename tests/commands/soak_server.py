@@ -158,7 +158,7 @@ def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
         firsts, wholes, tokens = zip(*times, strict=True)
         p = [1000 * cut for x in (firsts, wholes) for cut in np.percentile(x, (50, 99))]
         print(
-            f"{count:7}  {len(found) / took:10.1f}  {sum(tokens) / took:8.0f}  "
+            f"{count:7}  {len(times) / took:10.1f}  {sum(tokens) / took:8.0f}  "
             f"{p[0]:15.0f} {p[1]:7.0f}  {p[2]:9.0f} {p[3]:7.0f}",
             flush=True,
         )
