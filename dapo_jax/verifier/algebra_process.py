@@ -53,23 +53,14 @@ class RemoteAlgebra:
         self._deadline = time.monotonic() + seconds
         self.asked = self.remembered = self.undecided = 0
 
-    def same_value(self, prediction: str, answer: str) -> bool:
-        return self._ask("same_value", prediction, answer)
-
-    def same_equation(self, prediction: str, answer: str) -> bool:
-        return self._ask("same_equation", prediction, answer)
-
-    def same_region(self, prediction: str, answer: str) -> bool:
-        return self._ask("same_region", prediction, answer)
-
-    def _ask(self, question: str, prediction: str, answer: str) -> bool:
-        texts = repr((question, prediction, answer)).encode("utf-8", "backslashreplace")
+    def same(self, kind: str, prediction: str, answer: str) -> bool:
+        texts = repr((kind, prediction, answer)).encode("utf-8", "backslashreplace")
         key = hashlib.blake2b(texts, digest_size=16).digest()
         reply = self._memory.get(key)
         if reply is not None and reply["work"] <= self._work:
             self.remembered += 1
         else:
-            reply = self._reply(question=question, prediction=prediction, answer=answer)
+            reply = self._reply(kind=kind, prediction=prediction, answer=answer)
             self.asked += 1
             if "undecided" not in reply or self._work == WORK:  # more work may decide it
                 self._memory.put(key, reply)

@@ -15,12 +15,15 @@ from dapo_jax.verifier.expression_tree import (
     Tree,
     Undecided,
     add,
+    conditions,
     negate,
     symbols,
 )
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.real_sets import FLIPPED, RealSets
+from dapo_jax.verifier.roots import content_of
+from dapo_jax.verifier.tree_to_element import read as read_tree
 
 
 class ProvenAlgebra:
@@ -29,20 +32,24 @@ class ProvenAlgebra:
     def __init__(self, budget: Budget):
         self._budget = budget
 
-    def same_value(self, prediction: str, answer: str) -> bool:
+    def same(self, kind: str, prediction: str, answer: str) -> bool:
+        return getattr(self, f"_same_{kind}")(prediction, answer)
+
+    def _same_value(self, prediction: str, answer: str) -> bool:
         try:
-            return same_expression(parse(prediction), parse(answer), self._budget)
+            gold = parse(answer)
+            return same_expression(parse(prediction, symbols(gold)), gold, self._budget)
         except Refused:
             return False
 
-    def same_equation(self, prediction: str, answer: str) -> bool:
+    def _same_equation(self, prediction: str, answer: str) -> bool:
         mine, gold = read(prediction), read(answer)
         try:
             return self._proportional(mine, gold) != 0
         except Refused:
             return False
 
-    def same_region(self, prediction: str, answer: str) -> bool:
+    def _same_region(self, prediction: str, answer: str) -> bool:
         mine, gold = read(prediction), read(answer)
         try:
             if len(_variables(mine) | _variables(gold)) <= 1:
@@ -53,7 +60,10 @@ class ProvenAlgebra:
         return self._same_inequality(mine, gold)
 
     def _proportional(self, mine: Node, gold: Node) -> int:
-        return proportional(_difference(*mine.items), _difference(*gold.items), self._budget)
+        ours, theirs = _difference(*mine.items), _difference(*gold.items)
+        sign = proportional(ours, theirs, self._budget)
+        field = NumberField(self._budget)
+        return sign if sign and _domain(field, ours) == _domain(field, theirs) else 0
 
     def _same_inequality(self, mine: Node, gold: Node) -> bool:
         """Equality, up to a factor, of two relations in several variables."""
@@ -73,6 +83,19 @@ def _difference(left: Node, right: Node) -> Tree:
     return add([parse(left.text), negate(parse(right.text))])
 
 
+def _domain(field: NumberField, tree: Tree) -> set[tuple[str, str]]:
+    """Conditions that the expressions of an equation put on its variables, in normal form."""
+    asked = set()
+    for mark, inside in conditions(tree):
+        element = read_tree(field, inside)
+        for poly in element if mark == "!=" else ():
+            field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
+            asked |= {(mark, str(factor)) for factor, _ in poly.factor()[1]}
+        if mark != "!=":
+            asked.add((mark, str(field.scale(element, 1 / content_of(element.above)))))
+    return asked
+
+
 def _variables(node: Node) -> set[str]:
     if node.kind == "relation":
         if node.marks == ("in",):
@@ -82,7 +105,7 @@ def _variables(node: Node) -> set[str]:
 
 
 def make_algebra() -> Callable[[dict], dict]:
-    """Function that answers `{"question", "prediction", "answer", "work"}`.
+    """Function that answers `{"kind", "prediction", "answer", "work"}`.
 
     The reply is `{"same", "work"}`, the units spent, with `"undecided"` where the budget ended.
     """
@@ -92,7 +115,7 @@ def make_algebra() -> Callable[[dict], dict]:
         budget, reply = Budget(job["work"]), dict[str, object](same=False)
         try:
             algebra = ProvenAlgebra(budget)
-            reply["same"] = getattr(algebra, job["question"])(job["prediction"], job["answer"])
+            reply["same"] = algebra.same(job["kind"], job["prediction"], job["answer"])
         except Undecided as error:
             reply["undecided"] = str(error)
         except Exception as error:  # not understood is not equal, whatever the reason

@@ -3,6 +3,7 @@
 Only brackets and separators are read here; what stands between them stays text.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ class Node(NamedTuple):
     """Shape and its parts.
 
     kind: 'value' (text), 'list' (items; mark 'or', 'and' or ','), 'set' (items), 'tuple' (items;
-    mark: its two brackets), 'union' / 'intersection' / 'difference' (items), 'matrix' (items: rows
-    of kind 'tuple'), 'relation' (items; marks: the operators between them).
+    mark: its two brackets), 'union' / 'intersection' / 'difference' (items), 'matrix' /
+    'determinant' / 'norm' (items: rows of kind 'tuple'), 'relation' (items; marks: the operators
+    between them).
     """
 
     kind: str
@@ -45,11 +47,14 @@ _WORD_SEPARATOR = re.compile(
 )
 _ASCII_RELATIONS = ((">=", r"\ge "), ("<=", r"\le "), ("!=", r"\ne "), ("==", "="))
 _REAL_VARIABLE = re.compile(r"[A-Za-z](?: ?\\in ?\\mathbb ?\{?R\}?)?")
-_REALS_WITHOUT = re.compile(r"\\mathbb\{R\} ?- ?(?=\\\{)")
+_WITHOUT = re.compile(r"(\\mathbb\{R\}|[)\]]) ?- ?(?=\\\{)")
 _UNION_LETTER = re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])")
 _MATRIX = re.compile(
-    r"\\begin\{((?:[pbB]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
+    r"\\begin\{((?:[pbBvV]|small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
+_MATRIX_BRACKETS = {"": "", "(": ")", "[": "]", "|": "|", r"\|": r"\|"}
+_SIGN = re.compile(r"\\([pm])(?:m|p)(?![A-Za-z])")  # plus-minus, minus-plus
+_FRENCH = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
 
 
 def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | None:
@@ -81,7 +86,8 @@ def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | No
 
 def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
     """Pieces of `_pieces`, with unbalanced text as one piece."""
-    return _pieces(text, separators) or ([text], [])
+    is_one = not any(separator in text for separator in separators)
+    return ([text], []) if is_one else _pieces(text, separators) or ([text], [])
 
 
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -119,14 +125,21 @@ def _inside(text: str, start: str, ends: tuple[str, ...]) -> str | None:
 
 def _members(content: str, depth: int) -> tuple[Node, ...]:
     parts, _ = split(content, {",", ";"})
-    return tuple(read(part, depth + 1) for part in parts)
+    return tuple(read(part, depth + 1) for part in parts if content.strip())
 
 
 def _read_matrix(text: str, depth: int) -> Node | None:
-    bare = text.strip("()[]| ") if r"\begin{array}" in text else text
-    match = _MATRIX.fullmatch(bare)
+    bracket, begin, _ = text.partition(r"\begin{")
+    end = _MATRIX_BRACKETS.get(bracket.strip())
+    if not begin or end is None or not text.endswith(end):
+        return None
+    match = _MATRIX.fullmatch(text[len(bracket) : len(text) - len(end)].strip())
     if match is None:
         return None
+    if _SIGN.search(text):
+        return _with_signs(text, depth)
+    bars = bracket.strip() or {"v": "|", "V": r"\|"}.get(match[1][0], "")
+    kind = {"|": "determinant", r"\|": "norm"}.get(bars, "matrix")
     content = re.sub(r"\\hline", " ", match[2])
     rows, _ = split(content, {r"\\"})
     rows = [row for row in rows if row.strip()]
@@ -135,7 +148,7 @@ def _read_matrix(text: str, depth: int) -> Node | None:
         cells, _ = split(row, {"&"})
         items = tuple(read(cell, depth + 1) for cell in cells)
         nodes.append(Node("tuple", row, items, ("&", "&")))
-    return Node("matrix", text, tuple(nodes))
+    return Node(kind, text, tuple(nodes))
 
 
 def _read_brackets(text: str, depth: int) -> Node | None:
@@ -148,14 +161,14 @@ def _read_brackets(text: str, depth: int) -> Node | None:
             kept = read(condition[1], depth + 1) if real else None
             whole = kept is not None and kept.kind in ("relation", "list")
             return kept if whole else Node("value", text)
-        if not content.strip():
-            return Node("value", r"\emptyset")
         return Node("set", text, _members(content, depth))
     for start, ends in (("(", (")", "]")), ("[", ("]", ")")), (r"\langle", (r"\rangle",))):
         content = _inside(text, start, ends)
         if content is None:
             continue
         if len(split(content, {",", ";"})[0]) > 1:
+            if _SIGN.search(text):
+                return _with_signs(text, depth)
             brackets = (start, r"\rangle" if start[0] == "\\" else text[-1])
             return Node("tuple", text, _members(content, depth), brackets)
         if start == "(" and text[-1] == ")":
@@ -163,15 +176,21 @@ def _read_brackets(text: str, depth: int) -> Node | None:
     return None
 
 
-def _with_signs(text: str) -> tuple[str, ...]:
-    """The two values of an expression with plus-minus signs; just itself without any."""
-    if r"\pm" not in text and r"\mp" not in text:
-        return (text,)
-    upper = text.replace(r"\pm", "+").replace(r"\mp", "-")
-    lower = text.replace(r"\pm", "-").replace(r"\mp", "+")
-    return upper, lower
+def _with_signs(text: str, depth: int) -> Node:
+    """The two answers that plus-minus signs give, all upper or all lower ones."""
+    both = (_SIGN.sub(lambda m, signs=signs: signs[m[1] == "m"], text) for signs in ("+-", "-+"))
+    return Node("list", text, tuple(read(each, depth + 1) for each in both), (",",))
 
 
+def _round(match: re.Match) -> str:
+    """An interval with its brackets turned outwards, ]0,1[, as (0,1)."""
+    start, content, end = match.groups()
+    if start + end == "[]" or r"\cup" in content or content.lstrip()[0] in ",;":
+        return match[0]
+    return ("(" if start == "]" else "[") + content + (")" if end == "[" else "]")
+
+
+@functools.lru_cache(maxsize=256)
 def read(text: str, depth: int = 0) -> Node:
     """Shape of a normalised answer. Text without a readable shape is a value."""
     text = unwrap(text)
@@ -179,14 +198,17 @@ def read(text: str, depth: int = 0) -> Node:
         text = text.replace(written, command)
     if depth >= DEEPEST:
         return Node("value", text)
-    text = _REALS_WITHOUT.sub(r"\\mathbb{R}\\setminus ", text)
-    text = _UNION_LETTER.sub(r"\\cup ", text)
+    text = _WITHOUT.sub(r"\1\\setminus ", text)
+    text = _FRENCH.sub(_round, _UNION_LETTER.sub(r"\\cup ", text))
     matrix = _read_matrix(text, depth)
     if matrix is not None:
         return matrix
     parts, joined = _split_list(text)
     if len(parts) > 1:
         items = tuple(read(part, depth + 1) for part in parts)
+        named = {item.items[0].text for item in items if item.kind == "relation"}
+        if len(named) > 1 and _SIGN.search(text):
+            return _with_signs(text, depth)
         return Node("list", text, items, (joined,))
     text = parts[0] if parts else text
     members, operators = split(text, set(RELATIONS))
@@ -203,7 +225,8 @@ def read(text: str, depth: int = 0) -> Node:
     node = _read_brackets(text, depth)
     if node is not None:
         return node
-    values = _with_signs(text)
-    if len(values) > 1:
-        return Node("list", text, tuple(Node("value", value) for value in values), (",",))
+    if _SIGN.search(text):
+        return _with_signs(text, depth)
+    if text.strip() == r"\emptyset":
+        return Node("set", text)
     return Node("value", text)

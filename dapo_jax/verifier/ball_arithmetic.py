@@ -3,6 +3,7 @@
 A ball that does not contain zero proves that a value is not zero; no ball proves that it is.
 """
 
+import zlib
 from collections.abc import Callable
 
 import flint
@@ -12,27 +13,15 @@ from dapo_jax.verifier.expression_tree import Budget, Tree, Undecided
 
 Ball = acb
 
+_NAMES = "exp log sin cos tan cot sec csc sinh cosh tanh asin acos atan asinh acosh atanh".split()
 _SIMPLE: dict[str, Callable[[Ball], Ball]] = {
-    "exp": acb.exp,
-    "log": acb.log,
-    "sin": acb.sin,
-    "cos": acb.cos,
-    "tan": acb.tan,
-    "cot": acb.cot,
-    "sec": acb.sec,
-    "csc": acb.csc,
-    "sinh": acb.sinh,
-    "cosh": acb.cosh,
-    "tanh": acb.tanh,
-    "asin": acb.asin,
-    "acos": acb.acos,
-    "atan": acb.atan,
+    **{name: getattr(acb, name) for name in _NAMES},
     "acot": lambda ball: _over(acb(1), ball).atan(),
+    "asec": lambda ball: _over(acb(1), ball).acos(),
+    "acsc": lambda ball: _over(acb(1), ball).asin(),
     "abs": lambda ball: acb(abs(ball)),
     "factorial": lambda ball: (ball + 1).gamma(),
 }
-
-
 LARGEST_FLOORED = arb(10) ** 3_000
 
 
@@ -128,6 +117,9 @@ def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
                 -parts[0] if negative else parts[0], int(tree.parts[1].rational.p)
             )
             value = -value if negative else value
+        case "function":  # of what may be any function, equal expressions are equal for this one
+            assert isinstance(tree.value, str)
+            value = (parts[0] + zlib.crc32(tree.value.encode()) % 1_009).sin()
         case "floor":
             value = acb(whole_part(parts[0]))
         case "ceiling":

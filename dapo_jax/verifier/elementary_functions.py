@@ -1,4 +1,4 @@
-"""Elementary functions of elements: floors, exponentials, logarithms, factorials.
+"""Elementary functions of elements: floors, exponentials, logarithms.
 
 Integer variables may be split by remainders: `NumberField.moduli` names the helpful moduli.
 """
@@ -28,13 +28,14 @@ from dapo_jax.verifier.roots import (
     minus_one_to,
     opaque,
     prime_powers,
+    real_root,
     root,
     sign,
 )
 
 INTEGERS = "nmkN"  # letters that stand for whole numbers where floors and (-1)^n ask
 COMPLEX = "zw"  # letters that need not be real
-LARGEST_POWER, LARGEST_SHIFT, LARGEST_CHOICE = 1_000, 20, 50
+LARGEST_POWER = 1_000
 
 
 def symbol(field: NumberField, name: str) -> Element:
@@ -191,7 +192,35 @@ def power_of(field: NumberField, base: Element, q: fmpq) -> Element:
     """Principal power base ** q."""
     if abs(q.p) > LARGEST_POWER or q.q > LARGEST_POWER:
         raise Undecided("a high power")
-    return field.power(base if q.q == 1 else root(field, base, int(q.q)), int(q.p))
+    if q.q == 1:
+        return field.power(base, int(q.p))
+    logarithm, rest = _without_exponentials(field, base)
+    turned = field.power(root(field, rest, int(q.q)), int(q.p))
+    return field.multiply(exp(field, field.scale(logarithm, q)), turned)
+
+
+def odd_root(field: NumberField, a: Element, degree: int) -> Element:
+    """Real root of odd degree of what is real, whatever its sign; else the principal root."""
+    logarithm, rest = _without_exponentials(field, a)
+    growth = exp(field, field.scale(logarithm, fmpq(1, degree)))
+    return field.multiply(growth, real_root(field, rest, degree))
+
+
+def _without_exponentials(field: NumberField, a: Element) -> tuple[Element, Element]:
+    """(b, c) with a = e^b c, where e^b holds the real powers of e that all terms have."""
+    logarithm, rest = rational(0), list(a)
+    for i, way in enumerate((1, -1)):
+        for number, atom in field.atoms_in(a[i]):
+            if atom.kind != "exp" or not atom.real:
+                continue
+            field.budget.spend(len(a[i]))
+            powers = [powers_of(exponents).get(number, 0) for exponents in a[i].monoms()]
+            shared = min(powers, default=0)
+            if shared:
+                assert atom.argument is not None  # of an exponential
+                logarithm = field.add(logarithm, field.scale(atom.argument, way * shared))
+                rest[i] = rest[i] / atom.generator**shared
+    return logarithm, Element(*rest)
 
 
 def power(field: NumberField, base: Element, exponent: Element) -> Element:
@@ -229,6 +258,11 @@ def _sum_of_logs(field: NumberField, a: Element) -> Element:
 
 def log(field: NumberField, a: Element) -> Element:
     """Principal logarithm."""
+    exponent, a = _without_exponentials(field, a)
+    return field.add(exponent, _log_of_rest(field, a))
+
+
+def _log_of_rest(field: NumberField, a: Element) -> Element:
     number = as_rational(a.above) if a.below == ONE else None
     if number is None:
         return _log_of_constant(field, a) if field.is_constant(a) else _log_of_variable(field, a)
@@ -246,14 +280,9 @@ def _half_turn(field: NumberField) -> Element:
 
 
 def _log_of_variable(field: NumberField, a: Element) -> Element:
-    terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
-    atoms = [(field.atoms[number], n) for number, n in terms[0][0].items()]
-    if len(terms) == 1 and a.below == ONE and terms[0][1] > 0:  # ln(c e^x) for a real x
-        if all(atom.kind == "exp" and atom.real for atom, _ in atoms):
-            total = log(field, rational(terms[0][1]))
-            for atom, n in atoms:
-                total = field.add(total, field.scale(atom.argument, n))
-            return total
+    logarithm = _log_of_monomial(field, a) if len(a.above) == 1 and a.below == ONE else None
+    if logarithm is not None:
+        return logarithm
     content = content_of(a.above) / content_of(a.below)
     rest = _log_atom(field, field.scale(a, 1 / content), real=False)
     return rest if content == 1 else field.add(rest, log(field, rational(content)))
@@ -274,17 +303,22 @@ def _log_of_constant(field: NumberField, a: Element) -> Element:
 
 
 def _log_of_monomial(field: NumberField, a: Element) -> Element | None:
-    """Logarithm of a number times roots of positive numbers and of -1; None for another product."""
+    """Logarithm of a number times roots of positive numbers and of -1, or one principal root.
+
+    None for another product.
+    """
     ((exponents, coefficient),) = a.above.terms()
     total, turn = log(field, rational(abs(coefficient))), fmpq(int(coefficient < 0))
-    for number, n in powers_of(exponents).items():
+    powers = powers_of(exponents)
+    for number, n in powers.items():
         atom = field.atoms[number]
         base = as_rational(atom.radicand) if atom.kind == "root" else None
+        alone = len(powers) == 1 and coefficient > 0 and atom.kind == "root"
         if base == -1:
             turn += fmpq(n, atom.degree)
-        elif base is not None and base > 0:
-            logarithm = field.scale(log(field, rational(base)), fmpq(n, atom.degree))
-            total = field.add(total, logarithm)
+        elif alone and not atom.odd or base is not None and base > 0:
+            logarithm = log(field, Element(atom.radicand, ONE))
+            total = field.add(total, field.scale(logarithm, fmpq(n, atom.degree)))
         else:
             return None
     turn -= 2 * (turn / 2).floor()
@@ -299,38 +333,3 @@ def _log_atom(field: NumberField, a: Element, *, real: bool) -> Element:
 
     constant = field.is_constant(a)
     return field.atom("log", str(a), argument=a, constant=constant, real=real, value=value)
-
-
-# --- factorials ---------------------------------------------------------------------------------
-
-
-def factorial(field: NumberField, a: Element) -> Element:
-    """Factorial a!; of x + c, a product with x!."""
-    number = as_rational(a.above) if a.below == ONE else None
-    if number is not None:
-        if number.q != 1 or not 0 <= number <= LARGEST_POWER:
-            raise Undecided("a factorial of no small whole number")
-        return rational(math.factorial(int(number.p)))
-    fixed = {powers_of(e) == {}: c for e, c in a.above.terms()}.get(True, fmpq(0))
-    shift = int(fixed.floor()) if a.below == ONE else 0
-    if abs(shift) > LARGEST_SHIFT:
-        raise Undecided("a factorial far from its variable")
-    base = field.subtract(a, rational(shift))
-    result = opaque(field, "factorial", base)
-    for j in range(shift):
-        result = field.multiply(result, field.add(base, rational(j + 1)))
-    for j in range(-shift):
-        result = field.divide(result, field.subtract(base, rational(j)))
-    return result
-
-
-def binomial(field: NumberField, above: Element, below: Element) -> Element:
-    """Binomial coefficient: a product for a small whole number below, else by factorials."""
-    k = as_rational(below.above) if below.below == ONE else None
-    if k is not None and k.q == 1 and 0 <= k <= LARGEST_CHOICE:
-        result = rational(1)
-        for j in range(int(k.p)):
-            result = field.multiply(result, field.subtract(above, rational(j)))
-        return field.scale(result, fmpq(1, math.factorial(int(k.p))))
-    rest = factorial(field, field.subtract(above, below))
-    return field.divide(factorial(field, above), field.multiply(factorial(field, below), rest))

@@ -11,91 +11,47 @@ from typing import Protocol
 
 from dapo_jax.verifier.answer_shape import Node, read
 from dapo_jax.verifier.extraction import extract
+from dapo_jax.verifier.names import (
+    DENIALS,
+    assigned,
+    compact,
+    has_words,
+    is_variable,
+    same_words,
+    without_approximation,
+    words_of,
+)
 from dapo_jax.verifier.normalisation import FORBIDDEN, normalise
 from dapo_jax.verifier.numerals import read_integer, read_number
 from dapo_jax.verifier.units import split_unit
 
-LONGEST_COMPARED, LONGEST_NAME, MOST_ITEMS = 2_000, 200, 64  # characters; members of a set
+LONGEST_COMPARED, MOST_ITEMS = 2_000, 64  # characters; members of a set
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
 REALS = r"\mathbbR"  # compact
-_GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|Delta|Omega|ell"
-# Possessive throughout: a long run of names must not be read in exponentially many ways.
-_NAME = (
-    rf"(?:\\angle ?[A-Z]{{1,3}}+|\\(?:{_GREEK})(?![A-Za-z])|\\(?:text|mathbf)\{{[^{{}}]*+\}}"
-    r"|(?<![\\A-Za-z])[A-Za-z]++)(?:_ ?(?:\{[^{}]*+\}|\w))?+'*+"
-)
-_ARGUMENT = rf"(?:{_NAME}|\d++)"
-_VARIABLE = re.compile(
-    rf"{_NAME}(?: ?\( ?{_ARGUMENT}(?: ?, ?{_ARGUMENT})*+ ?\))?+(?: {_NAME})*+|\|[A-Z]{{1,3}}\|"
-    r"|\\(?:overline|widehat)\{[A-Z]+\}"
-)
-_DENIALS = set(
-    "not never no isn neither but except anything nothing unless without excluding than".split()
-)
-_NUMERIC_NAMES = {r"\pi", "e", "i", r"\infty"}
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_NO_WORDS = set(
-    "sin cos tan cot sec csc log exp sqrt arcsin arccos arctan asin acos atan sinh cosh tanh "
-    "infinity inf xyz abc abcd text".split()
-)
-_SHORT_WORDS = {"no", "on", "is", "it", "if", "an", "at", "or", "of", "to", "up", "so"}
-_TEXT = re.compile(r"\\(?:text|mathbf) ?\{([^{}]*)\}")
 _DECIMAL = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
-_OPERATORS = re.compile(r"[\\^_=+*/<>|]")
-_RATIO = re.compile(r"(\d{1,30}) ?(?:\\text\{ ?to ?\}|:) ?(\d{1,30})", re.ASCII)
+_CODE = re.compile(r"(?=.*[A-Z])[A-Z\d]{2,}(?:_\{?\d+\}?)?", re.ASCII)
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)", re.ASCII)
+_POWER_OF_TEN = re.compile(r"[\d.]+e[-+]\d+", re.ASCII)  # or a multiple of e and a number
+_E = re.compile(r"(?<![\\A-Za-z])e(?![A-Za-z])")
+_COLON = re.compile(r" ?(?:\\text\{ ?to ?\}|:) ?")
+_RATIO = re.compile(rf"\d{{1,30}}(?:{_COLON.pattern}\d{{1,30}})+", re.ASCII)
 _PRODUCT = re.compile(r".*[\d)}] [A-Za-z]", re.DOTALL)  # or a measured value
 _FUNCTION_OF = re.compile(r"([A-Za-z])\(([A-Za-z])\)")
 CENTS = 100
 _CHOICE = re.compile(r"\(?([A-Za-z])[).:]?")
+_CHOICE_AND_VALUE = re.compile(
+    r"(?:\\text\{ ?(?:\(([A-J])\)|([A-J])[).:]) ?\}|([A-J])(?:\)|[.:] )"
+    r"|\(([A-J])\) (?![-+*/^=<>!_(\[])) ?((?:(?!(?<![A-Za-z\\])[A-J](?![A-Za-z])).)+)"
+)
 
 
 class Algebra(Protocol):
-    """Decisions that strings can't make; arguments are normalised texts."""
+    """Decisions that strings can't make, on the normalised texts of two answers."""
 
-    def same_value(self, prediction: str, answer: str) -> bool: ...
-
-    def same_equation(self, prediction: str, answer: str) -> bool: ...
-
-    def same_region(self, prediction: str, answer: str) -> bool: ...
-
-
-def compact(text: str) -> str:
-    """Text without blanks, save between digits, and without braces around single characters."""
-    text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
-    return re.sub(r"(?<!\\)\{(\w)\}", r"\1", text) if "{" in text else text
-
-
-def words_of(text: str) -> str:
-    """Words of a text, without commands and braces."""
-    text = _TEXT.sub(r" \1 ", text)
-    return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
-
-
-def _same_words(mine: str, gold: str) -> bool:
-    """Capitals don't count, save inside short tokens that may be a product of letters."""
-    if mine.lower() != gold.lower():
-        return False
-    pairs = zip(mine.split(), gold.split(), strict=True)
-    return all(a == b or len(a) > 3 or _is_written(a) and _is_written(b) for a, b in pairs)
-
-
-def _is_written(word: str) -> bool:
-    return word in (word.lower(), word.title(), word.upper()) and bool(
-        set(word.lower()) & set("aeiouy")
-    )
-
-
-def has_words(text: str) -> bool:
-    """Test for text in words rather than symbols."""
-    if any(re.search(r"[A-Za-z]{2}", inner) for inner in _TEXT.findall(text)):
-        return True
-    bare = _TEXT.sub(" ", text)
-    if _OPERATORS.search(bare):
-        return False
-    if bare.strip(" {}").lower() in _SHORT_WORDS:
-        return True
-    return any(word.lower() not in _NO_WORDS for word in _WORD.findall(bare))
+    def same(self, kind: str, prediction: str, answer: str) -> bool:
+        """Equality of two values, equations or regions, as `kind` says."""
+        ...
 
 
 class _Comparison:
@@ -105,14 +61,16 @@ class _Comparison:
     def same(self, mine: Node, gold: Node) -> bool:
         if compact(mine.text) == compact(gold.text):
             return True
-        mine, gold = _without_membership(mine), _without_membership(gold)
+        mine, gold = _spread(_without_membership(mine)), _spread(_without_membership(gold))
         if _is_region(mine) or _is_region(gold):
-            return self._algebra.same_region(mine.text, gold.text)
+            return self._algebra.same("region", mine.text, gold.text)
         if "relation" in (mine.kind, gold.kind):
             return self._same_relation(mine, gold)
-        if "matrix" in (mine.kind, gold.kind):
-            return mine.kind == gold.kind and self._in_order(mine.items, gold.items)
-        if "tuple" in (mine.kind, gold.kind):
+        if {mine.kind, gold.kind} == {"list", "tuple"} and ("(", ")") in (mine.marks, gold.marks):
+            named = mine if mine.kind == "list" else gold
+            is_named = named.marks != ("or",) and len(_names(named)) == len(named.items)
+            return is_named and self._in_order(mine.items, gold.items)  # x = 1, y = 2 and (1, 2)
+        if {"matrix", "determinant", "norm", "tuple"} & {mine.kind, gold.kind}:
             alike = mine.kind == gold.kind and mine.marks == gold.marks
             return alike and self._in_order(mine.items, gold.items)
         if mine.kind == gold.kind == "value":
@@ -123,43 +81,54 @@ class _Comparison:
         if len(named) != len(wanted) and max(len(named), len(wanted)) > 1:
             # m = 2, n = 3 is not 3, 2; nor is x = 2, 3 any of them
             return not (named and wanted) and self._in_order(mine.items, gold.items)
-        return self._as_sets(_items(mine), _items(gold))
+        return self._same_members(mine, gold)
 
     def _in_order(self, mine: tuple[Node, ...], gold: tuple[Node, ...]) -> bool:
         return len(mine) == len(gold) and all(map(self.same, mine, gold))
 
-    def _as_sets(self, mine: list[Node], gold: list[Node]) -> bool:
-        if max(len(mine), len(gold)) > MOST_ITEMS:
+    def _same_members(self, mine: Node, gold: Node) -> bool:
+        """Equality of members, as often as they are written unless gold is a set."""
+        ours, theirs, found = _items(mine), _items(gold), set[int]()
+        if max(len(ours), len(theirs)) > MOST_ITEMS:
             return False
-        left = list(gold)
-        for item in mine:
-            match = next((other for other in left if self.same(item, other)), None)
-            if match is None:
+        again = gold.kind == "set"
+        for item in ours:
+            places = (i for i in range(len(theirs)) if again or i not in found)
+            place = next((i for i in places if self._same_member(item, theirs[i])), None)
+            if place is None:
                 return False
-            left.remove(match)
-        return not left
+            found.add(place)
+        left = [item for i, item in enumerate(theirs) if i not in found]
+        return (
+            not left
+            or again
+            and all(any(self._same_member(item, other) for item in ours) for other in left)
+        )
+
+    def _same_member(self, mine: Node, gold: Node) -> bool:
+        return (mine.kind == "set") == (gold.kind == "set") and self.same(mine, gold)
 
     def _same_relation(self, mine: Node, gold: Node) -> bool:
-        mine, gold = _without_approximation(mine), _without_approximation(gold)
+        mine, gold = without_approximation(mine), without_approximation(gold)
         if mine.kind == gold.kind == "relation":
-            named, wanted = _assigned(mine), _assigned(gold)
+            named, wanted = assigned(mine), assigned(gold)
             if named and wanted:
                 named = _with_variable_of(named, wanted)
                 if compact(named[0]) == compact(wanted[0]):
                     return self.same(named[1], wanted[1])
             if len(mine.items) == len(gold.items) == 2:
-                return self._algebra.same_equation(mine.text, gold.text)
+                return self._algebra.same("equation", mine.text, gold.text)
             return False
         if mine.kind != "relation" and gold.kind != "relation":
             return self.same(mine, gold)
         relation, other = (mine, gold) if mine.kind == "relation" else (gold, mine)
-        assigned = _assigned(relation)
-        if assigned is None:
+        named = assigned(relation)
+        if named is None:
             first, *_, last = relation.items
             if not (first.kind == last.kind == "value" and self._same_value(first.text, last.text)):
                 return False
-            assigned = "", last
-        return self.same(assigned[1], other) if mine is relation else self.same(other, assigned[1])
+            named = "", last
+        return self.same(named[1], other) if mine is relation else self.same(other, named[1])
 
     def _same_value(self, mine: str, gold: str) -> bool:
         mine_number, gold_number = read_number(mine), read_number(gold)
@@ -173,13 +142,15 @@ class _Comparison:
             return found[1].upper() == choice[1]
         if (same := _same_ratio(mine, gold)) is not None:
             return same
+        if _CODE.fullmatch(mine) and _CODE.fullmatch(gold):
+            return re.sub("[{}]", "", mine) == re.sub("[{}]", "", gold)
         if split_unit(mine)[1] or split_unit(gold, trusted=True)[1]:
             return self._same_measure(mine, gold)
         if has_words(mine) or has_words(gold):
-            return _same_words(words_of(mine), words_of(gold))
+            return same_words(words_of(mine), words_of(gold))
         # What reads as a numeral is that number here too: 1e3 is 1000, never 3 times e.
-        texts = _as_read(mine, mine_number), _as_read(gold, gold_number)
-        return self._algebra.same_value(*texts)
+        texts = _as_read(mine, mine_number, gold), _as_read(gold, gold_number, mine)
+        return self._algebra.same("value", *texts)
 
     def _same_measure(self, mine: str, gold: str) -> bool:
         """Values of which at least one has a unit."""
@@ -188,7 +159,7 @@ class _Comparison:
         if not mine_unit:  # the gold answer says what may stand here
             mine_value, mine_unit = split_unit(mine, trusted=True)
         if not mine_unit and _PRODUCT.fullmatch(gold):  # 2 m may be twice m
-            return self._algebra.same_value(mine, gold)
+            return self._algebra.same("value", mine, gold)
         if split_unit(mine_value)[1] or split_unit(gold_value)[1]:  # one behind another
             return False
         units = {mine_unit, gold_unit}
@@ -201,26 +172,30 @@ class _Comparison:
         if mine_unit and gold_unit and mine_unit != gold_unit:
             return False
         if units == {"degree", ""} and r"\pi" in mine + gold:
-            return self._algebra.same_value(mine, gold)
+            return self._algebra.same("value", mine, gold)
         return self.same(read(mine_value), read(gold_value))
 
 
-def _as_read(text: str, number: Fraction | None) -> str:
-    if number is None:
+def _as_read(text: str, number: Fraction | None, other: str) -> str:
+    if number is None or _POWER_OF_TEN.fullmatch(text) and _E.search(other):  # 2e-3 beside 3+2e
         return text
     return rf"\frac{{{number.numerator}}}{{{number.denominator}}}"
 
 
 def _same_ratio(mine: str, gold: str) -> bool | None:
-    """Equality of a ratio, 5:8, with a ratio or a fraction; None for anything else."""
-    ours, theirs = _RATIO.fullmatch(mine), _RATIO.fullmatch(gold)
-    if ours and theirs and int(ours[2]) and int(theirs[2]):
-        return Fraction(int(ours[1]), int(ours[2])) == Fraction(int(theirs[1]), int(theirs[2]))
-    for match, other in ((ours, gold), (theirs, mine)):
-        number = read_number(other) if match and ("/" in other or r"\frac" in other) else None
-        if match and number is not None and int(match[2]):
-            return Fraction(int(match[1]), int(match[2])) == number
-    return None
+    """Equality of a ratio, 5:8 or 1:2:3, with a ratio or a fraction; None for anything else."""
+    ours, theirs = (
+        [int(n) for n in _COLON.split(t)] if _RATIO.fullmatch(t) else [] for t in (mine, gold)
+    )
+    if theirs and _CLOCK.fullmatch(gold):
+        return ours == theirs if ours else None
+    for terms, other in ((ours, gold), (theirs, mine)):
+        if len(terms) == 2 and terms[1] and ("/" in other or r"\frac" in other):
+            number = read_number(other)
+            return None if number is None else Fraction(*terms) == number
+    if len(ours) != len(theirs) or not all(ours + theirs):
+        return False if ours and theirs else None
+    return len({Fraction(*pair) for pair in zip(ours, theirs, strict=True)}) == 1 if ours else None
 
 
 def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
@@ -239,24 +214,39 @@ def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[s
 
 
 def _items(node: Node) -> list[Node]:
-    """Members without those written twice."""
-    members = node.items if node.kind in ("list", "set") else (node,)
+    """Members; those of a set once."""
     members = [
         inner
-        for member in members
-        for inner in (member.items if member.kind == "list" else (member,))  # plus-minus
+        for member in (node.items if node.kind in ("list", "set") else (node,))
+        for inner in (member.items if member.kind == "list" and not _names(member) else (member,))
     ]
-    return list({compact(member.text): member for member in members}.values())
+    if node.kind == "set":
+        return list({compact(member.text): member for member in members}.values())
+    return members
 
 
 def _without_membership(node: Node) -> Node:
     inside = node.kind == "relation" and node.marks == ("in",)
-    return node.items[1] if inside and _is_variable(node.items[0]) else node
+    return node.items[1] if inside and is_variable(node.items[0]) else node
+
+
+def _spread(node: Node) -> Node:
+    """Assignments x = 1, y = 2 of (x, y) = (1, 2)."""
+    sides = node.items if node.kind == "relation" and node.marks == ("=",) else ()
+    if {(side.kind, side.marks) for side in sides} != {("tuple", ("(", ")"))}:
+        return node
+    pairs = list(zip(*(side.items for side in sides), strict=False))
+    if len({len(side.items) for side in sides}) > 1 or not all(
+        is_variable(one) for one, _ in pairs
+    ):
+        return node
+    each = (Node("relation", f"{pair[0].text}={pair[1].text}", pair, ("=",)) for pair in pairs)
+    return Node("list", node.text, tuple(each), (",",))
 
 
 def _names(node: Node) -> set[str]:
     """Variables that the members of a list are the values of."""
-    assignments = [_assigned(item) for item in node.items if item.kind == "relation"]
+    assignments = [assigned(item) for item in node.items if item.kind == "relation"]
     return {compact(assignment[0]) for assignment in assignments if assignment}
 
 
@@ -266,40 +256,6 @@ def _is_region(node: Node) -> bool:
     if node.kind == "value":
         return compact(node.text) == REALS
     return node.kind == "list" and all(_is_region(item) for item in node.items)
-
-
-def _is_variable(node: Node) -> bool:
-    if node.kind == "tuple":
-        return all(map(_is_variable, node.items))
-    if len(node.text) > LONGEST_NAME:
-        return False
-    if node.text in _NUMERIC_NAMES or _DENIALS & set(words_of(node.text).lower().split()):
-        return False
-    return bool(_VARIABLE.fullmatch(node.text))
-
-
-def _assigned(node: Node) -> tuple[str, Node] | None:
-    """(variable, value) of `x = value`, `value = x` or a chain; None for another equation."""
-    if set(node.marks) != {"="}:
-        return None
-    numbers = {read_number(item.text) for item in node.items} - {None}
-    if len(numbers) > 1:  # it contradicts itself
-        return None
-    first, last = node.items[0], node.items[-1]
-    if _is_variable(first) or len(node.items) > 2 and not _is_variable(last):
-        return first.text, last
-    return (last.text, first) if _is_variable(last) and len(node.items) == 2 else None
-
-
-def _without_approximation(node: Node) -> Node:
-    """Exact part of `a = b ~ c`; of `x ~ c` it is c."""
-    if node.kind != "relation" or "~" not in node.marks:
-        return node
-    cut = node.marks.index("~") + 1
-    items, marks = node.items[:cut], node.marks[: cut - 1]
-    if len(items) == 1:
-        return node.items[1] if _is_variable(items[0]) else items[0]
-    return node._replace(items=items, marks=marks, text=" = ".join(i.text for i in items))
 
 
 def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
@@ -323,7 +279,29 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
     mine, gold = normalise(prediction), _read_gold(answer)
     if FORBIDDEN in mine or not mine or not gold.text or len(mine) > LONGEST_COMPARED:
         return False
-    return _Comparison(algebra).same(read(mine), gold)
+    comparison = _Comparison(algebra)
+    return comparison.same(read(mine), gold) or _same_choice(comparison, mine, gold)
+
+
+def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
+    """Equality by letter or value where an answer is a choice with its value, `C) 12`."""
+    (ours, value), (theirs, wanted) = _choice_and_value(mine), _choice_and_value(gold.text)
+    if not (value and wanted):
+        letter, other = (ours, gold.text) if value else (theirs, mine)
+        choice = _CHOICE.fullmatch(other) if letter else None
+        if choice:
+            return (choice[1] if value else choice[1].upper()) == letter
+    elif ours != theirs:
+        return False
+    return bool(value or wanted) and comparison.same(read(value or mine), read(wanted or gold.text))
+
+
+def _choice_and_value(text: str) -> tuple[str, str]:
+    match = _CHOICE_AND_VALUE.fullmatch(text)
+    if match is None or (DENIALS | {"or", "and"}) & set(words_of(text).lower().split()):
+        return "", ""
+    *letters, value = match.groups()
+    return next(filter(None, letters)), value
 
 
 @functools.lru_cache(maxsize=4096)

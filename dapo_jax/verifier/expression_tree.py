@@ -38,7 +38,8 @@ class Tree(NamedTuple):
     """Expression.
 
     kind: 'number' (value: fmpq), 'symbol' (value: its name), 'pi', 'e', 'i', 'infinity', 'sum',
-    'product', 'quotient', 'power', or the name of a function.
+    'product', 'quotient', 'power', 'function' (value: its name), or the name of a known function;
+    'numeral' (value: fmpq) and 'mixed' (a numeral and a quotient) where arithmetic is as written.
     """
 
     kind: str
@@ -59,12 +60,15 @@ class Tree(NamedTuple):
 
     @property
     def whole(self) -> int | None:
-        """Integer value; None for anything but an integer."""
-        is_whole = self.kind == "number" and self.rational.q == 1
-        return int(self.rational.p) if is_whole else None
+        """Integer value, of a numeral also with its sign; None for anything but an integer."""
+        is_signed = self.kind == "product" and self.parts[0] == MINUS
+        value = self.parts[1] if is_signed and self.parts[1].kind == "numeral" else self
+        is_whole = value.kind in ("number", "numeral") and value.rational.q == 1
+        return int(value.rational.p) * (1 if value is self else -1) if is_whole else None
 
 
 PI, EULER, IMAGINARY, INFINITY = map(Tree, ("pi", "e", "i", "infinity"))
+MINUS = Tree("number", value=fmpq(-1))
 
 
 def number(value: fmpq | fmpz | int) -> Tree:
@@ -149,15 +153,26 @@ def power(base: Tree, exponent: Tree) -> Tree:
     return number(value ** int(n.p))
 
 
-def call(name: str, argument: Tree) -> Tree:
-    """Value of a function."""
+def real_power(base: Tree, exponent: Tree) -> Tree:
+    """Power base ** exponent; of what has a variable, an odd root is the real one."""
+    order = exponent.rational.q if exponent.kind == "number" else 1
+    if order % 2 and order > 1 and symbols(base):
+        return power(odd_root(base, int(order)), number(exponent.rational.p))
+    return power(base, exponent)
+
+
+def call(name: str, argument: Tree, value: str | None = None) -> Tree:
+    """Value of a function; of one that is not known, 'function', with its name as `value`."""
     _finite(argument)
-    return Tree(name, (argument,))
+    return Tree(name, (argument,), value)
 
 
 def odd_root(inside: Tree, order: int) -> Tree:
     """Real root where `inside` is real, whatever its sign; else the principal root."""
     _finite(inside)
+    if inside.kind == "number":
+        root = power(number(abs(inside.rational)), number(fmpq(1, order)))
+        return negate(root) if inside.rational < 0 else root
     return Tree("odd_root", (inside, number(order)))
 
 
@@ -177,8 +192,8 @@ def binomial(above: Tree, below: Tree) -> Tree:
             part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
         ):
             raise Refused("a large binomial")
-    if above.whole is not None and below.whole is not None:
-        return number(math.comb(above.whole, below.whole))
+    if above.kind == below.kind == "number":
+        return number(math.comb(above.whole or 0, below.whole or 0))
     _finite(above, below)
     return Tree("binomial", (above, below))
 
@@ -193,3 +208,27 @@ def nodes(tree: Tree) -> Iterator[Tree]:
 def symbols(tree: Tree) -> set[str]:
     """Names of the variables of a tree."""
     return {node.name for node in nodes(tree) if node.kind == "symbol"}
+
+
+_NOT_EVERYWHERE = "tan cot sec csc asin acos acot asec acsc acosh atanh factorial binomial function"
+CONDITIONED = {"log": ">"} | {name: name for name in _NOT_EVERYWHERE.split()}
+
+
+def conditions(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """Conditions of a real value: (relation to 0, expression), as ('>=', what is under a root).
+
+    For functions whose condition is another: (name, argument).
+    """
+    for node in nodes(tree):
+        if node.kind in CONDITIONED and symbols(node):
+            yield CONDITIONED[node.kind], node.parts[0]
+        if node.kind == "quotient" and symbols(node.parts[1]):
+            yield "!=", node.parts[1]
+        if node.kind == "power" and symbols(node.parts[0]):
+            base, exponent = node.parts
+            if exponent.kind != "number":
+                yield ">", base
+            elif exponent.rational.q % 2 == 0:
+                yield ">=", base
+            if exponent.kind == "number" and exponent.rational < 0:
+                yield "!=", base

@@ -4,59 +4,55 @@ The parser consumes the whole text and refuses large expressions. No string is e
 text is compared as text.
 """
 
+import itertools
 import re
 
 from flint import fmpq
 
-from dapo_jax.verifier.expression_tree import (
-    EULER,
-    IMAGINARY,
-    INFINITY,
-    PI,
-    Refused,
-    Tree,
-    add,
-    binomial,
-    call,
-    divide,
-    factorial,
-    multiply,
-    negate,
-    number,
-    odd_root,
-    power,
-    symbol,
-    symbols,
-)
-from dapo_jax.verifier.tokens import FUNCTIONS, GREEK, tokens_of
+from dapo_jax.verifier import expression_tree as trees
+from dapo_jax.verifier.expression_tree import Refused, Tree
+from dapo_jax.verifier.tokens import DEGREE, FUNCTIONS, GREEK, INVERTED, tokens_of
 
 DEEPEST, MOST_DIGITS, LARGEST_ROOT = 40, 400, 100
 
 
-_FUNCTION_LETTERS = set("ghpqGHIJKLNPQRSTV")  # before one letter or number in brackets
-_INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
-_CONSTANTS = {"pi": PI, "infty": INFINITY, "infinity": INFINITY, "inf": INFINITY}
+_FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracket
+_CONSTANTS = {
+    "pi": trees.PI,
+    "infty": trees.INFINITY,
+    "infinity": trees.INFINITY,
+    "inf": trees.INFINITY,
+}
 _BARS = {"|": "|", r"\|": r"\|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _TIMES = {"*", r"\times", r"\cdot"}
+_DIFFERENTIALS = {"d", r"\delta", r"\Delta"}
 _DIVIDE = {"/", r"\div"}
 
 
 def _rational(literal: str) -> Tree:
     """A number as written, `1,234.5` or `.5`."""
     whole, _, behind = literal.replace(",", "").partition(".")
-    return number(fmpq(int(whole + behind), 10 ** len(behind)))
+    return trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
 
 
 class _Parser:
-    def __init__(self, text: str):
-        self._tokens, self._at, self._depth = tokens_of(text), 0, 0
+    def __init__(self, text: str, factors: set[str] | None, folds: bool):
+        self._tokens, self._at, self._depth, self._folds = tokens_of(text), 0, 0, folds
+        self._factors = factors
+        pairs = zip(self._tokens, self._tokens[1:], self._tokens[3:], strict=False)
+        applied = {letter.lstrip("\\") for letter, *ends in pairs if ends == ["(", ")"]}
+        self._functions = _FUNCTION_NAMES | applied
         self._bars: list[str] = []
         self._read_ahead: tuple[int, int, Tree] | None = None  # from, to, and what is there
+        self._ends_in_digits = False  # the factor that was read last
 
     def whole(self) -> Tree:
-        value = self._sum()
+        value = self._fraction()
         if self._at != len(self._tokens):
             raise Refused(f"unexpected {self._peek()}")
+        applied = {node.value for node in trees.nodes(value) if node.kind == "function"}
+        if applied & trees.symbols(value):
+            raise Refused("a letter that is a function and a factor")
         return value
 
     def _peek(self) -> str:
@@ -83,7 +79,7 @@ class _Parser:
         while self._peek() in ("+", "-"):
             terms.append(self._signed_term())
         self._depth -= 1
-        return add(terms)
+        return trees.add(terms)
 
     def _signed_term(self) -> Tree:
         negative = False
@@ -91,32 +87,39 @@ class _Parser:
             if self._peek() in ("+", "-"):
                 negative ^= self._take() == "-"
         value = self._product()
-        return negate(value) if negative else value
+        return trees.negate(value) if negative else value
 
     def _product(self) -> Tree:
-        value = self._power()
+        start, value = self._at, self._power()
         while True:
             if self._accept(*_TIMES):
-                value = multiply(value, self._signed_power())
+                value = trees.multiply(value, self._signed_power())
             elif self._accept(*_DIVIDE):
-                value = divide(value, self._signed_power())
+                self._refuse_derivative(start)
+                value = trees.divide(value, self._signed_power())
             elif self._starts_factor():
-                self._refuse_two_numbers()
-                value = multiply(value, self._power())
+                value = trees.multiply(value, self._next_factor())
             else:
                 return value
 
-    def _refuse_two_numbers(self) -> None:
-        """`2 3` is two values, not a product."""
-        before, here = self._tokens[self._at - 1], self._peek()
-        if here == "{" and self._at + 1 < len(self._tokens):
-            here = self._tokens[self._at + 1]
-        if re.match(r"\.?\d", here) and re.search(r"[\d}]$", before):
+    def _next_factor(self) -> Tree:
+        """Factor without a sign before it; `2 3` is two values, not a product."""
+        ahead = itertools.takewhile(lambda token: token != "}", self._tokens[self._at :])
+        begin = [token for token in ahead if token != "{"]
+        if self._ends_in_digits and any(map(_is_digits, begin[:1])) and r"\choose" not in begin:
             raise Refused("two numbers side by side")
+        return self._power()
+
+    def _refuse_derivative(self, start: int) -> None:
+        """`dy/dx` is no quotient: not both may have a d, below before a letter."""
+        below = [t for t in self._tokens[self._at : self._at + 4] if t not in "({"]
+        if below[1:] and below[0] in _DIFFERENTIALS and below[1].lstrip("\\").isalpha():
+            if below[0] in self._tokens[start : self._at]:
+                raise Refused("a derivative")
 
     def _signed_power(self) -> Tree:
         if self._peek() in ("+", "-"):
-            return negate(self._power()) if self._take() == "-" else self._power()
+            return trees.negate(self._power()) if self._take() == "-" else self._power()
         return self._power()
 
     def _starts_factor(self) -> bool:
@@ -130,44 +133,56 @@ class _Parser:
         return bool(token) and (token in "({[" or token in _BARS or named or plain)
 
     def _power(self) -> Tree:
-        base = self._mixed_or_atom()
-        while self._peek() and self._peek() in "^!%'":
+        start = self._at
+        base = self._applied(self._mixed_or_atom(), start)
+        last = [token for token in self._tokens[start : self._at] if token != "}"][-1]
+        of_digits = self._tokens[start] == "{" and last.isdigit() or _is_digits(self._tokens[start])
+        while self._peek() and self._peek() in "^!%'" + DEGREE:
             mark = self._take()
             if mark == "!":
                 if self._peek() == "!":
                     raise Refused("a double factorial")
-                base = factorial(base)
+                base, of_digits = trees.factorial(base), False
             elif mark == "%":
-                base = divide(base, number(100))
+                base = trees.divide(base, trees.number(100))
+            elif mark == DEGREE:
+                base = trees.multiply(base, trees.divide(trees.PI, trees.number(180)))
             elif mark == "'":
-                base = symbol(f"{base.value}'") if base.kind == "symbol" else self._refuse()
-            elif self._is_degree():
-                base = multiply(base, divide(PI, number(180)))
+                if base.kind != "symbol":
+                    raise Refused("a prime")
+                base = self._applied(trees.symbol(f"{base.value}'"), start)
             else:
-                base = power(base, self._exponent())
-                if self._peek() == "^" and not self._is_degree_next():
+                letter, of_digits = base, False
+                base = trees.real_power(base, self._exponent())
+                if self._peek() == "^":
                     raise Refused("two exponents of one base")
+                if self._applied(letter, start) != letter:
+                    raise Refused("a power of a function")
+        self._ends_in_digits = of_digits
         return base
 
-    def _refuse(self):
-        raise Refused("a prime")
+    def _applied(self, letter: Tree, start: int) -> Tree:
+        """Function of the bracket that follows, or the letter itself where they are factors.
 
-    def _is_degree_next(self) -> bool:
-        here = self._at
-        self._at += 1
-        is_degree, self._at = self._is_degree(), here
-        return is_degree
-
-    def _is_degree(self) -> bool:
-        for written in (["\\circ"], ["{", "\\circ", "}"]):
-            if self._tokens[self._at : self._at + len(written)] == written:
-                self._at += len(written)
-                return True
-        return False
+        A bracket around a sum is a factor, where the other side has the letter as a variable.
+        """
+        ahead = "".join(self._tokens[self._at : self._at + 2])
+        opened = ahead[:1] in "([" or ahead in ("{(", "{[")
+        if letter.kind != "symbol" or not ahead or not opened or self._tokens[start] in ("(", "["):
+            return letter
+        here, name = self._at, letter.name.partition("_")[0].rstrip("'")
+        argument = self._atom()
+        if name in self._functions or all(node.kind != "sum" for node in trees.nodes(argument)):
+            return trees.call("function", argument, letter.name)
+        if self._factors is not None and letter.name not in self._factors:
+            raise Refused("a factor or a function")
+        self._read_ahead = here, self._at, argument
+        self._at = here
+        return letter
 
     def _exponent(self) -> Tree:
         if self._peek() in ("+", "-"):
-            return negate(self._atom()) if self._take() == "-" else self._atom()
+            return trees.negate(self._atom()) if self._take() == "-" else self._atom()
         return self._atom()
 
     def _mixed_or_atom(self) -> Tree:
@@ -177,8 +192,8 @@ class _Parser:
             here = self._at
             part = self._atom()
             written = "".join(self._tokens[here + 1 : self._at])
-            if part.kind == "number" and re.fullmatch(r"[\d{}]+", written):
-                return add([value, part])
+            if re.fullmatch(r"[\d{}]+", written):
+                return trees.add([value, part]) if self._folds else Tree("mixed", (value, part))
             # A factor then. It is not read again: nested, that would take exponential time.
             self._read_ahead = here, self._at, part
             self._at = here
@@ -193,12 +208,17 @@ class _Parser:
 
     def _group(self, end: str) -> Tree:
         outer, self._bars = self._bars, []
-        value = self._sum()
-        if end == "}" and self._accept(r"\choose"):
-            value = binomial(value, self._sum())
+        value = self._fraction() if end == "}" else self._sum()
         self._take(end)
         self._bars = outer
         return value
+
+    def _fraction(self) -> Tree:
+        """Content of braces: a sum, or one over another."""
+        value = self._sum()
+        if self._accept(r"\choose"):
+            return trees.binomial(value, self._sum())
+        return trees.divide(value, self._sum()) if self._accept(r"\over") else value
 
     def _atom(self) -> Tree:
         if self._read_ahead is not None and self._read_ahead[0] == self._at:
@@ -208,7 +228,8 @@ class _Parser:
         if token[0].isdigit() or token[0] == "." and len(token) > 1:
             if len(token) > MOST_DIGITS:
                 raise Refused("a long number")
-            return _rational(token)
+            literal = _rational(token)
+            return literal if self._folds else literal._replace(kind="numeral")
         if token in ("(", "{", "["):
             return self._group({"(": ")", "{": "}", "[": "]"}[token])
         if token in _BARS:
@@ -225,15 +246,12 @@ class _Parser:
         value = self._sum()
         self._bars.pop()
         self._take(end)
-        return call({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), value)
+        return trees.call({r"\lfloor": "floor", r"\lceil": "ceiling"}.get(token, "abs"), value)
 
     def _letter(self, name: str) -> Tree:
         if self._accept("_"):
-            return symbol(f"{name}_{self._subscript()}")
-        single = self._tokens[self._at + 2 : self._at + 3] == [")"]
-        if self._peek() == "(" and (name in "fF" or name in _FUNCTION_LETTERS and single):
-            return symbol(f"{name}({self._bracketed()})")  # f(x), whatever f may be
-        return {"e": EULER, "i": IMAGINARY}.get(name) or symbol(name)
+            return trees.symbol(f"{name}_{self._subscript()}")
+        return {"e": trees.EULER, "i": trees.IMAGINARY}.get(name) or trees.symbol(name)
 
     def _subscript(self) -> str:
         if not self._accept("{"):
@@ -246,23 +264,22 @@ class _Parser:
 
     def _command(self, name: str) -> Tree:
         if name == "frac":
-            above = self._argument()
-            return divide(above, self._argument())
+            start, above = self._at, self._argument()
+            self._refuse_derivative(start)
+            return trees.divide(above, self._argument())
         if name == "binom":
             above = self._argument()
-            return binomial(above, self._argument())
+            return trees.binomial(above, self._argument())
         if name == "sqrt":
-            order = self._group("]").whole if self._accept("[") else 2
+            order = self._group("]") if self._accept("[") else trees.number(2)
             inside = self._argument()
-            if order is None or not 2 <= order <= LARGEST_ROOT:
+            if order.kind == "number" and not 2 <= (order.whole or 0) <= LARGEST_ROOT:
                 raise Refused("a root")
-            if order % 2 and inside.kind != "number" and not symbols(inside):
-                return odd_root(inside, order)
-            if inside.kind == "number" and inside.rational < 0 and order % 2:
-                return negate(power(negate(inside), number(fmpq(1, order))))
-            return power(inside, number(fmpq(1, order)))
+            if order.whole and order.whole % 2:
+                return trees.odd_root(inside, order.whole)
+            return trees.power(inside, trees.divide(trees.number(1), order))
         if name == "mathbf":
-            return symbol(f"bold_{self._subscript()}")
+            return trees.symbol(f"bold_{self._subscript()}")
         if name in _CONSTANTS:
             return _CONSTANTS[name]
         if name in FUNCTIONS:
@@ -279,38 +296,46 @@ class _Parser:
                 raise Refused("a logarithm's base")
         if self._accept("^"):
             exponent = self._exponent()
-            if exponent.whole == -1 and name in _INVERSES:
-                function, exponent = FUNCTIONS[_INVERSES[name]], None
+            if exponent.whole == -1:
+                if function not in INVERTED:
+                    raise Refused("an inverse or a power")
+                function, exponent = f"a{function}", None
         value = self._value_of(function, self._function_argument(), base)
-        return value if exponent is None else power(value, exponent)
+        return value if exponent is None else trees.power(value, exponent)
 
     @staticmethod
     def _value_of(function: str, argument: Tree, base: Tree | None) -> Tree:
         if function == "sqrt":
-            return power(argument, number(fmpq(1, 2)))
+            return trees.power(argument, trees.number(fmpq(1, 2)))
         if function == "lg":
-            function, base = "log", number(10)
-        value = call(function, argument)
-        return value if base is None else divide(value, call("log", base))
+            function, base = "log", trees.number(10)
+        value = trees.call(function, argument)
+        return value if base is None else trees.divide(value, trees.call("log", base))
 
     def _function_argument(self) -> Tree:
         """A group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
         if self._peek() in ("(", "["):
-            return self._power() if self._peek() == "[" else self._bracketed()
+            return self._power() if self._peek() == "[" else self._atom()
         negative = self._accept("-")
         value = self._power()
         while self._starts_factor() and self._peek()[1:] not in FUNCTIONS and self._peek() != "(":
-            value = multiply(value, self._power())
-        return negate(value) if negative else value
-
-    def _bracketed(self) -> Tree:
-        self._take("(")
-        return self._group(")")
+            value = trees.multiply(value, self._next_factor())
+        return trees.negate(value) if negative else value
 
 
-def parse(text: str) -> Tree:
-    """Expression tree of a text. Raises `Refused`."""
+def _is_digits(token: str) -> bool:
+    return token.lstrip(".")[:1].isdigit()
+
+
+def parse(text: str, factors: set[str] | None = None, *, folds: bool = True) -> Tree:
+    """Expression tree of a text. Raises `Refused`.
+
+    Args:
+        factors: letters that may stand as factors before a bracket; None for all.
+        folds: arithmetic of numbers is done; else the tree shows what is written, its numbers of
+            kind 'numeral', and nothing large is ever computed.
+    """
     try:
-        return _Parser(text).whole()
+        return _Parser(text, factors, folds).whole()
     except RecursionError:
         raise Refused("too deep") from None

@@ -3,70 +3,30 @@
 The normal form is LaTeX without decoration. Nothing here is evaluated.
 """
 
+import functools
 import re
 import unicodedata
+
+from dapo_jax.verifier.extraction import closing_brace
 
 FORBIDDEN = "\ufffd"  # stands for what must never help: it equals nothing
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎", "0123456789+-()", strict=True))
+_COMMANDS = (  # a character and the name of its command
+    "×times ✕times ✖times ·cdot ⋅cdot ∙cdot •cdot ∗cdot ±pm ∓mp ≤le ≦le ⩽le ≥ge ≧ge ⩾ge ≠ne "
+    "≈approx ∞infty πpi 𝜋pi ∪cup ∩cap ∈in ∅emptyset ∘circ ∠angle △triangle ⟨langle ⟩rangle "
+    "⌊lfloor ⌋rfloor ⌈lceil ⌉rceil …ldots ∧land ∨lor ¬neg →to αalpha βbeta γgamma δdelta "
+    "εepsilon θtheta λlambda μmu σsigma φphi ωomega ρrho τtau"
+)
 _SYMBOLS = {
+    **{written[0]: f"\\{written[1:]} " for written in _COMMANDS.split()},
     **dict.fromkeys("−–—‐‑‒―﹣－", "-"),
-    **dict.fromkeys("×✕✖", r"\times "),
-    **dict.fromkeys("·⋅∙•∗", r"\cdot "),
-    "÷": "/",
-    "∕": "/",
-    "⁄": "/",
-    "±": r"\pm ",
-    "∓": r"\mp ",
-    "≤": r"\le ",
-    "≦": r"\le ",
-    "⩽": r"\le ",
-    "≥": r"\ge ",
-    "≧": r"\ge ",
-    "⩾": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "∞": r"\infty ",
-    "π": r"\pi ",
-    "𝜋": r"\pi ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}",
-    "°": r"^\circ ",
-    "º": r"^\circ ",
-    "˚": r"^\circ ",
-    "∘": r"\circ ",
-    "∠": r"\angle ",
-    "△": r"\triangle ",
-    "′": "'",
-    "″": "''",
-    "’": "'",
-    "⟨": r"\langle ",
-    "⟩": r"\rangle ",
-    "⌊": r"\lfloor ",
-    "⌋": r"\rfloor ",
-    "⌈": r"\lceil ",
-    "⌉": r"\rceil ",
-    "∣": "|",
-    "…": r"\ldots ",
-    "、": ",",
-    "。": ".",
-    "∧": r"\land ",
-    "∨": r"\lor ",
-    "¬": r"\neg ",
-    "→": r"\to ",
-    "€": r"\text{euro} ",
-    "£": r"\text{pound} ",
-    "¥": r"\text{yen} ",
-    "¢": r"\text{cent} ",
-}
-_GREEK = "alpha beta gamma delta epsilon theta lambda mu sigma phi omega rho tau".split()
-_SYMBOLS |= {
-    unicodedata.lookup(f"GREEK SMALL LETTER {'LAMDA' if n == 'lambda' else n.upper()}"): f"\\{n} "
-    for n in _GREEK
+    **dict.fromkeys("÷∕⁄", "/"),
+    **dict.fromkeys("°º˚", r"^\circ "),
+    **dict.fromkeys("′’", "'"),
+    **{"″": "''", "∣": "|", "、": ",", "。": ".", "ℝ": r"\mathbb{R}"},
+    **{"€": r"\text{euro} ", "£": r"\text{pound} ", "¥": r"\text{yen} ", "¢": r"\text{cent} "},
 }
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _SHIFTED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+|[{''.join(_SUBSCRIPTS)}]+")
@@ -115,40 +75,42 @@ _SPACES = re.compile(
     r"(\\\\)|\\[,;:!> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\\$|[ \n\t]+"
 )
 _SYNONYMS = [
-    (re.compile(rf"\\(?:{old})(?![A-Za-z])"), new)
-    for old, new in (
-        ("dfrac|tfrac|cfrac", r"\\frac"),
-        ("dbinom|tbinom", r"\\binom"),
-        ("leq|leqslant", r"\\le"),
-        ("geq|geqslant", r"\\ge"),
-        ("neq", r"\\ne"),
-        ("lt", "<"),
-        ("gt", ">"),
-        ("lbrace", r"\\{"),
-        ("rbrace", r"\\}"),
-        ("lbrack", "["),
-        ("rbrack", "]"),
-        ("lvert|rvert|vert|mid", "|"),
-        ("varnothing", r"\\emptyset"),
-        ("degree", r"^\\circ"),
-        (
-            "mathrm|textrm|textbf|textit|textsf|texttt|mbox|operatorname\\*?|emph|textnormal|mathsf",
-            r"\\text",
-        ),
-        ("mathbf|boldsymbol|bm|mathit|vec|overrightarrow|mathcal|pmb", r"\\mathbf"),
-        ("cross|ast", r"\\times"),
-        ("imath", "i"),
-        ("varepsilon", r"\\epsilon"),
-        ("vartheta", r"\\theta"),
-        ("varphi", r"\\phi"),
-        ("vee", r"\\lor"),
-        ("wedge", r"\\land"),
-        ("ge|geqq", r"\\ge"),
-        ("le|leqq", r"\\le"),
-    )
+    (re.compile(rf"\\(?:{written.split()[0]})(?![A-Za-z])"), written.split()[1])
+    for written in r"""
+        dfrac|tfrac|cfrac \\frac
+        dbinom|tbinom \\binom
+        leq|leqslant|le|leqq \\le
+        geq|geqslant|ge|geqq \\ge
+        neq \\ne
+        lt <
+        gt >
+        lbrace \\{
+        rbrace \\}
+        lbrack [
+        rbrack ]
+        lvert|rvert|vert|mid |
+        lVert|rVert|Vert \\|
+        varnothing \\emptyset
+        degree ^\\circ
+        mathrm|textrm|textbf|textit|textsf|texttt|mbox|operatorname\*?|emph|textnormal|mathsf \\text
+        mathbf|boldsymbol|bm|mathit|vec|overrightarrow|mathcal|pmb \\mathbf
+        cross|ast \\times
+        imath i
+        varepsilon \\epsilon
+        vartheta \\theta
+        varphi \\phi
+        vee \\lor
+        wedge \\land
+    """.strip().splitlines()
 ]
 _UNITS_CONSTANTS = re.compile(r"\\text\{\s*(e|i|d|pi)\s*\}")
-_TEXT_FUNCTIONS = re.compile(r"\\text\{\s*(sin|cos|tan|log|ln|exp|arcsin|arccos|arctan|gcd)\s*\}")
+_TEXT_FUNCTIONS = re.compile(
+    r"\\text\{\s*((?:arc|ar|a)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|gcd)\s*\}"
+)
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(
+    rf"(?<=[\d}}])\s*(?:(\\text\{{)\s*)?({'|'.join(_SCALES)})(?![A-Za-z])\s*(\}}?)", re.IGNORECASE
+)
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*per\s?cent\s*\}|\bper\s?cent\b)")
 _TEXT_SIGN = re.compile(r"\\text\{([^A-Za-z{}]*)\}")
 _ELLIPSIS = re.compile(r"\.{2,}|\\(?:dots|cdots|dotsc)(?![A-Za-z])")
@@ -156,6 +118,8 @@ _BOARD = re.compile(r"\\mathbb ?([A-Z])(?![A-Za-z])")
 _NOT_EQUAL = re.compile(r"\\not ?=|=/=")
 _NOT_IN = re.compile(r"\\not ?\\in(?![A-Za-z])")
 _BOLD_NUMBER = re.compile(r"\\mathbf\{([-\d. ]+)\}")  # blanks between letters don't show in math
+_LATEX_E = re.compile(r"(?<=\$)( ?[\d.]+)e([-+]\d+ ?)(?=\$)", re.ASCII)  # no power of ten there
+_POWER = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # of a programmer
 _THOUSANDS_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THOUSANDS_NARROWED = re.compile(r"(?<=\d),(?:\\!|\\,|~) ?(?=\d{3}(?!\d))")
 _THOUSANDS_THIN = re.compile(r"(?<=\d)(?:\\[,!]|\\ )(?=\d{3}(?!\d))")
@@ -164,6 +128,17 @@ _ORDINAL = re.compile(
     r"(?<![\d.,])(\d{1,18}) ?(?:\^ ?)?(?:st|nd|rd|th|\{ ?(?:st|nd|rd|th) ?\}"
     r"|\{? ?\\text\{ ?(?:st|nd|rd|th) ?\} ?\}?)(?![A-Za-z])"
 )
+_NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve"
+_SAID = {
+    **{word: str(number) for number, word in enumerate(_NUMBERS.split())},
+    **dict.fromkeys(("all real numbers", "all reals", "the real numbers"), r"\mathbb{R}"),
+    **dict.fromkeys(("no solution", "no solutions", "empty set", "the empty set"), r"\emptyset"),
+}
+_CHOICE_WORD = re.compile(r"^(\\text\{ ?)?(?:option|choice) (?=\(?[A-J]\b)", re.IGNORECASE)
+_WHOLE_LETTER = re.compile(
+    r"[,;]? ?\(?(?:\\text\{ ?,? ?(?:where|for|with|and)? ?\})? ?[kmn] ?\\in ?\\mathbb\{Z\}\)?$"
+)
+_INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
 _FOR_ALL = re.compile(r"[,;.]? ?(?:\\text\{ ?,? ?)?\bfor (?:all|every|each|any)\b")
 LONGEST_TAIL = 80  # characters of "for all real numbers x"
 _DOLLARS_AND_CENTS = re.compile(
@@ -186,18 +161,7 @@ _WRAPPING_COMMANDS = ("boxed", "fbox", "text", "mathbf", "ensuremath", "bf", "rm
 
 def _balanced(text: str) -> bool:
     """Test that braces close in order and the first never closes before the end."""
-    depth, i = 0, 0
-    while i < len(text):
-        if text[i] == "\\":
-            i += 1
-        elif text[i] == "{":
-            depth += 1
-        elif text[i] == "}":
-            depth -= 1
-            if depth < 0:
-                return False
-        i += 1
-    return depth == 0
+    return closing_brace(text + "}", 0, len(text) + 1) == len(text)
 
 
 def unwrap(text: str) -> str:
@@ -234,6 +198,12 @@ def _without_ending(match: re.Match) -> str:
     return number if ending == wanted else match[0]
 
 
+def _scaled(match: re.Match) -> str:
+    """Factor of `3 million people`; the rest of its words stay text."""
+    opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
+    return rf"\times 10^{{{_SCALES[match[2].lower()]}}}{opened}"
+
+
 def _without_for_all(text: str) -> str:
     """Equation without the range of its variable."""
     tails = [m.start() for m in _FOR_ALL.finditer(text)]
@@ -241,12 +211,19 @@ def _without_for_all(text: str) -> str:
     return text[: tails[-1]] if cut and "=" not in text[tails[-1] :] else text
 
 
+def _without_whole(text: str) -> str:
+    """Formula without the words that its letter is a whole number."""
+    rest = _WHOLE_LETTER.sub("", text)
+    return text if not rest or _INEQUALITY.search(rest) else rest
+
+
+@functools.lru_cache(maxsize=64)
 def normalise(text: str) -> str:
-    """Normal form of an answer."""
-    text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(text))
+    """Normal form of an answer; several rules ask for that of the same one."""
+    text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another
-    text = unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text))
+    text = _POWER.sub("^", unwrap(_BOLD_NUMBER.sub(lambda m: m[1].replace(" ", ""), text)))
     for pattern in (_THOUSANDS_BRACES, _THOUSANDS_THIN, _THOUSANDS_NARROWED):
         text = pattern.sub(",", text)
     text = _DROPPED.sub(" ", text)
@@ -260,8 +237,10 @@ def normalise(text: str) -> str:
     text = _TEXT_FUNCTIONS.sub(r"\\\1 ", text)
     text = _TEXT_SIGN.sub(r" \1 ", text)
     text = _PERCENT.sub("%", _SPACES.sub(lambda m: m[1] or " ", text))
-    text = _without_for_all(_ORDINAL.sub(_without_ending, text))
+    text = _SCALE.sub(_scaled, _without_for_all(_ORDINAL.sub(_without_ending, text)))
     amount = _DOLLARS_AND_CENTS.fullmatch(text.strip())
+    text = _CHOICE_WORD.sub(lambda m: m[1] or "", _without_whole(text.strip()))
     if amount is not None:
         text = rf"\text{{dollar}} {amount[1] or amount[2]}.{amount[3]:0>2}"
-    return unwrap(text)
+    text = unwrap(text)
+    return _SAID.get(text.lower(), text) if len(text) < LONGEST_TAIL else text

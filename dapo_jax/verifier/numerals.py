@@ -22,6 +22,7 @@ _FRACTION = re.compile(
     re.ASCII,
 )
 _MIXED = re.compile(rf"({_INTEGER}) ?(\\frac.+|(?<= )\d+ ?/ ?\d+)", re.ASCII)
+_GROUPED = re.compile(r"\d{1,3}(?: \d{3})+ ?/")  # 1 000/2 is no mixed number, 2 500/600 may be one
 _SCIENTIFIC = re.compile(
     rf"(?:({_DECIMAL}) ?(?:\\times|\\cdot|\*|x) ?)?10 ?\^ ?(?:\{{ ?([-+]?\d+) ?\}}|([-+]?\d+))"
     rf"|({_DECIMAL}) ?[eE] ?([-+]?\d+)",
@@ -58,7 +59,7 @@ def _repeating(text: str) -> Fraction | None:
 
 def _fraction(text: str) -> Fraction | None:
     match = _FRACTION.fullmatch(text)
-    if match is None:
+    if match is None or _GROUPED.match(text):
         return None
     above, below = (_decimal(part) for part in filter(None, match.groups()))
     return above / below if above is not None and below else None
@@ -66,7 +67,7 @@ def _fraction(text: str) -> Fraction | None:
 
 def _mixed(text: str) -> Fraction | None:
     match = _MIXED.fullmatch(text)
-    if match is None or not re.fullmatch(r"[^-+.]*", match[2]):
+    if match is None or _GROUPED.match(text) or not re.fullmatch(r"[^-+.]*", match[2]):
         return None
     whole, part = _decimal(match[1]), _fraction(match[2])
     return None if whole is None or part is None or part < 0 else whole + part

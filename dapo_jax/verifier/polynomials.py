@@ -48,6 +48,7 @@ class Atom:
     inverse_is_conjugate: bool = False  # it lies on the unit circle
     degree: int = 0  # with `radicand`: generator ** degree == radicand
     radicand: Poly | None = None
+    odd: bool = False  # the real root of odd degree of any real number
     value: Callable[[int], Ball] | None = None
     log2_conjugates: float | None = None  # an algebraic integer: no conjugate is larger; else None
     balls: dict[int, Ball] = dataclasses.field(default_factory=dict)

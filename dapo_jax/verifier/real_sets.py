@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from dapo_jax.verifier.answer_shape import Node
 from dapo_jax.verifier.equivalence import REALS, compact
-from dapo_jax.verifier.expression_tree import Refused, Tree, Undecided, add, negate, nodes, symbols
+from dapo_jax.verifier.expression_tree import (
+    Refused,
+    Tree,
+    Undecided,
+    add,
+    conditions,
+    negate,
+    symbols,
+)
 from dapo_jax.verifier.expressions import parse
 from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
@@ -19,6 +27,7 @@ from dapo_jax.verifier.tree_to_element import read
 
 MOST_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
+SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
 MOST_SIGNS = 4  # of absolute values in one relation
 
 
@@ -42,15 +51,6 @@ LOWEST, HIGHEST = End(None, True, -1), End(None, True, 1)
 EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
 
 
-def _divides_by_variable(node: Tree) -> bool:
-    """Test for a division by a variable, whose zeros would have to be left out."""
-    if node.kind == "quotient":
-        return bool(symbols(node.parts[1]))
-    exponent = node.parts[1] if node.kind == "power" else None
-    below = exponent is not None and (exponent.kind != "number" or exponent.rational < 0)
-    return below and bool(symbols(node))
-
-
 class RealSets:
     """Arithmetic of sets over one field, whose budget pays for every comparison."""
 
@@ -68,26 +68,8 @@ class RealSets:
             return 0
         return sign(self.field, self.field.subtract(a.value, b.value))
 
-    def _is_empty(self, low: End, high: End) -> bool:
-        order = self.compare(low, high)
-        return order > 0 or order == 0 and (low.open or high.open)
-
-    def _later(self, a: End, b: End) -> End:
-        """Low end of the intersection of two pieces with these low ends."""
-        order = self.compare(a, b)
-        return a if order > 0 or order == 0 and a.open else b
-
-    def _earlier(self, a: End, b: End) -> End:
-        order = self.compare(a, b)
-        return a if order < 0 or order == 0 and a.open else b
-
     def intersection(self, a: Pieces, b: Pieces) -> Pieces:
-        pieces = []
-        for one, other in itertools.product(a, b):
-            low, high = self._later(one.low, other.low), self._earlier(one.high, other.high)
-            if not self._is_empty(low, high):
-                pieces.append(Piece(low, high))
-        return self.union(pieces)
+        return self.complement(self.union([*self.complement(a), *self.complement(b)]))
 
     def union(self, pieces: Pieces) -> Pieces:
         """Union of pieces, as pieces that are sorted and don't touch."""
@@ -165,8 +147,6 @@ class RealSets:
             return solutions
         if compact(node.text) == REALS:
             return EVERYTHING
-        if compact(node.text) == r"\emptyset":
-            return []
         raise Refused("no region")
 
     def _of_members(self, node: Node) -> Pieces:
@@ -186,16 +166,25 @@ class RealSets:
     # --- solving -------------------------------------------------------------------------------
 
     def solve(self, difference: Tree, mark: str) -> Pieces:
-        """Solutions of `difference mark 0`, of degree 1 or 2 on either side of its corners."""
-        if len(symbols(difference)) != 1 or mark not in ("=", *FLIPPED):
+        """Solutions of `difference mark 0`, of degree 1 or 2 on either side of its corners.
+
+        They lie where roots, logarithms and quotients have values.
+        """
+        if len(symbols(difference)) != 1 or mark not in SIGNS:
             raise Refused("no relation in one variable")
-        if any(map(_divides_by_variable, nodes(difference))):
-            raise Refused("a variable below")
+        domains = [self._solve(inside, kind) for kind, inside in conditions(difference)]
+        return functools.reduce(self.intersection, domains, self._solve(difference, mark))
+
+    def _solve(self, difference: Tree, mark: str) -> Pieces:
+        if mark not in SIGNS:
+            raise Refused("values not everywhere")
         try:
-            element = read(self.field, difference)
+            above, below = read(self.field, difference)
         except NeedsSign as case:
-            return self._by_sign(case, lambda: self.solve(difference, mark))
-        return self._solve_poly(self.field.divide(element, rational(1)), mark)
+            return self._by_sign(case, lambda: self._solve(difference, mark))
+        if mark in ("=", "!="):
+            return self._solve_poly(Element(above, ONE), mark)
+        return self._solve_poly(Element(self.field.times(above, below), ONE), mark)
 
     def _by_sign(self, case: NeedsSign, solve) -> Pieces:
         signs = self.field.signs
@@ -233,23 +222,18 @@ class RealSets:
             raise Refused("not real")
         leading = sign(self.field, a)
         if leading == 0 and sign(self.field, b) == 0:  # no variable is left
-            holds = {-1: ("<", "<=", "!="), 0: ("=", "<=", ">="), 1: (">", ">=", "!=")}
-            return EVERYTHING if mark in holds[sign(self.field, c)] else []
+            return EVERYTHING if sign(self.field, c) in SIGNS[mark] else []
         roots, above = self._roots(a, b, c, leading)
-        points = self.union([Piece(End(r, False), End(r, False)) for r in roots])
-        if mark == "=":
-            return points
-        if mark == "!=":
-            return self.complement(points)
-        positive = self._where_positive(roots, above, quadratic=leading != 0)
-        zero_or_positive = self.union([*positive, *points])
-        kind = {">": positive, ">=": zero_or_positive}
-        if mark in kind:
-            return kind[mark]
-        return self.complement(zero_or_positive if mark == "<" else positive)
+        sides: dict[int, Pieces] = {0: [Piece(End(r, False), End(r, False)) for r in roots]}
+        ends = [LOWEST, *(End(r, True) for r in roots), HIGHEST]
+        for low, high in itertools.pairwise(reversed(ends)):
+            sides.setdefault(above, []).append(Piece(high, low))
+            above = -above
+        pieces = [piece for side in SIGNS[mark] for piece in sides.get(side, [])]
+        return self.union([p for p in pieces if not p.low.open or self.compare(*p) < 0])
 
     def _roots(self, a: Element, b: Element, c: Element, leading: int) -> tuple[list[Element], int]:
-        """Real zeros, in order, and the sign beyond the last of them."""
+        """Real zeros in order, a double one twice, and the sign beyond the last of them."""
         field = self.field
         if leading == 0:
             return [field.scale(field.divide(c, b), -1)], sign(field, b)
@@ -257,15 +241,6 @@ class RealSets:
         kind = sign(field, under)
         middle = field.divide(field.scale(b, -1), field.scale(a, 2))
         if kind <= 0:
-            return [middle] if kind == 0 else [], leading
+            return [middle, middle] if kind == 0 else [], leading
         half = field.divide(root(field, under, 2), field.scale(a, 2 * leading))
         return [field.subtract(middle, half), field.add(middle, half)], leading
-
-    def _where_positive(self, roots: list[Element], above: int, *, quadratic: bool) -> Pieces:
-        ends = [LOWEST, *(End(r, True) for r in roots), HIGHEST]
-        signs = [above]
-        for _ in roots:
-            flips = not quadratic or len(roots) == 2
-            signs.insert(0, -signs[0] if flips else signs[0])
-        pairs = zip(ends, ends[1:], signs, strict=False)
-        return [Piece(low, high) for low, high, direction in pairs if direction > 0]

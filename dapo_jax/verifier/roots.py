@@ -22,7 +22,7 @@ from dapo_jax.verifier.polynomials import (
 )
 
 TRIAL_BITS = 64  # up to here numbers are factored whole, beyond by small primes alone
-PRIMES = [n for n in range(2, 2_000) if all(n % d for d in range(2, int(n**0.5) + 1))]
+LARGEST_TRIED = 2_000
 
 
 class NeedsSign(Exception):
@@ -53,26 +53,7 @@ def prime_powers(field: NumberField, number: fmpq) -> list[tuple[fmpz, int]]:
 
 def _factors(n: fmpz) -> list[tuple[fmpz, int]]:
     """Prime powers of a positive integer; a large factor may be left as it is."""
-    if n.bit_length() <= TRIAL_BITS:
-        return list(n.factor())
-    powers = []
-    for prime in PRIMES:
-        if n % prime == 0:
-            n, power = _without(n, prime)
-            powers.append((fmpz(prime), power))
-    return [*powers, (n, 1)] if n > 1 else powers
-
-
-def _without(n: fmpz, prime: int) -> tuple[fmpz, int]:
-    """Cofactor of a prime, and the prime's multiplicity, in few divisions."""
-    steps, power = [(fmpz(prime), 1)], 0
-    while n % steps[-1][0] == 0:
-        n, power = n // steps[-1][0], power + steps[-1][1]
-        steps.append((steps[-1][0] ** 2, 2 * steps[-1][1]))
-    for factor, times in reversed(steps):
-        if n % factor == 0:
-            n, power = n // factor, power + times
-    return n, power
+    return n.factor() if n.bit_length() <= TRIAL_BITS else n.factor(trial_limit=LARGEST_TRIED)
 
 
 def _root_of_number(field: NumberField, number: fmpq, degree: int) -> Element:
@@ -95,8 +76,9 @@ def _root_atom(
     *,
     real: bool = True,
     on_circle: bool = False,
+    odd: bool = False,
 ) -> Element:
-    """Principal root of a polynomial with whole coefficients."""
+    """Principal root of a polynomial with whole coefficients; of odd ones the real root."""
     poly, is_constant = radicand.above, field.is_constant(radicand)
     inner = [atom for _, atom in field.atoms_in(poly)]
     bound = None
@@ -109,13 +91,14 @@ def _root_atom(
 
     return field.atom(
         "root",
-        f"{poly} {degree}",
+        f"{poly} {degree}{' odd' * odd}",
         argument=radicand,
         constant=is_constant,
-        real=real and is_constant and not on_circle,
+        real=odd or real and is_constant and not on_circle,
         inverse_is_conjugate=on_circle,
         degree=degree,
         radicand=poly,
+        odd=odd,
         value=value,
         log2_conjugates=bound,
     )
@@ -165,21 +148,54 @@ def root(field: NumberField, a: Element, degree: int) -> Element:
 def _root_of_poly(field: NumberField, poly: Poly, degree: int) -> Element:
     content = content_of(poly)
     primitive, size = poly / content, root(field, rational(content), degree)
-    real = field.is_constant(Element(poly, ONE)) and is_real(field, Element(poly, ONE))
-    if real or degree != 2 or any(not atom.real for _, atom in field.atoms_in(poly)):
+    atoms = [atom for _, atom in field.atoms_in(poly)]
+    is_constant = field.is_constant(Element(poly, ONE))
+    real = is_constant and is_real(field, Element(poly, ONE))
+    whole = all(atom.algebraic for atom in atoms) or degree % 2 and not is_constant
+    if whole or not all(atom.real for atom in atoms):
         atom_root = _root_atom(field, Element(primitive, ONE), degree, real=real)
         return field.multiply(size, atom_root)
     field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
     unit, factors = primitive.factor_squarefree()  # of a real square the root is the size
     inside = constant(unit)
     for factor, power in factors:
-        if power > 1:
-            length = field.power(absolute(field, Element(factor, ONE)), power // 2)
-            size = field.multiply(size, length)
-        inside = inside * factor ** (power % 2)
+        whole, rest = divmod(power, degree)
+        if whole:
+            length = absolute(field, Element(factor, ONE))
+            size = field.multiply(size, field.power(length, whole))
+            if degree % 2 and sign(field, Element(factor, ONE)) < 0:  # of a constant
+                inside = inside * (-1) ** whole
+        inside = inside * factor**rest
     if (number := as_rational(inside)) is not None:
         return field.multiply(size, root(field, rational(number), degree))
-    return field.multiply(size, _root_atom(field, Element(inside, ONE), degree))
+    return field.multiply(size, _root_atom(field, Element(inside, ONE), degree, real=real))
+
+
+def real_root(field: NumberField, a: Element, degree: int) -> Element:
+    """Real root of odd degree of what is real; else the principal root."""
+    if field.is_constant(a):
+        negative = is_real(field, a) and sign(field, a) < 0
+        value = root(field, field.scale(a, -1) if negative else a, degree)
+        return field.scale(value, -1) if negative else value
+    if any(not atom.real for _, atom in field.atoms_in(*a)):
+        return root(field, a, degree)
+    parts = []
+    for poly in a:
+        field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)
+        unit, factors = poly.factor()
+        result = rational(1)
+        for factor, power in factors:
+            content = content_of(factor) * (1 if factor.leading_coefficient() > 0 else -1)
+            unit, factor = unit * content**power, Element(factor / content, ONE)
+            whole, rest = divmod(power, degree)
+            result = field.multiply(result, field.power(factor, whole))
+            if rest and field.is_constant(factor):
+                result = field.multiply(result, field.power(real_root(field, factor, degree), rest))
+            elif rest:
+                small = _root_atom(field, factor, degree, odd=True)
+                result = field.multiply(result, field.power(small, rest))
+        parts.append(field.multiply(result, real_root(field, rational(unit), degree)))
+    return field.divide(*parts)
 
 
 def content_of(poly: Poly) -> fmpq:
@@ -205,8 +221,12 @@ def conjugate(field: NumberField, a: Element) -> Element:
                 atom = field.atoms[number]
                 if not (atom.real or atom.inverse_is_conjugate):
                     raise Undecided("a conjugate that is not known")
-                generator = Element(atom.generator, ONE)
-                term = field.multiply(term, field.power(generator, n if atom.real else -n))
+                other = Element(atom.generator, ONE)
+                if not atom.real and atom.kind == "root":  # of r with r^k = -1 it is -r^(k - 1)
+                    other = Element(-(atom.generator ** (atom.degree - 1)), ONE)
+                elif not atom.real:
+                    other = field.divide(rational(1), other)
+                term = field.multiply(term, field.power(other, n))
             total = field.add(total, term)
         parts.append(total)
     return field.divide(*parts)
@@ -244,7 +264,10 @@ def absolute(field: NumberField, a: Element) -> Element:
             return field.scale(a, sign(field, a))
         return root(field, field.multiply(a, conjugate(field, a)), 2)
     if any(not atom.real for _, atom in field.atoms_in(*a)):
-        return opaque(field, "abs", a)
+        try:
+            return root(field, field.multiply(a, conjugate(field, a)), 2)
+        except Undecided:
+            return opaque(field, "abs", a)
     size = [rational(1), rational(1)]
     for i, poly in enumerate(a):
         field.budget.spend(50 * len(poly) + int(poly.total_degree()) ** 2)

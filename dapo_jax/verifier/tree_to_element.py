@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from flint import fmpq
 
-from dapo_jax.verifier import elementary_functions
+from dapo_jax.verifier import elementary_functions, factorials
 from dapo_jax.verifier.expression_tree import Refused, Tree
 from dapo_jax.verifier.number_field import NumberField
 from dapo_jax.verifier.polynomials import Element, rational
-from dapo_jax.verifier.roots import absolute, imaginary, is_real, root, sign
+from dapo_jax.verifier.roots import absolute, imaginary, root
 
 
 def _circle(field: NumberField, a: Element, sign: int) -> Element:
@@ -51,6 +51,27 @@ def _atan(field: NumberField, a: Element) -> Element:
     return field.scale(field.multiply(i, field.subtract(below, above)), fmpq(1, 2))
 
 
+def _acos(field: NumberField, a: Element) -> Element:
+    quarter = field.scale(elementary_functions.pi(field), fmpq(1, 2))
+    return field.subtract(quarter, _asin(field, a))
+
+
+def _acosh(field: NumberField, a: Element) -> Element:
+    """log(a + sqrt(a + 1) sqrt(a - 1))."""
+    roots = (root(field, field.add(a, rational(shift)), 2) for shift in (1, -1))
+    return elementary_functions.log(field, field.add(a, field.multiply(*roots)))
+
+
+def _turned(function: Callable) -> Callable[[NumberField, Element], Element]:
+    """-i f(i a)."""
+
+    def value(field: NumberField, a: Element) -> Element:
+        i = imaginary(field)
+        return field.scale(field.multiply(i, function(field, field.multiply(i, a))), -1)
+
+    return value
+
+
 def _over(above: Callable, below: Callable) -> Callable[[NumberField, Element], Element]:
     return lambda field, a: field.divide(above(field, a), below(field, a))
 
@@ -74,17 +95,20 @@ _FUNCTIONS: dict[str, Callable[[NumberField, Element], Element]] = {
         lambda field, a: _hyperbola(field, a, -1), lambda field, a: _hyperbola(field, a, 1)
     ),
     "asin": _asin,
-    "acos": lambda field, a: field.subtract(
-        field.scale(elementary_functions.pi(field), fmpq(1, 2)), _asin(field, a)
-    ),
+    "acos": _acos,
     "atan": _atan,
     "acot": lambda field, a: _atan(field, field.divide(rational(1), a)),
+    "asec": lambda field, a: _acos(field, field.divide(rational(1), a)),
+    "acsc": lambda field, a: _asin(field, field.divide(rational(1), a)),
+    "asinh": _turned(_asin),
+    "acosh": _acosh,
+    "atanh": _turned(_atan),
     "abs": absolute,
     "floor": elementary_functions.floor,
     "ceiling": lambda field, a: field.scale(
         elementary_functions.floor(field, field.scale(a, -1)), -1
     ),
-    "factorial": elementary_functions.factorial,
+    "factorial": factorials.factorial,
 }
 
 
@@ -126,10 +150,10 @@ def read(field: NumberField, tree: Tree) -> Element:
                 return elementary_functions.exp(field, parts[1])
             return elementary_functions.power(field, *parts)
         case "odd_root":
-            negative = is_real(field, parts[0]) and sign(field, parts[0]) < 0
-            order = int(tree.parts[1].rational.p)
-            value = root(field, field.scale(parts[0], -1 if negative else 1), order)
-            return field.scale(value, -1 if negative else 1)
+            return elementary_functions.odd_root(field, parts[0], int(tree.parts[1].rational.p))
+        case "function":
+            key = f"{tree.value} {parts[0]}"
+            return field.atom("function", key, argument=parts[0], constant=False)
         case "binomial":
-            return elementary_functions.binomial(field, *parts)
+            return factorials.binomial(field, *parts)
     return _FUNCTIONS[tree.kind](field, parts[0])

@@ -5,56 +5,18 @@ import re
 LONG_WORD = 4  # letters, from where capitals don't count
 LONGEST_WITH_UNIT = 300  # characters; longer texts are no measured value
 
-_ALIASES = {
-    "cm": "centimeter centimetre cms",
-    "mm": "millimeter millimetre",
-    "m": "meter metre",
-    "km": "kilometer kilometre kms",
-    "inch": "in inches",
-    "foot": "ft feet",
-    "yard": "yd yds",
-    "mile": "mi",
-    "nm": "nanometer nanometre",
-    "g": "gram gm",
-    "kg": "kilogram kgs",
-    "mg": "milligram",
-    "lb": "pound_mass lbs",
-    "ounce": "oz",
-    "ton": "tonne",
-    "second": "s sec secs",
-    "minute": "min mins",
-    "hour": "hr h hrs",
-    "day": "days",
-    "week": "weeks",
-    "month": "months",
-    "year": "yr yrs",
-    "liter": "l litre L",
-    "ml": "milliliter millilitre mL",
-    "degree": "deg degs circ",
-    "radian": "rad rads",
-    "dollar": "usd USD bucks",
-    "cent": "cents",
-    "euro": "eur EUR",
-    "pound": "gbp GBP",
-    "yen": "JPY",
-    "newton": "N",
-    "joule": "J",
-    "watt": "W",
-    "volt": "V",
-    "kelvin": "K",
-    "pascal": "Pa",
-    "hertz": "Hz",
-    "mph": "",
-    "unit": "units",
-    "point": "pts",
-    "gallon": "gal",
-    "coulomb": "",
-    "ampere": "A amp amps",
-    "ohm": "",
-    "mole": "mol",
-    "ev": "eV",
-    "calorie": "cal",
-}
+# Each unit and its other names.
+_UNITS = """
+    cm centimeter centimetre cms, mm millimeter millimetre, m meter metre,
+    km kilometer kilometre kms, inch in inches, foot ft feet, yard yd yds, mile mi,
+    nm nanometer nanometre, g gram gm, kg kilogram kgs, mg milligram, lb pound_mass lbs,
+    ounce oz, ton tonne, second s sec secs, minute min mins, hour hr h hrs, day days, week weeks,
+    month months, year yr yrs, liter l litre L, ml milliliter millilitre mL,
+    degree deg degs circ, radian rad rads, dollar usd USD bucks, cent cents, euro eur EUR,
+    pound gbp GBP, yen JPY, newton N, joule J, watt W, volt V, kelvin K, pascal Pa, hertz Hz,
+    mph, unit units, point pts, gallon gal, coulomb, ampere A amp amps, ohm, mole mol, ev eV,
+    calorie cal
+"""
 _COUNTED = set(
     "people person student child children way time apple orange egg book page car coin ball marble "
     "card ticket cup cookie game item piece box bag student boy girl man men woman women dog cat "
@@ -64,7 +26,7 @@ _COUNTED = set(
     "worker employee house room floor friend customer photo stamp song video movie word letter "
     "arrangement combination permutation subset path handshake match goal win".split()
 )
-_CANONICAL = {name: unit for unit, others in _ALIASES.items() for name in (unit, *others.split())}
+_CANONICAL = {name: names.split()[0] for names in _UNITS.split(",") for name in names.split()}
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
 _GLUE = {"per": "/", "of": "", "a": "", "an": "", "in": "", "each": "", "the": "", "total": ""}
 _PIECE = re.compile(r"[A-Za-z_]+|\^ ?\{? ?-?\d ?\}?|[/*.]|\\(?:cdot|times)|-?\d|[^\s{}~]")

@@ -1,7 +1,7 @@
 """Verifiers by name: extraction of a response's answer and comparison with the gold answer.
 
 All of it runs on text that a model wrote, in time linear in that text, and evaluates none of it;
-only `algebra` parses expressions, in a process that can be killed.
+only `algebra` computes with expressions, in a process that can be killed.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Every task of the installed reasoning-gym is refused, or scores right answers and runs nothing.
 
+No constant wins one that is opened, and no answer takes long.
+
 Slow: CI does not install the package. `python -m pytest -m slow tests/rewards/test_gym_safety.py`
 """
 
@@ -11,9 +13,12 @@ import sys
 import time
 
 import pytest
+from gym_items import WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.gym import tasks
+from dapo_jax.rewards.gym.answers import unfit
+from dapo_jax.rewards.gym.constants import WON_BY_CONSTANTS
 from dapo_jax.rewards.gym.evaluating_scorers import EVALUATING, READING, evaluators
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.workers.parent import WorkerProcess
@@ -21,13 +26,8 @@ from dapo_jax.verifier.extraction import LONGEST_ANSWER
 
 pytestmark = pytest.mark.slow
 factory = pytest.importorskip("reasoning_gym").factory
-EVERY = sorted(set(factory.DATASETS) - {"composite"})  # which only forwards, and has no default
-TASKS = sorted(set(EVERY) - EVALUATING)
-
-# Their example stands elsewhere in the item than its answer.
-EXAMPLES = ("example_answer", "example_correct_answer")
-WITHOUT_ANSWER = ("boxnet", "graph_color", "rush_hour")
-ANYTHING = ("game_of_life_halting",)  # its scorer gives every text 1
+EVERY = every_task(factory)
+TASKS = sorted(set(EVERY) - EVALUATING - WON_BY_CONSTANTS)
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +36,6 @@ def elsewhere(tmp_path_factory, monkeypatch):
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-
-
-def gold(item: dict) -> str:
-    examples = [item["metadata"].get(name) for name in EXAMPLES]
-    return str(next(text for text in [item["answer"], *examples, ""] if text is not None))
 
 
 def test_the_lists_name_the_tasks_whose_source_could_evaluate():
@@ -53,15 +48,29 @@ def test_the_lists_name_the_tasks_whose_source_could_evaluate():
             tasks.open_task("data.source", task, 0, 10)
 
 
+def test_the_list_names_the_tasks_that_a_constant_wins():
+    refused = set()
+    for task in sorted(set(EVERY) - EVALUATING):
+        try:
+            tasks.open_task("data.source", task, 0, 1)
+        except tasks.ConfigError as error:
+            assert "its scorer rewards a constant" in str(error)
+            refused.add(task)
+    assert refused == WON_BY_CONSTANTS
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_right_answers_score_1(seed):
     worker = WorkerProcess("dapo_jax.rewards.worker", "gym")
     lower = []
     for task in TASKS:
         dataset = tasks.open_task("data.source", task, seed, 50)
+        worker.prepare({"source": f"gym:{task}"})
         for item in (dataset[i] for i in range(50)):
             if task in WITHOUT_ANSWER or len(gold(item)) > LONGEST_ANSWER:
                 continue
+            # Also where it is not compared with gold, but bounded as any answer.
+            assert unfit(f"{gold(item)} .", item["answer"]) is None, (task, gold(item))
             job = {"source": f"gym:{task}", "metadata": tasks.pack_item(item), "answer": gold(item)}
             reply = worker.ask(job, time.monotonic() + 60)
             if reply != {"score": 1.0}:
@@ -92,6 +101,12 @@ def payloads(file: str, port: int) -> list[str]:
         "[[" * 4_000,
         "a" * 1_000_000,
         "exit()",
+        "exp(" * 30 + "x" + ")" * 30,
+        "R U R' U' " * 600,
+        "R99999999",
+        "A+99999999",
+        "NaN",
+        "inf",
         "print('{\"score\": 1}')",
     ]
 
@@ -125,8 +140,8 @@ def test_payloads_behind_the_marker_never_run(tmp_path):
     after = pool.submit("", "<answer>7</answer>", "7", "", "").result()
     pool.close()
     assert not made.exists() and not list(tmp_path.iterdir())
-    assert {task for task, _ in right} <= set(ANYTHING)
-    assert slowest < 15 and after.correct  # coin_flip works 1e999999999 out, and is killed twice
+    assert not right and pool.kills == 0
+    assert slowest < 15 and after.correct
 
 
 DIRECTLY = """

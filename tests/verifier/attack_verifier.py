@@ -4,12 +4,15 @@
     python tests/verifier/attack_verifier.py --golds 30 --every 20
 
 No attack is equal to its gold, so each that is accepted is a failure; so is a killed worker. An
-attack holds `GOLD` where the gold's text belongs. Exit code 1 for failures.
+attack holds `GOLD` where the gold's text belongs. Then problems are restated as answers
+(`unfinished_answers.jsonl`): equal to gold, but accepted only where `is_unfinished` misses it.
+Exit code 1 for failures.
 """
 
 import argparse
 import itertools
 import json
+import pathlib
 import random
 import statistics
 import time
@@ -18,9 +21,11 @@ from typing import NamedTuple
 
 from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.verifier.algebra_process import WORKER, Memory, RemoteAlgebra
+from dapo_jax.verifier.answer_conventions import is_unfinished
 from dapo_jax.verifier.verifier import math
 
 SECONDS = 60.0  # of a verdict, after which its worker is killed
+RESTATED = pathlib.Path(__file__).with_name("unfinished_answers.jsonl")
 
 
 class Gold(NamedTuple):
@@ -183,6 +188,42 @@ CANDIDATES = (
     "f(x)",
 )
 
+NOTATIONS = (  # each is gold only in a reading that its notation does not have
+    r"GOLD+y(0)",
+    r"GOLD+y'(0)",
+    r"GOLD+y{(0)}",
+    r"GOLD+f^{-1}(0)",
+    r"(GOLD)\frac{\Gamma(6)}{2\Gamma(3)}",
+    r"(GOLD)\frac{P(4)}{4P(1)}",
+    r"GOLD+\frac{0}{g(2)-2g}",
+    r"GOLD+\frac{dy}{dx}-\frac{y}{x}",
+    r"GOLD+\frac{\Delta y}{\Delta x}-\frac{y}{x}",
+    r"GOLD+dy/dx-y/x",
+    r"GOLD+\sec^{-1}2-\cos 2",
+    r"GOLD+\ln^{-1}2-\frac{1}{\ln 2}",
+    r"GOLD+\sinh^{-1}1-\frac{1}{\sinh 1}",
+    r"GOLD+2^{1}0-2^{10}",
+    r"GOLD+1 000/2-1",
+    r"GOLD+2 500/600-2\frac56",
+    r"GOLD+3 million-3",
+    r"GOLD+\sqrt[3]{x^2}-x",
+    r"GOLD+\sqrt[3]{x^3}-|x|",
+    r"GOLD+\sqrt{\pi^2}+\pi",
+    r"GOLD+\ln(e^{2\pi i})-2\pi i",
+    r"GOLD+3e-1-0.3",
+    r"GOLD,GOLD",
+    r"\{\{GOLD\}\}",
+    r"\{\emptyset,GOLD\}",
+    r"\left|\begin{array}{c}GOLD\end{array}\right|",
+    r"\begin{vmatrix}GOLD\end{vmatrix}",
+    r"\pm(GOLD)",
+    r"A) GOLD, B) 7",
+    r"(A) GOLD (B) 7",
+    r"A) not GOLD",
+    r"GOLD:GOLD",
+    r"GOLD million",
+)
+
 
 def attacks() -> Iterator[tuple[str, str, str]]:
     """(family, kind of golds it is for ('' for all), text)."""
@@ -209,27 +250,46 @@ def attacks() -> Iterator[tuple[str, str, str]]:
     for text in CANDIDATES:
         yield "candidates", "", text
     yield "candidates", "number formula", "GOLD GOLD"
+    for text in NOTATIONS:
+        yield "notations", "number formula", text
 
 
-def run(gold_count: int, every: int, worker: RestartingWorker) -> tuple[list[dict], list[tuple]]:
-    """A row per family, and (family, attack, gold) of all that was accepted."""
-    rows: dict[str, dict] = {}
-    accepted, memory = [], Memory()
-    pairs = itertools.product(attacks(), golds(gold_count))
-    for number, ((family, kinds, text), gold) in enumerate(pairs):
-        if number % every or kinds and gold.kind not in kinds:
-            continue
-        row = rows.setdefault(family, {"attacks": 0, "accepted": 0, "undecided": 0, "seconds": []})
-        response = rf"\boxed{{{text.replace('GOLD', gold.text)} }}"
-        algebra, started = RemoteAlgebra(worker, memory, SECONDS), time.perf_counter()
-        same = math(response, gold.text, algebra).correct
+class _Tally:
+    """A row per family, and (family, response, gold) of all that was accepted."""
+
+    def __init__(self, worker: RestartingWorker):
+        self.rows: dict[str, dict] = {}
+        self.accepted: list[tuple[str, str, str]] = []
+        self._worker, self._memory = worker, Memory()
+
+    def judge(self, family: str, answer: str, gold: str, problem: str | None = None) -> None:
+        """Counts an answer; with its problem, it also has to be finished to be accepted."""
+        empty = {"attacks": 0, "accepted": 0, "undecided": 0, "seconds": []}
+        row = self.rows.setdefault(family, empty)
+        algebra, started = RemoteAlgebra(self._worker, self._memory, SECONDS), time.perf_counter()
+        same = math(rf"\boxed{{{answer} }}", gold, algebra).correct
+        if same and problem is not None:
+            same = not is_unfinished(answer, gold, problem)
         row["seconds"].append(time.perf_counter() - started)
         row["undecided"] += algebra.undecided > 0
         row["attacks"] += 1
         row["accepted"] += same
         if same:
-            accepted.append((family, response, gold.text))
-    return [{"family": family} | row for family, row in rows.items()], accepted
+            self.accepted.append((family, answer, gold))
+
+
+def run(gold_count: int, every: int, worker: RestartingWorker) -> tuple[list[dict], list[tuple]]:
+    """Rows and accepted attacks of a `_Tally`."""
+    tally = _Tally(worker)
+    pairs = itertools.product(attacks(), golds(gold_count))
+    for number, ((family, kinds, text), gold) in enumerate(pairs):
+        if number % every == 0 and (not kinds or gold.kind in kinds):
+            tally.judge(family, text.replace("GOLD", gold.text), gold.text)
+    for line in RESTATED.read_text().splitlines():
+        row = json.loads(line)
+        for answer in row["answers"]:
+            tally.judge(f"restated: {row['family']}", answer, row["gold"], row["problem"])
+    return [{"family": family} | row for family, row in tally.rows.items()], tally.accepted
 
 
 def main() -> int:
@@ -239,8 +299,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so many-th pair")
     arguments = parser.parse_args()
     worker = RestartingWorker(WORKER)
-    RemoteAlgebra(worker, Memory(), SECONDS).same_value(
-        "x", "y"
+    RemoteAlgebra(worker, Memory(), SECONDS).same(
+        "value", "x", "y"
     )  # the interpreter's start belongs to no attack
     rows, accepted = run(arguments.golds, arguments.every, worker)
     names = "attacks accepted undecided".split()

@@ -23,7 +23,7 @@ MARKER = pathlib.Path(tempfile.gettempdir()) / "dapo_jax_fuzz_marker"
 LONGEST_SECONDS = 5.0  # the clock only kills; a busy machine may stall a healthy verdict
 CASES = [
     case
-    for name in ("verifier_cases.jsonl", "verifier_hostile.jsonl")
+    for name in ("verifier_cases.jsonl", "verifier_readings.jsonl", "verifier_hostile.jsonl")
     for line in (HERE / name).read_text().splitlines()
     if "prediction" in (case := json.loads(line))
 ]
@@ -35,6 +35,8 @@ PIECES = (
     r" \angleA \lfloor \overline \circ ^\circ \boxed \fbox \begin{pmatrix}"
     r" \end{pmatrix} \langle \rangle \lfloor"
     r" \rfloor \% \$ \, \! x y z n e i a b k x_1 f(x) and or no cm degrees apples ½ √ ² π − ∞ ≤ １"
+    r" \mp \over \Gamma( y'(0) x(x+1) dy/dx \frac{d}{dx} f^{-1}( 3million A) ]0,1[ 6:30 \sqrt[3]{"
+    r" 2e-3 {} \begin{vmatrix} \end{vmatrix} \emptyset d ** two x=1,y=2 (x,y)="
     r" Answer: answer final </think> <answer> </answer> #### ** __import__('os') lambda eval exec"
     r" 9^{9^{9^9}} (10^9)! 10^{10^{10}} 1e999 \choose \sum \int !!! \frac{1}{0} 0^0"
 ).split(" ")

@@ -1,4 +1,12 @@
-"""What counts beside the value: answers left unfinished, percent as asked."""
+"""What counts beside the value: answers left unfinished, percent as asked.
+
+`finished_answers.jsonl`: honest spellings of gold answers, by kind; `unfinished_answers.jsonl`:
+problems restated as answers, by family, also judged by `attack_verifier.py`.
+"""
+
+import json
+import pathlib
+import time
 
 import pytest
 
@@ -7,6 +15,7 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.verifier import is_equivalent
 from dapo_jax.verifier.answer_conventions import as_percentage, is_unfinished
 
+HERE = pathlib.Path(__file__).parent
 UNFINISHED = [
     ("102^2-98^2", "800", "Compute $102^2-98^2$."),
     ("x^2-5x+6", "(x-2)(x-3)", "Factor $x^2 - 5x + 6$."),
@@ -43,6 +52,7 @@ FINISHED = [
     ("3, 4", "4,3", "Which of 3, 4, 5 ...?"),
     ("(x-3)(x-2)", "(x-2)(x-3)", "Factor $x^2-5x+6$."),
     ("2\\pi", r"\pi\cdot 2", "The circumference?"),
+    ("2+x", "x+2", "A formula that is cut off: $i.1-5{$"),
 ]
 
 
@@ -55,6 +65,41 @@ def test_an_unfinished_answer_is_right_by_value_alone(mine, gold, problem):
 @pytest.mark.parametrize(("mine", "gold", "problem"), FINISHED)
 def test_what_is_worked_out_or_spelled_like_gold_is_finished(mine, gold, problem):
     assert not is_unfinished(mine, gold, problem)
+
+
+def answers(file: str) -> list[tuple[str, str, str]]:
+    rows = [json.loads(line) for line in (HERE / file).read_text().splitlines()]
+    return [(mine, row["gold"], row["problem"]) for row in rows for mine in row["answers"]]
+
+
+def test_honest_spellings_are_finished():
+    spellings = answers("finished_answers.jsonl")
+    assert len(spellings) > 800
+    assert [case for case in spellings if is_unfinished(*case)] == []
+
+
+def test_restated_problems_are_unfinished():
+    attacks = answers("unfinished_answers.jsonl")
+    assert len(attacks) > 700
+    assert [case for case in attacks if not is_unfinished(*case)] == []
+
+
+@pytest.mark.parametrize("gold", ["5", "x+1", r"\sqrt2", "(x-2)^2+y^2=9"])
+def test_long_and_nested_answers_are_judged_in_no_time(gold):
+    nested = [("(x+", "1", ")"), (r"\sqrt{x", "", "}"), ("x^{", "2", "}"), ("(x+y)(", "z", ")")]
+    texts = [start * 39 + middle + end * 39 for start, middle, end in nested]
+    texts += [
+        "/".join("x" * 199),
+        r"\sqrt" * 390 + "2",
+        "999!^{999!^{999!}}",
+        "|" * 200,
+        "x<" * 300,
+    ]
+    texts += [",".join(rf"\sqrt{{{10**9 + i}}}" for i in range(100)), r"\sqrt[97]{9}" * 40]
+    started = time.process_time()
+    for text in texts:
+        is_unfinished(text, gold, f"Simplify ${text[:380]}$.")
+    assert time.process_time() - started < 3
 
 
 def test_a_run_chooses_whether_unfinished_answers_are_right():

@@ -1,7 +1,8 @@
 """The verifier's contract: what equals what, what is an answer, and what hostile text can't do.
 
 `verifier_cases.jsonl`: clause, kind ('core' is beyond dispute, 'convention' is decided here), a
-response, its gold answer, and whether they are equivalent. `verifier_hostile.jsonl`: texts that
+response, its gold answer, and whether they are equivalent. `verifier_readings.jsonl`: the same by
+families, of notations that can be read in several ways. `verifier_hostile.jsonl`: texts that
 attack, none of them equivalent to its answer; 'parts' are repeated to any size.
 """
 
@@ -33,6 +34,7 @@ def lines(name: str) -> list[dict]:
 
 
 CASES, HOSTILE = lines("verifier_cases.jsonl"), lines("verifier_hostile.jsonl")
+READINGS = lines("verifier_readings.jsonl")
 CLAUSES = sorted({case["clause"] for case in CASES})
 
 
@@ -43,6 +45,18 @@ def test_acceptance(clause):
         for case in CASES
         if case["clause"] == clause
         and is_equivalent(case["prediction"], case["answer"]) is not case["equivalent"]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("family", sorted({case["family"] for case in READINGS}))
+def test_an_open_notation_is_read_in_one_way(family):
+    cases = [case for case in READINGS if case["family"] == family]
+    assert {case["equivalent"] for case in cases} == {True, False}
+    wrong = [
+        case
+        for case in cases
+        if is_equivalent(case["prediction"], case["answer"]) is not case["equivalent"]
     ]
     assert not wrong
 
@@ -225,7 +239,7 @@ EXPENSIVE = (
 
 
 def test_sixty_four_expensive_responses_cost_no_other_its_verdict():
-    pool = RewardPool(Reward(verifier="math", workers=2))
+    pool = RewardPool(Reward(verifier="math", workers=2, unfinished="right"))
     golds = [r"\sqrt{1000!}", r"(x+\sqrt2)^{12}", r"x>\sqrt{2}", r"(\sqrt2,\sqrt3+\pi)", "x+1"]
     hard = [
         pool.submit("", rf"\boxed{{{text} }}", gold)

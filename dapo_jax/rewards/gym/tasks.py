@@ -7,12 +7,16 @@ sets, so that their items differ between processes unless PYTHONHASHSEED is set.
 the workers whole, so that answers are scored right nonetheless.
 """
 
+import contextlib
 import functools
 import json
 import math
+import warnings
 import zlib
 from typing import Any
 
+from dapo_jax.rewards.gym.answers import unfit
+from dapo_jax.rewards.gym.constants import ITEMS, WON_BY_CONSTANTS, won_constant
 from dapo_jax.rewards.gym.evaluating_scorers import EVALUATING, refusal
 from dapo_jax.runtime.settings import ConfigError
 
@@ -47,11 +51,13 @@ def open_task(field: str, task: str, seed: int, size: int) -> Any:
 
     Raises:
         ConfigError: the package is missing, or has no such task, or the task's scorer evaluates
-            the answer; the message names the tasks that are allowed.
+            the answer or gives a constant one what it should not; the message names the tasks that
+            are allowed.
     """
     setting = f"config.{field} = {PREFIX + task!r}"
     factory = _factory(setting)
-    allowed = f"reasoning-gym has {', '.join(sorted(factory.DATASETS.keys() - EVALUATING))}"
+    names = factory.DATASETS.keys() - EVALUATING - WON_BY_CONSTANTS
+    allowed = f"reasoning-gym has {', '.join(sorted(names))}"
     try:
         seed = zlib.crc32(f"{task} {seed}".encode()) // 2
         dataset = factory.create_dataset(task, seed=seed, size=size)
@@ -62,7 +68,26 @@ def open_task(field: str, task: str, seed: int, size: int) -> Any:
         raise ConfigError(
             f"{setting}: {reason}, and no text that a model wrote is ever evaluated; {allowed}"
         )
+    constant = _probe(task)
+    if constant is not None:
+        raise ConfigError(f"{setting}: its scorer rewards a constant: {constant}; {allowed}")
     return dataset
+
+
+@functools.lru_cache(maxsize=64)  # training and held-out problems are opened apart
+def _probe(task: str) -> str | None:
+    """Constant that wins the task's items, the same for every seed; None without one."""
+    dataset = _factory(PREFIX + task).create_dataset(task, seed=0, size=ITEMS)
+    items = [dataset[i] for i in range(ITEMS)]
+
+    def score(answer: str, item: dict[str, Any]) -> float:
+        try:
+            return _score(dataset, answer, pack_item(item))
+        except Exception:  # some scorers raise where an answer is junk
+            return 0.0
+
+    with warnings.catch_warnings(action="ignore"):  # numpy's, about answers that are none
+        return won_constant(items, score)
 
 
 def _mark_tuples(value: Any) -> Any:
@@ -97,6 +122,20 @@ def _scorer(task: str) -> Any:
     return dataset
 
 
+def prepare(task: str) -> None:
+    """Imports and parses all that a task's scorer needs, which may take seconds."""
+    with contextlib.suppress(Exception):  # whoever asks for a score is told
+        _scorer(task)
+
+
+def _score(dataset: Any, answer: str, metadata: str) -> float:
+    item = json.loads(metadata, object_hook=_unmark_tuples)
+    if unfit(answer, item.get("answer")) is not None:
+        return 0.0
+    score = float(dataset.score_answer(answer, item))
+    return score if math.isfinite(score) else 0.0
+
+
 def gym_score(task: str, metadata: str, response_answer: str | None) -> float:
     """Score that the task's own scorer gives an answer: 1 for a right one, less for some others.
 
@@ -110,6 +149,4 @@ def gym_score(task: str, metadata: str, response_answer: str | None) -> float:
     """
     if response_answer is None:
         return 0.0
-    item = json.loads(metadata, object_hook=_unmark_tuples)
-    score = float(_scorer(task).score_answer(response_answer, item))
-    return score if math.isfinite(score) else 0.0  # an answer like nan
+    return _score(_scorer(task), response_answer, metadata)
