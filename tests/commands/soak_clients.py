@@ -11,12 +11,17 @@ from typing import NamedTuple
 from served import BUDGET, PROMPTS, TOKENIZER, Client
 
 MODEL = "policy"
+JSON = {"Content-Type": "application/json"}
 RUDE = 0.1  # of the requests are given up, half-way or before
 SLOW = 0.03  # are read with pauses
 
 
 class Wrong(Exception):
     """Wrong answer of the server."""
+
+
+class Refused(Exception):
+    """Refusal because as many requests wait as may wait."""
 
 
 class Case(NamedTuple):
@@ -53,12 +58,15 @@ class Web:
                 self.drop()
                 self._kept = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
             try:
-                self._kept.request("POST", "/v1/completions", json.dumps(fields))
+                self._kept.request("POST", "/v1/completions", json.dumps(fields), JSON)
                 answer = self._kept.getresponse()
             except (http.client.RemoteDisconnected, ConnectionError):
                 if fresh:
                     raise
                 continue
+            if answer.status == 429:
+                answer.read()
+                raise Refused
             if answer.status != 200:
                 raise Wrong(f"{answer.status}: {answer.read().decode()}")
             return answer
@@ -99,6 +107,7 @@ class Web:
         half = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         half.putrequest("POST", "/v1/completions")
         half.putheader("Content-Length", "1000")
+        half.putheader("Content-Type", JSON["Content-Type"])
         half.endheaders(json.dumps(case.body()).encode())
         half.close()
 

@@ -23,12 +23,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # where it is no test
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
 import grpc
 import numpy as np
 from served import BUDGET, free_port, make_byte_folder
-from soak_clients import MODEL, Case, Clients, Web, Wrong
+from soak_clients import MODEL, Case, Clients, Refused, Web, Wrong
 
 SLOT_FLAGS = ["--slots=8", "--max_prompt_tokens=20", f"--max_response_tokens={BUDGET}"]
 SETTLING_SECONDS = 3.0  # for connections that were dropped to be seen as such
@@ -54,18 +57,29 @@ class Held(NamedTuple):
 
 
 @contextlib.contextmanager
-def server(folder: str, switch: float, flags: list[str]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """`dapo-jax serve` in a process of its own: its id, and its ports of gRPC and HTTP."""
+def server(
+    folder: str, switch: float, flags: list[str], *, files: int = 0, errors: Any = None
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """`dapo-jax serve` in a process of its own: its id, and its ports of gRPC and HTTP.
+
+    Args:
+        switch: interval of its threads in seconds; 0: Python's own.
+        files: the most that it may open; 0: as this process.
+        errors: file for its standard error.
+    """
     port, http_port = free_port(), free_port()
     command = [sys.executable, __file__, "--serve", str(switch), f"--model={folder}", *SLOT_FLAGS]
     command += [f"--port={port}", f"--http_port={http_port}", f"--served_name={MODEL}"]
     command += ["--temperature=0", *flags]
+    if files:
+        command = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *command]
     alone = os.environ | {"XLA_FLAGS": ""}  # those of the tests make eight devices
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone, stderr=errors)
     try:
         assert process.stdout is not None and "serving" in process.stdout.readline()
         yield process.pid, (port, http_port)
-        process.terminate()
+        if process.poll() is None:
+            process.terminate()
         if code := process.wait(60):
             raise Wrong(f"the server left with exit code {code}")
     finally:
@@ -134,32 +148,40 @@ def soak(
 
 
 def load(ports: tuple[int, int], counts: list[int], seconds: float) -> None:
-    """Prints latencies and tokens per second where so many clients ask at once."""
-    print("clients  requests/s  tokens/s  first token p50, p99 ms  whole p50, p99 ms")
+    """Prints latencies, tokens per second and refusals where so many clients ask at once.
+
+    A client that is refused asks again after the second that `Retry-After` says.
+    """
+    print("clients  requests/s  tokens/s  first token p50, p99 ms  whole p50, p99 ms  refused")
     body = Case("3+4=", BUDGET).body(stream_options={"include_usage": True})
 
-    def client(until: float) -> list[tuple[float, float, int]]:
-        web, times = Web(ports[1]), []
+    def client(until: float) -> tuple[list[tuple[float, float, int]], int]:
+        web, times, refused = Web(ports[1]), [], 0
         while (began := time.monotonic()) < until:
             first, tokens = 0.0, 0
-            for chunk in web.events(body):
-                first = first or time.monotonic() - began
-                tokens = (chunk["usage"] or {}).get("completion_tokens", 0)
-            times.append((first, time.monotonic() - began, tokens))
+            try:
+                for chunk in web.events(body):
+                    first = first or time.monotonic() - began
+                    tokens = (chunk["usage"] or {}).get("completion_tokens", 0)
+                times.append((first, time.monotonic() - began, tokens))
+            except Refused:
+                refused += 1
+                time.sleep(1)
         web.drop()
-        return times
+        return times, refused
 
     for count in counts:
         with ThreadPoolExecutor(count) as pool:
             began = time.monotonic()
-            each = pool.map(client, [began + seconds] * count)
-            times = [request for requests in each for request in requests]
+            each = list(pool.map(client, [began + seconds] * count))
+            times = [request for requests, _ in each for request in requests]
             took = time.monotonic() - began
         firsts, wholes, tokens = zip(*times, strict=True)
         p = [1000 * cut for x in (firsts, wholes) for cut in np.percentile(x, (50, 99))]
         print(
             f"{count:7}  {len(times) / took:10.1f}  {sum(tokens) / took:8.0f}  "
-            f"{p[0]:15.0f} {p[1]:7.0f}  {p[2]:9.0f} {p[3]:7.0f}",
+            f"{p[0]:15.0f} {p[1]:7.0f}  {p[2]:9.0f} {p[3]:7.0f}  "
+            f"{sum(refused for _, refused in each):7}",
             flush=True,
         )
 

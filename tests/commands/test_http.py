@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from served import (
     BUDGET,
     END,
@@ -102,7 +103,9 @@ def test_chat_whole_and_streamed(client, byte_responses):
 def test_a_stream_is_events_that_end_in_done(client, port):
     body = {"model": "policy", "prompt": "3+4=", "max_tokens": 3, "stream": True}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -225,8 +228,10 @@ TOO_LARGE = "prompt has 900000 bytes: must have at most 140, what 20 tokens can 
         ("seed", {"seed": 2**63}, "of 64 bits"),
         ("stream", {"extra_body": {"stream": 1}}, "stream = 1: must be true or false"),
         ("stream_options", {"stream_options": {"include_usage": True}}, "left out where stream"),
-        ("logprobs", {"logprobs": 0}, "logprobs = 0: is not served"),
-        ("echo", {"echo": True}, "echo = True: is not served"),
+        ("logprobs", {"logprobs": 21}, "logprobs = 21: must be a whole number from 0 to 20"),
+        ("logprobs", {"logprobs": True}, "logprobs = True: must be a whole number"),
+        ("echo", {"extra_body": {"echo": 1}}, "echo = 1: must be true or false"),
+        ("tools", {"extra_body": {"tools": []}}, "'tools': there is no such field here"),
         ("best_of", {"best_of": 3}, "best_of = 3: is not served"),
         ("frequency_penalty", {"frequency_penalty": 0.5}, "is not served"),
         ("logit_bias", {"logit_bias": {"5": 1}}, "is not served"),
@@ -246,13 +251,17 @@ def test_what_is_wrong_is_refused_by_its_field(client, param, fields, message):
     ("param", "fields", "message"),
     [
         ("messages", {"messages": []}, "messages = []: must be a list of one or more"),
-        ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}, "must be one of"),
+        ("messages[0].role", {"messages": [{"role": "robot", "content": "a"}]}, "must be one of"),
         ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}, "must be text"),
         ("messages[0]", {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "'name'"),
         ("messages", {"messages": SUM * 6}, "tokens: must have from 1 to 20"),
         ("messages", {"messages": [{"role": "assistant", "content": "a"}]}, "who speaks first?"),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "is not served"),
-        ("logprobs", {"logprobs": True}, "logprobs = True: is not served"),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "writes none"),
+        ("tools", {"tools": [{"type": "function"}]}, "an object function"),
+        ("logprobs", {"logprobs": 3}, "logprobs = 3: must be true or false"),
+        ("top_logprobs", {"top_logprobs": 3}, "left out where logprobs is not true"),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
+        ("echo", {"extra_body": {"echo": True}}, "'echo': there is no such field here"),
         ("max_completion_tokens", {"max_tokens": 2, "max_completion_tokens": 2}, "one of them"),
     ],
 )
@@ -280,3 +289,27 @@ def test_sixteen_clients_at_once_are_answered_as_each_alone(port, client, byte_r
     with ThreadPoolExecutor(16) as pool:
         for prompt, budget, whole, streamed in pool.map(ask, range(32)):
             assert whole == streamed == TOKENIZER.decode(byte_responses[prompt][:budget])
+
+
+def test_metrics_are_prometheus(client, port):
+    def values() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            assert page.headers["content-type"].startswith("text/plain; version=")
+            families = text_string_to_metric_families(page.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+        return {f"{name}{sorted(labels.values())}": value for name, labels, value, *_ in samples}
+
+    before = values()
+    client.completions.create(model="policy", prompt="3+4=", max_tokens=5)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="policy", input="a")
+    after = values()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown["dapo_prompt_tokens_total[]"] == 4 and grown["dapo_response_tokens_total[]"] == 5
+    assert grown["dapo_http_answers_total['/v1/completions', '200']"] == 1
+    assert grown["dapo_http_answers_total['/v1/completions', '404']"] == 1
+    assert grown["dapo_http_answers_total['404', 'other']"] == 1
+    assert grown["dapo_http_seconds_count['/v1/completions']"] == 2
+    assert after["dapo_waiting_responses[]"] == 0 and after["dapo_busy_slots[]"] <= 4

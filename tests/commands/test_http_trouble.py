@@ -1,6 +1,5 @@
 """HTTP server in trouble: hostile bodies, overload, clients that leave, threads that die."""
 
-import contextlib
 import http.client
 import json
 import threading
@@ -9,28 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from served import BUDGET, TOKENIZER, free_port, make_openai, make_serve_config, serving, slow_down
+from served import BUDGET, TOKENIZER, connect, http_serving, slow_down
 
 from dapo_jax.commands.serve import server as serve
 
 ASKED = {"model": "policy", "prompt": "3+4="}
-
-
-@contextlib.contextmanager
-def http_serving(folder, **changes):
-    """Server with OpenAI's client."""
-    port = free_port()
-    config = make_serve_config(folder, http_port=port, served_name="policy", **changes)
-    with serving(config) as server:
-        server.http_port = port
-        yield server, make_openai(port)
-
-
-def connect(port: int, body: bytes | None, **headers: str) -> http.client.HTTPConnection:
-    """Connection after sending a body and before reading the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("POST", "/v1/completions", body, headers)
-    return connection
 
 
 def test_hostile_bodies_are_refused_and_the_server_lives(byte_folder, same_engine):
@@ -109,6 +91,7 @@ def test_a_client_that_leaves_within_its_request_is_no_error(byte_folder, same_e
         half = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
         half.putrequest("POST", "/v1/completions")
         half.putheader("Content-Length", "1000")
+        half.putheader("Content-Type", "application/json")
         half.endheaders(b"{")
         half.close()
         time.sleep(0.3)

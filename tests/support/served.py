@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import http.client
 import pathlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import flax.linen as nn
 import grpc
@@ -15,7 +17,7 @@ import pytest
 from conftest import TINY
 from jetstream.core.proto import jetstream_pb2 as messages
 from jetstream.core.proto import jetstream_pb2_grpc as stubs
-from test_sampler import greedy_loop
+from samplers import greedy_loop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -200,3 +202,22 @@ def make_openai(port: int) -> openai.OpenAI:
     """OpenAI's published client, which is to try once."""
     url = f"http://127.0.0.1:{port}/v1"
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+@contextlib.contextmanager
+def http_serving(folder, **changes):
+    """Server with OpenAI's client."""
+    port = free_port()
+    config = make_serve_config(folder, http_port=port, served_name="policy", **changes)
+    with serving(config) as server:
+        server.http_port = port
+        yield server, make_openai(port)
+
+
+def connect(port: int, body: Any, **headers: str) -> http.client.HTTPConnection:
+    """Connection after sending a body and before reading the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(
+        "POST", "/v1/completions", body, {"Content-Type": "application/json"} | headers
+    )
+    return connection

@@ -4,13 +4,14 @@ Training draws all responses by one rule, which its programs know; here rules ar
 keys, so that one program serves all of them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
-from dapo_jax.model.caches import Prefix
+from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.jetstream_api import ResultTokens
 from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, SamplingRule, repeat_rule, sample_key
 
 
@@ -43,9 +44,34 @@ class DrawnPrompt(NamedTuple):
 
 
 class ServedEngine(PolicyEngine):
-    """Engine whose `rule` is only for prompts that come without one."""
+    """Engine whose `rule` is only for prompts that come without one.
+
+    Attributes:
+        longest_prompt: most tokens of a prompt; padded, it may be longer.
+        context: most tokens of a prompt and its response together.
+        fullest: most tokens that a slot has in its cache now.
+    """
 
     RULE_PER_SLOT = True
+    longest_prompt: int
+    context: int
+    fullest = 0
+
+    def generate(
+        self, params: Any, decode_state: DecodeState, *, longest: int | None = None
+    ) -> tuple[DecodeState, ResultTokens]:
+        """`generate` of `PolicyEngine`; JetStream does not say how full slots are: `fullest` does.
+
+        A slot that is free may run past the cache: what it would write there is dropped.
+        """
+        longest = None if self.pages else self.fullest
+        return super().generate(params, decode_state, longest=longest)
+
+    def shrink(self, state: DecodeState) -> DecodeState:
+        """State with caches as short as at the beginning; for one without a taken slot."""
+        first = self.layout.window(1)
+        grown = not self.pages and cast(Any, state.caches[0]).values.shape[2] > first
+        return self.init_decode_state() if grown else state
 
     def prefill(self, *, padded_tokens: Any, **options: Any) -> Prefix:
         """Prefill of `PolicyEngine`; a `DrawnPrompt` brings a rule and a key."""

@@ -55,6 +55,7 @@ class Limits:
     """Limits of requests, and the messages for requests beyond them.
 
     Attributes:
+        context: most tokens of a prompt and its response together.
         prompt_bytes: bytes of a prompt's text; a longer text is not tokenized.
         vocab: vocabulary size; ids are below it.
         waiting: number of responses that may wait.
@@ -63,14 +64,26 @@ class Limits:
     prompt_tokens: int
     prompt_bytes: int
     response_tokens: int
+    context: int
     vocab: int
     waiting: int
+
+    def most_response_tokens(self, prompt: int) -> int:
+        """Most tokens of a response to a prompt of so many tokens."""
+        return min(self.response_tokens, self.context - prompt)
 
     def budget_problem(self, field: str, budget: int) -> str:
         """Message against a budget: field, value, what is allowed. Empty if the budget is fine."""
         if 0 < budget <= self.response_tokens:
             return ""
         return f"{field} = {budget}: must be from 1 to {self.response_tokens}"
+
+    def context_problem(self, field: str, budget: int, ids: Sequence[int]) -> str:
+        """Message against a budget that the context does not leave after a prompt, else empty."""
+        most = self.most_response_tokens(len(ids))
+        if budget <= most:
+            return ""
+        return f"{field} = {budget}: must be at most {most} after a prompt of {len(ids)} tokens"
 
     def text_problem(self, field: str, text: str) -> str:
         """Message against a prompt's text before it is tokenized. Empty if the text is fine."""
@@ -195,6 +208,16 @@ class Generator:
         for request in responses.requests.values():
             self._driver.place(request)
         return responses
+
+    @property
+    def waiting(self) -> int:
+        """Number of responses that wait for a slot."""
+        return self._driver.waiting
+
+    @property
+    def busy(self) -> int:
+        """Number of slots that are taken."""
+        return self._driver.busy
 
     def broken(self) -> str:
         """Failure of a thread, after which nothing is answered; empty while all of them run."""

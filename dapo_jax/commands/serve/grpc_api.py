@@ -6,7 +6,7 @@ characters span several, and leaves clients waiting where one of its threads die
 
 import asyncio
 import reprlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from jetstream.core.proto.jetstream_pb2 import (
     HealthCheckResponse,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
+from dapo_jax.commands.serve.access import Access
 from dapo_jax.commands.serve.engine import Draws
 from dapo_jax.commands.serve.generator import (
     GenerationFailed,
@@ -36,6 +37,9 @@ from dapo_jax.runtime.settings import require
 # Fields of JetStream's newer clients by number: name, and the values that ask for nothing (None:
 # all values).
 NEWER_FIELDS = {7: ("metadata", None), 8: ("num_samples", (0, 1)), 9: ("lora_adapter_id", (b"",))}
+
+HANDSHAKE_MS = 5_000  # for a connection to begin; stopping the server waits for it too
+IDLE_MS = 60_000  # without a call; a client that comes back connects again by itself
 
 
 def _response(text: str = "", ids: Sequence[int] = ()) -> DecodeResponse:
@@ -62,13 +66,51 @@ class Servicer:
 
     Args:
         rule: sampling rule of all responses; requests of this protocol have none.
+        access: knows the key of clients.
+        request_seconds: for a message to arrive whole.
     """
 
     def __init__(
-        self, generator: Generator, tokenizer: Tokenizer, *, limits: Limits, rule: SamplingRule
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        *,
+        limits: Limits,
+        rule: SamplingRule,
+        access: Access,
+        request_seconds: float,
     ):
         self._generator, self._tokenizer = generator, tokenizer
-        self._limits, self._rule = limits, rule
+        self._limits, self._rule, self._access = limits, rule, access
+        self._seconds, self._receiving = request_seconds, set[asyncio.Task]()
+        self._leaving = False
+
+    async def _receive(self, messages: AsyncIterable[bytes], context: Any) -> bytes:
+        """First message of a call. The library itself would wait for it without end."""
+        task = asyncio.current_task()
+        assert task is not None  # each call has one
+        self._receiving.add(task)
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for message in messages:
+                    return message
+        except TimeoutError:
+            late = f"the message has not arrived within {self._seconds:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, late)
+        except asyncio.CancelledError:
+            if not self._leaving:
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is leaving")
+        finally:
+            self._receiving.discard(task)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no message")
+        raise AssertionError  # `abort` has raised
+
+    def drop_unread(self) -> None:
+        """Ends the calls whose message has not arrived: the server is leaving."""
+        self._leaving = True
+        for task in list(self._receiving):
+            task.cancel()
 
     def _read(self, message: bytes) -> tuple[DecodeRequest, list[int], str]:
         """Request, ids of its prompt, and the message against it; empty if the request is fine."""
@@ -95,12 +137,18 @@ class Servicer:
             ids = self._tokenizer.encode_prompt(text)
         else:
             field, ids = "token_content.token_ids", list(request.token_content.token_ids)
-        return ids, self._limits.ids_problem(field, ids)
+        problem = self._limits.ids_problem(field, ids)
+        return ids, problem or self._limits.context_problem("max_tokens", request.max_tokens, ids)
 
     async def Decode(
-        self, message: bytes, context: grpc.aio.ServicerContext
+        self, messages: AsyncIterable[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[DecodeResponse]:
         """Streams a response: text and token ids where text was sent, ids where ids were."""
+        sent = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not self._access.has_key(str(sent)):
+            message = "the key is missing or wrong: send the metadatum authorization: Bearer KEY"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+        message = await self._receive(messages, context)
         request, ids, problem = await asyncio.to_thread(self._read, message)
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
@@ -127,21 +175,32 @@ class Servicer:
         return HealthCheckResponse(is_live=not self._generator.failure)
 
 
-async def start_grpc(servicer: Servicer, address: str, most_bytes: int) -> tuple[Any, int]:
+async def start_grpc(
+    servicer: Servicer, address: str, most_bytes: int, connections: int
+) -> tuple[Any, int]:
     """Starts a gRPC server; returns the server and its port.
 
     Args:
         most_bytes: largest size of a message.
+        connections: number of connections held at once.
 
     Raises:
         ConfigError: the address can't be listened on.
     """
-    # With so_reuseport a second server would quietly take part of this one's requests.
-    options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", most_bytes)]
+    options = [
+        # With so_reuseport a second server would quietly take part of this one's requests.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", most_bytes),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.keepalive_time_ms", IDLE_MS),
+    ]
     server = grpc.aio.server(options=options)
-    # Messages come as bytes: the library would log a traceback for one that it can't parse.
+    # Messages come as bytes: the library would log a traceback for one that it can't parse. As
+    # one of a stream, since for the one of a unary call it waits without end.
     handlers = {
-        "Decode": grpc.unary_stream_rpc_method_handler(
+        "Decode": grpc.stream_stream_rpc_method_handler(
             servicer.Decode, response_serializer=DecodeResponse.SerializeToString
         ),
         "HealthCheck": grpc.unary_unary_rpc_method_handler(

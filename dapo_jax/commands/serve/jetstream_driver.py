@@ -63,6 +63,11 @@ class Driver(orchestrator.Driver):
         """Number of requests in the prefill queue."""
         return self._prefill_backlog.qsize()
 
+    @property
+    def busy(self) -> int:
+        """Number of slots that are taken."""
+        return sum(free.maxsize - free.qsize() for free in self._generate_slots)
+
     def forget(self, request: DriverRequest) -> None:
         """Cancels a request: frees its slot, or takes it out of the prefill queue."""
         # JetStream also serves clients that are gone; a response without a budget ends.
@@ -101,13 +106,15 @@ class Driver(orchestrator.Driver):
         return DrawnPrompt(tokens, request.draws), length
 
     def _generate_thread(self, idx: int) -> None:
-        engine, params = self._generate_engines[idx], self._generate_params[idx]
+        engine: Any = self._generate_engines[idx]  # a `ServedEngine`
+        params = self._generate_params[idx]
         free, ready = self._generate_slots[idx], self._generate_backlogs[idx]
         results: Any = self._detokenize_backlogs[idx]  # its type names half of what it holds
         if self._metrics_collector:
             share = self._metrics_collector.get_slots_available_percentage_metric(idx)
             share.set_function(lambda: free.qsize() / engine.max_concurrent_decodes)
         state, step = engine.init_decode_state(), 0
+        fill = np.zeros(engine.max_concurrent_decodes, np.int64)  # tokens in the cache of a slot
         while self.live:
             # Slots may become free here: then the step below decodes for nobody, which is fine.
             if not free.empty():
@@ -120,13 +127,20 @@ class Driver(orchestrator.Driver):
                 else:
                     if request is None:  # from `stop`
                         return
+                    if idle:
+                        state = engine.shrink(state)
                     slot = free.get_nowait()
+                    fill[slot] = len(request.prefill_content or ())
                     state = engine.insert(request.prefill_result, state, slot=slot)
                     orchestrator.delete_pytree(request.prefill_result)
                     request.complete = np.zeros(engine.samples_per_slot, np.bool_)
                     results.put((slot, request))
                     continue
+            with free.mutex:
+                fill[list(free.queue)] = 0
+            engine.fullest = int(fill.max())
             state, tokens = engine.generate(params, state)
+            fill += 1
             tokens.copy_to_host_async()
             results.put((step, tokens))
             step += 1

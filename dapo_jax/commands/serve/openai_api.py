@@ -3,14 +3,10 @@
 import asyncio
 import contextlib
 import functools
-import json
-import socket
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -18,175 +14,43 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from dapo_jax.commands.serve.generator import (
-    GenerationFailed,
-    Generator,
-    QueueFull,
-    Responses,
-    TokenChunk,
+from dapo_jax.commands.serve.access import Access
+from dapo_jax.commands.serve.generator import GenerationFailed, Generator, QueueFull
+from dapo_jax.commands.serve.metrics import ServeMetrics
+from dapo_jax.commands.serve.openai_answers import (
+    CHAT,
+    COMPLETIONS,
+    Answer,
+    AnswerFormat,
+    error_fields,
+    json_answer,
 )
-from dapo_jax.commands.serve.openai_requests import (
-    BadRequest,
-    CompletionRequest,
-    ServedModel,
-    read_request,
-)
-from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
+from dapo_jax.commands.serve.openai_requests import ServedModel, read_request
+from dapo_jax.commands.serve.request_checks import BadRequest
+from dapo_jax.commands.serve.scoring import Scorer
 
 RETRY_SECONDS = 1
 CLIENT_IS_GONE = 499
-
-
-class AnswerFormat(NamedTuple):
-    """Differences between the answers of completions and of chat completions.
-
-    Attributes:
-        path: path of the URL.
-        prefix: prefix of an answer's id.
-        whole, chunk: value of `object` in an answer, and in a chunk of a stream.
-        message, piece: fields of a choice that hold its text, whole or in pieces.
-        begin: fields of a choice in a chunk before its first text.
-    """
-
-    path: str
-    prefix: str
-    whole: str
-    chunk: str
-    message: Callable[[str], dict[str, Any]]
-    piece: Callable[[str], dict[str, Any]]
-    begin: dict[str, Any] | None
-
-
-COMPLETIONS = AnswerFormat(
-    "/v1/completions",
-    "cmpl",
-    "text_completion",
-    "text_completion",
-    message=lambda text: {"text": text},
-    piece=lambda text: {"text": text},
-    begin=None,
-)
-CHAT = AnswerFormat(
-    "/v1/chat/completions",
-    "chatcmpl",
-    "chat.completion",
-    "chat.completion.chunk",
-    message=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    piece=lambda text: {"delta": {"content": text} if text else {}},
-    begin={"delta": {"role": "assistant", "content": ""}},
-)
-
-
-class _Choice:
-    """Text of one response.
-
-    Attributes:
-        tokens: number of tokens.
-        finish_reason: 'stop' or 'length', once the response has ended.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, request: CompletionRequest):
-        self._stream, self._until = TextStream(tokenizer), UntilStop(request.stop)
-        self._budget, self.tokens = request.budget, 0
-        self.finish_reason: str | None = None
-
-    def add(self, chunk: TokenChunk) -> str:
-        """Text that may be sent after these tokens."""
-        self.tokens += len(chunk.ids)
-        text = self._until.add(self._stream.add(chunk.ids))
-        ended = chunk.ended or self.tokens == self._budget
-        if ended:
-            text += self._until.add(self._stream.rest(), last=True)
-        if self._until.stopped or (ended and self.tokens < self._budget):
-            self.finish_reason = "stop"
-        elif ended:
-            self.finish_reason = "length"
-        return text
-
-
-class _Answer:
-    """Answer to a request, whole or as events, made from its responses."""
-
-    def __init__(
-        self,
-        form: AnswerFormat,
-        request: CompletionRequest,
-        responses: Responses,
-        model: ServedModel,
-    ):
-        self._form, self._request, self._responses = form, request, responses
-        count = len(request.prompts) * request.n
-        self._choices = [_Choice(model.tokenizer, request) for _ in range(count)]
-        self._named = {
-            "id": f"{form.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model.name,
-        }
-
-    async def _texts(self) -> AsyncIterator[tuple[int, str]]:
-        """Pieces of the choices' texts; the last piece of a choice comes with a finish_reason."""
-        async for chunk in self._responses:
-            choice = self._choices[chunk.response]
-            text = choice.add(chunk)
-            if choice.finish_reason:
-                self._responses.cancel(chunk.response)
-            if text or choice.finish_reason:
-                yield chunk.response, text
-
-    def _usage(self) -> dict[str, int]:
-        prompt = sum(map(len, self._request.prompts))
-        completion = sum(choice.tokens for choice in self._choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-
-    def _choice(self, index: int, fields: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": index, **fields, "logprobs": None, "finish_reason": reason}
-
-    async def whole(self) -> Response:
-        """Whole answer, once every choice has ended."""
-        texts = [""] * len(self._choices)
-        async for index, text in self._texts():
-            texts[index] += text
-        choices = [
-            self._choice(index, self._form.message(text), choice.finish_reason)
-            for index, (text, choice) in enumerate(zip(texts, self._choices, strict=True))
-        ]
-        fields = {"object": self._form.whole, "choices": choices, "usage": self._usage()}
-        return _json(self._named | fields)
-
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events with the answer's chunks."""
-
-        def chunk(choices: list[dict[str, Any]], **usage: Any) -> str:
-            return _event(self._named | {"object": self._form.chunk, "choices": choices} | usage)
-
-        usage = {"usage": None} if self._request.include_usage else {}
-        try:
-            if self._form.begin:
-                for index in range(len(self._choices)):
-                    yield chunk([self._choice(index, self._form.begin, None)], **usage)
-            async for index, text in self._texts():
-                reason = self._choices[index].finish_reason
-                yield chunk([self._choice(index, self._form.piece(text), reason)], **usage)
-            if usage:
-                yield chunk([], usage=self._usage())
-            yield "data: [DONE]\n\n"
-        except GenerationFailed as error:
-            yield _event(_error(str(error), "server_error"))
 
 
 class HttpApi:
     """ASGI application of OpenAI's protocol.
 
     Args:
+        access: checks requests before their bodies are read.
         most_bytes: largest size of a body; a longer one is refused unread.
     """
 
-    def __init__(self, generator: Generator, model: ServedModel, most_bytes: int):
+    def __init__(
+        self,
+        generator: Generator,
+        scorer: Scorer,
+        model: ServedModel,
+        access: Access,
+        most_bytes: int,
+    ):
         self._generator, self._model, self._most_bytes = generator, model, most_bytes
+        self._access, self._scorer, self._scored = access, scorer, 0
         self._description = {
             "id": model.name,
             "object": "model",
@@ -194,7 +58,7 @@ class HttpApi:
             "owned_by": "dapo_jax",
         }
         answers = [
-            Route(form.path, functools.partial(self._answer, form), methods=["POST"])
+            self._route(form.path, functools.partial(self._answer, form), method="POST")
             for form in (COMPLETIONS, CHAT)
         ]
         # Each handler gets errors of its own class only, which the library's type can't say.
@@ -206,41 +70,86 @@ class HttpApi:
             ClientDisconnect: _client_is_gone,
             Exception: _failed,
         }
-        self.app = Starlette(
+        pages = [form.path for form in (COMPLETIONS, CHAT)] + ["/v1/models", "/metrics", "/health"]
+        app = Starlette(
             routes=[
                 *answers,
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._one_model),
+                self._route("/v1/models", self._models),
+                self._route("/v1/models/{name:path}", self._one_model),
+                self._route("/metrics", self._metrics_page),
                 Route("/health", self._health),
             ],
             exception_handlers=handlers,
         )
-        self.app.router.redirect_slashes = False  # OpenAI's protocol has no redirects
+        app.router.redirect_slashes = False  # OpenAI's protocol has no redirects
+        self._metrics = ServeMetrics(generator)
+        self.app = self._metrics.counted(app, set(pages))
+
+    def _route(
+        self,
+        path: str,
+        answer: Callable[[HttpRequest], Awaitable[Response]],
+        method: str = "GET",
+    ) -> Route:
+        """Route whose requests are let in by `access`."""
+
+        async def let_in(http: HttpRequest) -> Response:
+            local, has_body = (http.scope.get("server") or ("", 0))[0], method == "POST"
+            if refusal := self._access.refusal(http.headers, local=local, has_body=has_body):
+                status, message, code = refusal
+                raise BadRequest(message, status=status, code=code)
+            return await answer(http)
+
+        return Route(path, let_in, methods=[method])
 
     async def _models(self, _: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._description]})
+        return json_answer({"object": "list", "data": [self._description]})
 
     async def _one_model(self, http: HttpRequest) -> Response:
         if http.path_params["name"] != self._model.name:
             message = f"there is only the model {self._model.name!r}"
             raise BadRequest(message, "model", 404, "model_not_found")
-        return _json(self._description)
+        return json_answer(self._description)
+
+    async def _metrics_page(self, _: HttpRequest) -> Response:
+        page, kind = self._metrics.page()
+        return Response(page, headers={"Content-Type": kind})
 
     async def _health(self, _: HttpRequest) -> Response:
         if self._generator.failure:
-            return _json({"status": self._generator.failure}, 503)
-        return _json({"status": "ok"})
+            return json_answer({"status": self._generator.failure}, 503)
+        return json_answer({"status": "ok"})
 
     async def _answer(self, form: AnswerFormat, http: HttpRequest) -> Response:
         body, chat = await self._body(http), form is CHAT
         # In a thread: a large text would delay the tokens of other clients.
         request = await asyncio.to_thread(read_request, body, self._model, chat=chat)
+        to_score = len(request.prompts) * request.n * (request.likeliest is not None)
+        if self._scored + to_score > self._model.limits.waiting:
+            raise QueueFull
         responses = self._generator.submit(request.responses())
-        answer = _Answer(form, request, responses, self._model)
+        self._metrics.prompt_tokens.inc(sum(map(len, request.prompts)))
+        drawn = self._metrics.response_tokens
+        answer = Answer(form, request, responses, self._model, self._scorer, drawn.inc)
         if not request.stream:
-            return await _unless_gone(http, answer.whole())
+            with self._scoring(to_score):
+                return await _unless_gone(http, answer.whole())
+
+        async def events() -> AsyncIterator[str]:
+            with self._scoring(to_score):
+                async for event in answer.events():
+                    yield event
+
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(answer.events(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    @contextlib.contextmanager
+    def _scoring(self, sequences: int) -> Iterator[None]:
+        self._scored += sequences
+        try:
+            yield
+        finally:
+            self._scored -= sequences
 
     async def _body(self, http: HttpRequest) -> bytes:
         body, limit = bytearray(), self._most_bytes
@@ -273,34 +182,20 @@ async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, Response]) -
 # --- errors, in OpenAI's form ---------------------------------------------------------------------
 
 
-def _error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _json(
-    fields: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    # Escaped to ASCII: an error may quote a client's text, which may be invalid Unicode.
-    return Response(json.dumps(fields), status, headers, "application/json")
-
-
-def _event(fields: dict[str, Any]) -> str:
-    return f"data: {json.dumps(fields)}\n\n"
-
-
 def _too_large(limit: int) -> BadRequest:
     return BadRequest(f"the body is too large: at most {limit} bytes are read", status=413)
 
 
 async def _refused(_: HttpRequest, error: BadRequest) -> Response:
-    fields = _error(str(error), "invalid_request_error", error.param, error.code)
-    return _json(fields, error.status)
+    fields = error_fields(str(error), "invalid_request_error", error.param, error.code)
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return json_answer(fields, error.status, headers)
 
 
 async def _queue_full(_: HttpRequest, error: QueueFull) -> Response:
     message = "as many requests wait as may wait; this one may be tried again"
-    fields = _error(message, "rate_limit_error", code="rate_limit_exceeded")
-    return _json(fields, 429, {"Retry-After": str(RETRY_SECONDS)})
+    fields = error_fields(message, "rate_limit_error", code="rate_limit_exceeded")
+    return json_answer(fields, 429, {"Retry-After": str(RETRY_SECONDS)})
 
 
 async def _client_is_gone(*_: Any) -> Response:
@@ -309,42 +204,13 @@ async def _client_is_gone(*_: Any) -> Response:
 
 async def _failed(_: HttpRequest, error: Exception) -> Response:
     known = isinstance(error, GenerationFailed)
-    return _json(_error(str(error) if known else "the server has failed", "server_error"), 500)
+    return json_answer(
+        error_fields(str(error) if known else "the server has failed", "server_error"), 500
+    )
 
 
 async def _no_such_page(http: HttpRequest, error: HTTPException) -> Response:
     message = f"{http.method} {http.url.path}: {error.detail}"
-    return _json(_error(message, "invalid_request_error"), error.status_code, error.headers)
-
-
-# --- the web server -------------------------------------------------------------------------------
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the command."""
-        yield
-
-
-class HttpServer:
-    """HTTP server on a bound socket, which runs until `stop`."""
-
-    def __init__(self, api: HttpApi, listening: socket.socket, shutdown_seconds: float):
-        self._server = _Server(
-            uvicorn.Config(
-                api.app,
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=shutdown_seconds,  # pyright: ignore[reportArgumentType]: declared as whole seconds
-            )
-        )
-        self._running = asyncio.create_task(self._server.serve(sockets=[listening]))
-
-    async def stop(self) -> None:
-        """Stops the server; requests still running after `shutdown_seconds` are cancelled."""
-        self._server.should_exit = True
-        await self._running
+    return json_answer(
+        error_fields(message, "invalid_request_error"), error.status_code, error.headers
+    )

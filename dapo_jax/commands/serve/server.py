@@ -8,7 +8,9 @@ the exit code is 0. Short flags:
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import socket
 import sys
 import time
@@ -16,14 +18,17 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.commands import checks, command_line
-from dapo_jax.config.experiment import Compute, Sampler, ServeConfig
+from dapo_jax.commands.serve.access import Access, exposure, read_key
+from dapo_jax.config.experiment import Compute, ServeConfig
+from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
 CHECK_SECONDS = 0.1
-JETSTREAM_PREFILL_LENGTHS = [2**i for i in range(4, 16)]  # JetStream supports no others
+SPARE_FILES = 64  # for all that is no connection
+WAITING_CLIENTS = 2048  # that are not accepted yet; of more the kernel drops some for a second
 
 
 class ServingFailed(RuntimeError):
@@ -39,6 +44,7 @@ def rule_of(config: ServeConfig) -> Any:
 
 def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     """Engine, decoding weights and tokenizer of a model folder. Raises `ConfigError`."""
+    from dapo_jax.commands.serve import budgets
     from dapo_jax.commands.serve.engine import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
@@ -54,52 +60,32 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     tokenizer.check_fits(decoder.vocab, "model", config.model)
     if tokenizer.chat is not None:
         tokenizer.chat.check(f"config.model = {config.model!r}")
-    # One of JetStream's lengths, with room for the token that it puts before a client's ids.
-    longest = min(n for n in JETSTREAM_PREFILL_LENGTHS if n > config.max_prompt_tokens)
-    settings = Sampler(
-        slots=config.slots,
-        burst_tokens=1,  # of several, JetStream drops those beside the one that ends a response
-        max_response_tokens=config.max_response_tokens,
-        first_window_tokens=longest + config.max_response_tokens,
-        cache=config.cache,
-        weights_dtype=config.weights_dtype,
-    )
-    check_slots_fit(config, settings, decoder, mesh, longest)
+    config, context = budgets.resolve(config, decoder, mesh)
+    budgets.check_slots_fit(config, decoder, mesh)
     engine = ServedEngine(
         decoder,
         mesh,
-        settings,
-        max_prompt_tokens=longest,
+        budgets.sampler_of(config),
+        max_prompt_tokens=budgets.prefill_tokens(config.max_prompt_tokens),
         tokenizer=tokenizer,
         seed=config.seed,
     )
-    engine.rule = rule_of(config)
+    engine.rule, engine.longest_prompt = rule_of(config), config.max_prompt_tokens
+    engine.context = context
     params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
     return engine, engine.load_params(params), tokenizer
 
 
-def check_slots_fit(
-    config: ServeConfig, settings: Sampler, decoder: Any, mesh: Any, prompt_tokens: int
-) -> None:
-    """Raises `ConfigError` where the cache of all slots can't fit into the devices' memory."""
-    from dapo_jax.run import memory
-
-    response = config.max_response_tokens
-    cache = memory.cache_bytes(decoder, settings, mesh, config.slots, prompt_tokens, response)
-    needs = {"weights": memory.decoding_bytes(decoder, settings, mesh), "cache": cache}
-    blamed = f"slots = {config.slots} with max_response_tokens = {response}"
-    model = f"model = {config.model!r}"
-    memory.check_fits("serving", needs, mesh, {"cache": blamed, "weights": model})
-
-
 def warm_up(engine: Any, params: Any) -> None:
-    """Compiles the programs for every length of a prompt, so that no request waits for them."""
+    """Compiles the programs for prompts up to `FIRST_TOKENS`, so that these wait for nothing."""
     import jax
     import numpy as np
 
+    from dapo_jax.commands.serve.budgets import FIRST_TOKENS, PREFILL_TOKENS
+
     state = engine.init_decode_state()
-    for length in JETSTREAM_PREFILL_LENGTHS:
-        if length <= engine.max_prefill_length:
+    for length in PREFILL_TOKENS:
+        if length <= min(engine.max_prefill_length, FIRST_TOKENS):
             padded = np.zeros(length, np.int32)
             key = jax.random.key(0)
             prefix = engine.prefill(params=params, padded_tokens=padded, true_length=1, key=key)
@@ -107,47 +93,52 @@ def warm_up(engine: Any, params: Any) -> None:
     jax.block_until_ready(engine.generate(params, state))
 
 
-@contextlib.contextmanager
-def metrics_server(config: ServeConfig):
-    """HTTP server of JetStream's Prometheus metrics, if `metrics_port` is set."""
-    if not config.metrics_port:
-        yield
-        return
-    from prometheus_client import start_http_server
-
-    try:
-        server, thread = start_http_server(config.metrics_port, addr=config.host)
-    except OSError:
-        port = config.metrics_port
-        raise ConfigError(f"config.metrics_port = {port}: must be a port that is free") from None
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-
-
 def bind(config: ServeConfig, field: str) -> socket.socket:
     """Socket that listens on the port of setting `field`. Raises `ConfigError`."""
     port, host = getattr(config, field), config.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
-    except socket.gaierror as error:
-        raise ConfigError(f"config.host = {config.host!r}: {error}") from None
+        return socket.create_server((host, port), family=family, backlog=WAITING_CLIENTS)
     except OSError as error:
+        reason, number = str(error.strerror).partition(" (")[0], error.errno or 0
+        allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        unknown = number < 0 or number == errno.EADDRNOTAVAIL  # of getaddrinfo
+        require(not unknown, "host", config.host, f"{allowed}: {reason}")
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
+
+
+def connections_within(wanted: int) -> int:
+    """Number of connections for each protocol, at most `wanted`; raises the soft limit of files.
+
+    Raises:
+        ConfigError: the limit of open files leaves room for none.
+    """
+    used = len(os.listdir("/dev/fd")) + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < used + 2 * wanted:
+        soft = used + 2 * wanted if hard < 0 else min(hard, used + 2 * wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = wanted if soft < 0 else min(wanted, (soft - used) // 2)
+    limit = f"the limit of open files, {soft}, leaves room for {max(room, 0)}"
+    require(room > 0, "max_connections", wanted, f"smaller: {limit} (ulimit -n)")
+    if room < wanted:
+        processes.complain(f"warning: max_connections = {wanted}: {limit} of each protocol")
+    return room
 
 
 def served_name(config: ServeConfig) -> str:
     """Name of the model for clients."""
-    return config.served_name or os.path.basename(os.path.abspath(config.model))
+    folder = os.path.abspath(model_path(config.model, "model"))
+    return config.served_name or os.path.basename(folder)
 
 
 async def answer(
     config: ServeConfig,
     generator: Any,
+    engine: Any,
+    params: Any,
     tokenizer: Any,
+    key: str,
     *,
     leave: Callable[[], bool],
     ready: Callable[[int, int], None],
@@ -155,30 +146,65 @@ async def answer(
     """Answers requests until `leave()` is true; returns the generator's failure or "".
 
     Args:
-        generator: a `Generator`.
+        generator: a `Generator`, with its `ServedEngine` and that one's `params`.
+        key: that clients must send; empty: none.
         ready: called with the ports of gRPC and HTTP (0: none) once requests are answered.
     """
+    from prometheus_client import make_asgi_app
+
     from dapo_jax.commands.serve.generator import Limits
     from dapo_jax.commands.serve.grpc_api import Servicer, start_grpc
-    from dapo_jax.commands.serve.openai_api import HttpApi, HttpServer
+    from dapo_jax.commands.serve.http_connections import HttpServer
+    from dapo_jax.commands.serve.openai_api import HttpApi
     from dapo_jax.commands.serve.openai_requests import ServedModel
+    from dapo_jax.commands.serve.scoring import Scorer
 
     limits = Limits(
-        prompt_tokens=config.max_prompt_tokens,
-        prompt_bytes=config.max_prompt_tokens * tokenizer.longest_token,
-        response_tokens=config.max_response_tokens,
+        prompt_tokens=engine.longest_prompt,
+        prompt_bytes=engine.longest_prompt * tokenizer.longest_token,
+        response_tokens=engine.max_response_tokens,
+        context=engine.context,
         vocab=tokenizer.backend.get_vocab_size(),
         waiting=config.waiting,
     )
     rule, seconds = rule_of(config), config.shutdown_seconds
-    servicer = Servicer(generator, tokenizer, limits=limits, rule=rule)
+    access, connections = Access(config, key), connections_within(config.max_connections)
+    servicer = Servicer(
+        generator,
+        tokenizer,
+        limits=limits,
+        rule=rule,
+        access=access,
+        request_seconds=config.request_seconds,
+    )
     most_bytes = int(config.max_body_mb * 1e6)
-    grpc, port = await start_grpc(servicer, f"{config.host}:{config.port}", most_bytes)
-    stops = [lambda: grpc.stop(seconds)]
+    address = f"{config.host}:{config.port}"
+    grpc, port = await start_grpc(servicer, address, most_bytes, connections)
+
+    async def stop_grpc() -> None:
+        servicer.drop_unread()
+        await grpc.stop(seconds)
+
+    stops = [stop_grpc]
+
+    def open_http(app: Any, field: str) -> None:
+        server = HttpServer(
+            app,
+            bind(config, field),
+            connections=connections,
+            request_seconds=config.request_seconds,
+            idle_seconds=config.idle_seconds,
+            most_bytes=most_bytes,
+            shutdown_seconds=seconds,
+        )
+        stops.append(server.stop)
+
     if config.http_port:
         model = ServedModel(served_name(config), tokenizer, limits, rule)
-        api = HttpApi(generator, model, most_bytes)
-        stops.append(HttpServer(api, bind(config, "http_port"), seconds).stop)
+        scorer = Scorer(engine.config, params)
+        open_http(HttpApi(generator, scorer, model, access, most_bytes).app, "http_port")
+    if config.metrics_port:
+        open_http(make_asgi_app(), "metrics_port")
     ready(port, config.http_port)
     while not leave() and not generator.broken():
         await asyncio.sleep(CHECK_SECONDS)
@@ -201,16 +227,20 @@ def serve(
     """
     for field in ("port", "http_port", "metrics_port"):
         bind(config, field).close()  # a taken port is reported before a model is loaded
+    key = read_key(config)
+    if warning := exposure(config, key):
+        processes.complain(warning)
     engine, params, tokenizer = load_served(config)
     warm_up(engine, params)
     # Imported after the engine, which prepares the import of JetStream.
     from dapo_jax.commands.serve.generator import Generator
 
-    with metrics_server(config):
-        metrics = config.metrics_port > 0
-        generator = Generator(engine, params, waiting=config.waiting, metrics=metrics)
-        with contextlib.closing(generator):
-            failure = asyncio.run(answer(config, generator, tokenizer, leave=leave, ready=ready))
+    metrics = config.metrics_port > 0
+    generator = Generator(engine, params, waiting=config.waiting, metrics=metrics)
+    with contextlib.closing(generator):
+        failure = asyncio.run(
+            answer(config, generator, engine, params, tokenizer, key, leave=leave, ready=ready)
+        )
     if failure:
         raise ServingFailed(failure)
 

@@ -1,0 +1,68 @@
+"""Tools of chat completions: definitions for the chat template, and calls read from a response.
+
+A model writes its calls as its template taught it. Two ways are read: Hermes' and Qwen's
+`<tool_call>{"name", "arguments"}</tool_call>`, and Llama's, a response that is one JSON object
+`{"name", "parameters"}`.
+"""
+
+import json
+import re
+import uuid
+from typing import Any
+
+OPEN_CALL = "<tool_call>"
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST_TOOLS = 128
+
+
+def tools_problem(tools: Any) -> str:
+    """Mistake in a request's `tools`; empty if there is none."""
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        return f"must be a list of up to {MOST_TOOLS} tools"
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            return "must be of objects with type 'function' and an object function"
+        name = function.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            return "must have names of 1 to 64 letters, digits, '_', '-' or '.'"
+        if not isinstance(function.get("parameters", {}), dict):
+            return f"must have a JSON schema as parameters of {name!r}"
+    return ""
+
+
+def _call(text: str, names: set[str], field: str) -> dict[str, Any] | None:
+    """OpenAI's object of a call; None where the text is no call of a known tool."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict):
+        return None
+    name, arguments = call.get("name"), call.get(field, {})
+    if not (isinstance(name, str) and name in names and isinstance(arguments, dict)):
+        return None
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Text of a response without calls of these tools, and the calls.
+
+    What only looks like a call (broken JSON, a name that is none of the tools') stays text.
+    """
+    names = {tool["function"]["name"] for tool in tools}
+    if OPEN_CALL not in text:
+        whole = _call(text.strip(), names, "parameters")
+        return ("", [whole]) if whole else (text, [])
+    calls: list[dict[str, Any]] = []
+
+    def take(found: re.Match) -> str:
+        call = _call(found[1].strip(), names, "arguments")
+        if call:
+            calls.append(call)
+        return "" if call else found[0]
+
+    rest = CALL.sub(take, text)
+    return (rest.strip() if calls else text), calls
