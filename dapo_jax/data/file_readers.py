@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
@@ -14,10 +15,40 @@ from etils import epath
 from pyarrow import parquet
 
 from dapo_jax.data.row_formats import MalformedRow
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.settings import ConfigError, check_regular, check_utf8
 
-BATCH_ROWS = 4096
-LONGEST_CELL = 2**31 - 1  # characters; the csv module's own limit is shorter than a long solution
+BATCH_ROWS, BUFFER_BYTES = 4096, 1 << 20
+LONGEST_LINE = 64 << 20  # bytes; of a cell of CSV too, whose own limit is below a long solution
+LARGEST_WHOLE = 1 << 30  # bytes of a JSON file, which is read whole
+# Texts shrink by a factor of 3 to 20; what grows by more, from few bytes, was made to fill memory.
+MOST_GROWTH, ALWAYS_ALLOWED = 100, 256 << 20
+
+
+class _Unpacked(io.RawIOBase):
+    """Content of a gzip file. Raises ValueError where it grows by too much."""
+
+    def __init__(self, file: gzip.GzipFile, size: int):
+        self._file, self._size = file, size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(memoryview(buffer)[:BUFFER_BYTES])
+        _check_growth(self._file.tell(), self._size)
+        return count
+
+
+def _check_growth(unpacked: int, size: int) -> None:
+    """Raises ValueError where a file of `size` bytes holds too much."""
+    if unpacked > max(MOST_GROWTH * size, ALWAYS_ALLOWED):
+        raise ValueError(f"its {size:,} bytes unpack to {unpacked:,} and more")
 
 
 def _parse(text: bytes) -> Any:
@@ -29,14 +60,19 @@ def _parse(text: bytes) -> Any:
 
 
 def _json_lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"line {number} is longer than {LONGEST_LINE:,} bytes")
         if line.strip():
             yield f"line {number}", _parse(line)
 
 
 def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
     """Rows of a JSON array, of one object, or of JSON lines under the wrong name."""
-    whole = _parse(file.read())
+    text = file.read(LARGEST_WHOLE + 1)
+    if len(text) > LARGEST_WHOLE:
+        raise ValueError(f"it has more than {LARGEST_WHOLE:,} bytes: JSON lines may have more")
+    whole = _parse(text)
     if isinstance(whole, MalformedRow):
         file.seek(0)
         yield from _json_lines(file)
@@ -47,7 +83,7 @@ def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 def _csv(file: BinaryIO) -> Iterator[tuple[str, Any]]:
     """Rows of cells by the names of the first line; commas, semicolons or tabs separate."""
-    csv.field_size_limit(LONGEST_CELL)
+    csv.field_size_limit(LONGEST_LINE)
     header = file.readline()
     delimiter = max(b",;\t", key=header.count)
     file.seek(0)
@@ -63,13 +99,18 @@ def _csv(file: BinaryIO) -> Iterator[tuple[str, Any]]:
 def _number_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, Any]]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # offsets of a file that is wrong lead to any place in memory
         for row in batch.to_pylist():
             number += 1
             yield f"row {number}", row
 
 
 def _parquet(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    return _number_rows(parquet.ParquetFile(file).iter_batches(BATCH_ROWS))
+    table = parquet.ParquetFile(file)
+    rows, size = table.metadata.num_rows, file.seek(0, io.SEEK_END)
+    if rows > MOST_GROWTH * size:
+        raise ValueError(f"its {size:,} bytes hold {rows:,} rows: one row, again and again")
+    return _number_rows(table.iter_batches(BATCH_ROWS))
 
 
 def _arrow(file: BinaryIO) -> Iterator[tuple[str, Any]]:
@@ -95,6 +136,8 @@ READERS = {
     ".csv.gz": _csv,
 }
 
+TABLES = (".parquet", ".arrow", ".feather")  # the others are text
+
 
 def split_suffix(name: str) -> tuple[str, str]:
     """Name of a file and the suffix of its reader, empty where it has none."""
@@ -109,10 +152,15 @@ def _opened(path: epath.Path) -> Iterator[BinaryIO]:
         if "://" in str(path):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = path.copy(epath.Path(folder) / path.name)
+        check_regular(path)
         file = stack.enter_context(path.open("rb"))
         if path.suffix == ".gz":
-            file = stack.enter_context(gzip.open(file))
-        yield cast(BinaryIO, file)  # a GzipFile has its methods without being one by name
+            unpacked = _Unpacked(stack.enter_context(gzip.open(file)), os.path.getsize(path))
+            file = stack.enter_context(io.BufferedReader(unpacked, BUFFER_BYTES))
+        if split_suffix(path.name)[1] not in TABLES:
+            check_utf8(file.read(2))
+            file.seek(0)
+        yield cast(BinaryIO, file)  # a BufferedReader has its methods without being one by name
 
 
 def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
@@ -120,5 +168,7 @@ def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
     try:
         with _opened(path) as file:
             yield from READERS[split_suffix(path.name)[1]](file)
+    except MemoryError:
+        raise ConfigError(f"{path} can't be read: it takes more memory than there is") from None
     except Exception as error:  # of the file, of its format, or of a bucket's client
         raise ConfigError(f"{path} can't be read: {error}") from None

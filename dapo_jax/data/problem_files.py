@@ -7,6 +7,7 @@ import collections
 import difflib
 import functools
 import itertools
+import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
+from dapo_jax.runtime.limits import saying_what_is_too_large
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem
 from dapo_jax.verifier.normalisation import normalise
@@ -118,7 +120,14 @@ class _Collector:
         return Loaded(tuple(kept), self._counts, tuple(self._complaints[:SHOWN_COMPLAINTS]))
 
 
-@functools.lru_cache(maxsize=8)  # training, held-out problems and examples ask for the same files
+def _stamp(path: str) -> tuple[str, int, int]:
+    """Path, size and time of a file: a file of this machine that changed has another stamp."""
+    if "://" in path:
+        return path, 0, 0
+    status = os.stat(path)
+    return os.path.abspath(path), status.st_size, status.st_mtime_ns
+
+
 def read_problems(
     paths: tuple[str, ...],
     source: str,
@@ -141,12 +150,29 @@ def read_problems(
     Raises:
         ConfigError: more malformed rows, named by file and line; or an unreadable file.
     """
+    try:
+        stamps = tuple(map(_stamp, paths))
+    except OSError as error:
+        raise ConfigError(f"{', '.join(paths)} can't be read: {error}") from None
+    return _read_problems(paths, stamps, source, bad_rows_limit, fields, needs_answer)
+
+
+@functools.lru_cache(maxsize=8)  # training, held-out problems and examples ask for the same files
+def _read_problems(
+    paths: tuple[str, ...],
+    stamps: tuple[tuple[str, int, int], ...],
+    source: str,
+    bad_rows_limit: int,
+    fields: str,
+    needs_answer: bool,
+) -> Loaded:
     collector, named = _Collector(source, bad_rows_limit, needs_answer), False
-    for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
-        named = named or bool(names)
-        collector.add(place, row, names)
-        if collector.hopeless:
-            break
+    with saying_what_is_too_large(", ".join(paths)):
+        for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
+            named = named or bool(names)
+            collector.add(place, row, names)
+            if collector.hopeless:
+                break
     return collector.result()._replace(named=named)
 
 
@@ -220,6 +246,8 @@ def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...
         ConfigError: no file, or none in particular, is meant; the message says what there is.
     """
     home = epath.Path(folder)
+    allowed = "a path of this machine or on gs://: nothing else is downloaded"
+    require("://" not in name or name.startswith("gs://"), field, name, allowed)
     try:
         files = _matches(field, name, home, split)
     except ConfigError:

@@ -166,7 +166,7 @@ def pack_updates(
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
 
 
-def nth(tree: Any, index: int | slice) -> Any:
+def nth(tree: Any, index: int | slice | tuple[int | slice, ...]) -> Any:
     """Entry `index` of the first axis of every array, or some of them."""
     return jax.tree.map(lambda array: array[index], tree)
 

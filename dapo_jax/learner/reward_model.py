@@ -1,11 +1,12 @@
 """Learned reward model: a decoder with a scalar head, read at the last token of a response."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.packing import Segment, nth, pack
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.logprobs import scalars_after
 from dapo_jax.runtime import sharding
@@ -36,19 +37,31 @@ class RewardModel:
             lambda params, r: scalars_after(params, config, r.tokens, r.segment_ids, r.positions)
         )
 
-    def score(self, responses: list[tuple[Prompt, Completion]]) -> np.ndarray:
-        """[len(responses)] float32 scores, in their order."""
-        texts = [np.concatenate([prompt.tokens, done.tokens]) for prompt, done in responses]
-        no_prompt = Prompt(0, "", "", NO_TOKENS, "", "")
-        segments = [
-            Segment(no_prompt, Completion(text, np.zeros(len(text)), False, 0, ""), i)
-            for i, text in enumerate(texts)
-        ]
-        packed, used = pack(segments, *self._shape)
-        scores = np.zeros(len(segments), np.float32)
-        for i in range(used):
-            self._read_last_tokens(jax.tree.map(lambda array, i=i: array[i], packed), scores)
-        return scores
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
+        """[len(completions)] float32 scores of each group.
+
+        Groups share batches but no rows: scores are the same to the last bit in any company.
+        """
+        row_tokens, rows = self._shape
+        no_prompt, parts = Prompt(0, "", "", NO_TOKENS, "", ""), []
+        ends = np.cumsum([len(completions) for _, completions in groups])
+        for (prompt, completions), end in zip(groups, ends.tolist(), strict=True):
+            texts = [np.concatenate([prompt.tokens, done.tokens]) for done in completions]
+            first = end - len(texts)
+            segments = [
+                Segment(no_prompt, Completion(text, np.zeros(len(text)), False, 0, ""), first + i)
+                for i, text in enumerate(texts)
+            ]
+            packed, used = pack(segments, row_tokens, 1)
+            parts.append(nth(packed, slice(used)))
+        stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        scores = np.zeros(ends[-1], np.float32)
+        for i in range(0, len(stacked.tokens), rows):
+            batch = nth(stacked, (slice(i, i + rows), 0))
+            pad = rows - len(batch.tokens)  # by rows whose scores are written again
+            batch = jax.tree.map(lambda x, pad=pad: np.pad(x, ((0, pad), (0, 0)), "edge"), batch)
+            self._read_last_tokens(batch, scores)
+        return np.split(scores, ends[:-1])
 
     def _read_last_tokens(self, rollouts: Rollouts, scores: np.ndarray) -> None:
         index = rollouts.response_index

@@ -5,6 +5,7 @@ stacked layers; `inference.py` applies the same `Block` layer by layer.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -290,6 +291,7 @@ def init_params(config: DecoderConfig, key: jax.Array) -> Any:
     return Decoder(config).init(key, ids, ids, ids)["params"]
 
 
+@functools.lru_cache(maxsize=16)  # a start asks some eight times, and tracing takes long
 def abstract_params(config: DecoderConfig) -> Any:
     """Shapes and logical axis names of the parameters; nothing is computed."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))

@@ -4,10 +4,12 @@ Qwen2 and Qwen2.5, Qwen3, and Llama 3.x differ in which projections have a bias,
 queries and keys, and in the scaling of rotations.
 """
 
+import reprlib
 from typing import Any
 
+from dapo_jax.model.config_fields import check_number, read_number, read_switch, read_table
 from dapo_jax.model.decoder import DecoderConfig, RopeScaling
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.settings import ConfigError
 
 CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # by model_type
 QWEN3_HEAD_DIM = 128  # default of head_dim; other families divide hidden_size by the heads
@@ -41,50 +43,62 @@ def family(config: DecoderConfig) -> str:
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:
     """Sizes of the decoder. Raises KeyError for a missing one, ValueError for a wrong one."""
-    sizes = {name: values[key] for name, key in SIZES.items()}
-    heads, embed = sizes["heads"], sizes["embed"]
-    sizes["kv_heads"] = values.get("num_key_value_heads") or heads
-    head_dim = values.get("head_dim")
-    for name, size in (*sizes.items(), ("head_dim", head_dim or 1)):
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{SIZES.get(name, name)} = {size!r}: must be an integer above 0")
+    sizes = {name: read_number(values, key) for name, key in SIZES.items()}
+    heads = sizes["heads"]
+    sizes["kv_heads"] = read_number(values, "num_key_value_heads", heads)
     if heads % sizes["kv_heads"]:
         raise ValueError(f"num_key_value_heads = {sizes['kv_heads']}: must divide {heads} heads")
-    sizes["head_dim"] = head_dim or (
-        QWEN3_HEAD_DIM if values["model_type"] == "qwen3" else embed // heads
-    )
+    usual = QWEN3_HEAD_DIM if values["model_type"] == "qwen3" else sizes["embed"] // heads
+    sizes["head_dim"] = check_number("head_dim", read_number(values, "head_dim", usual))
     if sizes["head_dim"] % 2:
         raise ValueError(f"head_dim = {sizes['head_dim']}: must be even")
     return sizes
 
 
 def _switches(values: dict[str, Any]) -> dict[str, bool]:
-    """Optional parts of the layers: biases, and norms of queries and keys."""
-    kind, bias = values["model_type"], bool(values.get("attention_bias", False))
+    """Optional parts: biases, norms of queries and keys, one matrix for embedding and head."""
+    kind, bias = values["model_type"], read_switch(values, "attention_bias")
     return {
         "qk_norm": kind == "qwen3",
         "qkv_bias": kind == "qwen2" or bias,
         "out_bias": kind != "qwen2" and bias,
-        "mlp_bias": kind == "llama" and bool(values.get("mlp_bias", False)),
+        "mlp_bias": kind == "llama" and read_switch(values, "mlp_bias"),
+        "tie_embeddings": read_switch(values, "tie_word_embeddings"),
     }
 
 
-def _rope(values: dict[str, Any], field: str, folder: str) -> dict[str, Any]:
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """Base and scaling of rotations; newer folders keep both in rope_parameters, older apart."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    require(
-        kind in ("default", "llama3"),
-        field,
-        f"{folder}: rope_scaling of type {kind!r}",
-        "a folder with rope_scaling of type 'default' or 'llama3'",
-    )
-    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_scaling of type {kind!r}: must be 'default' or 'llama3'")
+    theta = read_number(values | rope, "rope_theta", 10_000.0)
     if kind == "default":
-        return {"rope_theta": float(theta)}
-    factors = {name: float(rope[name]) for name in ROPE_FACTORS}
-    scaling = RopeScaling(**factors, original_tokens=rope["original_max_position_embeddings"])
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+        return {"rope_theta": theta}
+    factors = {name: read_number(rope, name) for name in ROPE_FACTORS}
+    low, high = factors["low_freq_factor"], factors["high_freq_factor"]
+    if low >= high:
+        raise ValueError(f"high_freq_factor = {high}: must be above low_freq_factor = {low}")
+    original_tokens = read_number(rope, "original_max_position_embeddings")
+    scaling = RopeScaling(**factors, original_tokens=original_tokens)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _check_supported(values: dict[str, Any]) -> None:
+    """Raises ValueError for a family or a setting that is not supported."""
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in CLASSES:
+        allowed = " or ".join(CLASSES)
+        raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
+    newer = read_table(values, "rope_parameters")
+    for name, plain in UNSUPPORTED.items():
+        value = values.get(name, newer.get(name, plain))
+        if value != plain:
+            raise ValueError(f"{name} {reprlib.repr(value)}: must be {plain!r}")
+    layers = values.get("layer_types") or []
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        raise ValueError(f"layer_types {reprlib.repr(layers)}: must be full_attention, each")
 
 
 def decoder_config(
@@ -95,32 +109,19 @@ def decoder_config(
     Raises:
         ConfigError: a field is missing, wrong or not supported; names the setting `field` too.
     """
-    kind = values.get("model_type")
-    allowed = f"a folder with model_type {' or '.join(CLASSES)}"
-    require(kind in CLASSES, field, f"{folder} (model_type {kind!r})", allowed)
-    newer = values.get("rope_parameters") or {}
-    require(isinstance(newer, dict), field, f"{folder}: rope_parameters {newer!r}", "an object")
-    for name, plain in UNSUPPORTED.items():
-        value = values.get(name, newer.get(name, plain))
-        named = f"{folder}: {name} {value!r}"
-        require(value == plain, field, named, f"a folder with {name} {plain!r}")
-    sliding = set(values.get("layer_types") or ()) - {"full_attention"}
-    require(not sliding, field, f"{folder}: layer_types {sorted(sliding)}", "full_attention")
     try:
+        _check_supported(values)
         return DecoderConfig(
             **_sizes(values),
-            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-            **_rope(values, field, folder),
+            norm_eps=read_number(values, "rms_norm_eps", 1e-6),
+            **_rope(values),
             **_switches(values),
             **numerics,
         )
     except KeyError as missing:
-        raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}") from None
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"config.{field}: {folder}/config.json: {error}") from None
+        raise ConfigError(f"config.{field}: {folder}/config.json has no {missing}", field) from None
+    except ValueError as error:
+        raise ConfigError(f"config.{field}: {folder}/config.json: {error}", field) from None
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Forward passes of the sampler: prefill of prompts, and one decode step of all slots.
+"""Forward passes of the sampler: prefill of prompts, one decode step of all slots, scores.
 
 Training's `Block` is applied layer by layer to per-layer parameters and caches, so that XLA updates
 the caches in place. A scan over layers would copy a stacked cache.
@@ -77,9 +77,51 @@ def decode_step(
     """Feeds one token per slot; returns float32 logits of the next token, and the new caches."""
     x = params["embedding"][tokens][:, None].astype(config.dtype)
     x, caches = _run_layers(params, config, attend, x, context, caches)
-    x = cast(Array, rms_norm(config).apply({"params": params["final_norm"]}, x[:, 0]))
+    return _logits(params, config, x[:, 0]), caches
+
+
+def _logits(params: Any, config: DecoderConfig, x: Float[Array, "n D"]) -> Float[Array, "n V"]:
+    x = cast(Array, rms_norm(config).apply({"params": params["final_norm"]}, x))
     head = head_kernel(params).astype(x.dtype)
     logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
     if "head" + SCALE in params:
         logits *= params["head" + SCALE][None]
-    return logits, caches
+    return logits
+
+
+def score(
+    params: Any,
+    config: DecoderConfig,
+    tokens: Int[Array, "T"],
+    *,
+    likeliest: int,
+    chunk_tokens: int,
+) -> tuple[Float[Array, "T"], Float[Array, "T k"], Int[Array, "T k"]]:
+    """Scores of given tokens: at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest there.
+
+    Args:
+        tokens: padded on the right; what stands at the padding means nothing.
+        likeliest: number of likeliest tokens.
+        chunk_tokens: tokens that go through the layers and the head at once; it divides T.
+
+    Returns the log-probs, and the log-probs and ids of the likeliest tokens, in float32.
+    """
+    following = jnp.roll(tokens, -1)
+    empty = jnp.zeros((1, *tokens.shape, config.kv_heads, config.head_dim), config.dtype)
+
+    def body(caches, start):
+        piece, wanted = (
+            jax.lax.dynamic_slice(x, (start,), (chunk_tokens,)) for x in (tokens, following)
+        )
+        positions = (start + jnp.arange(chunk_tokens))[None]
+        x = params["embedding"][piece][None].astype(config.dtype)
+        context = PromptContext(positions, start)
+        x, caches = _run_layers(params, config, attend_prompt, x, context, caches)
+        logprobs = jax.nn.log_softmax(_logits(params, config, x[0]), axis=-1)
+        chosen = jnp.take_along_axis(logprobs, wanted[:, None], axis=-1)[:, 0]
+        return caches, (chosen, *jax.lax.top_k(logprobs, likeliest))
+
+    empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
+    starts = jnp.arange(0, len(tokens), chunk_tokens)
+    _, scored = jax.lax.scan(body, empties, starts)
+    return jax.tree.map(lambda x: x.reshape(len(tokens), *x.shape[2:]), scored)

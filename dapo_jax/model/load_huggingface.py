@@ -18,15 +18,18 @@ import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 
+from dapo_jax.data.policies import model_path
 from dapo_jax.model import families, weight_names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
-from dapo_jax.runtime.settings import ConfigError, read_json
+from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 Layers = Callable[[int], Any]  # layer of a parameter by number; 0 for one outside layers
+SHOWN_PROBLEMS = 1000  # of a folder, in one error
+OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
 INDEX = "model.safetensors.index.json"
 # OWNER/NAME of the hub, but not folders that our configs and commands name.
 HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
@@ -40,17 +43,47 @@ def read_config(
     Raises:
         ConfigError: config.json is missing or wrong; names the setting `field` and the folder.
     """
-    path = pathlib.Path(folder) / "config.json"
+    path = model_path(folder, field) / "config.json"
     if not path.exists():
         name, advice = folder, ""
         if pathlib.Path(folder).exists() or not HUB_NAME.fullmatch(str(folder)):
-            name, command = "OWNER/NAME", "dapo-jax sft --config=configs/arithmetic_base.py"
-            advice = f"; the embedded task's policy is made by: {command}"
+            name, advice = "OWNER/NAME", "; the embedded task's policy is dapo_jax:arithmetic_base"
         raise ConfigError(
             f"config.{field} = {str(folder)!r}: has no config.json, and nothing is downloaded "
             f"unasked: hf download {name} --local-dir {folder}{advice}"
         )
     return families.decoder_config(read_json(path, field), str(folder), field, **numerics)
+
+
+def _weight_map(folder: pathlib.Path, field: str) -> Any:
+    """Files by tensor that the index names, as it is written; empty without an index."""
+    path = folder / INDEX
+    return read_json(path, field).get("weight_map", {}) if path.exists() else {}
+
+
+def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
+    """The *.safetensors files of a folder, by name.
+
+    Raises:
+        ConfigError: there are none, one that the index names is missing, or one is no file.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    named = f"config.{field} = {str(folder)!r}"
+    if not paths:
+        others = [path.name for ending in OTHER_WEIGHTS for path in sorted(folder.glob(ending))]
+        beside = f" and can't read {others[0]}: save it as safetensors" if others else ""
+        raise ConfigError(f"{named}: has no *.safetensors file{beside}", field)
+    weight_map = _weight_map(folder, field)
+    files = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+    if missing := sorted(files - {path.name for path in paths}):
+        many = f" and {len(missing) - 1:,} more" * (len(missing) > 1)
+        raise ConfigError(f"{named}: lacks {missing[0]}{many}, which {INDEX} names", field)
+    for path in paths:
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise ConfigError(f"config.{field}: {path} can't be read: {error}", field) from None
+    return paths
 
 
 class _Tensors:
@@ -60,16 +93,15 @@ class _Tensors:
     this process.
     """
 
-    def __init__(self, folder: pathlib.Path, field: str = "model.folder"):
-        self.folder, self.problems = folder, []
+    def __init__(self, folder: str | pathlib.Path, field: str = "model.folder"):
+        self.named, self.problems = folder, []
+        self.folder = model_path(folder, field, weights=True)
         self._files: dict[str, pathlib.Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = weight_files(self.folder, field)
         for path in paths:
             self._open(path)
-        if not paths:
-            self.problems.append("no *.safetensors file")
         self._check_index(field)
 
     def _open(self, path: pathlib.Path) -> None:
@@ -87,8 +119,10 @@ class _Tensors:
 
     def _check_index(self, field: str) -> None:
         """Adds a problem for every tensor that is not in the file that the index names."""
-        path = self.folder / INDEX
-        weight_map = read_json(path, field).get("weight_map", {}) if path.exists() else {}
+        weight_map = _weight_map(self.folder, field)
+        if not isinstance(weight_map, dict):
+            self.problems.append(f"{INDEX}: weight_map must be an object")
+            return
         for name, file in weight_map.items():
             if name not in self._files or self._files[name].name != file:
                 self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
@@ -123,8 +157,10 @@ def _check_names(
                 problems.append(f"{name}: dtype {dtype}, expected {', '.join(DTYPES)}")
     problems += [f"{name}: unknown" for name in sorted(tensors.shapes.keys() - known)]
     if problems:
-        listed = "\n  ".join(dict.fromkeys(problems))
-        raise ConfigError(f"config.{field} = '{tensors.folder}': can't be read:\n  {listed}")
+        problems = list(dict.fromkeys(problems))
+        rest = [f"and {len(problems) - SHOWN_PROBLEMS:,} more"] * (len(problems) > SHOWN_PROBLEMS)
+        listed = "\n  ".join(problems[:SHOWN_PROBLEMS] + rest)
+        raise ConfigError(f"config.{field} = '{tensors.named}': can't be read:\n  {listed}")
 
 
 def _read_part(
@@ -215,7 +251,7 @@ def load_params(
     Raises:
         ConfigError: tensors are missing, unknown, wrongly shaped or not finite.
     """
-    tensors = _Tensors(pathlib.Path(folder), field)
+    tensors = _Tensors(folder, field)
     boxed, shapes = abstract_params(config), weight_names.param_shapes(config)
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
@@ -240,7 +276,7 @@ def load_params(
         )
     if nonfinite_names := nonfinite.describe(arrays):
         problem = f"holds numbers that are not finite: {nonfinite_names}"
-        raise ConfigError(f"config.{field} = '{tensors.folder}': {problem}")
+        raise ConfigError(f"config.{field} = '{tensors.named}': {problem}")
     return traverse_util.unflatten_dict(arrays, sep="/")
 
 
@@ -248,7 +284,7 @@ def read_layers(
     folder: str | pathlib.Path, paths: Iterable[str], config: DecoderConfig
 ) -> Iterator[tuple[str, Layers]]:
     """Parameters of a model folder on the host, float32; a layer is read when it is requested."""
-    tensors, shapes = _Tensors(pathlib.Path(folder)), weight_names.param_shapes(config)
+    tensors, shapes = _Tensors(folder), weight_names.param_shapes(config)
 
     def layer(path: str, number: int) -> np.ndarray:
         shape = shapes[path][1:] if weight_names.below_stack(path) else shapes[path]
@@ -259,9 +295,16 @@ def read_layers(
         yield path, functools.partial(layer, path)
 
 
+def check_weights(folder: str | pathlib.Path, field: str = "model.folder") -> None:
+    """Raises `ConfigError` where a folder's weights can't be opened; reads only their headers."""
+    read_config(folder, field=field)
+    if problems := _Tensors(folder, field).problems:
+        raise ConfigError(f"config.{field} = {str(folder)!r}: can't be read: {problems[0]}", field)
+
+
 def stored_dtype(folder: str | pathlib.Path) -> str:
     """Dtype of a folder's weights; float32 where there are several."""
-    dtypes = set(_Tensors(pathlib.Path(folder)).dtypes.values())
+    dtypes = set(_Tensors(folder).dtypes.values())
     return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 
@@ -273,7 +316,7 @@ def fingerprint(folder: str | pathlib.Path, field: str = "model.folder") -> str:
     """
     shape = families.config_json(read_config(folder, field=field))
     digest = hashlib.sha256(repr(shape).encode())
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    for path in weight_files(model_path(folder, field, weights=True), field):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -14,6 +14,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
+from dapo_jax.data.policies import model_path
 from dapo_jax.model import families, weight_names
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.load_huggingface import INDEX, Layers
@@ -134,10 +135,10 @@ def save_folder(
 
 def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:
     """Copies config.json (with `dtype`), tokenizer and generation settings of folder `source`."""
-    source = pathlib.Path(source)
+    source = model_path(source)
     values = json.loads((source / "config.json").read_text())
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in KEPT_FILES:
-        if (source / name).exists():
+        if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -1,7 +1,6 @@
 """The rooms of one run, built from its config: what training and evaluation share."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
+from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -203,8 +203,8 @@ def check_same_model(
         load_huggingface.read_config(folder, field=field),
     )
     require(shape(mine) == shape(theirs), field, folder, f"a folder with the shape of {policy}")
-    mine, theirs = (pathlib.Path(path) / "tokenizer.json" for path in (policy, folder))
-    if theirs.exists():
+    mine, theirs = (model_path(path) / "tokenizer.json" for path in (policy, folder))
+    if theirs.is_file():
         same = mine.read_bytes() == theirs.read_bytes()
         require(same, field, folder, f"a folder with the tokenizer of {policy}")
 
@@ -223,19 +223,37 @@ def build(
         return _build(config, progress, training, given_up)
 
 
-def _build(
-    config: Config, progress: Progress, training: bool, given_up: Callable[[], bool]
-) -> Components:
-    hook = config.algorithm.token_weights
-    token_weights = resolve("algorithm.token_weights", hook) if hook else None
+def open_decoder(
+    config: Config, training: bool
+) -> tuple[DecoderConfig, jax.sharding.Mesh, jax.sharding.Mesh]:
+    """The policy's shape, the mesh that learns and the mesh that samples; loads no weights.
+
+    Raises:
+        ConfigError: they don't fit together, or not into the devices' memory.
+    """
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
+    return decoder, mesh, sampling_mesh
+
+
+def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
+    """The policy's tokenizer. Raises `ConfigError` where the policy lacks some of its ids."""
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
+    return tokenizer
+
+
+def _build(
+    config: Config, progress: Progress, training: bool, given_up: Callable[[], bool]
+) -> Components:
+    hook = config.algorithm.token_weights
+    token_weights = resolve("algorithm.token_weights", hook) if hook else None
+    decoder, mesh, sampling_mesh = open_decoder(config, training)
+    tokenizer = open_tokenizer(config, decoder)
     needs = config.reward.needs_answer()
     prompts = PromptStream(
         config.data, config.seed, tokenizer, needs_answer=needs, training=training

@@ -3,6 +3,7 @@
 `run/components.py` adds what they work on; `plan` compiles them for devices that are not here.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ def open_mesh(
         rows_per_microbatch % pieces == 0,
         "packing.rows_per_microbatch",
         rows_per_microbatch,
-        f"a multiple of data x fsdp x decode_tensor = {pieces}",
+        f"a multiple of data x fsdp x decode_tensor = {pieces}, or take the config's variant for "
+        f"{mesh.size} devices where it has one",
     )
     return mesh
 
@@ -119,14 +121,21 @@ def open_engine(
 ) -> PolicyEngine:
     """Engine that draws for training and evaluation.
 
+    Where judged groups are kept, all its calls have one shape each, whoever draws beside whom: a
+    group that is drawn again after a kill rounds as it did.
+
     Args:
         mesh: of the parameters to load; `sampling_mesh`: where they decode.
         programs: as of `PolicyEngine`.
     """
+    settings = config.sampler
+    if config.checkpoint.keep_groups:
+        longest = config.data.max_prompt_tokens + settings.max_response_tokens
+        settings = dataclasses.replace(settings, first_window_tokens=longest, prefill_prompts=1)
     return PolicyEngine(
         decoder,
         sampling_mesh,
-        config.sampler,
+        settings,
         max_prompt_tokens=config.data.max_prompt_tokens,
         insert_width=max(config.rollout.samples_per_prompt, config.evaluation.samples_per_problem),
         tokenizer=tokenizer,

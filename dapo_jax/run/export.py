@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config.experiment import ExportConfig, Lora
+from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, save_huggingface, weight_names
 from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
@@ -103,7 +104,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     check_frozen(settings, source, "model")
     dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
-    needed = out.exists() and os.path.samefile(out, source)
+    needed = out.exists() and os.path.samefile(out, model_path(source))
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
     with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
         folder = present(folder, "folder")  # the command runs in one process

@@ -92,6 +92,20 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
     return params_bytes(decoder, mesh, itemsize, sharding.DECODING)
 
 
+def checkpoint_bytes(config: Config, decoder: DecoderConfig) -> float:
+    """Bytes of a checkpoint: trained parameters and their two moments, of policy and critic."""
+    parts = [(decoder, lambda path: is_trained(path, decoder))]
+    if config.algorithm.critic:
+        parts.append((scalar_config(decoder), lambda path: True))
+    sizes = [
+        math.prod(leaf.shape)
+        for shape, wanted in parts
+        for path, leaf in sharding.flatten(sharding.unbox(abstract_params(shape))).items()
+        if wanted(path)
+    ]
+    return 3 * REAL * sum(sizes)
+
+
 def resident_bytes(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, training: bool
 ) -> dict[str, float]:
@@ -189,6 +203,28 @@ def check_fits(
     )
 
 
+def run_bytes(
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    sampling_mesh: jax.sharding.Mesh,
+    training: bool,
+) -> dict[str, dict[str, float]]:
+    """Bytes on one device, by name, that `sampling` and `an update` take at least."""
+    sampler, prompt = config.sampler, config.data.max_prompt_tokens
+    shape = sampler.slots, prompt, sampler.max_response_tokens
+    held = resident_bytes(config, decoder, mesh, training)
+    drawing = {
+        "decoding weights": decoding_bytes(decoder, sampler, sampling_mesh),
+        "cache": cache_bytes(decoder, sampler, sampling_mesh, *shape),
+    }
+    needs = {"sampling": (held if sampling_mesh is mesh else {}) | drawing}
+    if training:
+        update = update_bytes(config, decoder, mesh)
+        needs["an update"] = held | {"gradient": held["parameters"]} | update
+    return needs
+
+
 def check_run_fits(
     config: Config,
     decoder: DecoderConfig,
@@ -207,7 +243,6 @@ def check_run_fits(
     )
     sampler, packing, prompt = config.sampler, config.rows(), config.data.max_prompt_tokens
     response = sampler.max_response_tokens
-    held = resident_bytes(config, decoder, mesh, training)
     settings = {
         "cache": f"sampler.slots = {sampler.slots} of data.max_prompt_tokens = {prompt} and "
         f"sampler.max_response_tokens = {response}",
@@ -216,12 +251,7 @@ def check_run_fits(
         "logits": f"compute.logprob_chunk_tokens = {config.compute.logprob_chunk_tokens}",
         "parameters": f"model.folder = {config.model.folder!r}",
     }
-    drawing = {
-        "decoding weights": decoding_bytes(decoder, sampler, sampling_mesh),
-        "cache": cache_bytes(decoder, sampler, sampling_mesh, sampler.slots, prompt, response),
-    }
-    beside = held if sampling_mesh is mesh else {}
-    check_fits("sampling", beside | drawing, sampling_mesh, settings)
+    needs = run_bytes(config, decoder, mesh, sampling_mesh, training)
+    check_fits("sampling", needs["sampling"], sampling_mesh, settings)
     if training:
-        needs = held | {"gradient": held["parameters"]} | update_bytes(config, decoder, mesh)
-        check_fits("an update", needs, mesh, settings)
+        check_fits("an update", needs["an update"], mesh, settings)

@@ -7,12 +7,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.reporting.alerts import Alerts
-from dapo_jax.reporting.notices import announce_data, warn_about_answers, warn_about_rounding
+from dapo_jax.reporting.notices import (
+    announce_data,
+    warn_about_answers,
+    warn_about_rounding,
+    warn_about_warmup,
+)
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved
@@ -176,7 +182,11 @@ class Run:
         if config.checkpoint.keep_groups and processes.is_first():
             with overlooked():  # else after the next step
                 self._journal.forget(max(find_steps(config.run_dir), default=0))
-        if self._on_step and self._on_step(step, values) is True:
+        if (
+            self._on_step
+            and isinstance(end := self._on_step(step, values), bool | np.bool_)
+            and end
+        ):
             self.signals.received = self.signals.received or "on_step"
 
     def _save(self) -> None:
@@ -236,13 +246,14 @@ def open_run(
     folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
     components = build(config, given_up=signals.here)
     console, prompts = components.progress, components.prompts
-    stack.enter_context(console.compilation())
+    stack.enter_context(console.compilation(config.model.folder))
     stack.callback(components.close)
     storage = Storage(lambda text: console.warn(escape(text)))
     checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint, storage.warn))
     check_data([*prompts.sources, *prompts.heldout])
     announce_data(config, prompts, console)
     warn_about_rounding(config, console)
+    warn_about_warmup(config, console)
     # What -1 means is a number by now; of a small file it is a share.
     heldout = sum(len(source.problems) for source in prompts.heldout)
     settings = run_settings(
@@ -284,11 +295,14 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train(config: Config, on_step: OnStep | None = None) -> dict[str, Any] | None:
+def train(
+    config: Config, on_step: OnStep | None = None, signals: Signals | None = None
+) -> dict[str, Any] | None:
     """Runs `config` to its last step, from its newest checkpoint where there is one.
 
     Args:
         on_step: is given every finished step and its metrics; True ends the run, as a signal does.
+        signals: not entered yet; says afterwards what ended the run. None: one is made.
 
     Returns the summary, or None where a signal ended the run early; it has then been saved.
 
@@ -297,9 +311,10 @@ def train(config: Config, on_step: OnStep | None = None) -> dict[str, Any] | Non
         Starved: no signal was left and the config says to stop then; the run has been saved.
         NotSaved: the run has ended, and its last checkpoint could not be written.
         NotFinite: a checkpoint is not, or no update was; nothing more has been saved.
+        KeyboardInterrupt: Ctrl-C, after the save, unless this is a command.
     """
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals(config.checkpoint.leave_seconds))
+        signals = stack.enter_context(signals or Signals(config.checkpoint.leave_seconds))
         check_processes(config)
         if (summary := finished(config)) is not None:
             return summary

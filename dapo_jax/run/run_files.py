@@ -11,9 +11,10 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
 from dapo_jax.reporting.page.curves import plot_run
+from dapo_jax.reporting.records import describe_gaps, is_damaged
 from dapo_jax.reporting.scores import Response
 from dapo_jax.reporting.wandb_tracker import Tracker
-from dapo_jax.reporting.writers import MetricWriter, describe_gaps, write_rollouts
+from dapo_jax.reporting.writers import MetricWriter, write_rollouts
 from dapo_jax.run.checkpointing.compatibility import SUMMARY
 from dapo_jax.run.evaluation.heldout import stamp
 from dapo_jax.run.evaluation.response_file import write_responses
@@ -21,6 +22,8 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.structs import Group, RolloutBatch
+
+CONFIG = "config.json"
 
 
 class RunFiles:
@@ -47,8 +50,10 @@ class RunFiles:
         if processes.is_first():
             tracker = stack.enter_context(Tracker(folder, config)) if config.log.wandb else None
             self._writer = MetricWriter(folder, last_row, config.log.tensorboard, tracker, storage)
-            for text in describe_gaps(folder, last_row, config.log.rollouts):
+            for text in describe_gaps(folder, last_row, config.log):
                 storage.warn(text)
+            if is_damaged(folder / CONFIG):
+                self.write_settings()
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
@@ -57,7 +62,7 @@ class RunFiles:
     def write_settings(self) -> None:
         """config.json, from which a run is repeated."""
         text = json.dumps(dataclasses.asdict(self._config), indent=2)
-        self._write_text("config.json", text)
+        self._write_text(CONFIG, text)
 
     def _write_text(self, name: str, text: str) -> None:
         if self._writer:
@@ -71,7 +76,8 @@ class RunFiles:
     def write_rollouts(self, step: int, batch: RolloutBatch) -> None:
         """rollouts/step_N.jsonl, where `log.rollouts` asks for it."""
         if self._writer and self._config.log.rollouts:
-            options = self._config.log.token_groups, self._tokenizer
+            log = self._config.log
+            options = log.token_groups, self._tokenizer, log.rollouts_keep
             self._storage.attempt(
                 "rollouts/", lambda: write_rollouts(self.folder, step, batch, *options)
             )

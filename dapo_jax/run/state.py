@@ -8,11 +8,13 @@ import numpy as np
 
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
+from dapo_jax.reporting.notices import SPOT_SECONDS, describe_saving, saving_seconds
 from dapo_jax.rollout.carry_over import IN_ARRAYS, pack_partial, packed_tokens, unpack_partial
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.components import Components
-from dapo_jax.run.memory import megabytes_per_device
+from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
+from dapo_jax.runtime import processes
 from dapo_jax.structs import PartialGroup, Prompt
 from dapo_jax.train import TrainerState
 
@@ -96,6 +98,10 @@ def announce_policy(components: Components, state: TrainerState) -> None:
     sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
     components.progress.say(f"policy: {trained:,} parameters to train, {frozen:,} frozen")
     components.progress.say(fit(["MB per device:", *sizes]))
+    size, hosts = checkpoint_bytes(components.config, components.decoder), processes.count()
+    if saving_seconds(size, hosts) > SPOT_SECONDS / 2:
+        every = components.config.checkpoint.every_steps
+        components.progress.say(describe_saving(size, hosts, every))
 
 
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:

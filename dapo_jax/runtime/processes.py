@@ -22,15 +22,23 @@ import jax
 import numpy as np
 from jax._src import distributed  # the one way to the coordination service
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 
 from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Heartbeat
+from dapo_jax.runtime.lasting_output import LastingOutput
 from dapo_jax.runtime.settings import ConfigError
 
 # Set by a launcher that starts the processes itself; on Cloud TPU, GKE and Slurm jax knows.
 COORDINATOR, PROCESSES, PROCESS_ID = "DAPO_COORDINATOR", "DAPO_PROCESSES", "DAPO_PROCESS_ID"
 JOINING_SECONDS = 300
+# Settings of jax: where it keeps programs, and how long one must compile, in seconds, to be kept.
+KEPT_IN, KEPT_FROM = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+JAXS_KEPT_FROM = 1.0
 FIRST_BYTES = 1024  # of an all-gather; a longer message takes a second one
 LENGTH_BYTES = 4
+SHOW_CURSOR = b"\x1b[?25h"  # which a live line hides
+
+STDERR: Any = LastingOutput("stderr")
 
 _heartbeat: Heartbeat | None = None
 _command = False
@@ -65,7 +73,7 @@ def printable(text: str) -> str:
 def complain(text: str) -> None:
     """Prints a line on standard error, with the number of the process where there are several."""
     before = f"process {index()}: " if count() > 1 else ""
-    print(before + printable(text), file=sys.stderr, flush=True)
+    print(before + printable(text), file=STDERR, flush=True)
 
 
 def read_environment() -> dict[str, Any]:
@@ -123,13 +131,17 @@ def join() -> None:
 
 
 def keep_programs() -> None:
-    """Sets jax's compilation cache: JAX_COMPILATION_CACHE_DIR, or the user's cache without it.
+    """Sets jax's compilation cache, so that no process compiles what an earlier one has.
 
-    An empty variable keeps nothing.
+    It is what the program has set, else JAX_COMPILATION_CACHE_DIR (an empty one keeps nothing),
+    else a folder of the user's cache. It also keeps what compiles in under a second: dozens a run.
     """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if getattr(jax.config, KEPT_IN) is None and KEPT_IN.upper() not in os.environ:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "dapo_jax"))
+        jax.config.update(KEPT_IN, os.path.join(cache, "dapo_jax"))
+        compilation_cache.reset_cache()  # what this process compiled before found none
+    if getattr(jax.config, KEPT_FROM) == JAXS_KEPT_FROM:
+        jax.config.update(KEPT_FROM, 0.0)
 
 
 def is_command() -> bool:
@@ -139,11 +151,12 @@ def is_command() -> bool:
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Marks this process as a command while the block lasts; Ctrl-C ends it by an exception."""
+    """Marks this process as a command while the block lasts; Ctrl-C ends it with a line."""
     global _command
     _command, main = True, threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as while it was starting
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Not by an exception: libraries that load swallow it, or abort with half of them there.
+        signal.signal(signal.SIGINT, _leave_on_signal)
     try:
         yield
     finally:
@@ -166,9 +179,6 @@ def run(work: Callable[[], int], *, alone: str = "") -> int:
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        except KeyboardInterrupt:
-            complain("stopped by SIGINT")
-            return 128 + signal.SIGINT
 
 
 def _run(work: Callable[[], int], alone: str) -> int:
@@ -179,9 +189,6 @@ def _run(work: Callable[[], int], alone: str) -> int:
         leave(2)
     try:
         code = work()
-    except KeyboardInterrupt:
-        complain("stopped by SIGINT")
-        code = 128 + signal.SIGINT
     except BaseException as error:
         # Often another process died, for which the heartbeat has a better line than a trace.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
@@ -197,9 +204,18 @@ def _run(work: Callable[[], int], alone: str) -> int:
     return 0
 
 
+def _leave_on_signal(number: int, _: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the signal came while a line was being written
+        complain(f"stopped by {signal.Signals(number).name}")
+    leave(128 + number)
+
+
 def leave(code: int) -> None:
     """Ends this process where it stands, and the others with the same exit code."""
-    sys.stdout.flush()
+    with contextlib.suppress(RuntimeError):
+        LastingOutput("stdout").flush()
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), SHOW_CURSOR)
     if _heartbeat is not None:
         _heartbeat.leave(code)
     os._exit(code)

@@ -3,14 +3,17 @@
 Errors name the setting, its value and what is allowed.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import difflib
 import functools
 import json
 import math
+import os
 import pathlib
 import re
+import stat
 import sys
 import types
 import typing
@@ -18,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from dapo_jax.runtime.rules import Choices, Rule, When
+from dapo_jax.runtime.setting_texts import SectionDoc, represent, signature
 
 T = typing.TypeVar("T")
 
@@ -27,6 +31,15 @@ ORIGINS = "_origins"
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 # Magnitudes of float32: beyond, a number is 0 or infinite once it is computed with.
 SMALLEST, LARGEST = 1e-30, 1e30
+LARGEST_TEXT = 64 << 20  # bytes of a file that is read whole
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of such a file
+KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISSOCK: "a socket",
+}
 _file = ""  # the config file that is being read; sections remember its lines
 
 
@@ -64,16 +77,58 @@ class ConfigError(ValueError):
         self.field = field
 
 
+def check_utf8(head: bytes) -> None:
+    """Raises ValueError where the first bytes of a text say that it is UTF-16."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("it is UTF-16: must be UTF-8 (iconv -f UTF-16 -t UTF-8)")
+
+
+def check_regular(path: Any) -> None:
+    """Raises OSError where a path is no regular file, or a pointer of Git LFS in place of one.
+
+    A pipe may never begin, a device never end.
+
+    Args:
+        path: of this machine.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = next((word for test, word in KINDS.items() if test(mode)), "something else")
+        raise OSError(f"it is {kind}: must be a file")
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise OSError("it is a pointer of Git LFS, not the file: git lfs pull, in its checkout")
+
+
 def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     """Raises `ConfigError` naming the field, its value and what is allowed."""
     if not condition:
         raise ConfigError(f"config.{field} = {value!r}: must be {allowed}", field)
 
 
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in _last(name).split("_"))
+
+
+@contextlib.contextmanager
+def naming(field: str, value: Any) -> Iterator[None]:
+    """Context in which errors about a file name the setting that names the file."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).startswith("config."):
+            raise
+        raise ConfigError(f"config.{field} = {value!r}: {error}", field) from None
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
     """The suggestion `; did you mean ...?`; empty where no known name is near."""
     known = list(known)
-    initials = [full for full in known if "".join(word[0] for word in full.split("_")) == name]
+    initials = [full for full in known if _initials(full) == _last(name)]
     near = initials or difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -144,11 +199,12 @@ def section(kind: type[T]) -> type[T]:
 
     A mistyped name would otherwise leave a default in place, in silence.
     """
-    made: Any = dataclasses.dataclass(kind)
+    made: Any = dataclasses.dataclass(repr=False)(kind)
     for field in dataclasses.fields(made):
         _read_type(field)
     initialise = made.__init__
 
+    @functools.wraps(initialise)
     def __init__(self: Any, *values: Any, **named: Any) -> None:
         for name in named:
             check_name(made, name)
@@ -162,8 +218,10 @@ def section(kind: type[T]) -> type[T]:
         object.__setattr__(self, name, value)
         _remember(self, name)
 
-    made.__init__ = __init__
-    made.__setattr__ = __setattr__
+    constructor: Any = __init__
+    constructor.__signature__ = signature(made, initialise)
+    made.__init__, made.__setattr__, made.__repr__ = constructor, __setattr__, represent
+    made.__doc__ = SectionDoc(made.__doc__)
     return made
 
 
@@ -258,13 +316,30 @@ def from_dict(kind: type[T], values: Any, prefix: str = "") -> T:
     return made
 
 
+def read_file(path: pathlib.Path, field: str = "") -> str:
+    """Text of a small file. Raises `ConfigError` naming `field`, the setting with its path."""
+    named = f"config.{field}: {path}" if field else str(path)
+    try:
+        check_regular(path)
+        size = path.stat().st_size
+        if size > LARGEST_TEXT:
+            raise ValueError(f"it has {size:,} bytes, more than {LARGEST_TEXT:,}")
+        content = path.read_bytes()
+        check_utf8(content)
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{named} can't be read: {error}", field) from None
+
+
 def read_json(path: pathlib.Path, field: str) -> dict[str, Any]:
     """The object in a JSON file. Raises `ConfigError` naming `field`, the setting with its path."""
+    text, named = read_file(path, field), f"{f'config.{field}: ' * bool(field)}{path}"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        named = f"config.{field}: {path}" if field else str(path)
-        raise ConfigError(f"{named} can't be read: {error}") from None
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{named} can't be read: {error}", field) from None
+    except RecursionError:
+        raise ConfigError(f"{named} can't be read: it is nested too deeply", field) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{f'config.{field}: ' * bool(field)}{path}: must hold an object")
+        raise ConfigError(f"{named}: must hold an object", field)
     return found

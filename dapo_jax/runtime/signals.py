@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C: recorded, and acted on at a safe place."""
+"""Signals that ask to leave (SIGTERM, Ctrl-C, ...): recorded, and acted on at a safe place."""
 
-import os
+import _thread
 import signal
 import socket
 import sys
@@ -10,16 +10,22 @@ from typing import Any
 
 from dapo_jax.runtime import processes
 
-SAME_SECONDS = 1.0  # within which a terminal and a launcher may both send the same signal
-SHOW_CURSOR = b"\x1b[?25h"  # which a live line hides
+# Beside SIGTERM and Ctrl-C: a dropped connection, a scheduler's warning, the terminal's quit key.
+# They count unless somebody decided on them before, as `nohup` does.
+MORE_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+SAME_SECONDS = 1.0  # within which a terminal and a launcher may both ask
 
 
 class Signals:
-    """Recorder of the first SIGTERM or Ctrl-C, so that work is saved before the process leaves.
+    """Recorder of the first signal, so that work is saved before the process leaves.
 
     A thread prints a line at once, whatever the main thread is computing. A second signal ends the
-    process at once, with nothing saved beyond what is on disk; in a program that calls the library
-    it acts as Python's default does. Used as a context manager; a call asks all processes.
+    process at once, with nothing saved beyond what is on disk. Used as a context manager; a call
+    asks all processes.
+
+    In a program that calls the library the end of the block passes the signal on, so that Ctrl-C
+    is a KeyboardInterrupt after the save. A second one is passed on at once, and ends the process
+    where Python can't take it within `SAME_SECONDS`; an interactive session stays.
 
     Args:
         leave_seconds: until a command gives up what it is computing and leaves as after a second
@@ -30,24 +36,32 @@ class Signals:
     """
 
     def __init__(self, leave_seconds: float = 0.0):
-        self.received, self._handled, self._seconds = "", False, leave_seconds
+        self.received, self._again, self._seconds = "", False, leave_seconds
         self._before: dict[int, Any] = {}
-        self._safe = threading.Event()
+        self._safe, self._closed = threading.Event(), threading.Event()
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
             return self  # Python delivers signals to the main thread only
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        more = (number for number in MORE_SIGNALS if signal.getsignal(number) is signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGINT, *more):
             self._before[number] = signal.signal(number, self._remember)
         # C code hands the number over also where the main thread is in no state to run a handler.
         self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True, name="signals").start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        caught = self._before and self.received in signal.Signals.__members__
+        self._close()
+        if caught and error is None and not processes.is_command():
+            signal.raise_signal(signal.Signals[self.received])  # now that the work is saved
+
+    def _close(self) -> None:
         self._safe.set()
+        self._closed.set()
         if self._before:
             signal.set_wakeup_fd(self._before_fd)
             for number, handler in self._before.items():
@@ -56,24 +70,32 @@ class Signals:
             self._writer.close()
 
     def _remember(self, number: int, _: Any) -> None:
-        if self._handled and not processes.is_command():
-            self.__exit__()
-            signal.raise_signal(number)
-        self._handled = True
         self.received = self.received or signal.Signals(number).name
+        if self._again:
+            self._close()
+            signal.raise_signal(number)
 
     def _listen(self) -> None:
         first = 0.0
         with self._reader:
             while byte := self._reader.recv(1):
-                if byte[0] not in self._before:
+                if byte[0] not in self._before or self._again:
                     continue
                 if not first:
                     first = time.monotonic()
                     self._answer(byte[0])
-                elif processes.is_command() and time.monotonic() - first > SAME_SECONDS:
-                    name = signal.Signals(byte[0]).name
-                    _leave(byte[0], f"{name} once more: leaving at once")
+                elif time.monotonic() - first > SAME_SECONDS:
+                    self._leave_now(byte[0])
+
+    def _leave_now(self, number: int) -> None:
+        """Ends the process; a program that calls the library may first do so itself."""
+        self._again = not processes.is_command()
+        if self._again:
+            # `_remember` comes once the main thread runs Python.
+            _thread.interrupt_main(signal.Signals(number))
+            if hasattr(sys, "ps1") or self._closed.wait(SAME_SECONDS):
+                return
+        _leave(number, f"{signal.Signals(number).name} once more: leaving at once")
 
     def _answer(self, number: int) -> None:
         self.received = self.received or signal.Signals(number).name
@@ -103,6 +125,4 @@ class Signals:
 
 def _leave(number: int, text: str) -> None:
     processes.complain(text)
-    if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), SHOW_CURSOR)
     processes.leave(128 + number)

@@ -5,11 +5,11 @@ import io
 import json
 
 import pytest
+from command_lines import RL, load
 from conftest import heldout_prompts
 from rich.console import Console
+from row_files import CHATML
 from small_runs import make_quick_config
-from test_config import RL, load
-from test_templates import CHATML
 
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Packing, Reward
 from dapo_jax.data.prompt_stream import Lengths, PromptStream

@@ -5,8 +5,8 @@ import gzip
 import json
 
 import pytest
-from test_config import RL, load
-from test_problem_files import write_lines
+from command_lines import RL, load
+from row_files import write_lines
 
 from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.data.file_readers import read_rows

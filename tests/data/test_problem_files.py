@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 from etils.epath import backend, gpath
 from pyarrow import csv, feather, parquet
+from row_files import write_lines
 
 from dapo_jax.data.problem_files import Loaded, find_files, read_problems
 from dapo_jax.data.prompts.templates import DAPO
@@ -25,11 +26,6 @@ def dapo_row(text: str, answer: str, index: int, wording: str = DAPO) -> dict:
         "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": f"uuid-{index}"},
     }
-
-
-def write_lines(path, rows) -> str:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
 
 
 def load(*paths: str, limit: int = 0) -> Loaded:

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from row_files import write_lines
 from served import byte_tokenizer
-from test_problem_files import write_lines
 from tokenizers import processors
 
 from dapo_jax.config.experiment import Data, OwnData

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import heldout_prompts
+from row_files import CHATML
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
@@ -14,11 +15,6 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 
-CHATML = (
-    "{%- for message in messages %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + "
-    "message['content'] + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
-)
 EXAMPLES = (
     Problem("1", "What is 1+1?", "2", "x", solution="One and one: $\\boxed{2}$"),
     Problem("2", "What is 2+2?", "4", "x", solution="Twice two."),

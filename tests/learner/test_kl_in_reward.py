@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_config import RL, load
+from command_lines import RL, load
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.losses import KL_ESTIMATORS

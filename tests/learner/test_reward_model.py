@@ -68,11 +68,17 @@ def test_a_score_is_the_head_at_the_last_token_whatever_is_packed_beside(
 ):
     model = load_reward_model(make_config(tiny_folder, score_folder), request.getfixturevalue(mesh))
     assert np.ptp(expected) > 1
-    np.testing.assert_allclose(model.score(RESPONSES), expected, atol=2e-5)
+    groups = [(prompt, [done]) for prompt, done in RESPONSES]
+    scores = np.concatenate(model.score(groups))
+    np.testing.assert_allclose(scores, expected, atol=2e-5)
     few = [7, 2, 5]  # one of them empty
-    found = model.score([RESPONSES[i] for i in few])
-    np.testing.assert_allclose(found, expected[few], atol=2e-5)
-    assert model.score([]).shape == (0,)
+    np.testing.assert_array_equal(
+        np.concatenate(model.score([groups[i] for i in few])), scores[few]
+    )
+    several = [(groups[0][0], [done for _, (done,) in groups[i : i + 3]]) for i in range(0, 12, 3)]
+    together = model.score(several)
+    for group, values in zip(several, together, strict=True):
+        np.testing.assert_array_equal(model.score([group])[0], values)  # to the last bit
 
 
 def test_without_the_part_no_model_is_held(tiny_folder, one_device):

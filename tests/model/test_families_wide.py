@@ -10,9 +10,9 @@ import pathlib
 import subprocess
 import sys
 
+import families_fixtures as families
 import numpy as np
 import pytest
-import test_families as families
 
 from dapo_jax.model import load_huggingface, save_huggingface
 

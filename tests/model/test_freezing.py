@@ -5,25 +5,21 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, make_prompt
+from conftest import TINY
+from frozen_samplers import make_sampler, sample
+from learners import make_batch, make_learner, place
 from safetensors.numpy import load_file
 from small_runs import make_quick_config
-from test_update import make_batch, make_learner, place
 
 from dapo_jax import algorithms
-from dapo_jax.config.experiment import Compute, Model, Optimizer, Sampler
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.config.experiment import Compute, Model, Optimizer
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.trainable import frozen_layers, join, without
-from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.sampling import SamplingRule
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.runtime.settings import ConfigError
 
 HALF = dataclasses.replace(TINY, frozen_layers=1)
-DRAWN = SamplingRule()
 
 
 def keep_frozen(params):
@@ -81,31 +77,6 @@ def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     assert metrics["gradient_norm"].value() > 0
     after = jax.device_get(state.params)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
-
-
-def make_sampler(config, mesh, frozen=None):
-    tokenizer = arithmetic_tokenizer()
-    engine = PolicyEngine(
-        config,
-        mesh,
-        Sampler(slots=4, burst_tokens=4, max_response_tokens=24, first_window_tokens=16),
-        max_prompt_tokens=8,
-        tokenizer=tokenizer,
-        frozen=frozen,
-        insert_width=4,
-    )
-    return Scheduler(engine, tokenizer, seed=0)
-
-
-def sample(sampler, params, rule=DRAWN):
-    """Four responses to each of three prompts."""
-    sampler.begin(params, purpose=0, step=0, rule=rule)
-    for i in range(3):
-        sampler.submit(make_prompt(i, [2 + i, 7, 9]), 4)
-    done = {}
-    while not sampler.idle:
-        done |= {prompt.index: group for prompt, group in sampler.decode_burst()}
-    return [completion for index in sorted(done) for completion in done[index]]
 
 
 def test_decoding_draws_what_the_unfrozen_decoder_draws(tiny_params, one_device, eight_devices):

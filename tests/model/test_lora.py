@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
+from frozen_samplers import DRAWN, make_sampler, sample
+from learners import assert_close, make_batch, make_learner
 from small_runs import equal, learn, make_groups, make_quick_config, open_run
-from test_freezing import DRAWN, make_sampler, sample
-from test_update import assert_close, make_batch, make_learner
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
@@ -238,6 +238,7 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
             assert trained == exported != base
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
     config, _, _ = run
     export(ExportConfig(run=config.run_dir, out=str(tmp_path / "out")))

@@ -123,8 +123,8 @@ def test_every_wrong_tensor_is_named_at_once(tiny_folder, tmp_path, one_device):
     assert f"{name}: shape (63, 32), expected (64, 32)" in message
 
 
-def test_a_folder_that_is_none_says_how_to_make_one(tmp_path):
-    with pytest.raises(ConfigError, match="dapo-jax sft"):
+def test_a_folder_that_is_none_says_which_one_there_is(tmp_path):
+    with pytest.raises(ConfigError, match="dapo_jax:arithmetic_base"):
         load_huggingface.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ConfigError, match="bert.*qwen2"):

@@ -111,6 +111,7 @@ def test_a_run_says_what_it_carries_and_how_old_what_it_trains_on_is(finished):
     assert all(row["trained_groups"] == 4 and row["abandoned_tokens"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, pytest.param(3, marks=SLOW)])
 def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path, alone):
     """Begun responses and judged groups come back from the checkpoint."""

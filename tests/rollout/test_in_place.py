@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
-from test_sampler import TOKENIZER
+from samplers import TOKENIZER
 
 from dapo_jax.commands.plan.compile_programs import contents
 from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size, instructions

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
+from samplers import TOKENIZER, place
 from served import make_serve_config
 from small_runs import make_quick_config, read_rows
-from test_meshes import place
-from test_sampler import TOKENIZER
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import hlo_text

@@ -4,12 +4,11 @@ What JetStream tests on a mock engine (prefill, generate, both modes of the orch
 ids), on the real one.
 """
 
-import asyncio
-
 import jax
 import numpy as np
 import pytest
-from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages, read
+from orchestrated import orchestrate
+from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages
 
 from dapo_jax.commands.serve import jetstream_driver, server
 from dapo_jax.data.prompts.tokenizer import TextStream
@@ -71,22 +70,6 @@ def test_a_slot_that_reached_its_budget_draws_nothing_more(byte_engine, byte_res
 
 
 # --- JetStream's orchestrator -----------------------------------------------------------------
-
-
-def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
-    """Text and ids that JetStream's orchestrator answers, all requests at once."""
-    orchestrator = jetstream_driver.orchestrator.LLMOrchestrator(driver)
-
-    async def respond(request):
-        return read([response async for response in orchestrator.Decode(request)])
-
-    async def respond_to_all():
-        try:
-            return await asyncio.gather(*map(respond, requests))
-        finally:
-            await asyncio.to_thread(driver.stop)
-
-    return asyncio.run(respond_to_all())
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

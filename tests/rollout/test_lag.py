@@ -157,6 +157,7 @@ def starve(*arguments, **options):
     raise Starved
 
 
+@pytest.mark.slow
 def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
     """Four learn, four sample: the same groups and tokens as eight that do both."""
     config = make_config(base, tmp_path / "run")

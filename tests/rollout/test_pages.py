@@ -8,9 +8,9 @@ import pytest
 from conftest import TINY, make_prompt
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from orchestrated import orchestrate
+from samplers import GREEDY, TOKENIZER, sample
 from served import BUDGET, PROMPTS, make_serve_config, messages
-from test_jetstream import orchestrate
-from test_sampler import GREEDY, TOKENIZER, sample
 
 from dapo_jax.commands.serve import jetstream_driver, server
 from dapo_jax.config.experiment import Config, Sampler
@@ -102,7 +102,9 @@ def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
     assert max(held) > 8 and held[-1] == 0
 
 
-@pytest.mark.parametrize("pages", [12, 17, 30])
+@pytest.mark.parametrize(
+    "pages", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (17, 30))]
+)
 def test_responses_put_back_for_want_of_pages_are_drawn_again(
     tiny_params, one_device, unpaged, pages
 ):
@@ -114,7 +116,7 @@ def test_responses_put_back_for_want_of_pages_are_drawn_again(
     assert max(held) > pages // 2 and held[-1] == 0
 
 
-@pytest.mark.parametrize("pages", [0, 4 * 13])
+@pytest.mark.parametrize("pages", [pytest.param(0, marks=pytest.mark.slow), 4 * 13])
 def test_replicas_have_pages_of_their_own(tiny_params, eight_devices, unpaged, pages):
     sampler = paged(eight_devices, slots=16, pages=pages)
     watch(sampler)
@@ -136,7 +138,9 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     assert len(set(rows[:, 4].tolist())) == len(rows)
 
 
-@pytest.mark.parametrize("end", ["abandon", "release", "begin"])
+@pytest.mark.parametrize(
+    "end", ["abandon", *(pytest.param(end, marks=pytest.mark.slow) for end in ("release", "begin"))]
+)
 def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, unpaged, end):
     sampler = paged(one_device, pages=30)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
@@ -155,6 +159,7 @@ def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, un
     assert again == unpaged[SamplingRule()]
 
 
+@pytest.mark.slow
 def test_long_prompts_in_chunks_and_many_at_once_change_no_token(
     tiny_params, one_device, eight_devices, unpaged
 ):
@@ -176,6 +181,7 @@ def test_pages_are_refused_where_a_response_would_not_fit(one_device, eight_devi
         paged(eight_devices, pages=50)
 
 
+@pytest.mark.slow
 def test_an_eight_bit_cache_stays_near_the_exact_one(tiny_params, one_device):
     """Log-probs of the same draws move a little; pages and slots hold the same numbers."""
     exact = sample(make_sampler(one_device), tiny_params, RAGGED, 3)

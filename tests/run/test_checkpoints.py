@@ -5,12 +5,10 @@ import shutil
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from disks import Disk
 from etils import epath
+from saved_states import SIZE, make_state, restored, save
 
 from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing import saver
@@ -20,32 +18,7 @@ from dapo_jax.run.checkpointing.saver import CheckpointSaver
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 
-SIZE = 1000
 FLIPS = 100
-
-
-def make_state(step, size=SIZE):
-    """Arrays that say which step they are of, and don't compress."""
-    key = jax.random.key(step)
-    return {"params": {"a": jax.random.normal(key, (size,)), "b": jnp.full((3,), float(step))}}
-
-
-def save(run_dir, steps, size=SIZE, keep=9):
-    with Checkpoints(run_dir, Checkpoint(keep=keep)) as checkpoints:
-        for step in steps:
-            checkpoints.save(Record(step, {}), {"state": make_state(step, size)})
-            checkpoints.wait()
-
-
-def restored(run_dir, settings=None):
-    """The step that is gone on with, after its arrays were compared; and what was warned of."""
-    said = []
-    with Checkpoints(run_dir, settings, said.append) as checkpoints:
-        step = checkpoints.latest_step()
-        state = checkpoints.state(jax.tree.map(jnp.zeros_like, make_state(step)))
-        assert checkpoints.record().step == step
-    jax.tree.map(np.testing.assert_array_equal, state, make_state(step))
-    return step, said
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +192,7 @@ def test_a_full_disk_stops_saving_but_not_the_run(full, open_disk, capfd, monkey
     assert training.tried[1:] == [3, 4, 5]  # a few times, not for ever
     assert len(training.said) == 1 and any(text in training.said[0] for text in NO_SPACE)
     assert "the checkpoint could not be written: step 3" in training.said[0]
-    # Nothing is left that a resume would take, or that takes room.
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["1"]
+    assert saved_steps(run_dir) == [1]  # nothing else is left that a resume would take
     monkeypatch.setattr(saver, "LAST_PAUSES", (0, 0, 0))
     with pytest.raises(NotSaved, match="step 8"):
         training.keeper.last(training.save)
@@ -234,6 +206,8 @@ def test_a_full_disk_stops_saving_but_not_the_run(full, open_disk, capfd, monkey
     training.keeper.last(training.save)
     assert saved_steps(run_dir) == [9, 10] and damage(epath.Path(run_dir / "checkpoints/10")) == ""
     training.checkpoints.close()
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {"9", "10"}  # nor anything that takes room, once a save has succeeded
     shown = capfd.readouterr()
     assert "Traceback" not in shown.err + shown.out and len(shown.err.splitlines()) < 5
 

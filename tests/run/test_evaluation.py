@@ -1,6 +1,5 @@
 """The evaluation as a command: resumed, refused, stopped, and what it leaves."""
 
-import functools
 import json
 import os
 import signal
@@ -11,8 +10,9 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from evaluations import PROBLEMS, SAMPLES, make_evaluation, run_evaluation
+from responses import respond
 from small_runs import ROOT, make_quick_config, open_run
-from test_scores import respond
 
 from dapo_jax.commands import command_line
 from dapo_jax.commands.evaluate import main
@@ -22,19 +22,6 @@ from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.evaluation.evaluate import params_digest
 from dapo_jax.run.evaluation.response_file import ResponseFile
 from dapo_jax.runtime.settings import ConfigError
-
-PROBLEMS, SAMPLES = 12, 6
-
-
-run_evaluation = functools.partial(evaluate.evaluate, from_folder=True)
-
-
-def make_evaluation(base, run_dir, samples=SAMPLES, **changes):
-    sections = {
-        "data": Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=PROBLEMS),
-        "evaluation": Evaluation(samples_per_problem=samples, top_p=0.9),
-    }
-    return make_quick_config(base, run_dir, **sections | changes)
 
 
 def out(run_dir, name="responses.jsonl") -> str:
@@ -87,7 +74,8 @@ import os, signal, sys
 import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
-from test_evaluation import *
+from evaluations import make_evaluation, run_evaluation
+from dapo_jax.run.evaluation.response_file import ResponseFile
 append = ResponseFile.append
 def append_and_die(self, response):
     append(self, response)
@@ -127,13 +115,14 @@ def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
     def decode_and_stop(self):
         bursts.append(decode(self))
         if len(bursts) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
         return bursts[-1]
 
     monkeypatch.setattr(Scheduler, "decode_burst", decode_and_stop)
-    assert run_evaluation(make_evaluation(base, tmp_path)) is None
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(make_evaluation(base, tmp_path))
     said = capsys.readouterr().out
-    assert "stopped by SIGTERM" in said and "The same command goes on" in said
+    assert "stopped by SIGINT" in said and "The same command goes on" in said
     before = len(out(tmp_path).splitlines())
     assert 16 <= before < PROBLEMS * SAMPLES
     assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)

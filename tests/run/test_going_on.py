@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 
 import pytest
 from disks import limited
@@ -11,14 +12,21 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from dapo_jax.commands import train
 from dapo_jax.config.experiment import Data, Log, Reward
-from dapo_jax.data.problem_files import read_problems
-from dapo_jax.reporting.writers import MetricWriter, describe_gaps
+from dapo_jax.reporting.records import describe_gaps
+from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.run.checkpointing.compatibility import finished
 from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
 from dapo_jax.runtime.storage.ownership import RUN, check_free
-from dapo_jax.runtime.storage.retries import REPEAT_SECONDS, UNSAVED, NotSaved, Storage
+from dapo_jax.runtime.storage.retries import (
+    REPEAT_SECONDS,
+    UNSAVED,
+    NotSaved,
+    Storage,
+    write_text,
+)
 
 # --- metrics.jsonl -----------------------------------------------------------------------------
 
@@ -49,13 +57,78 @@ def test_what_was_deleted_is_noticed(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for step in 1, 2, 5:
         writer.write(step, {"reward": 0.0})
-        (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text("")
-    assert describe_gaps(tmp_path, 2, True) == []
-    rows, rollouts = describe_gaps(tmp_path, 6, True)
+        (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text('{"reward": 1.0}\n')
+    assert describe_gaps(tmp_path, 2, Log()) == []
+    rows, rollouts = describe_gaps(tmp_path, 6, Log())
     assert rows == "metrics.jsonl lacks the rows of steps 3 to 4, 6"
     assert rollouts.startswith("rollouts/ lacks steps 3 to 4, 6: deleted")
-    assert describe_gaps(tmp_path, 6, False) == [rows]
+    assert describe_gaps(tmp_path, 6, Log(rollouts=False)) == [rows]
+    assert describe_gaps(tmp_path, 2, Log(rollouts_keep=2)) == []
+    assert "lacks steps 4" in describe_gaps(tmp_path, 5, Log(rollouts_keep=2))[1]
     assert spell([1, 3, 5, 7, 9, 11, 13]) == "1, 3, 5, 7, 9, 2 more"
+
+
+DAMAGES = {
+    "cut off": lambda content: content[:-4],
+    "empty": lambda content: b"",
+    "zeros": lambda content: b"\0" * len(content),
+    "a line": lambda content: content.replace(b"{", b"[", 1),
+    "not text": lambda content: b"\xff" + content,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(
+    "name", ["rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json"]
+)
+def test_what_was_damaged_is_noticed(name, damage, tmp_path):
+    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    for other in "rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json":
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text('{"a": 1}\n')
+    assert describe_gaps(tmp_path, 1, Log()) == []
+    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
+    (said,) = describe_gaps(tmp_path, 1, Log())
+    assert "damaged" in said and name.split("/")[-1] in said
+
+
+def test_a_record_that_can_not_be_read_ends_nothing(tmp_path):
+    (tmp_path / "rollouts/step_000001.jsonl").mkdir(parents=True)
+    (tmp_path / "config.json").mkdir()
+    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    settings, rollouts = describe_gaps(tmp_path, 1, Log())
+    assert "config.json is damaged" in settings and "step_000001.jsonl" in rollouts
+
+
+def test_a_finished_run_notices_a_torn_row_and_writes_damaged_settings_again(
+    base, alone, tmp_path, capsys
+):
+    config = make_quick_config(base, tmp_path, updates=1, log=Log(rollouts_keep=1))
+    train_run(config)
+    assert len(list((tmp_path / "rollouts").iterdir())) == 1
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_bytes(rows.read_bytes()[:-9])
+    capsys.readouterr()
+    assert finished(config)
+    assert f"lacks the rows of steps {config.total_steps}" in capsys.readouterr().out
+
+
+def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """A loss of power may come between any two calls; the order of the calls decides."""
+    calls, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda f: (calls.append(os.readlink(f"/proc/self/fd/{f}")), fsync(f))
+    )
+    rename = pathlib.Path.replace
+    monkeypatch.setattr(
+        pathlib.Path, "replace", lambda a, b: (calls.append(f"{a} -> {b}"), rename(a, b))
+    )
+    path = tmp_path / "a.json"
+    write_text(path, "{}")
+    assert calls == [f"{path}.tmp", f"{path}.tmp -> {path}", str(tmp_path)]
+    calls.clear()
+    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    assert calls == [str(tmp_path / "metrics.jsonl")]
 
 
 def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch):
@@ -130,7 +203,6 @@ PROBLEMS = [(f"{i}+{i}=", str(2 * i)) for i in range(40)]
 def write_problems(path, problems):
     rows = [json.dumps({"problem": text, "answer": answer}) for text, answer in problems]
     path.write_text("\n".join(rows))
-    read_problems.cache_clear()  # as in a process that starts
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(module: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", f"dapo_jax.{module}", *arguments]
+def run(*arguments: str) -> None:
+    command = [sys.executable, "-m", "dapo_jax", *arguments]
     subprocess.run(command, cwd=ROOT, check=True)
 
 
@@ -23,7 +23,7 @@ def test_dapo_teaches_the_embedded_task(seed, tmp_path):
     common = [f"--config.seed={seed}"]
     run("sft", "--config=configs/arithmetic_base.py", f"--config.out={base}", *common)
     run(
-        "main",
+        "train",
         "--config=configs/arithmetic.py",
         f"--config.model.folder={base}",
         f"--config.run_dir={run_dir}",

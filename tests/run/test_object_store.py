@@ -119,7 +119,7 @@ def check_same(store, local, folder, steps=STEPS):
 # --- without a model ---------------------------------------------------------------------------
 
 CHECKPOINTS = """
-from test_checkpoints import restored, save
+from saved_states import restored, save
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects
 from dapo_jax.runtime.storage.ownership import folder_at
 save("gs://bucket/run", [1, 2, 3], keep=2)
@@ -132,6 +132,7 @@ print(list(objects(lines.path)))
 """
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fails_now_and_then_keeps_checkpoints_and_lines(store):
     store.faults = fake_gcs.Faults(share=0.02)
     out, _ = finish(start([sys.executable, "-c", CHECKPOINTS], store))

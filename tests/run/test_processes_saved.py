@@ -3,14 +3,21 @@
 import signal
 
 import pytest
-import test_processes
-from several import start_training
+from several import (
+    IN_STEP_2,
+    QUICK,
+    assert_same_run,
+    send,
+    start_training,
+    train_alone,
+    train_with,
+)
 from small_runs import read_rows
 
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.runtime.heartbeat import DEAD
 
-one, compiled_once = test_processes.one, test_processes.compiled_once  # fixtures
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 IN_SAVE_2 = """
 from dapo_jax.run.checkpointing import checkpoints
@@ -23,6 +30,14 @@ checkpoints.Checkpoints.save = save_and_send
 """
 
 
+@pytest.fixture(scope="module")
+def one(base, tmp_path_factory):
+    """The run of one process."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    train_alone(base, run_dir)
+    return run_dir
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_is_lost_in_a_save_leaves_the_checkpoint_before_whole(
@@ -32,29 +47,29 @@ def test_a_host_that_is_lost_in_a_save_leaves_the_checkpoint_before_whole(
     tmp_path,
 ):
     run_dir = tmp_path / "run"
-    patch = test_processes.QUICK + test_processes.send(IN_SAVE_2, "SIGKILL", victim)
+    patch = QUICK + send(IN_SAVE_2, "SIGKILL", victim)
     ended = start_training(base, run_dir, 2, 2, patch=patch).wait()
     assert [e.code for e in ended] == [(DEAD, -signal.SIGKILL)[i == victim] for i in range(2)]
     with Checkpoints(run_dir) as checkpoints:
         step = checkpoints.latest_step()
     assert step in (1, 2)  # whole, or absent
-    first, _ = test_processes.train_with(base, run_dir, 2)
+    first, _ = train_with(base, run_dir, 2)
     assert f"after step {step}" in first.out and "damaged" not in first.err
-    test_processes.assert_same_run(base, run_dir, one)
+    assert_same_run(base, run_dir, one)
 
 
 @pytest.mark.slow
 def test_two_processes_carry_over_what_one_does(base, tmp_path):
     """They are stopped in a step, too, and go on with what their checkpoint carries."""
     carry = "config.rollout.carry_over, config.algorithm.importance_cap = 'all', 2.0\n"
-    test_processes.train_with(base, tmp_path / "one", 1, patch=carry)
-    test_processes.train_with(
+    train_with(base, tmp_path / "one", 1, patch=carry)
+    train_with(
         base,
         tmp_path / "two",
         2,
-        patch=carry + test_processes.send(test_processes.IN_STEP_2, "SIGTERM", 1),
+        patch=carry + send(IN_STEP_2, "SIGTERM", 1),
     )
     assert len(read_rows(tmp_path / "two")) == 2
-    test_processes.train_with(base, tmp_path / "two", 2, patch=carry)
-    test_processes.assert_same_run(base, tmp_path / "two", tmp_path / "one")
+    train_with(base, tmp_path / "two", 2, patch=carry)
+    assert_same_run(base, tmp_path / "two", tmp_path / "one")
     assert any(row["policy_lag"] > 0 for row in read_rows(tmp_path / "two")[1:])

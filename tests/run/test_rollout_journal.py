@@ -1,15 +1,18 @@
 """Groups of a step that was killed are read back, and make the step that they would have made."""
 
+import functools
+import glob
 import random
+import shutil
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from kept_groups import SETTINGS, differing, make_kept
 from small_runs import (
     ROOT,
-    make_config,
     make_groups,
     make_quick_config,
     read_rollouts,
@@ -18,6 +21,7 @@ from small_runs import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Checkpoint, Rollout
+from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import recall
 from dapo_jax.run.checkpointing.rollout_journal import FOLDER, RolloutJournal
 from dapo_jax.run.run import train
@@ -30,14 +34,10 @@ COSTS = (
     "sampled_to_kept_tokens verifier_failures"
 ).split()
 KEEP = Checkpoint(every_steps=1, keep=9, keep_groups=True)
-PROGRAM = """
-import conftest
-from small_runs import make_config
-from test_rollout_journal import KEEP
-from dapo_jax.run.run import train
-print("begins", flush=True)
-train(make_config({base!r}, {run_dir!r}, checkpoint=KEEP))
-"""
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL, which leaves no time to save."""
 
 
 def opened(config, folder, identity="of this run") -> RolloutJournal:
@@ -108,14 +108,6 @@ def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000002"]
 
 
-def test_carry_over_takes_groups_as_they_come_and_so_keeps_none(tiny_folder, tmp_path):
-    algorithm, rollout = algorithms.dapo(), Rollout(4, 4, carry_over="all")
-    algorithm.importance_cap = 2.0
-    changes = {"algorithm": algorithm, "rollout": rollout, "checkpoint": KEEP}
-    with pytest.raises(ConfigError, match="checkpoint.keep_groups"):
-        make_quick_config(tiny_folder, tmp_path / "run", **changes)
-
-
 def without_costs(run_dir):
     rows = read_rows(run_dir)
     return [{k: v for k, v in row.items() if not k.startswith(tuple(COSTS))} for row in rows]
@@ -136,73 +128,86 @@ def is_the_same(run_dir, expected) -> None:
     assert not (run_dir / FOLDER).exists()
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(base, tmp_path_factory):
-    """The run with its usual settings, in this process."""
-    run_dir = tmp_path_factory.mktemp("whole")
-    train(make_config(base, run_dir))
-    return run_dir
+def stop_after(groups: int, monkeypatch) -> None:
+    """Kills the run once so many groups of a step are judged and written down."""
+    read = dynamic_sampling.Collection.read_verdicts
+
+    def stop_or_read(self, judge):
+        if len(self._judged) >= groups:
+            raise Killed
+        read(self, judge)
+
+    monkeypatch.setattr(dynamic_sampling.Collection, "read_verdicts", stop_or_read)
 
 
-def kill_at_random(base, run_dir, kills: int, seed: int) -> int:
-    """Starts the run, and kills it at a random moment, that many times; then lets it end."""
-    code = PROGRAM.format(base=str(base), run_dir=str(run_dir))
-    rng, done = random.Random(seed), 0
-    while True:
-        child = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begins\n"
-        if done < kills:
-            time.sleep(rng.uniform(0.5, 9.0))
-            child.kill()
-        out, err = child.communicate(timeout=300)
-        assert child.returncode in (0, -9), err[-3000:]
-        if child.returncode == 0:
-            return done
-        done += 1
+@pytest.mark.parametrize("setting", ["plain", pytest.param("pages", marks=pytest.mark.slow)])
+def test_a_step_that_kept_groups_ends_with_the_same_bits(
+    setting, tiny_folder, score_folder, alone, tmp_path, monkeypatch
+):
+    """Windows would have grown, and what waits and runs is another each time."""
+    make = functools.partial(make_kept, setting, tiny_folder, score_folder)
+    train(make(tmp_path / "whole"))
+    for groups in 1, 3, 5:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            stop_after(groups, patch)
+            train(make(tmp_path / "run"))
+        assert list((tmp_path / "run" / FOLDER).rglob("*.npz"))
+    train(make(tmp_path / "run"))
+    assert differing(tmp_path / "run", tmp_path / "whole") == []
+    is_the_same(tmp_path / "run", tmp_path / "whole")
+    prefills, whole = (read_rows(tmp_path / name)[-2]["prefills"] for name in ("run", "whole"))
+    assert prefills < whole  # what was finished is not drawn again
 
 
-def test_two_kills_at_random_change_nothing(base, uninterrupted, tmp_path):
-    kill_at_random(base, tmp_path / "run", 2, seed=0)
-    is_the_same(tmp_path / "run", uninterrupted)
+def files(run_dir) -> set[str]:
+    """Files of groups, also while the run removes some."""
+    return set(glob.glob(f"{run_dir}/{FOLDER}/*/*.npz"))
 
 
 @pytest.mark.slow
-def test_fifty_kills_at_random_change_nothing(base, uninterrupted, tmp_path):
-    done = 0
-    for seed in range(1, 100):
-        done += kill_at_random(base, tmp_path / f"run_{seed}", 10, seed)
-        is_the_same(tmp_path / f"run_{seed}", uninterrupted)
-        if done >= 50:
-            break
-    print(f"{done} kills")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_forty_kills_over_settings_change_no_bit(setting, tiny_folder, score_folder, tmp_path):
+    folders = str(tiny_folder), str(score_folder)
+    code = (
+        "import sys, conftest\n"
+        "from kept_groups import make_kept\n"
+        "from dapo_jax.run.run import train\n"
+        "import jax\n"
+        "setting, *folders, count = sys.argv[1:]\n"
+        "devices = jax.devices\n"
+        "jax.devices = lambda *args: devices(*args)[: int(count)]\n"
+        "train(make_kept(setting, *folders, total_steps=3))\n"
+    )
+    count = "2" if setting == "two devices" else "1"
+
+    def start(run_dir) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, setting, *folders, str(run_dir), count], cwd=ROOT
+        )
+
+    assert start(tmp_path / "whole").wait() == 0
+    rng, kills, run_dir = random.Random(setting), 0, tmp_path / "run"
+    while kills < 5:
+        child, wanted = start(run_dir), rng.randint(1, 7)
+        known = files(run_dir)
+        while child.poll() is None:  # so many new files of groups, and a moment
+            if len(files(run_dir) - known) >= wanted:
+                time.sleep(rng.uniform(0, 0.2))
+                child.kill()
+                break
+            time.sleep(0.005)
+        if child.wait() == 0:  # done before: once more
+            shutil.rmtree(run_dir)
+        else:
+            kills += 1
+    assert start(run_dir).wait() == 0
+    assert differing(run_dir, tmp_path / "whole") == []
+    is_the_same(run_dir, tmp_path / "whole")
 
 
-def test_what_was_finished_is_not_drawn_again(base, uninterrupted, tmp_path, monkeypatch):
-    """Stopped in the last burst of the first step, and gone on with."""
-    from dapo_jax.rollout import dynamic_sampling
-
-    config, bursts = make_config(base, tmp_path / "run", checkpoint=KEEP), []
-    read = dynamic_sampling.Collection.read_verdicts
-
-    def read_and_fail(self, judge):
-        read(self, judge)
-        bursts.append(len(self._judged))
-        if len(bursts) == 9:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dynamic_sampling.Collection, "read_verdicts", read_and_fail)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
-    assert bursts[-2] > 0
-    train(config)
-    is_the_same(tmp_path / "run", uninterrupted)
-    prefills, whole = (read_rows(path)[1]["prefills"] for path in (tmp_path / "run", uninterrupted))
-    assert prefills <= whole - bursts[-2] + 1
+def test_carry_over_takes_groups_as_they_come_and_so_keeps_none(tiny_folder, tmp_path):
+    algorithm, rollout = algorithms.dapo(), Rollout(4, 4, carry_over="all")
+    algorithm.importance_cap = 2.0
+    changes = {"algorithm": algorithm, "rollout": rollout, "checkpoint": KEEP}
+    with pytest.raises(ConfigError, match="checkpoint.keep_groups"):
+        make_quick_config(tiny_folder, tmp_path / "run", **changes)

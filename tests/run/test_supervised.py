@@ -1,8 +1,6 @@
 """Learning from a user's own examples and from offline pairs: gradients, runs, settings."""
 
-import json
 import os
-import pathlib
 import signal
 import sys
 from unittest import mock
@@ -11,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, check_documented
+from conftest import TINY
+from learners import assert_close, logprobs_alone
+from output_folders import KINDS, snapshot
+from row_files import write_lines
 from safetensors.numpy import load_file
 from several import Several, assert_rounded_alike
-from test_output_folder import KINDS, snapshot
-from test_problem_files import write_lines
-from test_update import assert_close, logprobs_alone
+from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax import algorithms
 from dapo_jax.__main__ import entry
@@ -26,7 +25,6 @@ from dapo_jax.config.experiment import (
     DpoConfig,
     Mesh,
     Optimizer,
-    OwnData,
     Packing,
     SftConfig,
 )
@@ -119,42 +117,6 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     expected = jax.grad(loss)(tiny_params)
     assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
-
-
-SUMS = [(a, b) for a in range(8) for b in range(8)]
-
-
-def settings(path: pathlib.Path, rows: list[dict], folder, **changes) -> dict:
-    """Of a run of seconds on one device."""
-    return {
-        "out": str(path / "out"),
-        "start": str(folder),
-        "data": OwnData(write_lines(path / "own.jsonl", rows), heldout_examples=8, passes=4.0),
-        "optimizer": Optimizer(learning_rate=3e-3, warmup_steps=2),
-        "packing": Packing(row_tokens=32, rows_per_microbatch=16),
-        "mesh": Mesh(1, 1, 1),
-    } | changes
-
-
-def read_metrics(out) -> list[dict]:
-    rows = [json.loads(line) for line in (pathlib.Path(out) / "metrics.jsonl").open()]
-    check_documented(name for row in rows for name in row)
-    return rows
-
-
-def answer(a: int, b: int, wrong: int = 0) -> str:
-    return f"{a}+{b}={(a + b + wrong) % 10}#### {(a + b + wrong) % 10}"
-
-
-def example_rows() -> list[dict]:
-    return [{"prompt": f"{a}+{b}=", "response": answer(a, b)} for a, b in SUMS]
-
-
-def pair_rows() -> list[dict]:
-    return [
-        {"prompt": f"{a}+{b}=", "chosen": answer(a, b), "rejected": answer(a, b, wrong=1)}
-        for a, b in SUMS
-    ]
 
 
 def test_a_policy_learns_its_users_examples_and_goes_on_from_there(

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from test_supervised import example_rows, pair_rows, read_metrics, settings
+from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
 from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.run.supervised import common, dpo, training
@@ -18,7 +18,10 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
-@pytest.mark.parametrize("end", ["signal", "kill", "while it measures"])
+@pytest.mark.parametrize(
+    "end",
+    ["kill", *(pytest.param(e, marks=pytest.mark.slow) for e in ("signal", "while it measures"))],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(
     end, command, tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):

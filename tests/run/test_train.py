@@ -132,7 +132,9 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
         f"{patch}\n"
         "from small_runs import make_config\n"
         "from dapo_jax.run.run import train\n"
-        f"train(make_config({str(base)!r}, {str(run_dir)!r}))\n"
+        "from dapo_jax.runtime import processes\n"
+        f"config = make_config({str(base)!r}, {str(run_dir)!r})\n"
+        "sys.exit(processes.run(lambda: bool(train(config)) * 0))\n"
     )
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -140,7 +142,9 @@ def run_child(base, run_dir, patch="") -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("patch", "resumed_after"), [(KILL_AFTER_STEP, 2), (KILL_DURING_SAVE, 1)], ids=["step", "save"]
+    ("patch", "resumed_after"),
+    [pytest.param(KILL_AFTER_STEP, 2, marks=pytest.mark.slow), (KILL_DURING_SAVE, 1)],
+    ids=["step", "save"],
 )
 def test_a_killed_run_resumes_bit_for_bit(patch, resumed_after, base, finished, tmp_path):
     killed = run_child(base, tmp_path, patch)
@@ -225,9 +229,10 @@ Scheduler.submit_each = submit_and_stop
 
 @pytest.mark.parametrize(
     "patch",
-    [TERM_IN_STEP, pytest.param(TERM_GROUP_IN_EVALUATION, marks=pytest.mark.slow)],
+    [TERM_IN_STEP, TERM_GROUP_IN_EVALUATION],
     ids=["step", "eval"],
 )
+@pytest.mark.slow
 def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
     stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
     assert stopped.returncode == 0, stopped.stderr

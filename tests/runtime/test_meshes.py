@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict
+from samplers import place
 
 from dapo_jax.commands.serve.engine import ServedEngine
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.model import decoder
-from dapo_jax.model.decoder import abstract_params
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.run.compute import check_divisible, open_mesh
 from dapo_jax.runtime import sharding
@@ -36,10 +36,6 @@ def make_engine(mesh, config=TINY, load_layers=0, kind=PolicyEngine) -> PolicyEn
         max_prompt_tokens=8,
         tokenizer=arithmetic_tokenizer(),
     )
-
-
-def place(params, config, mesh):
-    return jax.device_put(params, sharding.tree_shardings(mesh, abstract_params(config)))
 
 
 def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from learners import make_batch, make_learner, place
 from safetensors.numpy import load_file, save_file
 from small_runs import make_quick_config, open_run, read_rows
-from test_update import make_batch, make_learner, place
 
 from dapo_jax.commands import checks
 from dapo_jax.commands.replay import replay

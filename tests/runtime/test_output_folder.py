@@ -9,13 +9,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
-import test_export
+from output_folders import COMMANDS, KINDS, ROOT, call, snapshot
 
-from dapo_jax.commands import model_folders, train
-from dapo_jax.commands.evaluate import main as evaluate_main
 from dapo_jax.config.experiment import Config, Evaluation
 from dapo_jax.run.evaluation.evaluate import claim_folder
 from dapo_jax.runtime.settings import ConfigError
@@ -25,60 +22,12 @@ from dapo_jax.runtime.storage.ownership import (
     EXPORTED,
     LOCK,
     MARK,
-    PREFERRING,
     RUN,
     TRAINED,
     check_free,
 )
 
-ROOT = pathlib.Path(__file__).parents[2]
-RL = f"--config={ROOT}/configs/arithmetic.py"
-# What each command is called with, the folder to write last.
-COMMANDS = {
-    "sft": (model_folders.sft, [f"--config={ROOT}/configs/arithmetic_base.py"], "--config.out="),
-    "dpo": (
-        model_folders.dpo,
-        [
-            "--config.start=nowhere",
-            f"--config.data.source={ROOT}/tests/verifier/verifier_cases.jsonl",
-        ],
-        "--config.out=",
-    ),
-    "train": (train.main, [RL], "--config.run_dir="),
-    "evaluate": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--out="),
-    "evaluate_below": (evaluate_main, [RL, "--model=runs/arithmetic_base"], "--config.run_dir="),
-    "export": (model_folders.export, ["--run=RUN"], "--out="),
-}
-KINDS = {
-    "sft": TRAINED,
-    "dpo": PREFERRING,
-    "train": RUN,
-    "evaluate": EVALUATION,
-    "evaluate_below": RUN,
-    "export": EXPORTED,
-}
-saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
 each_command = pytest.mark.parametrize("command", COMMANDS)
-
-
-def snapshot(folder: pathlib.Path) -> dict[str, tuple]:
-    """Names, modes, times and bytes of everything below."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        status = path.lstat()
-        content = path.read_bytes() if path.is_file() else None
-        found[str(path)] = status.st_mode, status.st_mtime_ns, status.st_size, content
-    return found
-
-
-def call(command: str, folder, run_dir: str = "nowhere") -> int:
-    function, arguments, flag = COMMANDS[command]
-    line = [argument.replace("RUN", run_dir) for argument in arguments]
-    with mock.patch.object(sys, "argv", [command, *line, f"{flag}{folder}"]):
-        try:
-            return function()
-        except SystemExit as stopped:
-            return stopped.code
 
 
 def make_somebodys(path):
@@ -197,19 +146,6 @@ def test_neither_home_nor_the_folder_one_is_in_is_taken_however_empty(tmp_path, 
             check_free("run_dir", folder, RUN)
     (tmp_path / "here" / MARK).write_text(json.dumps({"kind": RUN}))
     check_free("run_dir", ".", RUN)  # its own may be gone on with from inside
-
-
-def test_the_launcher_asks_before_a_base_policy_is_made(tmp_path):
-    make_somebodys(tmp_path / "mine")
-    line = [
-        sys.executable,
-        "-m",
-        "dapo_jax.commands.command_line",
-        RL,
-        f"--config.run_dir={tmp_path}/mine",
-    ]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "holds 'chapters'" in done.stderr and not done.stdout
 
 
 def test_what_was_begun_in_vain_leaves_no_trace(tmp_path):

@@ -12,18 +12,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import test_export
 from disks import limited
+from output_folders import ROOT, call, snapshot
 from safetensors.numpy import save_file
-from test_output_folder import ROOT, call, snapshot
 
 from dapo_jax.run import export
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage import output_folder
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import LOCK, MARK, TRAINED, check_free
-
-saved_run = test_export.run  # the fixture: two checkpoints, and the folder of their model
 
 
 def write(out, text, names=("a.bin", "b.bin")):
@@ -171,7 +168,7 @@ print(calls)
 """
 
 
-@pytest.mark.parametrize("steps", ["one", "several"])
+@pytest.mark.parametrize("steps", ["one", pytest.param("several", marks=pytest.mark.slow)])
 def test_killed_anywhere_it_leaves_the_old_folder_or_the_new_one(steps, tmp_path):
     """Where names can't be exchanged in one step, the next command puts the old folder back."""
     out, missing = tmp_path / "out", 0

@@ -61,9 +61,10 @@ def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
 
     assert train(config("whole")) is not None
     slow_module.marker.touch()
-    kill_when(slow_module.marker.parent / "asked", signal.SIGTERM)
+    kill_when(slow_module.marker.parent / "asked", signal.SIGINT)
     started = time.monotonic()
-    assert train(config("stopped")) is None
+    with pytest.raises(KeyboardInterrupt):
+        train(config("stopped"))
     slow_module.marker.unlink()
     assert time.monotonic() - started < 60  # of which a start takes most
     assert train(config("stopped")) is not None
@@ -73,7 +74,10 @@ def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
 
 @pytest.mark.parametrize(
     ("seconds", "signals", "last"),
-    [(1.5, [signal.SIGTERM], "no safe place within 1.5 s"), (0, [signal.SIGINT] * 3, "once more")],
+    [
+        (1.5, [signal.SIGHUP], "no safe place within 1.5 s"),
+        (0, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], "once more"),
+    ],
     ids=["too slow", "again"],
 )
 def test_a_command_that_hears_nothing_is_acknowledged_and_left(seconds, signals, last):
@@ -96,6 +100,70 @@ def test_a_command_that_hears_nothing_is_acknowledged_and_left(seconds, signals,
     assert last in said and len(said.splitlines()) == 1
 
 
+# A program that calls the library; the second one hears nothing, as in a compiler.
+PROGRAM = """
+import time
+from dapo_jax.runtime.signals import Signals
+with Signals() as signals:
+    print("busy", flush=True)
+    while not signals():
+        time.sleep(0.01)
+    time.sleep(0.5)  # the line is a thread's
+    print("saved", flush=True)
+print("went on", flush=True)
+"""
+DEAF_PROGRAM = DEAF.replace("sys.exit(processes.run(work))", "work()")
+
+
+def start(code: str, **options) -> subprocess.Popen:
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    assert child.stdout.readline() == "busy\n"
+    return child
+
+
+@pytest.mark.parametrize("name", "SIGINT SIGTERM SIGHUP SIGUSR1 SIGQUIT".split())
+def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
+    child = start(PROGRAM)
+    child.send_signal(getattr(signal, name))
+    out, error = child.communicate(timeout=20)
+    assert out == "saved\n" and child.returncode == -getattr(signal, name)
+    assert f"{name}: leaving at the next safe place" in error
+    assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
+
+
+def test_a_second_ctrl_c_ends_a_program_that_hears_nothing():
+    child = start(DEAF_PROGRAM.format(seconds=0))
+    child.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(5) == 130 and "once more" in child.stderr.read()
+
+
+def test_a_second_ctrl_c_is_a_keyboard_interrupt_at_once_where_python_runs():
+    child = start(PROGRAM.replace("while not signals()", "while True"))
+    child.send_signal(signal.SIGINT)
+    time.sleep(1.2)
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=5)
+    assert child.returncode == -signal.SIGINT and "KeyboardInterrupt" in error
+
+
+def test_nohup_keeps_a_dropped_connection_away():
+    child = start(PROGRAM, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    child.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    _, error = child.communicate(timeout=20)
+    assert "SIGTERM: leaving" in error and "SIGHUP" not in error
+
+
 @pytest.mark.parametrize("library", ["jaxlib", "tensorstore"])
 def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(library, tmp_path):
     command = [sys.executable, "-m", "dapo_jax", "train", f"--config={ROOT}/configs/arithmetic.py"]
@@ -107,4 +175,5 @@ def test_ctrl_c_while_a_command_loads_its_libraries_leaves_no_traceback(library,
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=60)
-    assert child.returncode in (-signal.SIGINT, 130) and "Traceback" not in said
+    # 0: on a busy machine it has come to its own handlers, and saved.
+    assert child.returncode in (-signal.SIGINT, 130, 0) and "Traceback" not in said

@@ -13,7 +13,8 @@ from dapo_jax.config.user_code import resolve
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_end
-from dapo_jax.rewards.functions import HERE
+from dapo_jax.reporting.records import describe_gaps
+from dapo_jax.rewards.given import GIVEN, HERE
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, saved_steps
 from dapo_jax.run.checkpointing.same_run import can_be_longer, check_same_run, run_settings
 from dapo_jax.runtime import processes
@@ -40,7 +41,7 @@ def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     code = {
         name: _source_digest(field, name)
         for name, field in own.items()
-        if not name.startswith(HERE)
+        if not name.startswith((HERE, GIVEN))
     }
     return {"data": prompts.digests, "code": code}
 
@@ -134,6 +135,8 @@ def finished(config: Config) -> dict[str, Any] | None:
     if summary.get("steps") != step:
         return None
     progress = Progress(config.log.console)
+    folder = folder_at(config.run_dir)
+    warnings += processes.from_first(lambda: describe_gaps(folder, step, config.log), "gaps")
     for text in warnings:
         progress.warn(escape(text))
     announce_end(config, summary, can_be_longer(settings), progress)

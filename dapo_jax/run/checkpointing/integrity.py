@@ -8,6 +8,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from etils import epath
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.ownership import Folder, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import complain
+from dapo_jax.runtime.storage.retries import complain, sync_folder, write_text
 
 CHECKSUMS = "checksums.json"
 INCOMPLETE = "incomplete"  # half deleted, or never finished
@@ -34,14 +35,20 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
         yield from _files(path) if path.is_dir() else [path]
 
 
-def _digest(path: epath.Path) -> list[Any]:
-    """[bytes, sha256] of a file; [message] where it can't be read."""
+def _digest(path: epath.Path, sync: bool = False) -> list[Any]:
+    """[bytes, sha256] of a file; [message] where it can't be read.
+
+    Args:
+        sync: bring the file to the disk first.
+    """
     size, digest = 0, hashlib.sha256()
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 size += len(chunk)
                 digest.update(chunk)
+            if sync:
+                os.fsync(file.fileno())
     except FileNotFoundError:  # whose text a bucket words in its own way
         return [MISSING]
     except (OSError, ValueError) as error:  # of a name that was damaged, too
@@ -49,9 +56,10 @@ def _digest(path: epath.Path) -> list[Any]:
     return [size, digest.hexdigest()]
 
 
-def _digests(folder: epath.Path, names: list[str]) -> dict[str, list[Any]]:
+def _digests(folder: epath.Path, names: list[str], sync: bool = False) -> dict[str, list[Any]]:
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _digest(folder / name), names), strict=True))
+        digests = pool.map(lambda name: _digest(folder / name, sync), names)
+        return dict(zip(names, digests, strict=True))
 
 
 def seal(folder: epath.Path) -> None:
@@ -61,11 +69,14 @@ def seal(folder: epath.Path) -> None:
     """
     names = [str(path.relative_to(folder)) for path in _files(folder)]
     names = [name for name in names if name not in (CHECKSUMS, *OF_ORBAX)]
-    digests = _digests(folder, names)
+    digests = _digests(folder, names, sync=not is_remote(folder))
     for name, digest in digests.items():
         if len(digest) == 1:
             raise OSError(f"{name}: {digest[0]}")
-    (folder / CHECKSUMS).write_text(json.dumps(digests, indent=0))
+    write_text(folder / CHECKSUMS, json.dumps(digests, indent=0))
+    if not is_remote(folder):
+        for place in {folder, *(path.parent for path in _files(folder))}:
+            sync_folder(pathlib.Path(place))
 
 
 def _damage(name: str, written: Any, digest: list[Any]) -> str:

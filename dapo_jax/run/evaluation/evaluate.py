@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rich.markup import escape
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
@@ -131,7 +132,7 @@ def claim_folder(
     data, evaluation = config.data, config.evaluation
     if evaluation.out:
         return stack.enter_context(claim("evaluation.out", evaluation.out, EVALUATION))
-    model = pathlib.Path(config.model.folder).absolute().name
+    model = model_path(config.model.folder).absolute().name
     name = [f"step_{checkpoints.latest_step()}" if checkpoints else model]
     name += [pathlib.Path(data.heldout_source or data.source).stem]
     own = open_template(data.template).digest
@@ -194,7 +195,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         folder = claim_folder(config, checkpoints, stack)
         components = build(config, training=False, given_up=signals.here)
         stack.callback(components.close)
-        stack.enter_context(components.progress.compilation())
+        stack.enter_context(components.progress.compilation(config.model.folder))
         with components.progress.working("loading the policy"):
             policy, params = open_policy(config, components, checkpoints)
         prompts = components.prompts.heldout_prompts()

@@ -125,6 +125,7 @@ class AppendFile:
             try:
                 while content:  # a full disk may take a part first
                     content = content[file.write(content) :]
+                os.fsync(file.fileno())
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(self._sound)

@@ -166,6 +166,8 @@ def resolve_folder(field: str, value: str, kind: str, below: str = "") -> Output
     folder = OutputFolder(field, str(value), kind, pathlib.Path(), below)
     if not folder.value or "\0" in folder.value:
         folder.refuse("this names no folder")
+    if folder.value.startswith("~"):
+        folder.refuse("shells leave ~ as it is behind '=': $HOME is read there")
     try:
         return dataclasses.replace(folder, path=pathlib.Path(value, below).resolve())
     except (OSError, RuntimeError) as error:  # links in a circle

@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+import pathlib
 import re
 import sys
 import time
@@ -85,9 +86,21 @@ def complain(text: str) -> None:
         processes.complain(f"warning: {text}")
 
 
+def sync_folder(folder: pathlib.Path) -> None:
+    """Brings the names in a folder to the disk, where a loss of power leaves them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def replacing(path: Folder) -> Iterator[IO[bytes]]:
-    """Temporary file that replaces `path` when the block ends well, and is removed otherwise."""
+    """Temporary file that replaces `path` when the block ends well, and is removed otherwise.
+
+    The content is on the disk before the name is: a loss of power leaves the old or the new file.
+    """
     if is_remote(path):  # an object is whole or absent by itself, and renaming would copy it
         with io.BytesIO() as file:
             yield file
@@ -97,7 +110,10 @@ def replacing(path: Folder) -> Iterator[IO[bytes]]:
     try:
         with temporary.open("wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(pathlib.Path(path.parent))
     except BaseException:
         with contextlib.suppress(Exception):
             temporary.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ class WorkerProcess:
         environment: dict[str, str] | None = None,
         longest_reply: int = LONGEST_REPLY,
     ):
-        self._longest = longest_reply
+        self._longest, self._prepared = longest_reply, set()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -61,6 +61,13 @@ class WorkerProcess:
             self._wait([], [pipe], deadline)
             message = message[os.write(pipe, message[:65_536]) :]
         return json.loads(self._read_line(deadline))
+
+    def prepare(self, job: dict) -> None:
+        """Has a job done that others need first, once: its time is not theirs. Raises as `ask`."""
+        name = json.dumps(job)
+        if name not in self._prepared:
+            self.ask(job, time.monotonic() + START_SECONDS)
+            self._prepared.add(name)
 
     def _read_line(self, deadline: float) -> bytes:
         reply, pipe = b"", self._from.fileno()
@@ -94,6 +101,10 @@ class WorkerProcess:
         return code
 
 
+class ComputedTooLong(TimeoutError):
+    """End of a process that spent the computing time it may spend on a job."""
+
+
 class RestartingWorker:
     """Worker process that the first job starts, and that a new one replaces where it fails.
 
@@ -113,12 +124,16 @@ class RestartingWorker:
         self.forget()
         _workers.add(self)
 
-    def ask(self, job: dict, seconds: float, *, retry_late: bool = False) -> dict:
+    def ask(
+        self, job: dict, seconds: float, *, retry_late: bool = False, first: dict | None = None
+    ) -> dict:
         """Reply to a job. It is tried again once, in a new process, where the first one fails.
 
         Args:
             seconds: limit of one try, without the start of a process.
-            retry_late: whether the job is also tried again where the first process was late.
+            retry_late: whether the job is also tried again where the first process was late. One
+                that spent its computing time would spend it again.
+            first: job that a process does before others, once, and that does not count as theirs.
 
         Raises:
             TimeoutError: the reply is late, or the process spent the computing time it may spend.
@@ -126,24 +141,29 @@ class RestartingWorker:
         """
         with self._lock:
             try:
-                return self._ask(job, seconds)
+                return self._ask(job, seconds, first)
+            except ComputedTooLong:
+                raise
             except TimeoutError:
                 if not retry_late:
                     raise
             except (OSError, ValueError):
                 if self._closed:
                     raise
-            return self._ask(job, seconds)
+            return self._ask(job, seconds, first)
 
-    def _ask(self, job: dict, seconds: float) -> dict:
+    def _ask(self, job: dict, seconds: float, first: dict | None) -> dict:
         try:
-            return self._running().ask(job, time.monotonic() + seconds)
+            process = self._running()
+            if first is not None:
+                process.prepare(first)
+            return process.ask(job, time.monotonic() + seconds)
         except (OSError, ValueError):
             process, self._process = self._process, None
             if process is not None:
                 self.kills += 1
                 if process.kill() == -signal.SIGXCPU:
-                    raise TimeoutError("the worker computed for too long") from None
+                    raise ComputedTooLong("the worker computed for too long") from None
             raise
 
     def _running(self) -> WorkerProcess:

@@ -1,0 +1,63 @@
+"""Fields of a model folder's config.json, checked like settings: type and range of each.
+
+The upper limits are far above every published model. What lies beyond is a mistake or a trap: a
+list of 10^18 layers has no end, and a rotation by NaN trains to the end.
+"""
+
+import reprlib
+from typing import Any
+
+from dapo_jax.runtime.rules import Range
+from dapo_jax.runtime.settings import WORDS
+
+_FACTOR = Range(above=0, at_most=1e6)
+
+NUMBERS: dict[str, tuple[type, Range]] = {
+    "vocab_size": (int, Range(at_least=1, at_most=2**24)),
+    "num_hidden_layers": (int, Range(at_least=1, at_most=2**10)),
+    "hidden_size": (int, Range(at_least=1, at_most=2**20)),
+    "num_attention_heads": (int, Range(at_least=1, at_most=2**14)),
+    "num_key_value_heads": (int, Range(at_least=1, at_most=2**14)),
+    "head_dim": (int, Range(at_least=2, at_most=2**14)),
+    "intermediate_size": (int, Range(at_least=1, at_most=2**22)),
+    "rms_norm_eps": (float, Range(above=0, at_most=1)),
+    "rope_theta": (float, Range(at_least=1, at_most=1e15)),
+    "factor": (float, _FACTOR),
+    "low_freq_factor": (float, _FACTOR),
+    "high_freq_factor": (float, _FACTOR),
+    "original_max_position_embeddings": (int, Range(at_least=1, at_most=2**31 - 1)),
+}
+
+
+def check_number(name: str, value: Any) -> Any:
+    """Value of a field of `NUMBERS`, as its type. Raises ValueError for a wrong one."""
+    kind, allowed = NUMBERS[name]
+    numbers = (int, float) if kind is float else (int,)
+    if type(value) not in numbers or not allowed(value):
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be {WORDS[kind]} {allowed}")
+    return kind(value)
+
+
+def read_number(values: dict[str, Any], name: str, default: Any = None) -> Any:
+    """Number of a field, or its default where the field is missing or null.
+
+    Raises KeyError for a field without a default that is missing, ValueError for a wrong one.
+    """
+    value = values[name] if default is None else values.get(name)
+    return default if value is None and default is not None else check_number(name, value)
+
+
+def read_switch(values: dict[str, Any], name: str) -> bool:
+    """Switch of a field, false where it is missing or null. Raises ValueError for a wrong one."""
+    value = values.get(name)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be true or false")
+    return bool(value)
+
+
+def read_table(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Object of a field, empty where it is missing or null. Raises ValueError for a wrong one."""
+    value = values.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be an object")
+    return value

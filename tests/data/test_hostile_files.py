@@ -1,0 +1,160 @@
+"""Data files that someone made wrong, or on purpose: one line that names the file, at once."""
+
+import gzip
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+
+import pyarrow as pa
+import pytest
+from pyarrow import feather, parquet
+from row_files import write_lines
+
+from dapo_jax.data import file_readers
+from dapo_jax.data.problem_files import read_problems
+from dapo_jax.runtime.settings import ConfigError
+
+SECONDS = 20.0
+ROW = {"problem": "What is 1+1?", "answer": "2"}
+
+
+def refusal(path) -> str:
+    """Message of the `ConfigError`; the test fails for another error, for none, and after long."""
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            read_problems((str(path),), "set", 0)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)  # one that waits for ever is left behind
+    thread.start()
+    thread.join(SECONDS)
+    assert caught, "it waits, or reads the file"
+    assert isinstance(caught[0], ConfigError), caught[0]
+    return str(caught[0])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a pipe"])
+def test_what_is_no_file_is_not_waited_for(kind, name, tmp_path):
+    path = tmp_path / name
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        path.symlink_to(tmp_path / "pipe")
+    assert f"{path} can't be read: it is a {kind.split()[-1]}: must be a file" in refusal(path)
+
+
+def bomb(path, megabytes: int, beginning: bytes = b"") -> int:
+    """Writes gigabytes of blanks as a gzip file of megabytes; returns its size."""
+    packer = zlib.compressobj(9, wbits=31)
+    with path.open("wb") as file:
+        file.write(packer.compress(beginning))
+        for _ in range(megabytes):
+            file.write(packer.compress(b" " * (1 << 20) + b"\n"))
+        file.write(packer.flush())
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz"])
+def test_a_file_that_unpacks_to_a_thousand_times_its_size_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(file_readers, "ALWAYS_ALLOWED", 32 << 20)
+    size = bomb(tmp_path / name, 400, json.dumps(ROW).encode() + b"\n")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert f"its {size:,} bytes unpack to " in refusal(tmp_path / name)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_texts_that_shrink_well_are_read(tmp_path):
+    """A thousand times smaller, but small; and large, but shrunk as texts shrink."""
+    path = tmp_path / "rows.jsonl.gz"
+    rows = [
+        {"problem": f"What is {i}+1? " + "So. " * 250, "answer": str(i + 1)} for i in range(2000)
+    ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    loaded = read_problems((str(path),), "set", 0)
+    assert len(loaded.problems) == 2000 and loaded.problems[7].answer == "8"
+    assert file_readers.ALWAYS_ALLOWED > 100 << 20 and file_readers.MOST_GROWTH >= 50
+
+
+def test_a_line_without_end_is_refused_with_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_readers, "LONGEST_LINE", 1000)
+    path = write_lines(tmp_path / "rows.jsonl", [ROW, "x" * 2000])
+    assert "line 2 is longer than 1,000 bytes" in refusal(path)
+    long = ROW | {"problem": "x" * 900}
+    assert (
+        len(read_problems((write_lines(tmp_path / "a.jsonl", [ROW, long]),), "s", 0).problems) == 2
+    )
+
+
+def test_a_json_file_beyond_memory_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_readers, "LARGEST_WHOLE", 1000)
+    (tmp_path / "rows.json").write_text(json.dumps([ROW] * 100))
+    assert "more than 1,000 bytes: JSON lines may have more" in refusal(tmp_path / "rows.json")
+
+
+def test_a_table_whose_rows_cost_nothing_is_refused(tmp_path):
+    """A column that repeats one value takes a few bytes for a hundred million rows."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000_000, pa.int8()), ["2"])
+    table = pa.table({"problem": column, "answer": column})
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(table, path, row_group_size=20_000_000)
+    assert path.stat().st_size < 200_000
+    assert f"its {path.stat().st_size:,} bytes hold 20,000,000 rows" in refusal(path)
+
+
+def test_a_table_with_offsets_beyond_its_end_is_refused(tmp_path):
+    """It would read memory that is not its own, or end the process."""
+    path = tmp_path / "rows.feather"
+    table = pa.table({"problem": ["a", "b"], "answer": ["1", "2"]})
+    feather.write_feather(table, str(path), compression="uncompressed")
+    ends, beyond = struct.pack("<iii", 0, 1, 2), struct.pack("<iii", 0, 1, 2_000_000_000)
+    content = path.read_bytes()
+    assert ends in content
+    path.write_bytes(content.replace(ends, beyond))
+    assert f"{path} can't be read: " in refusal(path)
+
+
+LIMITED = """
+import resource, sys
+from dapo_jax.data.problem_files import read_problems
+from dapo_jax.runtime.settings import ConfigError
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[2]) << 20),) * 2)
+try:
+    read_problems((sys.argv[1],), "set", 0)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl", "rows.parquet"])
+def test_missing_memory_is_one_line_that_names_the_file(name, tmp_path):
+    path = tmp_path / name
+    if name == "rows.json.gz":
+        bomb(path, 200)
+    elif name == "rows.jsonl":
+        rows = ({"problem": f"{i} " + "x" * 4000, "answer": "2"} for i in range(30_000))
+        write_lines(path, rows)
+    else:
+        texts = [f"{i} " + "x" * 4000 for i in range(30_000)]
+        parquet.write_table(pa.table({"problem": texts, "answer": texts}), path)
+    told = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(path), "60"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 0 and told.stderr == "", told.stderr[-2000:]
+    assert str(path) in told.stdout and len(told.stdout.splitlines()) == 1, told.stdout
+    assert "memory" in told.stdout or "alloc" in told.stdout

@@ -1,0 +1,255 @@
+"""Model folders that someone made wrong, or on purpose: one line with field and value, at once."""
+
+import concurrent.futures
+import json
+import math
+import os
+import pathlib
+import shutil
+import struct
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.model import load_huggingface
+from dapo_jax.model.config_fields import NUMBERS
+from dapo_jax.runtime.settings import LARGEST_TEXT, ConfigError
+
+SECONDS = 20.0
+WEIGHTS, TOKENS = "model.safetensors", "tokenizer.json"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+
+
+def open_folder(folder: pathlib.Path, mesh) -> None:
+    """All that a run reads of its model folder."""
+    decoder = load_huggingface.read_config(folder)
+    load_huggingface.fingerprint(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.check_fits(decoder.vocab, "model.folder", folder)
+    tokenizer.encode_prompt("1+2=")
+    load_huggingface.load_params(folder, decoder, mesh)
+
+
+def refusal(folder: pathlib.Path, mesh) -> str:
+    """Message of the `ConfigError`; the test fails for another error, for none, and after long."""
+    outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(open_folder(folder, mesh))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()  # one that waits for ever is left behind
+    with pytest.raises(ConfigError) as caught:
+        outcome.result(timeout=SECONDS)
+    return str(caught.value)
+
+
+def change(name: str, **fields):
+    """Damage: other fields of a JSON file."""
+
+    def damage(folder: pathlib.Path) -> None:
+        path = folder / name
+        values = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(values | fields))
+
+    return damage
+
+
+def write(name: str, content: str | bytes):
+    """Damage: another content of a file."""
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def replace(name: str, make):
+    """Damage: something that is no file, in the place of one."""
+
+    def damage(folder: pathlib.Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return damage
+
+
+def tensor(**changes):
+    """Damage: tensors by name, in the place of or beside those of the folder."""
+
+    def damage(folder: pathlib.Path) -> None:
+        named = {name.replace("__", "."): array for name, array in changes.items()}
+        save_file(load_file(folder / WEIGHTS) | named, folder / WEIGHTS)
+
+    return damage
+
+
+def vocabulary(**fields):
+    """Damage: other fields of the model in tokenizer.json."""
+
+    def damage(folder: pathlib.Path) -> None:
+        values = json.loads((folder / TOKENS).read_text())
+        values["model"] |= fields
+        (folder / TOKENS).write_text(json.dumps(values))
+
+    return damage
+
+
+def header(text: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def begins_with(number: int):
+    """Post-processor that puts the token of that id before each prompt."""
+    special = {"<|pad|>": {"id": "<|pad|>", "ids": [number], "tokens": ["<|pad|>"]}}
+    single = [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}]
+    single += [{"Sequence": {"id": "A", "type_id": 0}}]
+    parts = {"single": single, "pair": single, "special_tokens": special}
+    return change(TOKENS, post_processor={"type": "TemplateProcessing"} | parts)
+
+
+CONFIG = "config.json"
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+HOSTILE = {
+    "config: nested deeply": (write(CONFIG, DEEP), "nested too deeply"),
+    "config: a list": (write(CONFIG, "[1]"), "must hold an object"),
+    "config: no UTF-8": (write(CONFIG, b"\xff\xfe"), "can't be read"),
+    "config: a pipe": (replace(CONFIG, os.mkfifo), "a pipe: must be a file"),
+    "config: a device": (replace(CONFIG, lambda p: p.symlink_to("/dev/zero")), "a device"),
+    "config: a folder": (replace(CONFIG, pathlib.Path.mkdir), "a folder: must be a file"),
+    "config: gigabytes": (
+        lambda folder: os.truncate(folder / CONFIG, LARGEST_TEXT + 1),
+        "67,108,865 bytes, more than 67,108,864",
+    ),
+    "config: digits without end": (write(CONFIG, '{"vocab_size": ' + "9" * 9999 + "}"), "digits"),
+    "model_type: a list": (change(CONFIG, model_type=["qwen2"]), "model_type ['qwen2']"),
+    "layer_types: numbers": (change(CONFIG, layer_types=[[1], 2]), "layer_types [[1], 2]"),
+    "layer_types: a number": (change(CONFIG, layer_types=5), "layer_types 5"),
+    "rope_scaling: a list": (change(CONFIG, rope_scaling=[1]), "rope_scaling = [1]: must be an ob"),
+    "rope: low above high": (
+        change(CONFIG, rope_scaling=LLAMA3 | {"low_freq_factor": 4}),
+        "high_freq_factor = 4.0: must be above low_freq_factor = 4.0",
+    ),
+    "tied: a word": (change(CONFIG, tie_word_embeddings="false"), "= 'false': must be true or fal"),
+    "bias: a number": (
+        change(CONFIG, attention_bias=2, model_type="llama"),
+        "attention_bias = 2: must be true or false",
+    ),
+    "kv_heads: 0": (change(CONFIG, num_key_value_heads=0), "num_key_value_heads = 0: must be"),
+    "more heads than width": (
+        change(CONFIG, num_attention_heads=64, num_key_value_heads=64, head_dim=None),
+        "head_dim = 0: must be a whole number from 2",
+    ),
+    "weights: a pipe": (replace(WEIGHTS, os.mkfifo), f"{WEIGHTS} can't be read: it is a pipe"),
+    "weights: another pipe": (replace("more.safetensors", os.mkfifo), "more.safetensors can't be"),
+    "weights: a folder": (replace(WEIGHTS, pathlib.Path.mkdir), "a folder: must be a file"),
+    "weights: a device": (replace(WEIGHTS, lambda p: p.symlink_to("/dev/zero")), "a device"),
+    "weights: a link to nowhere": (replace(WEIGHTS, lambda p: p.symlink_to("gone")), WEIGHTS),
+    "weights: a long header": (write(WEIGHTS, header(b"{}", 1 << 62)), WEIGHTS),
+    "weights: header nested deeply": (write(WEIGHTS, header(b"[" * 100_000)), WEIGHTS),
+    "weights: a tensor outside": (
+        write(WEIGHTS, header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,9000000000]}}')),
+        WEIGHTS,
+    ),
+    "weights: of 10,000 others": (
+        tensor(**{f"x{i}": np.zeros(1, np.float32) for i in range(10_000)}),
+        "and 9,000 more",
+    ),
+    "weights: NaN": (tensor(model__norm__weight=np.full(32, np.nan, np.float32)), "not finite"),
+    "index: a list": (
+        write(load_huggingface.INDEX, '{"weight_map": ["a"]}'),
+        "weight_map must be an object",
+    ),
+    "index: null": (write(load_huggingface.INDEX, '{"weight_map": null}'), "weight_map must be"),
+    "index: a pipe": (replace(load_huggingface.INDEX, os.mkfifo), "a pipe: must be a file"),
+    "tokenizer: a pipe": (replace(TOKENS, os.mkfifo), "a pipe: must be a file"),
+    "tokenizer: nested deeply": (write(TOKENS, DEEP), "tokenizer.json can't be read"),
+    "tokenizer: nothing known": (vocabulary(vocab={}), "tokenizer.json can't be read"),
+    "tokenizer: no token for what is unknown": (
+        vocabulary(vocab={"a": 1}, unk_token="gone"),
+        "tokenizer.json can't be read",
+    ),
+    "tokenizer: an id beyond": (vocabulary(vocab={"=": 1 << 31}), "has the id 2147483648"),
+    "tokenizer: begins beyond": (begins_with(99), "begin a prompt = [99]: must be from 0 to 31"),
+    "tokenizer: merges of nothing": (
+        write(TOKENS, '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}}'),
+        "tokenizer.json can't be read",
+    ),
+    "chat template: a number": (
+        change("tokenizer_config.json", chat_template=5),
+        "chat_template = 5: must be text",
+    ),
+    "chat template: not named": (
+        change("tokenizer_config.json", chat_template=[1, {"name": ["default"]}], bos_token={}),
+        None,
+    ),
+    "eos_token: a list": (
+        change("tokenizer_config.json", chat_template="x", eos_token=["a"]),
+        "eos_token = ['a']: must be text",
+    ),
+    "chat template: a pipe": (replace("chat_template.jinja", os.mkfifo), "a pipe: must be a file"),
+    "chat template: no UTF-8": (write("chat_template.jinja", b"\xff"), "can't be read"),
+    "pad: a word": (change("generation_config.json", pad_token_id="x"), "pad_token_id = 'x'"),
+    "pad: below 0": (change("generation_config.json", pad_token_id=-5), "pad_token_id = [-5]"),
+    "pad: beyond": (change("generation_config.json", pad_token_id=32), "pad_token_id = [32]"),
+    "end: a number with a point": (change("generation_config.json", eos_token_id=1.0), "= 1.0 in"),
+    "end: huge": (change("generation_config.json", eos_token_id=10**18), "must be from 0 to 31"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_one_clear_error_or_none(name, tiny_folder, tmp_path, one_device):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    damage, words = HOSTILE[name]
+    damage(folder)
+    if words is None:  # it does no harm
+        open_folder(folder, one_device)
+        return
+    message = refusal(folder, one_device)
+    assert words in message and "config.model.folder" in message
+    assert message.count("\n") <= 1002 and len(message) < 100_000
+
+
+def wrong_numbers(name: str) -> list:
+    kind, allowed = NUMBERS[name]
+    beyond = [-1, -math.inf, math.nan, math.inf, 10**18, 1e300, "1", True, [1], {}]
+    beyond += [allowed.at_most * 2] if kind is float else [allowed.at_most + 1, 2.0, 0]
+    return beyond
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_checked_as_a_setting_is(name, tiny_folder, tmp_path):
+    """Each field of the table, with its value and what is allowed; before anything is computed."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    values = json.loads((folder / CONFIG).read_text())
+    kind, allowed = NUMBERS[name]
+    for wrong in wrong_numbers(name):
+        changes = {name: wrong}
+        if name in LLAMA3:
+            changes = {"rope_scaling": LLAMA3 | changes}
+        (folder / CONFIG).write_text(json.dumps(values | changes))  # Python writes NaN too
+        with pytest.raises(ConfigError, match="config.model.folder") as caught:
+            load_huggingface.read_config(folder)
+        assert f"{name} = " in str(caught.value) and str(allowed) in str(caught.value), wrong
+
+
+def test_lengths_of_another_program_are_not_those_of_a_prompt(tiny_folder, tmp_path):
+    """A tokenizer.json may say to cut texts at 2 tokens, or to fill them up to millions."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    plain = Tokenizer.from_folder(folder).encode("1+2=3")
+    padding = {"strategy": {"Fixed": 10_000_000}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|pad|>"}
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    change(TOKENS, padding=padding, truncation=cut)(folder)
+    assert len(plain) == 5 and Tokenizer.from_folder(folder).encode("1+2=3") == plain
+
+
+def test_a_pad_token_of_minus_1_is_none(tiny_folder, tmp_path):
+    """As the first folders of Llama say it."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    change("generation_config.json", pad_token_id=-1)(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.pad_id == tokenizer.end_ids[0]

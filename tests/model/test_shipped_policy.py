@@ -1,0 +1,87 @@
+"""The policy that ships with the package: found by its name everywhere, and made by its recipe."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from command_lines import RL, run
+from safetensors.numpy import load_file
+from shipped import FOLDER, MADE_BY, NAME, ROOT, machine, recipe_digest, weights_digest
+
+import dapo_jax
+from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.config.experiment import ServeConfig
+from dapo_jax.data.policies import model_path
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.model import load_huggingface
+from dapo_jax.runtime.settings import ConfigError
+
+
+def test_only_what_loading_reads_ships_and_it_is_small():
+    files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    settings = {"config.json", "generation_config.json", "tokenizer_config.json"}
+    assert set(files) == {"model.safetensors", "tokenizer.json", *settings}
+    assert sum(files.values()) < 2_500_000
+
+
+def test_its_name_is_the_same_folder_to_every_reader(one_device):
+    decoder = load_huggingface.read_config(NAME)
+    assert decoder == load_huggingface.read_config(FOLDER) == read_shape(NAME)
+    assert load_huggingface.fingerprint(NAME) == load_huggingface.fingerprint(FOLDER)
+    assert load_huggingface.stored_dtype(NAME) == "float32"
+    ids, same_ids = (Tokenizer.from_folder(name).encode("1+2=") for name in (NAME, FOLDER))
+    assert ids == same_ids
+    params = load_huggingface.load_params(NAME, decoder, one_device)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 595_584
+
+
+def test_a_policy_that_does_not_ship_is_refused_with_those_that_do(tmp_path, monkeypatch, capsys):
+    for name in ("dapo_jax:", "dapo_jax:..", "dapo_jax:nothing", "dapo_jax:arithmetic_base/.."):
+        with pytest.raises(ConfigError, match=r"config\.start = .*dapo_jax:arithmetic_base"):
+            model_path(name, "start")
+    run_dir, model = f"--config.run_dir={tmp_path}/run", "--config.model.folder=dapo_jax:arithmetic"
+    code, said = run("train", [RL, run_dir, model], monkeypatch, capsys)
+    assert code == 2 and "did you mean dapo_jax:arithmetic_base?" in said
+    assert said.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_and_a_server_are_called_by_its_own_name(tmp_path, monkeypatch, capsys):
+    from dapo_jax.commands.serve.server import served_name
+
+    assert served_name(ServeConfig(model=NAME)) == "arithmetic_base"
+    small = "--config.data.heldout_problems=4 --k=1 --temperature=0 --config.sampler.slots=8"
+    arguments = [RL, f"--model={NAME}", f"--config.run_dir={tmp_path}", *small.split()]
+    assert run("evaluate", arguments, monkeypatch, capsys)[0] == 0
+    assert (tmp_path / "evaluations/arithmetic_base_arithmetic_T0_p1").is_dir()
+
+
+def test_the_recipe_is_still_that_of_the_shipped_weights():
+    made_by = json.loads(MADE_BY.read_text())
+    again = "dapo-jax sft --config=configs/arithmetic_base.py, then python tests/support/shipped.py"
+    assert made_by["recipe"] == recipe_digest(), f"another recipe, so make it anew: {again}"
+    assert made_by["weights"] == weights_digest(FOLDER)
+
+
+@pytest.mark.slow
+def test_made_anew_it_is_the_same(tmp_path):
+    """Bit for bit on the kind of machine that made it; elsewhere as good, by 1024 responses."""
+    command = [sys.executable, "-m", "dapo_jax", "sft", "--config=configs/arithmetic_base.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    folder = f"{tmp_path}/made"
+    subprocess.run([*command, f"--config.out={folder}"], cwd=ROOT, env=environment, check=True)
+    mine, theirs = (load_file(f"{path}/model.safetensors") for path in (folder, FOLDER))
+    if machine().items() <= json.loads(MADE_BY.read_text()).items():
+        assert all(np.array_equal(mine[name], theirs[name]) for name in mine.keys() | theirs.keys())
+    config = dapo_jax.Config(
+        run_dir=str(tmp_path / "run"),
+        data=dapo_jax.Data(max_terms=8, max_prompt_tokens=16),
+        sampler=dapo_jax.Sampler(slots=128, max_response_tokens=64),
+        evaluation=dapo_jax.Evaluation(samples_per_problem=4, top_p=1.0),
+        log=dapo_jax.Log(console=False),
+    )
+    new, shipped = (dapo_jax.evaluate(config, model=name) for name in (folder, NAME))
+    assert abs(new["heldout_accuracy"] - shipped["heldout_accuracy"]) < 0.08

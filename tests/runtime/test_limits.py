@@ -1,0 +1,102 @@
+"""Limits of a machine on memory, threads and files: one line, no traceback and no dump."""
+
+import errno
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from dapo_jax.commands.checks import guarded
+from dapo_jax.runtime import limits
+
+ROOT = pathlib.Path(__file__).parents[2]
+BASE = f"--config={ROOT}/configs/arithmetic_base.py"
+
+
+def command(folder, *before: str, addresses: int | None = None) -> subprocess.CompletedProcess:
+    """A short supervised run, in a process with a limit on its addresses."""
+
+    def limit() -> None:
+        if addresses:
+            resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
+
+    arguments = [*before, sys.executable, "-m", "dapo_jax", "sft", BASE, "--config.total_steps=1"]
+    return subprocess.run(
+        [*arguments, f"--config.out={folder}/out"],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize("megabytes", [400, 1000, 1500, 2900])
+def test_too_few_addresses_are_one_line(megabytes, tmp_path):
+    done = command(tmp_path, addresses=megabytes << 20)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
+    assert done.stderr.startswith(f"error: ulimit -v = {megabytes << 10}: must be unlimited")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_as_many_addresses_as_the_line_asks_for_are_enough(tmp_path):
+    done = command(tmp_path, addresses=limits.LEAST_ADDRESSES)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"),
+    reason="needs another user",
+)
+@pytest.mark.parametrize("processes", [1, 5, 20])
+def test_too_few_threads_are_one_line(processes, tmp_path):
+    """Of a user who may read what root may."""
+    tmp_path.chmod(0o777)
+    rights = "+dac_override,+dac_read_search"
+    user = ["setpriv", "--reuid=65534", "--clear-groups"]
+    user += [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    done = command(tmp_path, *user, "prlimit", f"--nproc={processes}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
+    assert "more threads can be started: must be at least" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "error: not enough memory (in fail, "),
+        (MemoryError("Unable to allocate 9 GiB"), "not enough memory: Unable to allocate 9 GiB"),
+        (RuntimeError("can't start new thread"), "a limit of this machine is reached: can't"),
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            "a limit of",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), "reached: [Errno 24] Too many open files"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating\n"), "memory: RESOURCE_EXH"),
+    ],
+)
+def test_what_runs_out_in_a_command_is_one_line_with_its_place(error, words, capsys):
+    source = compile("def fail(error):\n    raise error", "/x/dapo_jax/learner/update.py", "exec")
+    exec(source, names := {})
+    assert guarded(lambda: names["fail"](error)) == os.EX_OSERR
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and "update.py:2)" in said
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(OSError, match="No such file"):
+        guarded(lambda: open("/nowhere/at/all"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        guarded(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+
+
+def test_the_threads_of_the_door_are_gone_again():
+    import threading
+
+    before = threading.active_count()
+    limits.check_limits()
+    assert threading.active_count() == before
