@@ -4,9 +4,12 @@ import pathlib
 import re
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = pathlib.Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "dapo_jax/__init__.py").read_text())[1]
+# Address of the repository, made up: it has no public one yet. The one place; a fork says its own.
+REPOSITORY = "https://github.com/dapo-jax/dapo_jax"
 
 DOCS = ["mkdocs-material>=9.8"]  # mkdocs.yml
 NOTEBOOKS = [  # notebooks/build.py, and to run them
@@ -17,16 +20,48 @@ NOTEBOOKS = [  # notebooks/build.py, and to run them
     "nbconvert>=7.17",
 ]
 
+
+class WithConfigs(build_py):
+    """Puts configs/ into the package, where `dapo-jax train NAME` looks; a checkout has them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            folder = pathlib.Path(self.build_lib, "dapo_jax/configs")
+            self.mkpath(str(folder))
+            for path in sorted(HERE.glob("configs/*.py")):
+                self.copy_file(str(path), str(folder / path.name))
+
+
+def absolute_links(text: str) -> str:
+    """Markdown whose links into the repository lead there from anywhere."""
+    link = re.compile(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)")
+    return link.sub(
+        lambda at: f"{at[0]}{REPOSITORY}/{'raw' if at[1] else 'blob'}/main/",
+        text,
+    )
+
+
 setup(
     name="dapo_jax",
     version=VERSION,
     description="DAPO and its family of RL post-training algorithms for JAX on TPU pods",
-    long_description=(HERE / "README.md").read_text(),
+    long_description=absolute_links((HERE / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    author="The dapo_jax authors",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+    },
+    keywords=["reinforcement learning", "language models", "JAX", "TPU", "DAPO", "GRPO", "RLVR"],
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
+    cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
-    package_data={"dapo_jax.reporting.page": ["page.*"]},
+    package_data={"dapo_jax.data.policies": ["*/*"], "dapo_jax.reporting.page": ["page.*"]},
     entry_points={"console_scripts": ["dapo-jax = dapo_jax.__main__:main"]},
     install_requires=[
         "jax>=0.10.2",
@@ -39,10 +74,12 @@ setup(
         "grain>=0.2.18",
         "ml-collections>=1.1.0",
         "absl-py>=2.3",
+        "cloudpickle>=3.1.2",
         "jaxtyping>=0.3.11",
         "jinja2>=3.1.6",
         "matplotlib>=3.11",
         "numpy>=2.4",
+        "prometheus-client>=0.26",  # google-jetstream brings it too
         "plotly>=7.1",  # its script goes into report.html; no network is asked for it
         "pyarrow>=26.0",
         "python-flint>=0.9",
@@ -75,9 +112,15 @@ setup(
         ],
     },
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
-        "License :: OSI Approved :: Apache Software License",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -36,7 +36,7 @@ def get_config(preset: str = "dapo") -> Config:
         run_dir=f"runs/arithmetic_{preset}",
         total_steps=steps,
         algorithm=algorithm,
-        model=Model(folder="runs/arithmetic_base"),
+        model=Model(folder="dapo_jax:arithmetic_base"),
         compute=Compute(scan_unroll=3),
         data=Data(max_terms=8, max_prompt_tokens=16),
         rollout=Rollout(

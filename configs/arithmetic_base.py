@@ -2,7 +2,7 @@
 
     dapo-jax sft --config=configs/arithmetic_base.py
 
-About 2 minutes on 2 CPU cores.
+takes 5 CPU minutes. Its result ships with the package: `model.folder = "dapo_jax:arithmetic_base"`.
 """
 
 from dapo_jax.config.experiment import (

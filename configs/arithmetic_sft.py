@@ -11,7 +11,7 @@ from dapo_jax.config.experiment import Compute, Examples, Optimizer, Packing, Sf
 def get_config() -> SftConfig:
     return SftConfig(
         out="runs/arithmetic_sft",
-        start="runs/arithmetic_base",
+        start="dapo_jax:arithmetic_base",
         seed=1000,  # other sums than those of the base policy
         total_steps=120,
         examples_per_step=64,

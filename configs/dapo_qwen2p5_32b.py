@@ -94,7 +94,6 @@ def get_config(variant: str = "v5p_64") -> Config:
             burst_tokens=16,
             max_response_tokens=RESPONSE_TOKENS,
             load_layers=lies.load_layers,
-            prefill_prompts=replicas,
         ),
         reward=Reward(verifier="math_label", workers=16),
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=20, weight_decay=0.1),

@@ -68,7 +68,7 @@ def get_config(name: str = "6_dynamic_sampling") -> Config:
         run_dir=f"runs/ladder/{name}",
         total_steps=16,
         algorithm=algorithm,
-        model=Model(folder="runs/arithmetic_base"),
+        model=Model(folder="dapo_jax:arithmetic_base"),
         compute=Compute(scan_unroll=3),
         data=Data(min_terms=7, max_terms=8, max_prompt_tokens=16),
         rollout=Rollout(prompts_per_step=32, samples_per_prompt=8, updates_per_rollout=16),

@@ -2,10 +2,9 @@
 
 dapo-jax train --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1
 
-Hardware: one chip of v5e (the default) or a T4 of a free Colab (colab_t4: 16 GB, and float16 is the
-only fast number it has, so float32); see VARIANTS. The plan's estimate of a step: 12 s on v5e, by
-dapo-jax plan --config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1 --topology=v5e:1x1. Of a T4
-there is none.
+Hardware: one chip of v5e (the default), 4, 8 or 16 (v5e_4, v5e_8, v5e_16), or a T4 of a free Colab
+(colab_t4: 16 GB, and float16 is the only fast number it has, so float32); see VARIANTS. The plan's
+estimate of a step for each is in docs/pods.md. Of a T4 there is none.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 
@@ -25,6 +24,7 @@ from dapo_jax.config.experiment import (
     Data,
     Evaluation,
     Lora,
+    Mesh,
     Model,
     Optimizer,
     Packing,
@@ -39,14 +39,20 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 512, 768
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How the run lies on its one device."""
+    """How the run lies on its devices, each of which has all weights."""
 
     dtype: Literal["float32", "bfloat16"]
-    rows: int  # a microbatch's
-    slots: int
+    rows: int  # a microbatch's, all devices
+    slots: int  # of all devices
 
 
-VARIANTS = {"v5e_1": Variant("bfloat16", 4, 64), "colab_t4": Variant("float32", 1, 32)}
+VARIANTS = {
+    "v5e_1": Variant("bfloat16", 4, 64),
+    "v5e_4": Variant("bfloat16", 4, 256),  # more than a step's 256 responses would be idle
+    "v5e_8": Variant("bfloat16", 8, 256),
+    "v5e_16": Variant("bfloat16", 16, 256),
+    "colab_t4": Variant("float32", 1, 32),
+}
 
 
 def get_config(variant: str = "v5e_1") -> Config:
@@ -71,11 +77,10 @@ def get_config(variant: str = "v5e_1") -> Config:
             slots=lies.slots,
             burst_tokens=16,
             max_response_tokens=RESPONSE_TOKENS,
-            first_window_tokens=512,
-            prefill_prompts=4,
         ),
         reward=Reward(verifier="math", workers=2),
         optimizer=Optimizer(learning_rate=2e-5, warmup_steps=5, weight_decay=0.0),
+        mesh=Mesh(data=-1, fsdp=1),  # adapters are small: to gather weights would cost more
         packing=Packing(row_tokens=2_048, rows_per_microbatch=lies.rows),
         checkpoint=Checkpoint(every_steps=20, keep=2, keep_groups=True),
         evaluation=Evaluation(every_steps=50, samples_per_problem=1, temperature=1.0, top_p=0.7),

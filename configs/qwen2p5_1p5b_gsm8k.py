@@ -2,9 +2,9 @@
 
 dapo-jax train --config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8
 
-Hardware: 8 chips of v5e (the default) or v6e, or one GPU of 80 GB (gpu_80gb); see VARIANTS. The
-plan's estimate of a step: 18 s on v5e, 9 s on v6e, 25 s on one H100, by dapo-jax plan
---config=configs/qwen2p5_1p5b_gsm8k.py:v5e_8 --topology=v5e:2x4 (v6e_8, v6e:2x4; gpu_80gb, h100:1).
+Hardware: 8 chips of v5e (the default) or v6e, 4 or 16 of them, or one GPU of 80 GB (gpu_80gb), or 4
+or 8: a name of VARIANTS behind the colon. docs/pods.md has the plan's estimates of a step; of one
+H100 it is 25 s, by --topology=h100:1.
 
 Expected: not yet run, and we know of no published number of this recipe at this size.
 
@@ -22,7 +22,6 @@ from dapo_jax.config.experiment import (
     Config,
     Data,
     Evaluation,
-    Mesh,
     Model,
     Optimizer,
     Packing,
@@ -37,25 +36,29 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1_024
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How the run lies on its devices; slots are those of a replica of the sampler."""
+    """How the run lies on its devices; all of them share weights and rows (mesh.fsdp)."""
 
-    mesh: Mesh
     rows: int  # a microbatch's, all devices
-    slots: int
+    slots: int  # of all devices
     remat: Literal["full", "attention"] = "attention"
 
 
 VARIANTS = {
-    "v5e_8": Variant(Mesh(fsdp=8), 8, 64, "full"),
-    "v6e_8": Variant(Mesh(fsdp=8), 16, 128),
-    "gpu_80gb": Variant(Mesh(fsdp=1), 2, 256),
+    "v5e_4": Variant(8, 256, "full"),
+    "v5e_8": Variant(8, 512, "full"),
+    "v5e_16": Variant(16, 1_024, "full"),  # a step's responses are 1,024
+    "v6e_4": Variant(16, 512),
+    "v6e_8": Variant(16, 1_024),
+    "v6e_16": Variant(16, 1_024),
+    "gpu_80gb": Variant(2, 256),
+    "gpu_80gb_4": Variant(8, 1_024),
+    "gpu_80gb_8": Variant(16, 1_024),
 }
 
 
 def get_config(variant: str = "v5e_8") -> Config:
     require(variant in VARIANTS, "variant", variant, f"one of {', '.join(VARIANTS)}")
     lies = VARIANTS[variant]
-    replicas = lies.mesh.data * lies.mesh.fsdp
     return Config(
         run_dir="runs/qwen2p5_1p5b_gsm8k",
         total_steps=200,
@@ -71,15 +74,12 @@ def get_config(variant: str = "v5e_8") -> Config:
         ),
         rollout=Rollout(prompts_per_step=128, samples_per_prompt=8, updates_per_rollout=2),
         sampler=Sampler(
-            slots=lies.slots * replicas,
+            slots=lies.slots,
             burst_tokens=16,
             max_response_tokens=RESPONSE_TOKENS,
-            first_window_tokens=512,
-            prefill_prompts=4 * replicas,
         ),
         reward=Reward(verifier="math", workers=8),
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5, weight_decay=0.1),
-        mesh=lies.mesh,
         packing=Packing(row_tokens=4_096, rows_per_microbatch=lies.rows),
         checkpoint=Checkpoint(every_steps=20, keep=2, keep_groups=True),
         evaluation=Evaluation(every_steps=20, samples_per_problem=1, temperature=1.0, top_p=0.7),

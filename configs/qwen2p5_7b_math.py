@@ -3,9 +3,8 @@
 dapo-jax train --config=configs/qwen2p5_7b_math.py:v6e_8 \
     --config.run_dir=gs://BUCKET/math_7b --config.data.folder=gs://BUCKET/data
 
-Hardware: 8 chips of v6e (the default: one host) or of v5p, or 16 of v5e; see VARIANTS. The plan's
-estimate of a step: 71 s on v6e, 60 s on v5p, 120 s on v5e, by dapo-jax plan
---config=configs/qwen2p5_7b_math.py:v6e_8 --topology=v6e:2x4 (v5p_8, v5p:2x2x2; v5e_16, v5e:4x4).
+Hardware: 8 chips of v6e (the default: one host) or 16; 4, 8 or 16 of v5p; or 16 of v5e: a name of
+VARIANTS behind the colon. docs/pods.md has the plan's estimate of a step for each.
 
 Expected: not yet run here. The nearest published number is MATH-500 77.2 and AIME 2024 33.3 from
 52.4 and 16.7, of reinforcement learning on 8,000 problems of MATH by PPO from the same model
@@ -53,6 +52,9 @@ class Variant:
 
 VARIANTS = {
     "v6e_8": Variant(Mesh(fsdp=2, tensor=4), 4, 64),
+    "v6e_16": Variant(Mesh(fsdp=4, tensor=4), 8, 64),
+    "v5p_4": Variant(Mesh(fsdp=2, decode_tensor=2), 4, 64),
+    "v5p_16": Variant(Mesh(fsdp=8, decode_tensor=2), 16, 64, "attention"),
     "v5p_8": Variant(Mesh(fsdp=4, decode_tensor=2), 8, 64, "attention"),
     "v5e_16": Variant(Mesh(fsdp=4, tensor=4), 4, 32, load_layers=7),
 }
@@ -83,7 +85,6 @@ def get_config(variant: str = "v6e_8") -> Config:
             burst_tokens=16,
             max_response_tokens=RESPONSE_TOKENS,
             load_layers=lies.load_layers,
-            prefill_prompts=4 * replicas,
         ),
         reward=Reward(verifier="math", workers=8),
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5, weight_decay=0.0),

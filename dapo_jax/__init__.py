@@ -7,6 +7,7 @@
     result.metrics                           # a table, a row per step
     result.policy.sample(["1+5+1="])         # what the trained policy answers
     dapo_jax.evaluate(config)                # avg@k, pass@k, maj@k on held-out problems
+    dapo_jax.export("runs/mine", "exported") # a folder that transformers and servers load
 
 Names are looked up when they are first used, so importing this package imports nothing heavy.
 Settings are explained by `help(dapo_jax.Sampler)` and `dapo-jax train --help`.
@@ -32,6 +33,12 @@ _ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
 _HOMES = {
     "train": "commands.api",
     "evaluate": "commands.api",
+    "sft": "commands.api_folders",
+    "dpo": "commands.api_folders",
+    "export": "commands.api_folders",
+    "plan": "commands.api_folders",
+    "report": "commands.api_folders",
+    "ModelFolder": "commands.api_folders",
     "sample": "commands.api",
     "Policy": "commands.api",
     "Result": "commands.api",
@@ -39,11 +46,13 @@ _HOMES = {
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
     "is_equivalent": "verifier.algebra_process",
+    "overlong_punishment": "rewards.group_rewards",
     "ConfigError": "runtime.settings",
 }
 _SECTIONS = (
     "Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh Checkpoint "
-    "Evaluation Log Watch".split()
+    "Evaluation Log Watch SftConfig DpoConfig ExportConfig ReportConfig Architecture Examples "
+    "OwnData OneMesh".split()
 )
 _HOMES |= dict.fromkeys(("Config", *_SECTIONS), "config.experiment")
 
@@ -53,25 +62,35 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
     from dapo_jax.algorithms import Algorithm, preset
     from dapo_jax.commands.api import Policy, Result, evaluate, sample, train
+    from dapo_jax.commands.api_folders import ModelFolder, dpo, export, plan, report, sft
     from dapo_jax.config.experiment import (
+        Architecture,
         Checkpoint,
         Compute,
         Config,
         Critic,
         Data,
+        DpoConfig,
         Evaluation,
+        Examples,
+        ExportConfig,
         Log,
         Lora,
         Mesh,
         Model,
+        OneMesh,
         Optimizer,
+        OwnData,
         Packing,
+        ReportConfig,
         Reward,
         Rollout,
         Sampler,
+        SftConfig,
         Watch,
     )
     from dapo_jax.learner import advantages, losses
+    from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.runtime.settings import ConfigError
     from dapo_jax.verifier.algebra_process import is_equivalent
 

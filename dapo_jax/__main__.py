@@ -6,7 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 
+from dapo_jax.runtime.limits import check_limits
+from dapo_jax.runtime.settings import ConfigError
+
 COMMANDS = {
+    "init": "write a config for a file of problems",
     "train": "train a policy by reinforcement learning from rewards",
     "evaluate": "score a policy on held-out problems",
     "sft": "train a policy on worked examples",
@@ -61,6 +65,12 @@ def main() -> int:
     if name not in COMMANDS:
         wrong = f"error: {name!r}: there is no such command\n\n" if name else ""
         print(f"{wrong}{usage()}", file=sys.stderr)
+        return 2
+    try:
+        if name != "report":  # which loads nothing of JAX
+            check_limits()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     sys.argv = [f"dapo-jax {name}", *sys.argv[2:]]
     if os.getcwd() not in sys.path:  # modules of the user's own, as with `python -m`

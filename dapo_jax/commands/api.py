@@ -6,7 +6,6 @@ Heavy modules are imported when a function is called.
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_jax.commands import checks
+from dapo_jax.commands.api_folders import File, load, read_metrics
+from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
-from dapo_jax.rewards.functions import RewardFunction, name_of
-from dapo_jax.runtime.settings import require
+from dapo_jax.rewards.functions import RewardFunction
+from dapo_jax.rewards.given import name_of
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import ConfigError, nearest, require
 
 if TYPE_CHECKING:
     import pyarrow
@@ -43,10 +46,13 @@ class Result:
         run_dir: the folder with checkpoints, rollouts and metrics.
         summary: steps, held-out accuracy before and after, seconds; None where the run was
             stopped early. Training again with the same config then goes on.
+        stopped: what stopped it early: "on_step", or the name of a signal that the program's own
+            handler took; empty for a run that ended.
     """
 
     run_dir: str
     summary: dict[str, Any] | None
+    stopped: str = ""
 
     @functools.cached_property
     def metrics(self) -> "pyarrow.Table":
@@ -54,24 +60,12 @@ class Result:
 
         Columns are explained in docs/metrics.md; `.to_pandas()` where pandas is installed.
         """
-        import pyarrow
-
-        text = (pathlib.Path(self.run_dir) / "metrics.jsonl").read_text()
-        rows = [json.loads(line) for line in text.splitlines()]
-        names = dict.fromkeys(name for row in rows for name in row)
-        return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        return read_metrics(self.run_dir)
 
     @functools.cached_property
     def policy(self) -> "Policy":
         """Policy of the newest checkpoint, read at first use."""
         return Policy(self.run_dir)
-
-
-def _load(config: Config | str | os.PathLike) -> Config:
-    if isinstance(config, str | os.PathLike):
-        return read_config(Config, os.fspath(config))
-    require(isinstance(config, Config), "(config)", config, "a Config or the name of a file")
-    return config
 
 
 def _with_rewards(config: Config, reward: Rewards | None, in_process: bool) -> Config:
@@ -88,7 +82,7 @@ def _with_rewards(config: Config, reward: Rewards | None, in_process: bool) -> C
 
 
 def train(
-    config: Config | str | os.PathLike,
+    config: Config | File,
     *,
     on_step: Callable[[int, dict[str, float]], Any] | None = None,
     reward: Rewards | None = None,
@@ -120,27 +114,42 @@ def train(
             docs/metrics.md). True ends the run there, saved. Of several processes each calls it.
         reward: takes the place of `config.reward.parts`: a function `(prompt, response, answer)
             -> float`, or weights by function and by name (`{"rule": 1, score: 0.5}`). It runs in
-            worker processes, which import it by its name. What counts as right goes by
+            worker processes: one of a module is imported there by its name, any other one (a
+            lambda, a function of a notebook) is copied with its variables as they are now. Calls
+            of an `async def` wait side by side. What counts as right goes by
             `config.reward.correct` as ever.
-        in_process: run the functions in this process instead, so that they may be lambdas or
-            stand in a notebook. One that hangs then hangs the run.
+        in_process: run the functions in this process instead, so that they may change variables
+            of the program, or hold what can't be copied. One that hangs then hangs the run.
 
     Raises:
-        ConfigError: settings, model folder and run folder don't fit together, or a function has
-            no name that a worker could import it by.
+        ConfigError: settings, model folder and run folder don't fit together, or a worker can't
+            have a copy of a function; its variable is named.
         Starved (rollout.dynamic_sampling): no signal was left, and the config says to stop then.
         NotSaved (runtime.storage.retries): the last checkpoint could not be written.
         NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
+        KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved. Other
+            signals act after the save as they would without a run.
     """
-    config = _with_rewards(_load(config), reward, in_process)
+    config = _with_rewards(load(config, Config), reward, in_process)
     checks.check(config)
     checks.check_run(config)
+    processes.keep_programs()
     from dapo_jax.run.run import train as run
+    from dapo_jax.runtime.signals import Signals
 
-    return Result(config.run_dir, run(config, on_step))
+    signals = Signals(config.checkpoint.leave_seconds)
+    summary = run(config, on_step, signals)
+    return Result(config.run_dir, summary, "" if summary else signals.received)
 
 
-def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str, Any] | None:
+def evaluate(
+    config: Config | File,
+    *,
+    model: str = "",
+    reward: Rewards | None = None,
+    in_process: bool = False,
+    **flags: Any,
+) -> dict[str, Any] | None:
     """Evaluates on the held-out problems, with the files of `dapo-jax evaluate`.
 
     >>> config = dapo_jax.Config(
@@ -157,18 +166,26 @@ def evaluate(config: Config | str | os.PathLike, *, model: str = "") -> dict[str
     Args:
         config: an experiment, or the file that holds one.
         model: a model folder; empty: the newest checkpoint of `config.run_dir`.
+        reward, in_process: as for `train`; a run that was given functions needs them again.
+        flags: in place of the config's values: `data`, `k`, `temperature`, `top_p`, `template`,
+            `out`, as of `dapo-jax evaluate --help`.
 
     Returns:
         the main figures (those of `heldout_...` are explained in docs/metrics.md); None where a
-        signal ended it. The same call then goes on.
+        signal ended it that the program's own handler took. The same call then goes on.
 
     Raises:
         ConfigError: there is no such checkpoint, or settings and folders don't fit together.
     """
-    config = _load(config)
-    if model:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=model))
+    config = _with_rewards(load(config, Config), reward, in_process)
+    for flag, value in (flags | ({"model": model} if model else {})).items():
+        if flag not in SHORT_NAMES:
+            raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")
+        section, _, name = SHORT_NAMES[flag].partition(".")
+        changed = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: changed})
     checks.check(config)
+    processes.keep_programs()
     from dapo_jax.run.evaluation.evaluate import evaluate as score
 
     return score(config, from_folder=bool(model))
@@ -193,7 +210,7 @@ class Policy:
 
     def __init__(
         self,
-        model: str,
+        model: File,
         *,
         max_prompt_tokens: int = 512,
         max_response_tokens: int = 512,
@@ -203,6 +220,7 @@ class Policy:
         from dapo_jax.run.components import build
         from dapo_jax.run.evaluation.evaluate import open_checkpoints, open_policy
 
+        model = os.fspath(model)
         run = (pathlib.Path(model) / "checkpoints").is_dir()
         source = read_config(Config, model) if run else Config(model=Model(folder=model))
         # Settings of the checkpoint's content and place; training and rewards are not needed.
@@ -228,12 +246,20 @@ class Policy:
             ),
         )
         checks.check(config)
+        processes.keep_programs()
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not run, stack)
             self._components = build(config, training=False)
             stack.callback(self._components.close)  # nothing is judged here
             self.name, self._params = open_policy(config, self._components, checkpoints)
         self.tokenizer = self._components.tokenizer
+
+    def __repr__(self) -> str:
+        config = self._components.config
+        return (
+            f"<Policy {self.name}: prompts of at most {config.data.max_prompt_tokens} tokens, "
+            f"responses of at most {config.sampler.max_response_tokens}>"
+        )
 
     def _prompt(self, index: int, text: str | Messages) -> "Prompt":
         from dapo_jax.structs import Prompt, present
@@ -287,7 +313,7 @@ class Policy:
 
 
 def sample(
-    model: str,
+    model: File,
     prompts: Sequence[str | Messages],
     *,
     samples: int = 1,

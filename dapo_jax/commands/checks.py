@@ -1,22 +1,27 @@
 """Checks of a run beyond its settings, and the exit codes of commands."""
 
+import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.experiment import Config, Data, DpoConfig, SftConfig
 from dapo_jax.config.user_code import resolve
-from dapo_jax.config.validation import validate
+from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, read_fields
 from dapo_jax.reporting.wandb_tracker import check_project
 from dapo_jax.rewards.functions import own_parts
-from dapo_jax.runtime import processes
+from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
-from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.runtime.storage.ownership import RUN, check_free
+from dapo_jax.runtime.settings import ConfigError, leaves, require
+from dapo_jax.runtime.storage.ownership import RUN, check_free, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import UNSAVED, is_refusal, of_a_bucket, reason
+
+WORKERS_PER_CORE = 64  # each has processes of its own; most wait for other machines
+FOLDERS = ("model.folder", "model.reference_folder", "reward.model_folder", "critic.folder")
 
 
 def check(config: Any) -> None:
@@ -25,15 +30,31 @@ def check(config: Any) -> None:
     if isinstance(config, SftConfig | DpoConfig):
         read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
     if isinstance(config, Config):
+        most = WORKERS_PER_CORE * (os.cpu_count() or 1)
+        workers = config.reward.workers
+        require(workers <= most, "reward.workers", workers, f"at most {most} on this machine")
         own_parts(list(config.reward.weights()))
-        if config.algorithm.token_weights:
-            resolve("algorithm.token_weights", config.algorithm.token_weights)
+        if hook := config.algorithm.token_weights:
+            _check_call("algorithm.token_weights", hook, "group, sample")
         check_project(config.log.wandb)
         _check_data(config.data)
         template, verifier = config.data.template, config.reward.verifier
         readers = VERIFIERS_OF.get(template, (verifier,))
         allowed = f"{' or '.join(readers)}: what data.template = {template!r} asks for"
         require(verifier in readers, "reward.verifier", verifier, allowed)
+
+
+def _check_call(field: str, name: str, arguments: str) -> None:
+    """Raises `ConfigError` where a function of the user's own can't be called with arguments."""
+    function = resolve(field, name)
+    try:
+        inspect.signature(function).bind(*arguments.split(", "))
+    except TypeError as error:
+        raise ConfigError(
+            f"config.{field} = {name!r}: {error}; it is called as ({arguments})", field
+        ) from None
+    except ValueError:  # a function of a compiled library, which has no signature
+        return
 
 
 def _check_data(data: Data) -> None:
@@ -57,15 +78,27 @@ def check_run_dir(config: Config) -> None:
 
 
 def check_run(config: Config) -> None:
-    """Raises `ConfigError` where a run must not write, or lacks a file of its data."""
+    """Raises `ConfigError` where a run must not write, or lacks a file of its data or models."""
     check_run_dir(config)
     check_sources(config.data)
+    if not folder_at(config.run_dir, "checkpoints").exists():  # a run goes on as it was begun
+        check_warmup(config)
+        check_models(config)
+
+
+def check_models(config: Any) -> None:
+    """Raises `ConfigError` for a model folder without weights that can be opened."""
+    from dapo_jax.model.load_huggingface import check_weights
+
+    for name, _, folder in leaves(config):
+        if name in FOLDERS and folder and not is_remote(folder):
+            check_weights(folder, name)
 
 
 def guarded(work: Callable[[], int | None]) -> int:
     """The exit code of `work`, which returns one or None (0).
 
-    Errors of settings, numbers and buckets become a line on standard error.
+    Errors of settings, numbers, buckets and a machine's limits become a line on standard error.
     """
     try:
         return work() or 0
@@ -76,6 +109,9 @@ def guarded(work: Callable[[], int | None]) -> int:
         processes.complain(f"error: {error}")
         return EXIT_CODE
     except Exception as error:
+        if line := limits.told(error):
+            processes.complain(f"error: {line}")
+            return os.EX_OSERR
         if not of_a_bucket(error):
             raise
         processes.complain(f"error: the bucket can't be read or written: {reason(error)}")

@@ -1,12 +1,14 @@
 """Command line of a run: typed overrides of a config, checks, and errors of one line."""
 
+import argparse
 import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from dapo_jax.config.files import locate, read_config
+from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
+from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.help import help_text, take_help
 from dapo_jax.runtime.settings import WORDS, ConfigError, leaves, nearest, require, rules
 
@@ -72,13 +74,20 @@ def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
     return [f"--{name}=" + "\n".join(texts) for name, texts in values.items() if texts] + others
 
 
-def take_file(arguments: list[str]) -> tuple[str, list[str]]:
-    """The file of the last `--config=FILE` or `--config FILE`, and the other arguments."""
+def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]]:
+    """The config's name or file and the other arguments.
+
+    It stands after `--config=` or `--config`, of which the last one counts; or, for a `kind` that
+    configs make, alone: first, or after an argument with its value in it (`--seed 1` has not).
+    """
     file, others, rest = "", [], iter(arguments)
     for argument in rest:
         name, separator, value = argument.partition("=")
+        alone = not argument.startswith("-") and (not others or "=" in others[-1])
         if name in ("--config", "-config"):
             file = value if separator else next(rest, "")
+        elif alone and not file and kind in (Config, SftConfig, DpoConfig):
+            file = argument
         else:
             others.append(argument)
     return file, others
@@ -114,8 +123,18 @@ def override(config: Any, arguments: list[str]) -> Any:
     except (flags.Error, TypeError, ValueError) as error:
         raise ConfigError(str(error).strip().splitlines()[-1]) from None
     if extra:
-        raise ConfigError(f"unexpected arguments: {' '.join(extra)}")
+        # Pages and word processors write a long dash in place of two hyphens.
+        dash = "; a flag begins with two hyphens" * any(text[0] in "–—" for text in extra if text)
+        raise ConfigError(f"unexpected arguments: {' '.join(extra)}{dash}")
     return holder.value
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Parser of a command's own flags, whose error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _print_error(message)
+        raise SystemExit(2)
 
 
 def _print_error(text: str) -> None:
@@ -134,7 +153,7 @@ def load(
     several: Collection[str] = (),
     door: Callable[[Any], None] = lambda config: None,
 ) -> Any:
-    """The checked config of the command line: `--config=FILE[:PRESET] --config.x=y`.
+    """The checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
     Prints help, or one line about a mistake, and exits where there is no config to return.
 
@@ -147,7 +166,7 @@ def load(
     """
     short_names = short_names or {}
     asked, arguments = take_help(spell_out(join_repeated(sys.argv[1:], several), short_names))
-    file, arguments = take_file(arguments)
+    file, arguments = take_file(arguments, kind)
     config: Any = None
     try:
         if file or asked or not needs_file:
@@ -156,9 +175,10 @@ def load(
             print(help_text(config, usage or "", asked, short_names))
             raise SystemExit(0)
         if config is None:
+            names = ", ".join(shipped_configs(kind))
             raise ConfigError(
-                "--config=FILE is required, e.g. --config=configs/arithmetic.py "
-                "(--help explains every setting)"
+                f"a config is required: a file of yours, or one of {names}, "
+                f"as in{example(usage or '')} (--help explains every setting)"
             )
         if not file and not arguments:
             raise ConfigError(f"arguments are missing, as in{example(usage or '')} (--help)")
@@ -200,16 +220,3 @@ def run(
     from dapo_jax.runtime import processes
 
     return processes.run(lambda: guarded(lambda: work(config)), alone=alone)
-
-
-def main() -> None:
-    """Checks a run's settings and folder, and prints the model folder that they name."""
-    from dapo_jax.commands.checks import check_run_dir
-    from dapo_jax.config.experiment import Config
-
-    usage = "Checks the settings of a run; arguments as for dapo-jax train."
-    print(load(Config, usage, door=check_run_dir).model.folder)
-
-
-if __name__ == "__main__":
-    main()

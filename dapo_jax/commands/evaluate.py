@@ -1,8 +1,8 @@
 """Scores a policy on held-out problems: avg@k, pass@k, maj@k and what its responses look like.
 
-    dapo-jax evaluate --config=configs/arithmetic.py
-    dapo-jax evaluate --config=FILE --model=FOLDER --k=32
-    dapo-jax evaluate --config=FILE --temperature=0 --k=1   (greedy)
+    dapo-jax evaluate arithmetic
+    dapo-jax evaluate FILE --model=FOLDER --k=32
+    dapo-jax evaluate FILE --temperature=0 --k=1   (greedy)
 
 evaluates the newest checkpoint in run_dir or, with --model, a model folder.
 Every response is written as it is finished; the same command goes on where it was stopped, and a

@@ -7,6 +7,7 @@ from typing import Any
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
 from dapo_jax.config.inputs import GENERATED
+from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
 SFT_USAGE = """\
@@ -14,7 +15,7 @@ Trains a policy on examples: a user's own, or generated ones of the embedded tas
 
     dapo-jax sft --config.data.source=FILE \\
         --config.start=FOLDER --config.out=FOLDER
-    dapo-jax sft --config=configs/arithmetic_base.py
+    dapo-jax sft arithmetic_base
 
 writes a model folder in the Hugging Face layout. A row of the file has messages, or prompt and
 response, prompt and completion, problem and solution, or question and answer. The update is the one
@@ -46,6 +47,7 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
     from dapo_jax.data.supervised_examples import find_source
     from dapo_jax.runtime.storage.ownership import PREFERRING, TRAINED, check_free
 
+    check_warmup(config)
     check_free("out", config.out, TRAINED if isinstance(config, SftConfig) else PREFERRING)
     if isinstance(config, DpoConfig) or config.data.source != GENERATED:
         find_source(config.data)

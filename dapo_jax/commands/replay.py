@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dapo_jax.commands.command_line import FlagParser
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.files import read_config
 from dapo_jax.runtime.settings import ConfigError
@@ -138,7 +139,7 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
 
 def main() -> int:
     """Exit code 0: all is finite; 2: wrong arguments; 4: something is not finite."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="dapo-jax replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,13 +1,17 @@
 """Trains a policy by reinforcement learning from a rule reward.
 
-    dapo-jax train --config=configs/arithmetic.py
-    dapo-jax train --config=configs/arithmetic.py:grpo --config.seed=1
-    dapo-jax train --config=OLD_RUN --config.run_dir=runs/new
+    dapo-jax train arithmetic
+    dapo-jax train arithmetic:grpo --config.seed=1
+    dapo-jax train my_config.py
+    dapo-jax train OLD_RUN --config.run_dir=runs/new
+    dapo-jax train --config=FILE --dry-run
 
-A config file returns the experiment; what stands behind the colon picks a preset; the config.json
-of a run repeats it; every setting below can be overridden. A run folder with a checkpoint in it is
-resumed.
+A config returns the experiment: a file of yours, or by its name one that ships with the package
+(--config=FILE does the same). What stands behind the colon picks a preset; the config.json of a run
+repeats it; every setting below can be overridden. A run folder with a checkpoint in it is resumed.
 """
+
+import sys
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import Config
@@ -44,9 +48,23 @@ def work(config: Config) -> int:
     return 0
 
 
+def try_out(config: Config) -> int:
+    """Shows what the run would see; 0: it can begin."""
+    from dapo_jax.reporting.console import Progress
+
+    with Progress().working("loading the libraries"):
+        from dapo_jax.commands.dry_run import dry_run
+    return dry_run(config)
+
+
 def main() -> int:
     """Exit code of `work`, or 2: wrong settings.
 
     4: numbers are not finite; 75: another process of several is dead, start all again.
     """
-    return command_line.run(Config, __doc__, work, door=check_run)
+    flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
+    if not flags:
+        return command_line.run(Config, __doc__, work, door=check_run)
+    sys.argv = [argument for argument in sys.argv if argument not in flags]
+    alone = "dapo-jax train --dry-run"
+    return command_line.run(Config, __doc__, try_out, door=check_run, alone=alone)

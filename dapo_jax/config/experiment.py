@@ -190,10 +190,32 @@ class ServeConfig:
     max_body_mb: Positive = setting(
         1.0, "Largest body of an HTTP request or message of gRPC, in 10^6 bytes; larger: refused."
     )
-    max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767)] = setting(
-        255, "Longest prompt that is accepted."
+    max_connections: Count = setting(
+        1000, "Connections of each protocol; at this limit HTTP closes the longest idle one."
     )
-    max_response_tokens: Count = setting(256, "Largest max_tokens of a request.")
+    request_seconds: Positive = setting(
+        10.0, "What a client is given to send a request, or to read an answer of HTTP."
+    )
+    idle_seconds: Positive = setting(5.0, "What a connection of HTTP is kept after an answer.")
+    allowed_hosts: str = setting(
+        "",
+        "Names of this server in requests of HTTP, comma between, besides host and localhost; "
+        "'*': any.",
+    )
+    api_key_file: str = setting(
+        "", "File with the key that clients must send; else the variable DAPO_API_KEY; empty: none."
+    )
+    max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
+        -1,
+        "Longest prompt that is accepted. 'auto' (-1): what the model's context holds, or as much "
+        "of it as fits into memory for all slots.",
+        auto=-1,
+    )
+    max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
+        -1,
+        "Largest max_tokens of a request. 'auto' (-1): what the context leaves after the prompt.",
+        auto=-1,
+    )
     temperature: Temperature = setting(
         1.0, "Softmax temperature; 0 takes the likeliest token. Requests of HTTP may say another."
     )

@@ -1,8 +1,9 @@
-"""Config files: Python files with a `get_config`, and the config.json of a run."""
+"""Config files: Python files with a `get_config`, the config.json of a run, and shipped configs."""
 
 import importlib.util
 import inspect
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -45,22 +46,44 @@ def _run_file(path: pathlib.Path, argument: str | None) -> Any:
         raise ConfigError(message if file in message else f"{file}: {message}") from None
 
 
+def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
+    """Files of the configs that ship with the package, by name.
+
+    Args:
+        kind: only those whose `get_config` says that it returns this class; None: all.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    installed, checkout = package / "configs", package.parent / "configs"
+    files = sorted((installed if installed.is_dir() else checkout).glob("*.py"))
+    returns = rf"^def get_config\(.*\) -> {kind.__name__ if kind else '.*'}:$"
+    return {path.stem: path for path in files if re.search(returns, path.read_text(), re.M)}
+
+
 def _find(name: str) -> tuple[pathlib.Path, str | None]:
-    """Path and argument of `FILE` or `FILE:ARGUMENT`. Raises `ConfigError` for no such file."""
+    """Path and argument of `FILE`, `FILE:ARGUMENT` or a shipped config's name in their place.
+
+    A file or run of that name in the working folder comes first. Raises `ConfigError` where there
+    is neither.
+    """
     path, argument = pathlib.Path(name), None
     if not path.exists() and ":" in name:
         file, _, argument = name.rpartition(":")
         path = pathlib.Path(file)
+    shipped, wanted = shipped_configs(), str(path)
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
+        if wanted in shipped:
+            return shipped[wanted], argument
         files = [str(p) for pattern in ("*.py", "*.json") for p in path.parent.glob(pattern)]
-        raise ConfigError(f"--config={name}: there is no such file{nearest(str(path), files, 0.7)}")
+        hint = nearest(str(path), [*files, *shipped], 0.7)
+        hint = hint or f"; the configs that ship are {', '.join(shipped)}" * (not path.suffix)
+        raise ConfigError(f"--config={name}: there is no such file{hint}")
     return path.absolute(), argument
 
 
 def read_config(kind: type, name: str) -> Any:
-    """Config of `FILE.py`, `FILE.py:ARGUMENT`, `RUN/config.json` or `RUN`.
+    """Config of `FILE.py`, `FILE.py:ARGUMENT`, `NAME:ARGUMENT`, `RUN/config.json` or `RUN`.
 
     A Python file's `get_config` returns a `kind`, or an ml_collections `ConfigDict` (or plain
     dictionaries) of its settings.

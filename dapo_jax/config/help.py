@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dapo_jax.runtime.rules import Choices
+from dapo_jax.runtime.setting_texts import explain
 from dapo_jax.runtime.settings import ConfigError, leaves, nearest
 
 COLUMNS = 80
@@ -76,10 +76,7 @@ class _Settings:
         flag = self._short.get(name, f"config.{name}")
         other = value != self._defaults[name]
         yield f"  --{flag}={value!r}" + f"  (default {self._defaults[name]!r})" * other
-        explanation, choices = field.metadata["explanation"], field.metadata["rule"].allowed
-        if isinstance(choices, Choices) and not all(f"'{word}'" in explanation for word in choices):
-            explanation += f" One of: {', '.join(choices)}."
-        yield _wrap(explanation, " " * 6)
+        yield _wrap(explain(field), " " * 6)
 
 
 def help_text(config: Any, usage: str, asked: str, short_names: Mapping[str, str]) -> str:

@@ -60,6 +60,9 @@ class Log:
     rollouts: bool = setting(
         True, "Write every judged response to rollouts/ and evaluations/, step_*.jsonl."
     )
+    rollouts_keep: CountOr0 = setting(
+        0, "How many of the newest files of rollouts/ stay; 0: all.", read=When("log.rollouts")
+    )
     token_groups: CountOr0 = setting(
         1,
         "Of so many trained groups per step, the last, rollouts/ holds tokens and log-probs.",

@@ -109,7 +109,10 @@ class Sampler:
         8, "Tokens decoded per call, between two looks from the host.", may_change=ON_POLICY
     )
     first_window_tokens: Count = setting(
-        64, "Cache length to begin with; it doubles as responses outgrow it.", may_change=True
+        64,
+        "Cache length to begin with; it doubles as responses outgrow it. With "
+        "checkpoint.keep_groups it is the longest from the start.",
+        may_change=True,
     )
     load_layers: CountOr0 = setting(
         0,
@@ -143,7 +146,8 @@ class Sampler:
     )
     prefill_prompts: Count = setting(
         8,
-        "Prompts prefilled by one call; rounded up to a multiple of data x fsdp.",
+        "Prompts prefilled by one call; rounded up to a multiple of data x fsdp, which alone it is "
+        "with checkpoint.keep_groups.",
         may_change=True,
     )
     prefill_chunk_tokens: CountOr0 = setting(

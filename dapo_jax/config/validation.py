@@ -31,6 +31,7 @@ def _check_rows(config: Config | SftConfig, longest: int, check: Check) -> None:
 
 def _check_serving(config: ServeConfig, check: Check) -> None:
     check("model", config.model != "", "a model folder: --model=FOLDER")
+    check("host", config.host != "", "an address of this machine; 0.0.0.0: all")
     for name, other in itertools.combinations(("port", "http_port", "metrics_port"), 2):
         port = getattr(config, other)
         check(other, port == 0 or port != getattr(config, name), f"another one than {name}")
@@ -65,6 +66,22 @@ def _check_own_examples(config: SftConfig | DpoConfig, check: Check) -> None:
         "another one: examples are no problems to be shown before others",
     )
     check("packing.row_tokens", config.packing.row_tokens > 0, "above 0")
+
+
+def check_warmup(config: Any) -> None:
+    """Raises `ConfigError` for a chosen warm-up that never ends.
+
+    A run with a constant rate may go on for longer, and is only warned.
+    """
+    values, defaults = (
+        {name: value for name, _, value in leaves(each)} for each in (config, type(config)())
+    )
+    for name in values if config.total_steps else ():
+        section, _, last = name.rpartition(".")
+        ends = last != "warmup_steps" or values[f"{section}.schedule"] == "constant"
+        if not ends and values[name] != defaults[name]:
+            allowed = f"at most total_steps = {config.total_steps}, or the peak rate never comes"
+            require(values[name] <= config.total_steps, name, values[name], allowed)
 
 
 def validate(config: Any) -> None:

@@ -106,11 +106,14 @@ class _Writer:
             )
         return text, tokens
 
+    def count_tokens(self, problem: Problem) -> int:
+        """Tokens of a problem's prompt."""
+        return len(self._encode(problem)[1])
+
     def measure(self, source: Source) -> Lengths:
         """Lengths of a sample of a source's prompts."""
         most = LOOKED_AT_GENERATED if source.generated else LOOKED_AT
-        places = range(0, len(source.problems), max(1, math.ceil(len(source.problems) / most)))
-        lengths = [len(self._encode(source.problems[i])[1]) for i in places]
+        lengths = [self.count_tokens(problem) for problem in source.sample(most)]
         over = sum(length > self._data.max_prompt_tokens for length in lengths)
         return Lengths(source.name, len(lengths), over, max(lengths, default=0))
 
@@ -198,6 +201,10 @@ class PromptStream:
     @property
     def template(self) -> Template:
         return self._writer.template
+
+    def count_tokens(self, problem: Problem) -> int:
+        """Tokens of a problem's prompt, before any limit."""
+        return self._writer.count_tokens(problem)
 
     def _check_fields(self) -> None:
         """Refuses names of fields that no file has, where all files fit another format."""

@@ -19,7 +19,7 @@ from dapo_jax.data.file_readers import split_suffix
 from dapo_jax.data.problem_files import Loaded, find_files, read_problems
 from dapo_jax.data.row_formats import KNOWN
 from dapo_jax.rewards.gym import tasks
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
 
 LOOKED_AT = 8  # generated problems, for a digest
@@ -90,6 +90,11 @@ class Source:
         """True where problems are made on demand."""
         return not isinstance(self.problems, tuple)
 
+    def sample(self, most: int) -> list[Problem]:
+        """At most so many of the problems, evenly spaced."""
+        count = len(self.problems)
+        return [self.problems[i] for i in range(0, count, max(1, math.ceil(count / most)))]
+
     def describe(self) -> str:
         """Line about the number of problems, and the other rows."""
         text = f"{self.name}: {len(self.problems):,} problems"
@@ -158,7 +163,8 @@ def is_generated(name: str) -> bool:
 def _load(field: str, name: str, data: Data, split: str, needs_answer: bool) -> Loaded:
     paths = find_files(field, name, data.folder, split)
     short, _ = split_suffix(pathlib.PurePath(name).name)
-    loaded = read_problems(paths, short, data.bad_rows_limit, data.fields, needs_answer)
+    with naming(field, name):
+        loaded = read_problems(paths, short, data.bad_rows_limit, data.fields, needs_answer)
     if loaded.problems:
         return loaded
     rows, why = loaded.counts["rows"], "; ".join(loaded.complaints[:1])

@@ -16,7 +16,8 @@ from dapo_jax.data.problem_files import find_files
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import SHOWN_COMPLAINTS, MalformedRow, check_malformed
 from dapo_jax.data.supervised_rows import PAIRS, Example, Forms, Turns, Writer
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.limits import saying_what_is_too_large
+from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
 
 HELDOUT_SHARE, MOST_HELDOUT = 20, 256
@@ -127,8 +128,9 @@ def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: F
     """
     collector = _Collector(Writer(data, tokenizer, forms), data, row_tokens, forms is PAIRS)
     for path in map(epath.Path, find_source(data)):
-        for place, row in read_rows(path):
-            collector.add(f"{path} {place}", row)
+        with naming("data.source", data.source), saying_what_is_too_large(str(path)):
+            for place, row in read_rows(path):
+                collector.add(f"{path} {place}", row)
     counts, what = collector.counts, "pairs" if forms is PAIRS else "examples"
     overlong = counts["dropped"] + counts["cut"]
     warnings = collector.complaints[:SHOWN_COMPLAINTS]

@@ -1,5 +1,6 @@
 """What `import dapo_jax` offers a notebook or a script."""
 
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -7,14 +8,21 @@ import json
 import pydoc
 import subprocess
 import sys
+import threading
 
+import numpy as np
 import pytest
+from supervised_runs import pair_rows, settings
 
 import dapo_jax
-from dapo_jax.rewards import functions
+from dapo_jax.commands.plan.published_shapes import config_values
+from dapo_jax.rewards import given
 from dapo_jax.runtime.settings import ConfigError
 
 OFFERED = [getattr(dapo_jax, name) for name in dapo_jax.__all__]
+
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512}
 
 
 def quick(base, run_dir, **changes) -> dapo_jax.Config:
@@ -62,6 +70,7 @@ def test_type_checkers_see_the_same_names():
     "room",
     [
         "dapo_jax.commands.api",
+        "dapo_jax.commands.api_folders",
         "dapo_jax.learner.losses",
         "dapo_jax.learner.advantages",
         "dapo_jax.verifier.algebra_process",
@@ -80,7 +89,7 @@ def test_a_run_stops_goes_on_leaves_a_table_and_a_policy_and_is_repeated(base, t
 
     def stop_after_one(step, values):
         told.append((step, values["reward"]))
-        return True
+        return values["reward"] < np.float64(9)  # numpy's own True
 
     config = quick(base, tmp_path / "run")
     stopped = dapo_jax.train(config, on_step=stop_after_one)
@@ -91,10 +100,96 @@ def test_a_run_stops_goes_on_leaves_a_table_and_a_policy_and_is_repeated(base, t
     assert result.metrics["reward"][0].as_py() == told[0][1]
     (answers,) = result.policy.sample(["1+2="], samples=3)
     assert len(answers) == 3 and result.policy.name.endswith("step 2")
+    assert "step 2: prompts of at most 512 tokens" in repr(result.policy)
+    assert "'steps': 2" in repr(result) and len(repr(result)) < 500
+    exported = dapo_jax.export(result.run_dir, tmp_path / "exported", dtype="float32")
+    same = dapo_jax.sample(exported, ["1+2="], samples=3, max_response_tokens=512)
+    assert [one.text for one in same[0]] == [one.text for one in answers]
+    page = dapo_jax.report(result.run_dir, out=tmp_path / "page.html")
+    assert page.is_file() and "<html" in page.read_text()[:1000]
     record = json.loads((tmp_path / "run/config.json").read_text())
     (tmp_path / "again.json").write_text(json.dumps(record | {"run_dir": str(tmp_path / "again")}))
     again = dapo_jax.train(str(tmp_path / "again.json"))
     assert again.metrics["loss"].to_pylist() == result.metrics["loss"].to_pylist()
+
+
+def test_folders_of_supervised_training_have_a_table_and_a_policy(base, tmp_path, alone):
+    changes = settings(tmp_path, pair_rows(), base)
+    changes["data"].passes = 1.0
+    preferring = dapo_jax.dpo(dapo_jax.DpoConfig(**changes))
+    assert preferring.path == str(tmp_path / "out") and not preferring.stopped
+    assert preferring.metrics["step"].to_pylist() == [0, 1, 2]
+    assert preferring.metrics["gradient_norm"][2].as_py() > 0
+    (answers,) = preferring.policy.sample(["1+2="], samples=2)
+    assert len(answers) == 2
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import dapo_jax
+from supervised_runs import example_rows, settings
+folder, base = sys.argv[1:]
+import pathlib
+changes = settings(pathlib.Path(folder), example_rows(), base, save_every_steps=9)
+changes["data"].passes = 300.0
+del changes["mesh"]
+def interrupt():
+    while not os.path.exists(folder + "/out.halfway/metrics.jsonl"):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    dapo_jax.sft(dapo_jax.SftConfig(**changes))
+except KeyboardInterrupt as error:
+    print("interrupted", error.__context__, os.listdir(folder + "/out.halfway/checkpoints"))
+"""
+
+
+def test_ctrl_c_in_supervised_training_is_a_keyboard_interrupt_after_the_save(base, tmp_path):
+    program = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(base)]
+    said = subprocess.check_output(program, text=True, timeout=300).splitlines()[-1]
+    assert said.startswith("interrupted None ['") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: dapo_jax.sft(dapo_jax.Config()), "must be a SftConfig or a file's name"),
+        (lambda: dapo_jax.sft("nowhere.py"), "--config=nowhere.py: there is no such file"),
+        (lambda: dapo_jax.sft(dapo_jax.SftConfig()), "config.total_steps = 0: must be above 0"),
+        (lambda: dapo_jax.dpo(dapo_jax.DpoConfig()), "config.data.source = ''"),
+        (lambda: dapo_jax.export("nowhere", "out"), "config.run = 'nowhere'"),
+        (lambda: dapo_jax.export("", "out"), "config.run = ''"),
+        (lambda: dapo_jax.export("a", "b", dtype="float8"), "config.dtype = 'float8'"),
+        (lambda: dapo_jax.export("a", "b", step="newest"), "config.step = 'newest': must be a who"),
+        (lambda: dapo_jax.export("a", "b", shards=3), "ExportConfig.shards: there is no such"),
+        (lambda: dapo_jax.report("nowhere"), "config.run = 'nowhere'"),
+        (lambda: dapo_jax.report(), "config.run = ''"),
+        (lambda: dapo_jax.report("a", max_mb=1), "config.max_mb = 1: must be at least 6"),
+        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="v7:8"), "topology = 'v7:8'"),
+        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", cost=1), "PlanSettings.cost"),
+        (lambda: dapo_jax.plan(dapo_jax.Config(), topology="cpu:1", json=True), "without search"),
+        (lambda: dapo_jax.evaluate(dapo_jax.Config(), top_k=1), "no argument 'top_k'; did you"),
+        (lambda: dapo_jax.evaluate(dapo_jax.Config(), k=0), "samples_per_problem = 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_as_by_the_commands(call, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        call()
+    assert words in str(error.value)
+
+
+def test_a_plan_is_a_dictionary(tmp_path, alone):
+    config = quick("", tmp_path, algorithm=dapo_jax.preset("reinforce"))
+    config.rollout.updates_per_rollout = 1
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config_values("Qwen2.5-0.5B") | TINY))
+    found = dapo_jax.plan(
+        config, topology="cpu:1", model=str(tmp_path / "model"), cache=str(tmp_path / "cache")
+    )
+    assert found["fits"] and found["chips"] == 1 and found["step"]["seconds_step"] > 0
+    assert found["programs"]["update"]["peak_bytes"] > 0 and config.model.folder == ""
 
 
 def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
@@ -117,7 +212,13 @@ def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
     (column,) = [name for name in here.column_names if "in_process" in name]
     assert calls and here[column].to_pylist() == named["reward_parts/mine:digits"].to_pylist()
     assert here["loss"].to_pylist() == named["loss"].to_pylist()
-    functions._here.clear()  # as in another program, which only asks the policy
+    program = dapo_jax.train(
+        dataclasses.replace(config, run_dir=str(tmp_path / "given")),
+        reward={"rule": 1, (lambda prompt, response, answer: 0.5 * len(response)): 1},
+    ).metrics
+    assert program["loss"].to_pylist() == named["loss"].to_pylist()
+    assert program["reward_parts/given:lambda"].to_pylist() == here[column].to_pylist()
+    given._functions.clear()  # as in another program, which only asks the policy
     assert dapo_jax.Policy(config.run_dir).name.endswith("step 1")
     (tmp_path / "from_file").mkdir()
     with pytest.raises(ConfigError, match="must be given by the program"):
@@ -125,20 +226,15 @@ def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
         dapo_jax.train(quick(base, tmp_path / "from_file", reward=unknown))
 
 
-def test_functions_without_a_name_are_refused_at_once(tmp_path):
-    config = quick("nowhere", tmp_path)
-    for function in (lambda prompt, response, answer: 1.0, print.__call__, Nameless()):
-        with pytest.raises(ConfigError, match="import by its name.*in_process=True"):
-            dapo_jax.train(config, reward=function)
-    with pytest.raises(ConfigError, match="a reward is called as .prompt="):
-        dapo_jax.train(config, reward=lambda text: 1.0, in_process=True)
-
-
-class Nameless:
-    """A callable without a name of its own."""
-
-    def __call__(self, prompt: str, response: str, answer: str) -> float:
-        return 1.0
+def test_functions_that_a_worker_can_not_have_or_call_are_refused_at_once(tmp_path):
+    config, lock = quick("nowhere", tmp_path), threading.Lock()
+    with pytest.raises(ConfigError, match="variable `lock`: TypeError.*in_process=True"):
+        dapo_jax.train(config, reward=lambda prompt, response, answer: float(lock.locked()))
+    for in_process in (True, False):
+        with pytest.raises(ConfigError, match="a reward is called as .prompt="):
+            dapo_jax.train(config, reward=lambda text: 1.0, in_process=in_process)
+    with pytest.raises(ConfigError, match="= 3: must be a function"):
+        dapo_jax.train(config, reward=3)
 
 
 def test_wrong_prompts_are_refused(base, alone):

@@ -3,55 +3,28 @@
 import dataclasses
 import json
 import pathlib
-import shutil
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
-from dapo_jax import algorithms
-from dapo_jax.config.experiment import Checkpoint, Compute, Config, ExportConfig, Model, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.model import load_huggingface
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, SavedPolicy
-from dapo_jax.run.checkpointing.same_run import frozen_content
-from dapo_jax.run.components import load_frozen, load_trained
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.export import export
-from dapo_jax.runtime.settings import ConfigError, leaves
+from dapo_jax.runtime.settings import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 OTHER = ROOT / "tests/fixtures/models/llama3"
 
 
 @pytest.fixture(scope="module")
-def run(tiny_folder, eight_devices, tmp_path_factory):
-    """Two checkpoints of a policy on eight devices, the first layer frozen; and its folder."""
-    source, run_dir = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("run")
-    shutil.copytree(tiny_folder, source, dirs_exist_ok=True)
-    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    values = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 77}
-    (source / "config.json").write_text(json.dumps(values))
-    half = dataclasses.replace(TINY, frozen_layers=1)
-    frozen = load_frozen(source, half, eight_devices)
-    learner = policy_learner(
-        algorithms.dapo(), Compute(), Optimizer(), half, eight_devices, frozen=frozen
-    )
-    state = learner.start(load_trained(source, half, eight_devices, seed=0))
-    config = Config(model=Model(folder=str(source), freeze_layers=0.5))
-    settings = {name: value for name, _, value in leaves(config)}
-    settings[frozen_content("model.folder")] = load_huggingface.fingerprint(source)
-    checkpoints = Checkpoints(run_dir, Checkpoint())
-    for step in (1, 2):
-        state = state.replace(params=jax.tree.map(lambda leaf: leaf * 1.01, state.params))
-        checkpoints.save(Record(step, settings), {"state": state, "critic": None})
-    checkpoints.close()
-    return str(run_dir), source
+def run(saved_run):
+    return saved_run
 
 
 def test_a_checkpoint_of_eight_devices_is_exported_by_a_process_of_one(run, tmp_path, one_device):

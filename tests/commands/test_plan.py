@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from test_config import RL, ROOT, load
+from command_lines import RL, ROOT, load
 
 from dapo_jax.commands import checks
 from dapo_jax.commands.plan import advice, chips, compile_programs, plan, search, tables
@@ -20,6 +20,8 @@ from dapo_jax.commands.plan.published_shapes import NAMES, config_values, read_s
 from dapo_jax.commands.plan.step_estimate import measure_lengths
 from dapo_jax.config.experiment import Config
 from dapo_jax.model.decoder import abstract_params
+from dapo_jax.reporting.notices import describe_saving
+from dapo_jax.run.memory import checkpoint_bytes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
 
@@ -163,7 +165,15 @@ def test_a_compiler_that_gives_up_says_what_it_would_take(said, needs, temporari
 
 def test_the_report_says_what_was_found(made, settings):
     text = tables.tables(made, settings)
-    for part in ("critic update", "decoding weights", "together", "all-gather", "MFU", "dollars"):
+    for part in (
+        "critic update",
+        "decoding weights",
+        "together",
+        "all-gather",
+        "MFU",
+        "dollars",
+        "s that a spot",
+    ):
         assert part in text
     record = json.loads(json.dumps(tables.record(made, settings)))
     assert record["fits"] and record["step"]["kept_groups"] == 8
@@ -291,6 +301,19 @@ def test_the_large_config_is_the_papers_table():
     evaluation = config.evaluation
     assert (evaluation.samples_per_problem, evaluation.temperature) == (32, 1.0)
     assert evaluation.top_p == 0.7 and (config.sampler.temperature, config.sampler.top_p) == (1, 1)
+
+
+def test_what_a_spot_machines_notice_can_save_is_said():
+    config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
+    size = checkpoint_bytes(config, read_shape(config.model.folder))
+    assert size == pytest.approx(12 * PARAMETERS["Qwen2.5-32B"] * 1e9, rel=0.005)
+    hosts = chips.parse("v5p:4x4x4").hosts
+    said = describe_saving(size, hosts, config.checkpoint.every_steps, 1_770.0)
+    assert "393.2 GB, which 16 hosts write in about 49.1 s" in said and "more than the 30 s" in said
+    assert said.endswith("may be 5 steps old, 148 minutes")
+    assert "one host writes" in describe_saving(1e9, chips.parse("v5e:2x4").hosts, 0)
+    counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
+    assert {name: chips.parse(name).hosts for name in counts} == counts
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import shutil
 import sys
 
 import pytest
-
-from dapo_jax.__main__ import entry
+from command_lines import run
 
 ROOT = pathlib.Path(__file__).parents[2]
 MAIN = f"--config={ROOT}/configs/arithmetic.py"
@@ -19,7 +18,7 @@ CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
 
 # (command, arguments, what the line must say); `=FILE` arguments are relative to the test's folder.
 FLAGS = [
-    ("train", [], ["--config=FILE is required", "configs/arithmetic.py"]),
+    ("train", [], ["a config is required", "arithmetic, ", "dapo-jax train arithmetic"]),
     ("train", ["--config=nowhere.py"], ["--config=nowhere.py", "no such file"]),
     ("train", ["--config=notes.txt"], ["notes.txt", ".py file", "config.json"]),
     ("train", [f"{MAIN}:dapoo"], ["'dapoo'", "dapo, dr_grpo"]),
@@ -147,16 +146,6 @@ FILES = [
     ("return 3", None, ["get_config() returns int", "Config"]),
     ("return {'seed': 0, 'slots': 3}", None, ["config.slots", "no such setting"]),
 ]
-
-
-def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
-    """Exit code and standard error of a command in this process."""
-    monkeypatch.setattr(sys, "argv", [command, *arguments])
-    try:
-        code = entry(command)()
-    except SystemExit as stopped:
-        code = stopped.code
-    return code, capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,28 +1,17 @@
 """Bad settings stop at the door, with the field, its value and what is allowed."""
 
 import dataclasses
-import pathlib
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
+from command_lines import BASE, RL, ROOT, load
 
 from dapo_jax.__main__ import entry
-from dapo_jax.commands import checks, command_line
+from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, SftConfig
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.sharding import mesh_shape
-
-ROOT = pathlib.Path(__file__).parents[2]
-RL = f"--config={ROOT}/configs/arithmetic.py"
-BASE = f"--config={ROOT}/configs/arithmetic_base.py"
-
-
-def load(kind, *arguments, usage=""):
-    with mock.patch.object(sys, "argv", ["prog", *arguments]):
-        return command_line.load(kind, usage)
-
 
 BAD = [
     (["--config.algorithm.clip_hgih=0.3"], ["clip_hgih", "clip_high"]),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_config import RL, load
+from command_lines import RL, load
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import Algorithm
@@ -55,6 +55,7 @@ CHANGES = {
     "reward.percent": ("as_asked", "dapo", "reward.verifier=math_box"),
     "reward.threshold": (0.7, "dapo", "reward.correct=threshold"),
     "reward.min_spread": (0.1, "dapo", "reward.correct=spread"),
+    "log.rollouts_keep": (3, "dapo", ""),
     "log.token_groups": (2, "dapo", ""),
     "log.token_ratios": (True, "dapo", ""),
     "lora.alpha": (16.0, "dapo", "lora.rank=4"),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_config import BASE, RL, load
+from command_lines import BASE, RL, load
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, ExportConfig, SftConfig

@@ -61,6 +61,12 @@ class Topology:
     def chips(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def hosts(self) -> int:
+        """Machines of so many chips: 4 a host, but 8 on one of GPUs, v5e or v6e alone."""
+        eight = self.chip.platform != "tpu" or (self.chips == 8 and self.chip.dimensions == 2)
+        return math.ceil(self.chips / (8 if eight else 4))
+
 
 def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
     """Raises `ConfigError` that names a flag of the plan, not a setting of the config."""

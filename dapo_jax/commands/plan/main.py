@@ -1,15 +1,14 @@
 """Plan of a run on devices that are not here: whether it fits, and what it takes.
 
-    dapo-jax plan --config=FILE --topology=v5p:4x4x4
-    dapo-jax plan --config=FILE --topology=v6e:2x4 --search
-    dapo-jax plan --config=FILE --topology=v5p:4x4x4 --simulate
+    dapo-jax plan dapo_qwen2p5_32b --topology=v5p:4x4x4
+    dapo-jax plan FILE --topology=v6e:2x4 --search
+    dapo-jax plan FILE --topology=v5p:4x4x4 --simulate
 
 The programs are the run's own; the compiler of the device compiles them without one. Exit code 0:
 everything fits; 1: something does not, with how much is missing and what to change; 2: wrong
 settings. Memory is the compiler's word; seconds are a roofline's, and nothing has run. Flags:
 """
 
-import argparse
 import sys
 from typing import Any
 
@@ -21,7 +20,7 @@ from dapo_jax.runtime.settings import ConfigError, leaves
 
 def read_flags() -> PlanSettings:
     """Reads the flags of a plan; what else is on the command line is left there for the config."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = command_line.FlagParser(add_help=False, allow_abbrev=False)
     for name, _, default in leaves(PlanSettings()):
         if isinstance(default, bool):
             parser.add_argument(f"--{name}", action="store_true")

@@ -8,9 +8,11 @@ import pathlib
 import re
 from typing import Any
 
+from dapo_jax.data.policies import model_path
 from dapo_jax.model import families, load_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.ownership import is_remote
 
 _COLUMNS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
@@ -74,9 +76,10 @@ def read_shape(model: str, **numerics: Any) -> DecoderConfig:
 
     Raises `ConfigError` naming what is near where it is neither.
     """
-    if (pathlib.Path(model) / "config.json").exists():
-        return load_huggingface.read_config(model, **numerics)
     values = config_values(model)
+    known = values is not None and is_remote(model)  # and is not downloaded for a plan
+    if not known and (model_path(model) / "config.json").exists():
+        return load_huggingface.read_config(model, **numerics)
     if values is None:
         near = difflib.get_close_matches(pathlib.PurePath(model).name, NAMES, n=3, cutoff=0.3)
         hint = f" (near: {', '.join(near)})" if near else ""

@@ -11,6 +11,8 @@ from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.roofline import matrix_weights
 from dapo_jax.commands.plan.simulate import Simulation, Step, changed
 from dapo_jax.commands.plan.step_estimate import DECODE_OVERHEAD_SECONDS, estimate
+from dapo_jax.reporting.notices import describe_saving
+from dapo_jax.run.memory import checkpoint_bytes
 
 PHASES = {  # of a step: the simulator's seconds in each
     "load the decoding weights": ("load",),
@@ -132,6 +134,10 @@ def step_table(plan: Any, settings: PlanSettings, record: dict[str, Any]) -> str
         f"{record['chip_hours_step']:,.2f} chip-hours a step, {record['chip_hours']:,.0f} for "
         f"{plan.layout.config.total_steps:,} steps ({record['hours']:,.1f} hours)",
     ]
+    config, topology = plan.layout.config, plan.layout.topology
+    size = checkpoint_bytes(config, plan.layout.decoder)
+    every = config.checkpoint.every_steps
+    lines.append(describe_saving(size, topology.hosts, every, record["seconds_step"]))
     if settings.price:
         lines.append(
             f"{record['dollars_step']:,.2f} dollars a step, {record['dollars']:,.0f} in all, at "

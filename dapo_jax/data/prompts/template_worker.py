@@ -9,7 +9,6 @@ limited. Names and white space are as in Hugging Face's `apply_chat_template`.
 import datetime
 import functools
 import json
-import resource
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dapo_jax.runtime.workers.child import limit_process, serve
+from dapo_jax.runtime.workers.child import limit_computing, limit_process, serve
 
 TODAY = datetime.date(2024, 7, 26)  # what Llama 3's templates say where nobody tells them
 MOST_CHARACTERS = 1 << 20  # of a text
@@ -76,9 +75,7 @@ def answer(job: dict) -> dict:
 
     A template that fails gives `{"error", "line"}`; the line is None where jinja knows none.
     """
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(spent.ru_utime + spent.ru_stime) + 1 + SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    limit_computing(SECONDS)
     template, strict = job["template"], job["strict"]
     try:
         if "values" in job:

@@ -10,7 +10,7 @@ from etils import epath
 
 from dapo_jax.data.prompts.chat_template import ChatTemplate
 from dapo_jax.data.prompts.template_process import TemplateFails, names_read, render
-from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.settings import ConfigError, check_utf8, require
 from dapo_jax.structs import Problem, present
 
 # The wording of DAPO's released data (arXiv 2503.14476).
@@ -169,7 +169,9 @@ def _read(setting: str) -> str:
     path = epath.Path(setting)
     try:
         if path.is_file():
-            return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+            content = path.read_bytes()
+            check_utf8(content)
+            return content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
     except Exception as error:  # of the file, of its encoding, or of a bucket's client
         raise ConfigError(f"config.data.template = {setting!r}: can't be read: {error}") from None
     names = ", ".join(TEMPLATES)

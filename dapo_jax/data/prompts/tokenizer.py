@@ -4,16 +4,19 @@ The `tokenizers` library turns text into ids; this file adds the ids that end a 
 """
 
 import pathlib
+import reprlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.chat_template import ChatTemplate, read_chat_template
-from dapo_jax.runtime.settings import ConfigError, read_json
+from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 
 VOCAB_MULTIPLE = 32
+NO_PAD = -1  # pad_token_id of Llama's first folders, which have none
 BROKEN_CHARACTER = "\ufffd"
 
 
@@ -78,9 +81,14 @@ class Tokenizer:
             raise ConfigError(
                 f"{named}: tokenizer.json has the id {largest}, but the model has {vocab} tokens"
             )
-        if not all(0 <= end < vocab for end in self.end_ids):
-            ends = list(self.end_ids)
-            raise ConfigError(f"{named}: eos_token_id = {ends}: must be from 0 to {vocab - 1}")
+        ids = {
+            "eos_token_id": self.end_ids,
+            "pad_token_id": (self.pad_id,),
+            "the tokens that begin a prompt": self.begin_ids,
+        }
+        for name, own in ids.items():
+            if not all(0 <= one < vocab for one in own):
+                raise ConfigError(f"{named}: {name} = {list(own)}: must be from 0 to {vocab - 1}")
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
@@ -103,8 +111,8 @@ class Tokenizer:
         Raises:
             ConfigError: the folder lacks a file or an id; the message names the setting `field`.
         """
-        folder = pathlib.Path(folder)
         named = f"config.{field} = {str(folder)!r}"
+        folder = model_path(folder, field)
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(f"{named}: has no tokenizer.json")
@@ -120,12 +128,23 @@ class Tokenizer:
                 f"{named}: eos_token_id = {end!r} in generation_config.json or else config.json: "
                 "must be an id or a list of ids, or no response could end"
             )
-        pad_id = settings.get("pad_token_id", end_ids[0])
+        pad_id = settings.get("pad_token_id", NO_PAD)
+        if type(pad_id) is not int:
+            raise ConfigError(f"{named}: pad_token_id = {reprlib.repr(pad_id)}: must be an id")
         try:
+            check_regular(path)
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises no class of its own
+            backend.no_padding()  # the folder's lengths are those of another program
+            backend.no_truncation()
+            own = cls(backend, end_ids, end_ids[0] if pad_id == NO_PAD else pad_id)
+            if not backend.get_vocab():
+                raise ValueError("it knows no token")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises no class of its own, and may panic
             raise ConfigError(f"{named}: tokenizer.json can't be read: {error}") from None
-        return cls(backend, end_ids, pad_id, read_chat_template(folder, field))
+        own.chat = read_chat_template(folder, field)
+        return own
 
 
 class TextStream:

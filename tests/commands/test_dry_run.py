@@ -1,0 +1,166 @@
+"""`dapo-jax train --dry-run`: what a run would see, before it loads, compiles or writes."""
+
+import json
+import os
+import re
+
+import pytest
+from command_lines import ROOT, run_shown
+
+from dapo_jax.model import load_huggingface
+from dapo_jax.verifier.gold_reading import FORMS, in_form, read_gold
+from dapo_jax.verifier.verifier import VERIFIERS
+
+ROWS = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(40)]
+REWARDS = """\
+import os, pathlib
+
+def long(prompt, response, answer):
+    return len(response) / 100
+
+def elsewhere(prompt, response, answer):
+    return float(os.getpid() == int(pathlib.Path("pid").read_text()))
+
+def fails(prompt, response, answer):
+    return 1 / 0
+
+def fails_on_nothing(prompt, response, answer):
+    return float(response[0] == "#")
+"""
+
+
+@pytest.fixture
+def dry_run(tmp_path, byte_folder, alone, monkeypatch, capsys, write_module):
+    """Function of rows and flags: exit code, output and error of a dry run."""
+    monkeypatch.chdir(tmp_path)
+
+    def no_weights(*args, **options):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(load_huggingface, "load_params", no_weights)
+    write_module("dry_rewards", REWARDS)
+    flags = f"""from dapo_jax import *
+def get_config():
+    return Config(model=Model(folder={str(byte_folder)!r}), data=Data(source="mine.jsonl"),
+        rollout=Rollout(prompts_per_step=8))
+"""
+
+    def run(rows, *arguments):
+        (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "config.py").write_text(flags)
+        before = {path for path in tmp_path.rglob("*") if "__pycache__" not in str(path)}
+        shown = run_shown(
+            "train", ["--config=config.py", "--dry-run", *arguments], monkeypatch, capsys
+        )
+        after = {path for path in tmp_path.rglob("*") if "__pycache__" not in str(path)}
+        assert after == before, after - before
+        return shown
+
+    return run
+
+
+def row(said: str, name: str) -> str:
+    """The line of a table that begins with `name`."""
+    (line,) = (line for line in said.splitlines() if line.lstrip().startswith(f"{name} "))
+    return line
+
+
+def test_prompts_golds_rewards_lengths_and_memory_are_shown(dry_run):
+    code, said, error = dry_run(ROWS, "--config.data.template=<|end|>{problem}\n")
+    assert code == 0, error
+    assert said.count("\nprompt mine-") == 3
+    # The end of a line at the end of a prompt, and special tokens, are seen.
+    assert said.count("=\n  | \n  gold '") == 3 and "  | <|end|>" in said
+    assert "golds of 32 problems, by final_number: 32 integer" in said
+    assert row(said, "gold in its form").split("  ")[-1].startswith("right: rule +1.00")
+    for name in ("gold alone", "a wrong number", "the problem again"):
+        assert "wrong (" in row(said, name)
+    # least, median, 95 %, most, limit; a token per byte and the special one
+    assert row(said, "prompts").split()[1:6] == ["6", "8", "8", "8", "32"]
+    assert row(said, "memory:").count("MB") >= 2
+    assert "20 steps of 8 prompts ask for every one of 32 problems 5.0 times" in said
+    assert said.endswith("without --dry-run this trains\n")
+
+
+def test_golds_that_the_verifier_does_not_read_are_counted(dry_run):
+    rows = [*ROWS, {"question": "half of 1=", "answer": "1/2"}]
+    code, said, _ = dry_run(rows, "--config.data.heldout_problems=0")
+    assert code == 0
+    assert "golds of 41 problems, by final_number: 40 integer, 1 unreadable" in said
+    assert "warning: 1 golds are unreadable" in said and "'1/2'" in said
+    code, said, _ = dry_run(
+        rows, "--config.data.heldout_problems=0", "--config.reward.verifier=math"
+    )
+    assert "by math: 41 number" in said and "warning" not in said
+    assert "wrong (unfinished)" in row(said, "gold, not worked out")
+
+
+def test_own_reward_functions_are_called_in_a_worker(dry_run, tmp_path):
+    (tmp_path / "pid").write_text(str(os.getpid()))
+    parts = "--config.reward.parts=rule=1,dry_rewards:long=100,dry_rewards:elsewhere=50"
+    code, said, error = dry_run(ROWS, parts)
+    assert code == 0, error
+    gold = row(said, "gold in its form")
+    length = len(gold.split("####")[1].split()[0]) + len("#### ")
+    assert f"dry_rewards:long {length:+.2f}" in gold and "dry_rewards:elsewhere +0.00" in gold
+
+
+def test_a_reward_function_that_fails_is_named(dry_run):
+    code, _, error = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails=1")
+    assert code == 2 and "dry_rewards.py:10: return 1 / 0: ZeroDivisionError" in error
+    assert "fails on all of 6 answers" in error  # one that hangs is not waited for at every prompt
+    assert error.startswith("error: config.reward.parts") and len(error.splitlines()) == 1
+    code, said, _ = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails_on_nothing=1")
+    assert code == 0 and "warning: reward functions fail on 3 of these" in said
+
+
+def test_the_page_shows_what_the_command_says(alone, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said, error = run_shown("train", ["arithmetic", "--dry-run"], monkeypatch, capsys)
+    assert code == 0, error
+    page = (ROOT / "docs/own_data.md").read_text()
+    (shown,) = re.findall(r"^```\n(data: .*?)^```", page, re.M | re.S)
+    assert set(shown.splitlines()) <= set(said.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_run_would_refuse_is_refused_after_it_was_shown(dry_run):
+    code, said, error = dry_run(ROWS, "--config.data.max_prompt_tokens=4")
+    assert code == 2 and "config.data.max_prompt_tokens = 4: must be larger" in error
+    assert "of 32 are cut at their beginning" in row(said, "prompts")
+
+
+def test_a_template_that_the_tokenizer_lacks_characters_of_is_warned_of(dry_run):
+    shipped = "--config.model.folder=dapo_jax:arithmetic_base"
+    code, said, _ = dry_run(ROWS, shipped, "--config.data.template=Ask {problem}")
+    assert code == 0 and said.count("warning: this is not what the template wrote") == 3
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_verifier_finds_an_answer_in_its_form(verifier):
+    assert FORMS.keys() == VERIFIERS.keys()
+    ruling = VERIFIERS[verifier](in_form(verifier, "42"), "42", None)
+    assert ruling.correct and ruling.extracted == "42"
+
+
+@pytest.mark.parametrize(
+    ("verifier", "gold", "kind", "shown"),
+    [
+        ("final_number", "1,234", "integer", "1234"),
+        ("final_number", "-7", "integer", "-7"),
+        ("final_number", "3/4", "unreadable", ""),
+        ("math", r"\frac{3}{4}", "number", "3/4"),
+        ("math", r"So it is \boxed{7}", "number", "7"),
+        ("math", "12 cm", "number with a unit", "12 cm"),
+        ("math", "(1,2)", "tuple", "2 parts"),
+        ("math", "x=3", "relation", "x=3"),
+        ("math", "Paris", "words", "Paris"),
+        ("math", r"2\sqrt{3}", "expression", "sqrt"),
+        ("math", "x^2+", "text", "unexpected end"),
+        ("math", "\u200d", "unreadable", ""),
+        ("dapo", "42", "spelling", "42"),
+    ],
+)
+def test_a_gold_is_read_as_its_verifier_reads_it(verifier, gold, kind, shown):
+    reading = read_gold(verifier, gold)
+    assert reading.kind == kind and shown in reading.shown

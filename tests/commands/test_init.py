@@ -1,0 +1,136 @@
+"""`dapo-jax init`: files of a user's own become a config that a dry run takes; nothing is lost."""
+
+import json
+
+import pytest
+from command_lines import run, run_shown
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.config.files import read_config
+
+WORKED = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7.\n#### 7"}
+BOXED = {"task": "Add 3 and 4.", "response": "It is \\boxed{7}, as 3 + 4 is 7."}
+CSV = "Frage;Loesung\nWas ist 3 + 4?;7\nWas ist 1/2 + 1/4?;3/4\n"
+# name of the file, its content, flags, fields of the config, verifier or the reward's part
+FILES = {
+    "gsm8k": ("a.jsonl", [WORKED] * 4, [], "", "math_label"),
+    "boxed": ("a.jsonl", [BOXED] * 4, [], "problem=task,solution=response", "math_label"),
+    "usual names": ("a.json", [{"problem": "1+1=?", "answer": 2}], [], "", "math_label"),
+    "capitals": ("a.jsonl", [{"Prompt": "1+1=?", "Gold": 2}], [], "problem=Prompt,answer=Gold", ""),
+    "named": (
+        "a.csv",
+        CSV,
+        ["--question=Frage", "--answer=Loesung"],
+        "problem=Frage,answer=Loesung",
+        "",
+    ),
+    "nested": (
+        "a.jsonl",
+        [{"ask": "1+1=?", "meta": {"gold": "2"}}],
+        ["--answer=meta.gold"],
+        "problem=ask,answer=meta.gold",
+        "",
+    ),
+    "messages": (
+        "a.jsonl",
+        [{"messages": [{"role": "user", "content": "1+1=?"}], "answer": "2"}],
+        [],
+        "",
+        "",
+    ),
+    "words": (
+        "a.jsonl",
+        [{"ask": "Capital of France?", "gold": "Paris"}] * 3,
+        [],
+        "problem=ask,answer=gold",
+        "mine.reward:score=1",
+    ),
+    "no answers": (
+        "a.jsonl",
+        [{"query": "Write a poem."}] * 3,
+        [],
+        "problem=query",
+        "mine.reward:score=1",
+    ),
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def write(path, content) -> None:
+    if path.suffix == ".jsonl":
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_becomes_a_config_that_a_dry_run_takes(case, here, byte_folder, monkeypatch, capsys):
+    name, content, flags, fields, judged = FILES[case]
+    write(here / name, content)
+    flags = [f"--data={name}", "--out=mine", f"--model={byte_folder}", *flags]
+    code, said, error = run_shown("init", flags, monkeypatch, capsys)
+    assert code == 0, error
+    assert "dapo-jax train mine/config.py --dry-run" in said
+    config = read_config(Config, "mine/config.py")
+    assert config.data.fields == fields
+    assert judged in ("", config.reward.verifier, config.reward.parts)
+    written = {path.name for path in (here / "mine").iterdir()} - {"__pycache__"}
+    assert ("reward.py" in written) == (config.reward.correct == "threshold")
+    dry = ["--config=mine/config.py", "--dry-run"]
+    code, said, error = run_shown("train", dry, monkeypatch, capsys)
+    assert code == 0, error
+    assert "prompt a-1" in said
+    assert not (here / "runs").exists()
+
+
+def test_a_gold_of_words_is_right_by_the_reward_that_was_written(here, monkeypatch, capsys):
+    write(here / "a.jsonl", FILES["words"][1])
+    assert run("init", ["--data=a.jsonl", "--out=words"], monkeypatch, capsys)[0] == 0
+    namespace: dict = {}
+    exec((here / "words/reward.py").read_text(), namespace)
+    score = namespace["score"]
+    assert score(prompt="", response="So.\nAnswer:  paris\n", answer="Paris") == 1
+    assert score(prompt="", response="Paris", answer="Lyon") == 0
+    assert score(prompt="", response="", answer="") == 0
+
+
+def test_no_file_is_replaced_and_none_is_left_half_done(here, monkeypatch, capsys):
+    write(here / "a.jsonl", [WORKED])
+    (here / "a").mkdir()
+    (here / "a/template.txt").write_text("years of work")
+    code, said = run("init", ["--data=a.jsonl"], monkeypatch, capsys)
+    assert code == 2 and "a/template.txt" in said and len(said.splitlines()) == 1
+    assert [path.name for path in (here / "a").iterdir()] == ["template.txt"]
+    assert (here / "a/template.txt").read_text() == "years of work"
+
+
+def test_texts_of_a_file_are_only_text_in_the_config(here, monkeypatch, capsys):
+    name = 'a"""\'\\ {x}.jsonl'
+    write(here / name, [{'ask"': "1+1=?", "go'ld": "2"}])
+    fields = ['--question=ask"', "--answer=go'ld"]
+    flags = [f"--data={name}", "--out=mine", *fields]
+    code, said = run("init", flags, monkeypatch, capsys)
+    assert code == 0, said
+    config = read_config(Config, "mine/config.py")
+    assert config.data.source == name
+    assert config.data.fields == "problem=ask\",answer=go'ld"
+
+
+def test_a_field_that_a_setting_could_not_name_is_refused(here, monkeypatch, capsys):
+    write(here / "a.jsonl", [{"a,b": "1+1=?", "gold": "2"}])
+    code, said = run("init", ["--data=a.jsonl", "--question=a,b"], monkeypatch, capsys)
+    assert code == 2 and "--question = 'a,b': must be a field without , and =" in said
+    assert not (here / "a").exists()
+
+
+def test_one_endless_row_does_not_set_the_limit_of_all(here, monkeypatch, capsys):
+    rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)]
+    write(here / "a.jsonl", [{"question": "?" * 3_000_000, "answer": "1"}, *rows])
+    assert run("init", ["--data=a.jsonl"], monkeypatch, capsys)[0] == 0
+    data = read_config(Config, "a/config.py").data
+    assert (data.max_prompt_tokens, data.overlong_prompts) == (64, "drop")

@@ -1,0 +1,116 @@
+"""User mistakes in `user_mistakes.txt`: each is one line with field, value and what is allowed.
+
+They were found by a fresh look at the commands, their help and the pages, as a user makes them.
+Exit code 2; nothing is compiled, and no file or folder is made. All run in one process.
+"""
+
+import pathlib
+import shlex
+import shutil
+import socket
+
+import pytest
+from command_lines import run
+
+from dapo_jax.run import run as runs
+
+HERE = pathlib.Path(__file__).parent
+CONFIGS = HERE.parents[1] / "configs"
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+ROWS = "".join(f'{{"question": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10))
+OWN = """\
+def score(prompt, response, answer): return 1.0
+def two(prompt, response): return 1.0
+def four(prompt, response, answer, extra): return 1.0
+def one(group): return 1.0
+"""
+FILES = {
+    "mine.jsonl": ROWS,
+    "other.jsonl": '{"ask": "1+1=", "gold": "2"}\n' * 3,
+    "examples.jsonl": '{"prompt": "1+1=", "response": "2"}\n' * 3,
+    "nothing.jsonl": "",
+    "notes.txt": "hello",
+    "page.jsonl": "<!DOCTYPE html>\n<html>\n<body>404</body>\n</html>\n",
+    "pointer.jsonl": LFS_POINTER,
+    "pointer.parquet": LFS_POINTER,
+    "text.jsonl.gz": ROWS,
+    "text.parquet": ROWS,
+    "numbers.jsonl": '{"a1": 1, "b1": "two"}',
+    "null.json": "null",
+    "nul.py": "x = 1\0\n",
+    "own.py": OWN,
+    "sheet.xlsx": "PK\3\4" + "\0" * 100,
+}
+UTF16 = {
+    "utf16.txt": "{problem}",
+    "utf16.jsonl": ROWS,
+    "utf16.csv": "question,answer\n1+1=,2\n",
+    "utf16.py": "from dapo_jax import *\n",
+}
+INDEX = '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}'
+
+
+def read_mistakes() -> list[tuple[list[str], str]]:
+    """Command lines and what each error must say."""
+    lines = (HERE / "user_mistakes.txt").read_text().splitlines()
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return [(shlex.split(command), said.strip()) for command, said in pairs]
+
+
+def break_models(folder: pathlib.Path, whole: pathlib.Path) -> None:
+    """Copies of a model folder, each broken as downloads and checkouts break them."""
+    for name in "tiny pointers weightless pickled half tokenless gpt2 utf16".split():
+        shutil.copytree(whole, folder / name)
+    weights, config = "model.safetensors", "config.json"
+    (folder / "pointers" / weights).write_text(LFS_POINTER)
+    (folder / "weightless" / weights).unlink()
+    (folder / "pickled" / weights).rename(folder / "pickled/pytorch_model.bin")
+    (folder / "half" / weights).rename(folder / "half/model-00001-of-00002.safetensors")
+    (folder / "half/model.safetensors.index.json").write_text(INDEX)
+    (folder / "tokenless/tokenizer.json").unlink()
+    (folder / "gpt2" / config).write_text('{"model_type": "gpt2"}')
+    (folder / "utf16" / config).write_text((whole / config).read_text(), encoding="utf-16")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_folder):
+    """Folder in which the commands run."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    for name, text in UTF16.items():
+        (folder / name).write_text(text, encoding="utf-16")
+    text = (CONFIGS / "arithmetic.py").read_text()
+    (folder / "run.py").write_text(text.replace("dapo_jax:arithmetic_base", "tiny"))
+    (folder / "empty").mkdir()
+    break_models(folder, tiny_folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """Port that another program listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(("command", "words"), read_mistakes(), ids=lambda v: str(v)[-60:])
+def test_a_mistake_is_one_line(command, words, place, taken, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.delattr(runs, "first_state")  # a run that is not refused ends here
+    before = set(place.rglob("*"))
+    named = {"CONFIGS": str(CONFIGS), "TAKEN": str(taken)}
+    for short, long in named.items():
+        command = [argument.replace(short, long) for argument in command]
+        words = words.replace(short, long)
+    code, said = run(command[0], command[1:], monkeypatch, capsys)
+    assert code == 2, said
+    assert said.startswith("error: ") and len(said.splitlines()) == 1, said
+    assert words in said
+    made = {path for path in place.rglob("*") if "__pycache__" not in str(path)} - before
+    assert not made
+
+
+def test_there_are_sixty_more():
+    assert len({tuple(command) for command, _ in read_mistakes()}) >= 60 + 60
