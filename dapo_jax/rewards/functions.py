@@ -1,17 +1,20 @@
 """Reward functions: the user's own, and ready ones of the same form.
 
-A part is a function `(prompt, response, answer) -> float` of three texts. A worker computes it,
-but for a function that the user's program asked to have called in its own process.
+A part is a function `(prompt, response, answer) -> float` of three texts, `async` where it waits. A
+worker computes it, but for a function that the user's program wants called in its own process.
 """
 
+import asyncio
+import contextlib
 import inspect
 import math
 import re
-import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from dapo_jax.config.user_code import describe_error, resolve
+from dapo_jax.rewards import given
 from dapo_jax.runtime.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
@@ -21,11 +24,8 @@ OF_THE_TRAINER = ("rule", "format", "repetition", "model", GYM)  # read tokens, 
 class RewardFunction(Protocol):
     """Function of a reward part, called with these keyword arguments."""
 
-    def __call__(self, *, prompt: str, response: str, answer: str) -> float: ...
+    def __call__(self, *, prompt: str, response: str, answer: str) -> float | Awaitable[float]: ...
 
-
-HERE = "in_process:"  # before the name of a part that this process computes
-_here: dict[str, RewardFunction] = {}
 
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re.DOTALL)
 
@@ -45,50 +45,15 @@ def think_format(prompt: str, response: str, answer: str) -> float:
 READY: dict[str, RewardFunction] = {"think_format": think_format}  # parts to be named as they are
 
 
-def name_of(function: RewardFunction, in_process: bool, taken: Collection[str] = ()) -> str:
-    """Name of a Python function as a part: `module:function`, or `in_process:function`.
-
-    Args:
-        taken: names of other functions beside it.
-
-    Raises:
-        ConfigError: a worker could not import it by a name, and may not be done without.
-    """
-    name = getattr(function, "__qualname__", type(function).__name__)
-    if in_process:
-        name = first = HERE + re.sub(r"\W+", "_", name).strip("_")
-        number = 1
-        while name in taken:
-            number += 1
-            name = f"{first}_{number}"
-        _here[name] = function  # in the place of an earlier one: a notebook's cell is run again
-        return name
-    module = getattr(function, "__module__", None) or "__main__"
-    importable = module != "__main__" and name.isidentifier()
-    if not (importable and getattr(sys.modules.get(module), name, None) is function):
-        raise ConfigError(
-            f"config.reward.parts = {function!r}: must be a function that a worker process can "
-            "import by its name, so one of a module (mine.py) and not of the program or notebook "
-            "itself; or let it run here: in_process=True"
-        )
-    return f"{module}:{name}"
-
-
-def _find(name: str) -> RewardFunction:
+def _find(name: str) -> Callable:
     if name in READY:
         return READY[name]
-    if name.startswith(HERE):
-        require(
-            name in _here,
-            "reward.parts",
-            name,
-            "given by the program: dapo_jax.train(config, reward=function, in_process=True)",
-        )
-        return _here[name]
+    if name.startswith((given.HERE, given.GIVEN)):
+        return given.find(name)
     return resolve("reward.parts", name)
 
 
-def own_parts(names: list[str]) -> dict[str, RewardFunction]:
+def own_parts(names: Sequence[str]) -> dict[str, Callable]:
     """Functions of the named parts, without the parts that the trainer computes.
 
     Raises:
@@ -108,15 +73,83 @@ def own_parts(names: list[str]) -> dict[str, RewardFunction]:
     return functions
 
 
-def compute(functions: dict[str, RewardFunction], job: dict[str, str]) -> dict[str, Any]:
-    """Reply to a job: `parts`, rewards by name, and `broken`, the first function that failed."""
+def waits(function: Callable) -> bool:
+    """True if a call of the function gives something to wait for: `async def`."""
+    call = getattr(function, "__call__", None)  # noqa: B004 (of an object with an async one)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+@contextlib.contextmanager
+def _noting(reply: dict[str, Any], name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reply.setdefault("broken", f"{name}: {describe_error(error)}")
+
+
+def _number(value: Any) -> float:
+    """Finite number of what a function returned. Raises TypeError, ValueError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"returned {value!r:.80}: must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}: must be finite")
+    return number
+
+
+_loops = threading.local()
+
+
+def _run(waiting: Coroutine) -> Any:
+    """Result of a coroutine. The thread keeps its loop, as clients keep their connections."""
+    if not hasattr(_loops, "runner"):
+        _loops.runner = asyncio.Runner()
+    return _loops.runner.run(waiting)
+
+
+async def _limited(waiting: Awaitable, seconds: float) -> Any:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await waiting
+    except TimeoutError:
+        if not limit.expired():
+            raise  # the function's own
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
+def compute(functions: dict[str, Callable], job: dict[str, str], seconds: float) -> dict[str, Any]:
+    """Reply to a job: `parts`, rewards by name, and `broken`, the first function that failed.
+
+    Args:
+        seconds: limit of a call that waits. Other calls have none here.
+    """
     reply: dict[str, Any] = {"parts": {}}
     for name, function in functions.items():
-        try:
-            value = float(function(**job))
-            if not math.isfinite(value):
-                raise ValueError(f"returned {value}")
-            reply["parts"][name] = value
-        except Exception as error:
-            reply.setdefault("broken", f"{name}: {describe_error(error)}")
+        with _noting(reply, name):
+            value = function(**job)
+            if inspect.isawaitable(value):
+                value = _run(_limited(value, seconds))
+            reply["parts"][name] = _number(value)
     return reply
+
+
+def compute_together(
+    functions: dict[str, Callable], jobs: Sequence[dict[str, str]], seconds: float
+) -> list[dict[str, Any]]:
+    """Replies to jobs, as of `compute`, of functions that wait: all calls wait side by side."""
+
+    async def call(reply: dict[str, Any], name: str, job: dict[str, str]) -> None:
+        with _noting(reply, name):
+            reply["parts"][name] = _number(await _limited(functions[name](**job), seconds))
+
+    async def call_all() -> None:
+        pairs = zip(replies, jobs, strict=True)
+        await asyncio.gather(
+            *(call(reply, name, job) for reply, job in pairs for name in functions)
+        )
+
+    replies: list[dict[str, Any]] = [{"parts": {}} for _ in jobs]
+    _run(call_all())
+    return replies

@@ -1,7 +1,7 @@
 """Judging of finished responses: verdicts of the pool, model scores, rewarded groups."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
@@ -28,8 +28,8 @@ class Pending(NamedTuple):
 class RewardModel(Protocol):
     """Learned scores of responses; `learner.reward_model` has the one on devices."""
 
-    def score(self, responses: list[tuple[Prompt, Completion]]) -> np.ndarray:
-        """[len(responses)] float32 scores, in their order."""
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
+        """[len(completions)] float32 scores of each group."""
         ...
 
 
@@ -90,12 +90,10 @@ class Judge:
                 raise Interrupted
         return tuple(future.result() for future in verdicts)
 
-    def _model_scores(self, pending: list[Pending]) -> list[np.ndarray | None]:
+    def _model_scores(self, pending: list[Pending]) -> Sequence[np.ndarray | None]:
         if self._model is None or not pending:
             return [None] * len(pending)
-        scores = self._model.score([(p.prompt, done) for p in pending for done in p.completions])
-        ends = np.cumsum([len(p.completions) for p in pending])
-        return list(np.split(scores, ends[:-1]))
+        return self._model.score([(group.prompt, group.completions) for group in pending])
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -1,30 +1,55 @@
 """Worker process of rewards: one JSON line per job, one JSON line per reply.
 
-python -m dapo_jax.rewards.worker parts NAMES     reward functions, the user's among them
-python -m dapo_jax.rewards.worker gym             scorers of reasoning-gym
+python -m dapo_jax.rewards.worker parts FILE SECONDS NAMES   reward functions, the user's too
+python -m dapo_jax.rewards.worker gym                        scorers of reasoning-gym
 """
 
 import contextlib
-import functools
 import importlib
 import os
+import pathlib
 import sys
 from collections.abc import Callable
 
-from dapo_jax.runtime.workers.child import limit_process, serve
+from dapo_jax.runtime.workers.child import limit_computing, limit_process, serve
 
+SECONDS = 2  # of computing, for one score; the kernel ends the process at the next whole one
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def make_parts(names: list[str]) -> Callable[[dict], dict]:
-    """Function that answers `{"prompt", "response", "answer"}` with the parts' rewards."""
-    from dapo_jax.rewards.functions import compute, own_parts
+def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], dict]:
+    """Function that answers `{"prompt", "response", "answer"}` with the parts' rewards.
 
-    return functools.partial(compute, own_parts(names))
+    It answers `{"jobs"}`, for functions that wait, with `{"replies"}`.
+
+    Args:
+        file: copies of functions that the program gave; empty: there are none.
+        seconds: limit of a call that waits.
+    """
+    from dapo_jax.config.user_code import describe_error
+    from dapo_jax.rewards.functions import compute, compute_together, own_parts
+    from dapo_jax.rewards.given import read_copies
+
+    try:
+        if file:
+            read_copies(pathlib.Path(file))
+        functions = own_parts(names)
+    except Exception as error:  # a module that is found here, and not by the worker
+        broken = {"parts": {}, "broken": f"{names[0]}: in a worker: {describe_error(error)}"}
+        return lambda job: {"replies": [broken] * len(job["jobs"])} if "jobs" in job else broken
+
+    def answer(job: dict) -> dict:
+        if "jobs" in job:
+            return {"replies": compute_together(functions, job["jobs"], seconds)}
+        return compute(functions, job, seconds)
+
+    return answer
 
 
 def make_gym() -> Callable[[dict], dict]:
     """Function that answers `{"source", "metadata", "answer"}` with the task's own `{"score"}`.
+
+    A job of a source alone makes its scorer ready, without a score.
 
     The process gets limits on memory and files. Lines that a scorer prints go nowhere.
     """
@@ -41,6 +66,10 @@ def make_gym() -> Callable[[dict], dict]:
 
     def answer(job: dict) -> dict:
         task = job["source"].removeprefix(tasks.PREFIX)
+        if "answer" not in job:
+            tasks.prepare(task)
+            return {}
+        limit_computing(SECONDS)
         try:
             return {"score": tasks.gym_score(task, job["metadata"], job["answer"])}
         except Exception as error:  # some scorers raise where an answer is junk
@@ -51,8 +80,8 @@ def make_gym() -> Callable[[dict], dict]:
 
 def main() -> None:
     """Serves the kind of job that the command line names."""
-    kind, *names = sys.argv[1:]
-    serve(lambda: make_gym() if kind == "gym" else make_parts(names))
+    kind, *rest = sys.argv[1:]
+    serve(lambda: make_gym() if kind == "gym" else make_parts(rest[0], float(rest[1]), rest[2:]))
 
 
 if __name__ == "__main__":

@@ -136,8 +136,8 @@ def test_a_function_is_given_the_prompt_the_response_and_the_answer(write_module
 FAILURES = [
     ("raise", r"own:fussy: .*own.py:\d+: raise .*: RuntimeError.*no reward for this"),
     ("nan", "own:fussy: .*returned nan"),
-    ("text", "own:fussy: .*ValueError.*good"),
-    ("nothing", "own:fussy: .*TypeError"),
+    ("text", "own:fussy: .*TypeError: returned 'good'"),
+    ("nothing", "own:fussy: .*TypeError: returned None"),
     ("leave", "the worker died"),
     ("hang", "TimeoutError"),
 ]

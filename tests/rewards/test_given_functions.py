@@ -1,0 +1,200 @@
+"""Functions that a program gives as rewards: lambdas and a notebook's, and those that wait."""
+
+import asyncio
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards import given, waiting
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.settings import ConfigError
+
+FACTOR = 2.0
+
+
+def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple[list, int]:
+    """Rewards or failures of the responses through the real pool, and its killed workers."""
+    names: list[str] = []
+    for function in functions:
+        names.append(given.name_of(function, in_process, taken=names))
+    pool = RewardPool(Reward(parts=",".join(f"{name}=1" for name in names), **reward))
+    try:
+        futures = [pool.submit("p", response, "7") for response in responses]
+        verdicts = [future.result(timeout=100) for future in futures]
+    finally:
+        pool.close()
+    values = [v.broken or [v.parts[name] for name in names] for v in verdicts]
+    return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values], pool.kills
+
+
+def test_lambdas_closures_and_objects_run_in_workers():
+    table, here = {"a": 1.0, "b": np.float32(3)}, os.getpid()
+
+    class Long:
+        def __call__(self, prompt, response, answer):
+            return len(response) > 1 and os.getpid() != here
+
+    def closed(prompt, response, answer, *, more=10):
+        return FACTOR * table[response[0]] + more
+
+    found, kills = judge(
+        ["a", "bb"],
+        lambda prompt, response, answer: len(response),
+        lambda prompt, response, answer: 10 * len(response),
+        closed,
+        functools.partial(closed, more=0),
+        Long(),
+    )
+    assert found == [[1, 10, 12, 2, 0], [2, 20, 16, 6, 1]] and kills == 0
+
+
+def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
+    """As in a notebook: module `__main__`, which a worker can't import again."""
+    program = """
+        import functools, os
+        from dapo_jax.config.experiment import Reward
+        from dapo_jax.rewards import given, waiting
+        from dapo_jax.rewards.pool import RewardPool
+        TRAINER = os.getpid()
+        @functools.cache
+        def helper(text):
+            assert os.getpid() != TRAINER
+            return len(text)
+        class Named:
+            def __reduce__(self):
+                return "named"  # by name, which no worker knows
+        named = Named()
+        try:
+            given.name_of(lambda prompt, response, answer: named, False)
+        except ValueError as error:
+            print("refused", "`named`" in str(error))
+        def score(prompt, response, answer):
+            if not response:
+                return 1 / len(response)
+            return helper(response)
+        name = given.name_of(score, False)
+        pool = RewardPool(Reward(parts=f"{name}=1"))
+        verdicts = [pool.submit("", text, "7").result() for text in ("abc", "")]
+        pool.close()
+        print(name, verdicts[0].parts[name], verdicts[1].broken)
+    """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(program))
+    refused, said = subprocess.check_output(
+        [sys.executable, path], text=True, timeout=100
+    ).splitlines()
+    assert refused == "refused True"
+    assert said.startswith("given:score 3.0 given:score: ")
+    assert "return 1 / len(response): ZeroDivisionError: division by zero" in said
+
+
+class Client:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+LOCK, CLIENT = threading.Lock(), Client()
+
+
+def test_what_a_worker_can_not_have_is_refused_by_the_name_of_its_variable(monkeypatch):
+    array, lock, rows = jnp.ones(3), threading.Lock(), list(range(100_000))
+    monkeypatch.setattr(given, "LARGEST_COPY", 100_000)
+
+    def ask(response):
+        return LOCK and len(response)
+
+    refused = {
+        "`array`: TypeError: an array of JAX": lambda prompt, response, answer: array.sum(),
+        "`lock`: TypeError: cannot pickle": lambda prompt, response, answer: lock.locked(),
+        "`LOCK`": lambda prompt, response, answer: [LOCK for _ in response],
+        "`ask.LOCK`": lambda prompt, response, answer: ask(response),
+        "`CLIENT.lock`": lambda prompt, response, answer: CLIENT,
+        "`held`": lambda prompt, response, answer, held=lock: 1.0,
+        "`rows`: it has 0 MB, and at most 0 MB": lambda prompt, response, answer: len(rows),
+    }
+    for words, function in refused.items():
+        with pytest.raises(ConfigError, match="config.reward.parts = <function") as error:
+            given.name_of(function, False)
+        assert words in str(error.value) and "in_process=True" in str(error.value)
+        assert given.name_of(function, True).startswith("in_process:")
+
+
+def test_what_a_given_function_returns_or_raises_costs_at_most_its_response():
+    def odd(prompt, response, answer):
+        found = {"true": np.True_, "one": np.float64(1), "none": None, "nan": float("nan")}
+        if response == "leave":
+            os._exit(3)
+        return found[response]
+
+    (true, one, none, nan, key, left, after), kills = judge(
+        ["true", "one", "none", "nan", "raise", "leave", "one"], odd
+    )
+    assert (true, one, after) == (1.0, 1.0, 1.0)  # the worker that follows has the function again
+    assert "returned None: must be a number" in none
+    assert "returned nan: must be finite" in nan
+    assert "return found[response]: KeyError: 'raise'" in key
+    assert "the worker died" in left and kills == 2
+
+
+def test_functions_that_wait_wait_side_by_side():
+    running = [0]
+
+    async def crowd(prompt, response, answer):
+        running[0] += 1
+        await asyncio.sleep(0.2)
+        most, running[0] = running[0], running[0] - 1
+        if response == "raise":
+            raise RuntimeError("no reward for this")
+        return most
+
+    async def length(prompt, response, answer):
+        return FACTOR * len(response)
+
+    here = lambda prompt, response, answer: float(os.getpid())  # noqa: E731
+    found, kills = judge(["a" * n for n in range(1, 41)] + ["raise"], crowd, length, here)
+    *rewards, broken = found
+    assert kills == 0 and "no reward for this" in broken
+    assert [own for _, own, _ in rewards] == [2 * n for n in range(1, 41)]
+    assert max(most for most, _, _ in rewards) > 20  # waited together
+    assert len({pid for _, _, pid in rewards}) == 1 and running == [0]  # all in workers
+
+
+def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypatch):
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.5)
+
+    async def odd(prompt, response, answer):
+        if response == "ever":
+            await asyncio.Event().wait()
+        if response == "deaf":
+            time.sleep(60)
+        if response == "leave":
+            os._exit(3)
+        return 1.0
+
+    (one, ever, two), kills = judge(["a", "ever", "b"], odd, timeout_seconds=0.5)
+    assert (one, two) == (1, 1) and "TimeoutError: no answer within 0.5 s" in ever and kills == 0
+    found, kills = judge(["a", "deaf", "b", "leave", "c"], odd, timeout_seconds=0.5)
+    assert found[::2] == [1, 1, 1] and "no answer in time" in found[1] and "died" in found[3]
+    (ever, one), _ = judge(["ever", "a"], odd, in_process=True, timeout_seconds=0.5)
+    assert one == 1 and "no answer within 0.5 s" in ever
+
+
+def test_closing_a_pool_ends_calls_that_wait_and_leaves_no_copy():
+    async def ever(prompt, response, answer):
+        await asyncio.Event().wait()
+
+    pool = RewardPool(Reward(parts=f"{given.name_of(ever, False)}=1", timeout_seconds=100))
+    future, folder = pool.submit("", "a", "7"), pool._files.name
+    assert os.path.exists(folder)
+    pool.close()
+    assert future.cancelled() or future.result(timeout=10).broken
+    assert not os.path.exists(folder)
