@@ -1,18 +1,22 @@
 """Alerts of a run: one table of metrics with their limits, and what to try beyond them.
 
 A step is compared with the limits of `config.watch`; the report compares the last rows of a run
-with limits of its own, and names the steps in which something happened that never should.
+with limits of its own, and names the steps in which something happened that never should. A line,
+or a piece of advice, is left out where the run's settings or metrics say that it can't apply.
 """
 
 import collections
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dapo_jax.algorithms import OF_NO_REWARD
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.sections import OF_THE_ANSWER
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
+from dapo_jax.runtime.rules import When
+from dapo_jax.runtime.settings import leaves
 
 STEPS_BEFORE = 10  # whose mean length a step's is compared with
 REPEATED_STEPS = 10  # after so many an alert that lasts is given again
@@ -22,68 +26,152 @@ COLLAPSED = 0.1  # share of the first steps' entropy
 Rows = Sequence[Mapping[str, Any]]
 
 
+def _names(parts: str) -> set[str]:
+    return {entry.partition("=")[0].strip() for entry in parts.split(",")}
+
+
+def _learns_right(
+    parts: str, correct: str, dynamic_sampling: bool, trained: str, positive_nll: float
+) -> bool:
+    asks = dynamic_sampling or trained != "all" or positive_nll > 0
+    by_answer = not _names(parts).isdisjoint(OF_THE_ANSWER)
+    return by_answer or asks and correct == "verifier"
+
+
+def _counts_right(parts: str, correct: str, *rest: Any) -> bool:
+    return correct == "threshold" or _learns_right(parts, correct, *rest)
+
+
+_OF_RIGHT = (
+    "reward.parts reward.correct algorithm.dynamic_sampling algorithm.trained_responses "
+    "algorithm.positive_nll_coefficient"
+)
+# An own reward may leave the verifier's answers unread: they are then measured, and decide nothing.
+READS_ANSWERS = When(
+    _OF_RIGHT, lambda parts, *rest: "format" in _names(parts) or _learns_right(parts, *rest)
+)
+COUNTS_RIGHT = When(_OF_RIGHT, _counts_right)
+GROUPS_OF_RIGHT = When(
+    f"rollout.samples_per_prompt {_OF_RIGHT}",
+    lambda samples, *rest: samples > 1 and _counts_right(*rest),
+)
+# The first update after fresh log-probs sees ratios of 1, which no clip cuts.
+CLIPS = When(
+    "algorithm.clip rollout.updates_per_rollout algorithm.old_logprobs",
+    lambda clip, updates, old: clip and (updates > 1 or old == "sampler"),
+)
+ONE_POLICY = When("rollout.lag rollout.carry_over", lambda lag, carry: (lag, carry) == (0, "none"))
+TOKEN_RATIO = When("algorithm.ratio", "token")
+NO_PUNISHMENT = When(
+    "algorithm.overlong_punishment algorithm.advantage",
+    lambda punishes, advantage: not punishes and advantage not in OF_NO_REWARD,
+)
+MAY_STOP = When(
+    "algorithm.dynamic_sampling rollout.when_starved",
+    lambda filters, starved: filters and starved == "partial",
+)
+NO_BONUS = When("algorithm.entropy_coefficient", lambda weight: not weight)
+
+
+class Hint(NamedTuple):
+    """A piece of advice, and when it applies: by settings and the step's metrics; None: always."""
+
+    text: str
+    applies: When | None = None
+
+
 class Alert(NamedTuple):
     """A metric with one or several of: a limit of a step, an event of a step, a problem of a run.
 
     Attributes:
         setting: the limit of a step, a lower one where its name begins with `min_`; 0 is none.
-        advice: settings to try beyond it.
+        advice: alternatives to try beyond it.
+        see: where to look beyond it.
         event: text of a step in which the metric is above 0.
+        causes: of the event, as far as they apply.
         problem: text of a run whose last rows have a mean beyond `limit`, on either side of 0;
             without a limit, of a run with the metric above 0 in any step.
+        applies: the settings with which it is said at all; None: all.
     """
 
     metric: str
     setting: str = ""
-    advice: str = ""
+    advice: tuple[Hint, ...] = ()
+    see: Hint | None = None
     event: str = ""
+    causes: tuple[Hint, ...] = ()
     problem: str = ""
     limit: float = 0.0
+    applies: When | None = None
 
 
+ROLLOUTS = When("log.rollouts")
+SLOWER = Hint("a smaller optimizer.learning_rate")
 ALERTS = (
     Alert(
         "entropy",
         "watch.min_entropy",
-        "algorithm.clip_high=0.28 or more, a smaller optimizer.learning_rate, or "
-        "algorithm.entropy_coefficient=0.001",
+        (
+            Hint("a larger algorithm.clip_high", CLIPS),
+            SLOWER,
+            Hint("algorithm.entropy_coefficient=0.001", NO_BONUS),
+        ),
     ),
     Alert(
         "growth of response_tokens_mean",
         "watch.max_length_growth",
-        "a smaller optimizer.learning_rate or algorithm.overlong_punishment=true; see repetition",
+        (SLOWER, Hint("algorithm.overlong_punishment=true", NO_PUNISHMENT)),
+        Hint("see repetition"),
     ),
     Alert("truncated_fraction", problem="many responses are cut off by the budget", limit=0.3),
     Alert(
         "answer_not_found_rate",
         "watch.max_answer_not_found",
-        "the pair of data.template and reward.verifier that belongs together, or a larger "
-        "sampler.max_response_tokens",
+        (
+            Hint("the pair of data.template and reward.verifier that belongs together"),
+            Hint("a larger sampler.max_response_tokens", When("truncated_fraction")),
+        ),
         problem="many responses have no answer the verifier can find",
         limit=0.3,
+        applies=READS_ANSWERS,
     ),
     Alert(
         "all_wrong_fraction",
         "watch.max_all_wrong",
-        "easier problems, a larger rollout.samples_per_prompt; see in rollouts/ whether the "
-        "verdicts are right",
+        (Hint("easier problems"), Hint("a larger rollout.samples_per_prompt")),
+        Hint("see in rollouts/ whether the verdicts are right", ROLLOUTS),
         problem="most groups are all wrong",
         limit=0.8,
+        applies=GROUPS_OF_RIGHT,
     ),
     Alert(
         "all_right_fraction",
         "watch.max_all_right",
-        "harder problems, or rollout.when_starved=stop: little is left to learn",
+        (Hint("harder problems"), Hint("rollout.when_starved=stop", MAY_STOP)),
+        Hint("little is left to learn"),
         problem="most groups are all right: little is left to learn",
         limit=0.8,
+        applies=GROUPS_OF_RIGHT,
     ),
     Alert(
         "verifier_failures per verdict",
         "watch.max_verifier_failures",
-        "a larger reward.timeout_seconds or more reward.workers; rollouts/ says what failed",
+        (Hint("a larger reward.timeout_seconds"), Hint("more reward.workers")),
+        Hint("rollouts/ says what failed", ROLLOUTS),
+        applies=READS_ANSWERS,
     ),
-    Alert("kl_sampler_trainer", problem="sampler and trainer disagree", limit=0.05),
-    Alert("clip_fraction_high", problem="the upper clip cuts many tokens", limit=0.1),
+    Alert(
+        "kl_sampler_trainer",
+        problem="sampler and trainer disagree",
+        limit=0.05,
+        applies=ONE_POLICY,  # else they are two by intent
+    ),
+    Alert(
+        "clip_fraction_high",
+        problem="the upper clip cuts many tokens",
+        limit=0.1,
+        applies=TOKEN_RATIO,  # that of a whole response is cut for all its tokens
+    ),
     Alert(
         "starved",
         event="only {trained_groups:.0f} {groups} carried signal{broken}",
@@ -91,8 +179,13 @@ ALERTS = (
     ),
     Alert(
         "empty_updates",
-        event="{empty_updates:.0f} updates had no trained token and were not taken (every "
-        "response filtered, weighed 0, or none right?)",
+        event="{empty_updates:.0f} updates had no trained token and were not taken{causes}",
+        causes=(
+            Hint("every response filtered", When("algorithm.overlong_filtering")),
+            Hint("weighed 0", When("algorithm.token_weights")),
+            Hint("none right", When("algorithm.trained_responses", "correct pairs")),
+            Hint("none wrong", When("algorithm.trained_responses", "pairs")),
+        ),
         problem="updates had no trained token",
     ),
     Alert(
@@ -105,8 +198,26 @@ ALERTS = (
         event="an update of the critic was skipped: {value_reasons} was not finite",
     ),
     Alert("broken_groups", problem="groups were dropped because their reward failed"),
-    Alert("verifier_failures", problem="the verifier failed on responses"),
+    Alert("verifier_failures", problem="the verifier failed on responses", applies=READS_ANSWERS),
 )
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Settings of a config by dotted name."""
+    return {name: value for name, _, value in leaves(config)}
+
+
+def does_apply(when: When | None, values: Mapping[str, Any]) -> bool:
+    """True without a condition, where it holds, and for a run older than one of its settings."""
+    known = when is None or any(name not in values for name in when.names.split())
+    return known or when is None or when(values)
+
+
+def _alternatives(hints: Sequence[Hint], values: Mapping[str, Any]) -> str:
+    """Hints that apply, as `a`, `a or b`, `a, b, or c`."""
+    *others, last = [hint.text for hint in hints if does_apply(hint.applies, values)] or [""]
+    comma = "," * (len(others) > 1)
+    return f"{', '.join(others)}{comma} or {last}" if others else last
 
 
 def finite_values(rows: Rows, name: str) -> np.ndarray:
@@ -123,11 +234,8 @@ class Alerts:
     """
 
     def __init__(self, config: Config, rows: Rows = ()):
-        self._limits = {
-            alert: float(operator.attrgetter(alert.setting)(config))
-            for alert in ALERTS
-            if alert.setting
-        }
+        self._settings = settings_of(config)
+        self._alerts = [alert for alert in ALERTS if does_apply(alert.applies, self._settings)]
         self._tokens = collections.deque(finite_values(rows, "response_tokens_mean"), STEPS_BEFORE)
         self._lasting = collections.Counter[Alert]()  # steps in a row
 
@@ -136,15 +244,19 @@ class Alerts:
 
         A metric that stays beyond its limit is named again after ten steps.
         """
-        texts, measured = [], dict(values) | self._derived(values)
-        for alert, limit in self._limits.items():
+        texts, measured = [], self._settings | dict(values) | self._derived(values)
+        for alert in self._alerts:
+            limit = self._settings.get(alert.setting, 0.0)
             value, is_lower = measured.get(alert.metric), alert.setting.startswith("watch.min_")
             beyond = value is not None and (value < limit if is_lower else 0 < limit <= value)
             if beyond and self._lasting[alert] % REPEATED_STEPS == 0:
                 side = f"{'below' if is_lower else 'at least'} config.{alert.setting} = {limit:g}"
-                texts.append(f"{alert.metric} is {value:.3g}, {side}: try {alert.advice}")
+                advice = _alternatives(alert.advice, measured)
+                if alert.see and does_apply(alert.see.applies, measured):
+                    advice += f"; {alert.see.text}"
+                texts.append(f"{alert.metric} is {value:.3g}, {side}: try {advice}")
             self._lasting[alert] = self._lasting[alert] + 1 if beyond else 0
-        return texts + _events(values)
+        return texts + _events(self._alerts, measured)
 
     def _derived(self, values: Mapping[str, float]) -> dict[str, float]:
         """Ratios of a step's metrics; its length counts as one before the next step."""
@@ -158,22 +270,32 @@ class Alerts:
         }
 
 
-def _events(values: Mapping[str, float]) -> list[str]:
+def _events(alerts: Sequence[Alert], values: Mapping[str, Any]) -> list[str]:
     broken = values.get("broken_groups", 0.0)
     words = {f"{prefix}reasons": reasons(dict(values), prefix) for prefix in PREFIXES}
     words["groups"] = "group" if values.get("trained_groups") == 1 else "groups"
     words["broken"] = f", {broken:.0f} were broken" if broken else ""
-    events = (alert for alert in ALERTS if alert.event and values.get(alert.metric))
-    return [alert.event.format_map({**values, **words}) for alert in events]
+    texts = []
+    for alert in alerts:
+        if alert.event and values.get(alert.metric):
+            causes = _alternatives(alert.causes, values)
+            words["causes"] = f" ({causes}?)" if causes else ""
+            texts.append(alert.event.format_map({**values, **words}))
+    return texts
 
 
-def alerts_of_run(rows: Rows, total_steps: int) -> list[str]:
-    """Sentences on what is wrong with a whole run, for its report."""
+def alerts_of_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> list[str]:
+    """Sentences on what is wrong with a whole run, for its report.
+
+    Args:
+        settings: of the run, by dotted name.
+    """
     texts, last = [], rows[-1]["step"]
     if last < total_steps:
         texts.append(f"ends at step {last} of {total_steps}: still running, or stopped")
     accuracy = finite_values(rows, "heldout_accuracy")
-    if accuracy.size > 1 and accuracy[-1] < accuracy[0]:
+    right_counts = does_apply(COUNTS_RIGHT, settings)
+    if right_counts and accuracy.size > 1 and accuracy[-1] < accuracy[0]:
         texts.append(f"held-out accuracy fell from {accuracy[0]:.3f} to {accuracy[-1]:.3f}")
     entropy = finite_values(rows, "entropy")
     if entropy.size >= 2 * LAST:
@@ -181,7 +303,8 @@ def alerts_of_run(rows: Rows, total_steps: int) -> list[str]:
         if after <= COLLAPSED * before:
             fall = f"from {before:.3g} to {after:.3g} nats"
             texts.append(f"entropy fell {fall}: little is explored any more")
-    return texts + [text for alert in ALERTS if (text := _problem(alert, rows))]
+    alerts = (alert for alert in ALERTS if does_apply(alert.applies, settings))
+    return texts + [text for alert in alerts if (text := _problem(alert, rows))]
 
 
 def _problem(alert: Alert, rows: Rows) -> str:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -18,9 +18,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dapo_jax.reporting.compile_seconds import PROGRAMS, CompileSeconds
 from dapo_jax.reporting.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.lasting_output import LastingOutput
 from dapo_jax.runtime.processes import printable
 from dapo_jax.structs import Group
 
@@ -30,19 +32,13 @@ if TYPE_CHECKING:  # a slow import, and the first line is printed before it
 WIDTH = 80  # columns of a step's lines
 ANSWER_TAIL, PROMPT_TAIL = 38, 300  # characters that a table shows of a response and of its prompt
 SHOWN_SECONDS, SLOW_SECONDS = 0.5, 3.0  # until the live line shows it; until a line stays
+COMPILING_SECONDS = 1.0  # until a line stays that something compiles: the cache answers sooner
 ETA_STEPS = 10  # steps whose mean duration the ETA assumes
 
-# Events of jax for every program that is lowered and compiled, and our names of programs.
+# Events of jax for every program that is lowered, then found in the cache or compiled.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+FOUND = "/jax/compilation_cache/cache_hits"
 COMPILED = "/jax/core/compile/backend_compile_duration"
-PROGRAMS = {
-    "jit(_generate)": "the decode step",
-    "jit(prefill_prefix)": "the prefill",
-    "jit(_score_fn)": "the score pass",
-    "jit(_unstack)": "the copy of the weights for decoding",
-    "jit(_update_fn)": "the update",
-    "jit(start_responses)": "the start of responses",
-}
 
 
 def duration(seconds: float) -> str:
@@ -127,6 +123,25 @@ class _Activity:
     def seconds(self) -> float:
         return time.perf_counter() - self._since
 
+    def describe(self) -> str:
+        """Text of the live line."""
+        return f"{self.text} · {self.seconds():.0f} s"
+
+
+class _Compilation(_Activity):
+    """Activity whose seconds the last time are known, or not: None."""
+
+    def __init__(self, program: str, usual: float | None):
+        expected = "longer the first time" if usual is None else f"about {duration(usual)}"
+        super().__init__(f"compiling {program}: {expected}", SHOWN_SECONDS)
+        self._program, self._usual = program, usual
+
+    def describe(self) -> str:
+        left = (self._usual or 0) - self.seconds()
+        if self._usual is None or left < 0:
+            return super().describe()
+        return f"compiling {self._program}: {left:.0f} s left of about {duration(self._usual)}"
+
 
 class Progress:
     """Console of a run; on a terminal with a live line that is redrawn in place.
@@ -142,7 +157,11 @@ class Progress:
         if reconfigure := getattr(sys.stdout, "reconfigure", None):  # a notebook's has none
             reconfigure(errors="backslashreplace")
         quiet = not (speaks and processes.is_first())
-        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        output: Any = LastingOutput("stdout")
+        options: Any = {"file": output, "highlight": False, "soft_wrap": True, "quiet": quiet}
+        self.console = Console(**options)
+        if self.console.is_jupyter:  # lines of text, where rich would make HTML of each
+            self.console = Console(**options, force_jupyter=False, force_terminal=False)
         self._activities: list[_Activity] = []
         self._ends: collections.deque[float] = collections.deque(maxlen=ETA_STEPS + 1)
 
@@ -165,26 +184,31 @@ class Progress:
         outer, *inner = self._activities
         shown = (work for work in reversed(inner) if work.seconds() >= work.shown_after)
         activity = next(shown, outer)
-        text = printable(f"{activity.text} · {activity.seconds():.0f} s")
-        return Text(text, no_wrap=True, overflow="ellipsis")
+        return Text(printable(activity.describe()), no_wrap=True, overflow="ellipsis")
 
     @contextlib.contextmanager
     def working(
-        self, text: str, *, stays: bool = True, shown_after: float = 0.0
+        self,
+        text: str | _Activity,
+        *,
+        stays: bool = True,
+        shown_after: float = 0.0,
+        said_after: float | None = None,
     ) -> Iterator[_Activity]:
         """Shows an activity while the block lasts; the yielded object's text may be changed.
 
         Args:
             stays: whether a slow one gets a line where there is no live line.
             shown_after: seconds until the live line shows it instead of the activity around it.
+            said_after: seconds until it is slow; None: `SLOW_SECONDS`.
         """
-        activity = _Activity(text, shown_after)
-        late = threading.Timer(SLOW_SECONDS, lambda: self.say(f"{escape(text)} ..."))
+        activity = _Activity(text, shown_after) if isinstance(text, str) else text
+        slow, line = SLOW_SECONDS if said_after is None else said_after, escape(activity.text)
+        late = threading.Timer(slow, lambda: self.say(f"{line} ..."))
         late.daemon = True
         if stays and not self.console.is_interactive:
             late.start()
         self._activities.append(activity)
-        # A notebook is no terminal: each live line would leave an empty widget in the cell.
         live = len(self._activities) == 1 and self.console.is_interactive
         try:
             with self.console.status(self) if live else contextlib.nullcontext():
@@ -194,9 +218,18 @@ class Progress:
             self._activities.remove(activity)
 
     @contextlib.contextmanager
-    def compilation(self) -> Iterator[None]:
-        """Shows compilations while the block lasts, and how long slow ones took."""
+    def compilation(self, model: str) -> Iterator[None]:
+        """Shows compilations while the block lasts: the time to go, and how long slow ones took.
+
+        Args:
+            model: the folder; its programs' seconds are remembered.
+        """
         open_programs: dict[str, tuple[contextlib.ExitStack, _Activity]] = {}
+        remembered, found = CompileSeconds(model), set[int]()  # threads that found a program
+
+        def hear_found(event: str, **_: str | int) -> None:
+            if event == FOUND:
+                found.add(threading.get_ident())
 
         def hear(event: str, duration_secs: float, **about: str | int) -> None:
             if event not in (LOWERED, COMPILED):
@@ -206,18 +239,24 @@ class Progress:
             if fun_name in open_programs:
                 stack, activity = open_programs.pop(fun_name)
                 stack.close()
-                if (seconds := activity.seconds()) >= SLOW_SECONDS:
+                was_found = event == COMPILED and threading.get_ident() in found
+                if (seconds := activity.seconds()) >= SLOW_SECONDS and not was_found:
                     self.say(f"compiled {escape(program)} in {duration(seconds)}")
+                    remembered.keep(fun_name, seconds)
+                found.discard(threading.get_ident())
             if event == LOWERED:
                 stack = contextlib.ExitStack()
-                working = self.working(f"compiling {program}", shown_after=SHOWN_SECONDS)
+                activity = _Compilation(program, remembered.last(fun_name))
+                working = self.working(activity, said_after=COMPILING_SECONDS)
                 open_programs[fun_name] = stack, stack.enter_context(working)
 
         jax.monitoring.register_event_duration_secs_listener(hear)
+        jax.monitoring.register_event_listener(hear_found)
         try:
             yield
         finally:
             jax.monitoring.unregister_event_duration_listener(hear)
+            jax.monitoring.unregister_event_listener(hear_found)
             for stack, _ in open_programs.values():  # programs that failed to compile
                 stack.close()
 

@@ -3,7 +3,8 @@
 Responses to the same question are samples of ONE problem, however often the file lists it: a
 benchmark file that repeats its problems 32 times and is sampled once gives avg@32, not mean@1.
 The problem is the unit: intervals resample problems, never responses, and means weigh a problem by
-its responses, so that they are also means over the lines of the file.
+its responses, so that they are also means over the lines of the file. Problems that all have the
+same score show no spread to resample: their interval is Wilson's, of as many units.
 """
 
 import collections
@@ -17,6 +18,7 @@ import numpy as np
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+NORMAL_QUANTILE = 1.959964  # of (1 + CONFIDENCE) / 2
 RIGHT = 0  # class of right answers
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 
@@ -48,7 +50,7 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Mean over problems with a 95 % bootstrap interval, None for a single problem."""
+    """Mean over problems with a 95 % interval over problems, None for a single one."""
 
     value: float
     low: float | None
@@ -161,13 +163,33 @@ def _interval(resampled: np.ndarray) -> np.ndarray:
     return np.percentile(resampled, [tail, 100 - tail], axis=0)
 
 
-def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estimate]:
+def wilson(share: float, units: float) -> tuple[float, float]:
+    """Wilson's score interval of a share of so many independent units (1927)."""
+    square = NORMAL_QUANTILE**2 / units
+    centre = (share + square / 2) / (1 + square)
+    half = math.sqrt(square * (share * (1 - share) + square / 4)) / (1 + square)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _without_spread(value: float, units: float, lowest: float) -> Estimate:
+    """Estimate of units that all have the same value, between `lowest` and 1."""
+    ends = (lowest + (1 - lowest) * end for end in wilson((value - lowest) / (1 - lowest), units))
+    return Estimate(value, *ends)
+
+
+def estimates(
+    values: np.ndarray, weights: np.ndarray, seed: int, lowest: Sequence[float] = ()
+) -> list[Estimate]:
     """Weighted mean of each column with the percentile interval of resampled problems.
 
+    A column of equal values has Wilson's interval. Its units are the problems: the effective
+    number where their weights differ.
+
     Args:
-        values: a row per problem, [P, M].
+        values: a row per problem, [P, M], at most 1.
         weights: of the problems, [P], above 0.
         seed: of the resampling; all columns see the same resamples.
+        lowest: smallest possible values of the columns, [M]; empty: 0 of each.
     """
     problems = len(values)
     means = weights @ values / weights.sum()
@@ -176,19 +198,30 @@ def estimates(values: np.ndarray, weights: np.ndarray, seed: int) -> list[Estima
     shares = np.full(problems, 1 / problems)
     drawn = np.random.default_rng(seed).multinomial(problems, shares, size=RESAMPLES) * weights
     lows, highs = _interval(drawn @ values / drawn.sum(axis=1, keepdims=True))
-    return [Estimate(*map(float, column)) for column in zip(means, lows, highs, strict=True)]
+    found = [Estimate(*map(float, column)) for column in zip(means, lows, highs, strict=True)]
+    units = float(weights.sum() ** 2 / (weights**2).sum())
+    for place in map(int, np.flatnonzero(np.ptp(values, axis=0) == 0)):
+        least = lowest[place] if lowest else 0.0
+        found[place] = _without_spread(float(values[0, place]), units, least)
+    return found
 
 
-def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int) -> Estimate:
+def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float = 0.0) -> Estimate:
     """Mean over runs of their means over problems; the interval resamples runs and problems.
 
+    Values that are all equal have Wilson's interval of as many units as a run has problems: runs
+    share them.
+
     Args:
-        shares: values of each run's problems, [P] each.
+        shares: values of each run's problems, [P] each, at most 1.
         seed: of the resampling.
+        lowest: smallest possible value.
     """
     mean = float(np.mean([values.mean() for values in shares]))
     if len(shares) < 2:
         return Estimate(mean, None, None)
+    if np.ptp(np.concatenate(shares)) == 0:
+        return _without_spread(float(shares[0][0]), min(map(len, shares)), lowest)
     rng, draws = np.random.default_rng(seed), (RESAMPLES, len(shares))
     chosen = rng.integers(len(shares), size=draws)
     resampled = np.zeros(draws)
@@ -219,7 +252,8 @@ def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
             weights.append(len(samples))
     if not rows:
         return None
-    return Reflection(len(rows), *estimates(np.array(rows), np.array(weights), seed))
+    found = estimates(np.array(rows), np.array(weights), seed, lowest=(0, 0, -1))
+    return Reflection(len(rows), *found)
 
 
 def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:

@@ -97,7 +97,7 @@ def describe_problems(report: Report) -> str:
     """Text about the numbers of problems and samples, and about repeated problems."""
     k = report.samples_per_problem
     more = " or more" if report.responses > report.problems * k else ""
-    text = f"{report.problems} problems, {k}{more} samples each"
+    text = f"{report.problems} problems, {k}{more} samples each; intervals are over problems"
     if report.repeated_problems:
         text += (
             f"\nthe data repeats {report.repeated_problems} problems up to {report.most_listings} "

@@ -25,30 +25,12 @@ from dapo_jax.structs import Completion, RolloutBatch, Trace
 TOKEN_DECIMALS = 3
 
 
-def describe_gaps(run_dir: Folder, last_row: int, rollouts: bool) -> list[str]:
-    """Texts about rows and rollouts that are missing before a run goes on.
-
-    Args:
-        last_row: newest step that should have a row.
-        rollouts: whether the run writes rollouts.
-    """
-    steps, texts = range(1, last_row + 1), []
-    rows = {row.get("step") for row in _rows(run_dir / "metrics.jsonl")}
-    if missing := [step for step in steps if step not in rows]:
-        texts.append(f"metrics.jsonl lacks the rows of steps {spell(missing)}")
-    folder = run_dir / "rollouts"
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    missing = [step for step in steps if _rollouts_name(step) not in names]
-    if rollouts and missing:
-        texts.append(f"rollouts/ lacks steps {spell(missing)}: deleted, or never written")
-    return texts
-
-
 def _rows(path: Folder) -> list[dict[str, float]]:
     return list(objects(path)) if path.exists() else []
 
 
-def _rollouts_name(step: int) -> str:
+def rollouts_name(step: int) -> str:
+    """Name of a step's file in rollouts/."""
     return f"step_{step:06d}.jsonl"
 
 
@@ -149,12 +131,14 @@ def write_rollouts(
     collected: RolloutBatch,
     token_groups: int = 0,
     tokenizer: Tokenizer | None = None,
+    keep: int = 0,
 ) -> None:
     """Writes rollouts/step_NNNNNN.jsonl, a line per judged response, whole or not at all.
 
     Args:
         token_groups: number of trained groups, the last ones, whose tokens are written as well.
         tokenizer: decodes those tokens; without it none are written.
+        keep: how many of the newest files stay, up to this step's; 0: all.
     """
     first = max(0, len(collected.groups) - token_groups)
     with_tokens = {group.prompt.index for group in collected.groups[first:]}
@@ -162,7 +146,7 @@ def write_rollouts(
     surplus = {group.prompt.index for group in collected.surplus}
     folder = run_dir / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _rollouts_name(step)
+    path = folder / rollouts_name(step)
     with replacing(path) as file:
         for group in groups:
             for i, (completion, verdict) in enumerate(
@@ -196,3 +180,6 @@ def write_rollouts(
                 if tokenizer and group.prompt.index in with_tokens:
                     line |= token_fields(completion, trace, tokenizer)
                 file.write(json.dumps(line).encode() + b"\n")
+    for older in folder.glob("step_*.jsonl") if keep else ():
+        if older.name <= rollouts_name(step - keep):
+            older.unlink(missing_ok=True)

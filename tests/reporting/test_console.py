@@ -2,19 +2,29 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
 from rich.console import Console
-from small_runs import ROOT, make_quick_config, read_rows
+from small_runs import ROOT, make_short_config, read_rows
 
-from dapo_jax.config.experiment import Data, Log
 from dapo_jax.reporting import console as progress
-from dapo_jax.reporting.console import WIDTH, Progress, duration, fit, remaining, step_lines
+from dapo_jax.reporting.compile_seconds import FILE, PROGRAMS, CompileSeconds
+from dapo_jax.reporting.console import (
+    WIDTH,
+    Progress,
+    _Compilation,
+    duration,
+    fit,
+    remaining,
+    step_lines,
+)
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import complain, printable
@@ -153,29 +163,34 @@ def test_the_live_line_says_the_innermost_and_for_how_long():
             assert speaker.__rich__().plain == "sampling · 0 s"
 
 
-def make_short_config(base, run_dir):
-    data = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
-    log = Log(show_group_every_steps=1, tensorboard=False, rollouts=False)
-    return make_quick_config(base, run_dir, data=data, log=log)
-
-
 RUN = """
 import os, sys
-from test_console import make_short_config, progress, train
-os.environ["XLA_FLAGS"] = ""
-progress.SLOW_SECONDS = 0.0
+import conftest
+from small_runs import make_short_config
+from dapo_jax.reporting import console as progress
+from dapo_jax.run.run import train
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
+progress.SLOW_SECONDS, progress.COMPILING_SECONDS = 0.0, 0.1
 train(make_short_config(*sys.argv[1:]))
 """
 
 
 @pytest.fixture(scope="module")
 def piped(base, tmp_path_factory):
-    """A run whose output went to a pipe: its folder, and what it said."""
+    """A run whose output went to a pipe, with an empty cache: its folder, and what it said."""
     folder = tmp_path_factory.mktemp("piped")
-    command = [sys.executable, "-c", RUN, str(base), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return folder, *run_piped(base, folder)
+
+
+def run_piped(base, folder) -> tuple[str, str]:
+    """Standard output and error of a run; its cache is below the folder."""
+    command = [sys.executable, "-c", RUN, str(base), str(folder / "run")]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    environment = os.environ | cache
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return folder, done.stdout, done.stderr
+    return done.stdout, done.stderr
 
 
 def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
@@ -189,15 +204,76 @@ def test_a_pipe_gets_neither_codes_nor_live_lines(piped):
     assert not [line for line in lines if "groups kept" in line or "·" in line]
 
 
+LONG = """
+import pathlib, sys, time
+from dapo_jax.reporting.console import Progress
+from dapo_jax.runtime import processes
+def work():
+    progress = Progress()
+    for step in range(2_000):
+        progress.say(f"step {step}")
+    processes.complain("an error's line")
+    pathlib.Path(sys.argv[1]).touch()
+    return 0
+sys.exit(processes.run(work))
+"""
+
+
+@pytest.mark.parametrize("reader", ["head -3", "true", "head -3; exec >&-"])
+def test_a_closed_console_ends_nothing(reader, tmp_path):
+    (tmp_path / "long.py").write_text(LONG)
+    program = f"'{sys.executable}' '{tmp_path}/long.py' '{tmp_path}/done'"
+    both = "2>&1" if "exec" in reader else ""
+    line = f"({program} {both}; echo $? >'{tmp_path}/code') | ({reader})"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT)
+    assert (tmp_path / "done").exists() and (tmp_path / "code").read_text() == "0\n"
+    if not both:
+        gone, complaint = done.stderr.splitlines()
+        assert gone == "stdout is closed; work goes on without it"
+        assert complaint == "an error's line"
+
+
 def test_loading_and_compiling_are_named_with_their_seconds(piped):
     _, out, _ = piped
-    assert "loading " in out and "compiling the " in out
-    missing = [one for one in progress.PROGRAMS.values() if f"compiled {one} in " not in out]
+    assert "loading " in out and "compiling the update: longer the first time ..." in out
+    missing = [one for one in PROGRAMS.values() if f"compiled {one} in " not in out]
     assert not missing
 
 
-def test_rows_have_a_time_that_comparisons_leave_out(piped):
+def test_what_the_cache_has_is_not_compiled_and_its_seconds_are_known(piped, base):
     folder, _, _ = piped
+    seconds = json.loads((folder / "cache" / FILE).read_text())
+    assert {f"{base} {program}" for program in PROGRAMS} <= set(seconds)
+    shutil.rmtree(folder / "run")
+    out, _ = run_piped(base, folder)
+    assert "step 2/2" in out and "compiled " not in out and "first time" not in out
+
+
+@pytest.fixture
+def new_cache(tmp_path):
+    """Folder that jax is told to keep programs in, not there yet."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "new"))
+    yield tmp_path / "new"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_time_to_go_is_that_of_the_last_compilation(new_cache):
+    CompileSeconds("a").keep("jit(f)", 200.04)
+    CompileSeconds("b").keep("jit(f)", 20.0)
+    assert CompileSeconds("a").last("jit(f)") == 200.0
+    assert CompileSeconds("b").last("jit(f)") == 20.0 and CompileSeconds("c").last("jit(f)") is None
+    (new_cache / FILE).write_text("[1, broken")
+    assert CompileSeconds("a").last("jit(f)") is None
+    known, first = _Compilation("the update", 20.0), _Compilation("the update", None)
+    assert known.describe() == "compiling the update: 20 s left of about 20 s"
+    assert first.describe() == "compiling the update: longer the first time · 0 s"
+    known._since -= 25
+    assert known.describe() == "compiling the update: about 20 s · 25 s"
+
+
+def test_rows_have_a_time_that_comparisons_leave_out(piped):
+    folder = piped[0] / "run"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     times = [row["time"] for row in rows]
     assert times == sorted(times) and abs(times[-1] - time.time()) < 3600
@@ -205,7 +281,8 @@ def test_rows_have_a_time_that_comparisons_leave_out(piped):
 
 
 def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
-    folder, config = piped[0], make_short_config(base, piped[0])
+    folder = piped[0] / "run"
+    config = make_short_config(base, folder)
     summary = folder / "summary.json"
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = [path.stat().st_mtime_ns for path in files]

@@ -1,7 +1,5 @@
 """The report page: what it says of runs, what it refuses, and that no text in it is ever run."""
 
-import dataclasses
-import html.parser
 import json
 import pathlib
 import re
@@ -9,98 +7,23 @@ import sys
 
 import numpy as np
 import pytest
+from reports import HOSTILE, Scripts, data_of, response, row
 
 from dapo_jax.commands import command_line, report
-from dapo_jax.config.experiment import Config, Optimizer, ReportConfig
+from dapo_jax.config.experiment import Optimizer, ReportConfig
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page import page, recorded_run
 from dapo_jax.reporting.page.comparison import (
+    differences,
     experiments,
     from_preset,
     headlines,
     mean_interval,
     spent,
+    welch_interval,
 )
 from dapo_jax.reporting.page.recorded_run import coarse_to_fine, read_run, sample_groups, spread_out
 from dapo_jax.runtime.settings import ConfigError
-
-HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028\u202e\x00 & ${data}'
-
-
-def row(step: int, **values) -> dict:
-    found = {"step": step, "reward": step / 100 - 1, "accuracy": 0.5, "entropy": 1 / (1 + step)}
-    found |= {"seconds_step": 2.0, "seconds_rollout": 1.0, "seconds_decode": 0.5}
-    found |= {"sampled_tokens_per_second": 1000.0, "abandoned_tokens": 100.0, "trained_groups": 8.0}
-    found |= {"sampled_to_kept_tokens": 2.2, "seconds_update": 0.75, "clip_fraction_high": 0.01}
-    if step % 5 == 0:
-        found |= {
-            "heldout_accuracy": 0.4,
-            "heldout_accuracy_low": 0.3,
-            "heldout_accuracy_high": 0.5,
-        }
-    return found | values
-
-
-def response(index: int, sample: int, **values) -> dict:
-    found = {
-        "index": index,
-        "sample": sample,
-        "prompt_id": f"p{index}",
-        "prompt": "1+1=",
-        "answer": "2",
-    }
-    found |= {"response": "so 2", "extracted": "2", "correct": sample == 0, "truncated": False}
-    found |= {"tokens": 4, "reward": 1.0, "reward_parts": {"rule": 1.0}, "advantage": 0.5}
-    return found | values
-
-
-@pytest.fixture
-def write_run(tmp_path):
-    """Writes the folder of a run that was never made."""
-
-    def write(name: str, steps: int = 20, rollouts=(), seed: int = 0, rows=None, **changes) -> str:
-        folder = tmp_path / name
-        (folder / "rollouts").mkdir(parents=True)
-        config = Config(run_dir=str(folder), seed=seed, total_steps=steps)
-        for section, value in changes.items():
-            setattr(config, section, value)
-        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-        lines = [row(step) for step in range(steps + 1)] if rows is None else rows
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-        for step, found in rollouts:
-            path = folder / "rollouts" / f"step_{step:06d}.jsonl"
-            path.write_text("".join(json.dumps(one) + "\n" for one in found))
-        return str(folder)
-
-    return write
-
-
-class Scripts(html.parser.HTMLParser):
-    """The tags of a page, and what stands in its scripts."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.scripts, self._inside = [], [], False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._inside = tag == "script"
-        if self._inside:
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        self._inside = False
-
-    def handle_data(self, data):
-        if self._inside:
-            self.scripts[-1] += data
-
-
-def data_of(text: str) -> dict:
-    """What the page is drawn from."""
-    data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
-    return data | {"rollouts": rollouts}
 
 
 def make(*folders: str, **settings) -> str:
@@ -117,7 +40,7 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     (group,) = data_of(text)["rollouts"]
     assert group["prompt"] == group["id"] == group["responses"][0]["text"] == HOSTILE
     assert data_of(text)["experiments"][0]["name"] == hostile.rsplit("/")[-1]
-    code = page.asset("page.js")
+    code = page.own_script()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
 
 
@@ -152,6 +75,8 @@ def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
     # By a table of Student's t: 4.303 for three values, whose standard error is 1 / sqrt(3).
     np.testing.assert_allclose(mean_interval(np.array([1.0, 2, 3])), [2, -0.484, 4.484], atol=1e-3)
     assert mean_interval(np.array([1.0])) == [1, None, None]
+    assert mean_interval(np.ones(3)) == [1, 1, 1]
+    np.testing.assert_allclose(mean_interval(np.ones(10), True), [1, 0.722, 1], atol=1e-3)
 
 
 def test_held_out_accuracy_of_seeds_varies_with_their_problems_too(write_run):
@@ -170,6 +95,72 @@ def test_held_out_accuracy_of_seeds_varies_with_their_problems_too(write_run):
     value, low, high = found["value"]
     assert found["over"] == "over 2 seeds and their problems"
     assert value == pytest.approx(0.4) and low < 0.35 and high > 0.45
+
+
+def test_runs_of_the_same_problems_are_compared_by_problem(write_run):
+    grpo = Optimizer(learning_rate=0.5)
+    folders = [
+        write_run(name, rows=[row(0), row(5)], **changes)
+        for name, changes in (
+            ("a", {}),
+            ("b", {"optimizer": grpo}),
+            ("c", {"optimizer": grpo, "seed": 1}),
+        )
+    ]
+    for folder, right in zip(folders, (4, 6, 6), strict=True):
+        lines = [json.dumps(response(index, 0, correct=index < right)) for index in range(40)]
+        (path := pathlib.Path(folder, "evaluations")).mkdir()
+        (path / "step_000005.jsonl").write_text("\n".join(lines))
+    a, b, c = (experiments([read_run(folder)])[0] for folder in folders)
+    found = differences(b, a)["Held-out accuracy after"]
+    value, low, high = found["value"]
+    assert found["over"] == "by problem"
+    # 2 of 40 problems differ: the difference has a standard error of 0.034, each run's of 0.05.
+    assert value == pytest.approx(0.05) and -0.01 < low <= 0.025 and 0.08 < high < 0.15
+    assert differences(b, b)["Held-out accuracy after"]["value"] == [0, None, None]
+    unpaired = differences(c, a)["Held-out accuracy after"]  # another seed asks other problems
+    value, low, high = unpaired["value"]
+    assert value == pytest.approx(0.05) and low < -0.05 and high > 0.15
+    assert unpaired["over"] == "of different problems (Welch)"
+    (several,) = experiments([read_run(folder) for folder in folders[1:]])
+    for one_to_two in differences(several, a).values():  # one run has no spread of its seeds
+        assert one_to_two["value"] == [0, None, None]
+    data = data_of(make(*folders[:2]))
+    assert data["experiments"][0]["differences"] == {} != data["experiments"][1]["differences"]
+
+
+def test_differences_of_independent_values_have_welchs_interval():
+    # By hand: variances 2.5 and 10 of 5 values each, so an error of sqrt(2.5), and 5.88 degrees
+    # of freedom, so t = 2.459.
+    ones, others = np.arange(5.0) + 1, 2 * np.arange(5.0) + 2
+    expected = [-3, -3 - 2.459 * 2.5**0.5, -3 + 2.459 * 2.5**0.5]
+    np.testing.assert_allclose(welch_interval(ones, others), expected, atol=2e-3)
+    assert welch_interval(ones, others[:1]) == [1, None, None]
+    assert welch_interval(np.ones(3), np.ones(3)) == [0, None, None]
+    assert welch_interval(ones, np.zeros(0)) == [None, None, None]
+
+
+def test_the_mean_of_nothing_is_a_gap(write_run):
+    nothing = {
+        "clip_fraction_high": 0.0,
+        "up_clipped_probability": 0.0,
+        "response_tokens_wrong": 0.0,
+    }
+    some = {"clip_fraction_high": 0.1, "up_clipped_probability": 0.0, "response_tokens_wrong": 4.0}
+    rows = [row(0), row(1, **some), row(2, **nothing), row(3, reward=float("nan"), **some)]
+    lines = data_of(make(write_run("a", rows=rows)))["experiments"][0]["curves"]["lines"]
+    assert lines["up_clipped_probability"]["mean"] == [None, 0, None, 0]
+    assert lines["response_tokens_wrong"]["mean"] == [None, 4, None, 4]
+    assert lines["clip_fraction_high"]["mean"] == [0.01, 0.1, 0, 0.1]
+    assert lines["reward"]["mean"][3] is None
+    assert lines["heldout_accuracy"]["at"] == [0]  # evaluations are joined by a line
+
+
+def test_many_runs_have_a_short_heading(write_run):
+    rates = [
+        write_run(f"r{i}", rows=[row(0)], optimizer=Optimizer(learning_rate=i)) for i in range(6)
+    ]
+    assert "<h1>r0, r1, r2 and 3 more</h1>" in make(*rates)
 
 
 def test_tokens_add_up_to_all_that_was_drawn(write_run):

@@ -3,10 +3,11 @@
 import json
 import pathlib
 import random
+import re
 
 import pytest
 from browser import CHROMIUM, browser
-from test_report import HOSTILE, response, row, write_run  # noqa: F401
+from reports import HOSTILE, response, row
 
 from dapo_jax.commands import report
 from dapo_jax.config.experiment import Optimizer, ReportConfig
@@ -17,6 +18,28 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"),
 ]
 NAMED = {"combobox", "button", "checkbox", "link", "image", "region"}
+# Pictures that leave their card, and texts in them that are cut or lie on each other.
+MISPLACED = """(() => {
+    const found = [], box = (one) => one.getBoundingClientRect();
+    const meet = (a, b) => a.left < b.right - 2 && b.left < a.right - 2
+        && a.top < b.bottom - 2 && b.top < a.bottom - 2;
+    for (const plot of document.querySelectorAll(".plot")) {
+        const name = plot.closest("article").innerText;
+        const say = (...what) => found.push([name, ...what].join(" | "));
+        const room = box(plot);
+        for (const svg of plot.querySelectorAll("svg.main-svg")) {
+            if (Math.abs(box(svg).width - room.width) > 2) say(box(svg).width, room.width);
+        }
+        const texts = [...plot.querySelectorAll("text")].filter((one) => box(one).width);
+        texts.forEach((one, i) => {
+            const others = texts.slice(i + 1).filter((other) => meet(box(one), box(other)));
+            for (const other of others) say(one.textContent, other.textContent);
+            const isCut = box(one).left < room.left - 2 || box(one).right > room.right + 2;
+            if (isCut) say(one.textContent);
+        });
+    }
+    return found;
+})()"""
 SHOTS = pathlib.Path("build/report")
 
 
@@ -53,14 +76,12 @@ def test_no_error_no_network_both_widths_and_in_time(report_of_three, tmp_path):
     SHOTS.mkdir(parents=True, exist_ok=True)
     with browser(tmp_path / "profile") as page:
         page.open(report_of_three, 1440)  # starts the browser's own processes
-        for width in 390, 1440:
+        for width in 390, 1100, 1440:
             page.open(report_of_three, width)
             assert int(page.run("document.documentElement.dataset.firstPicture")) < 3000
             assert page.run("document.documentElement.scrollWidth") <= width
-            height = page.run("document.documentElement.scrollHeight")
-            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-            page.call("Emulation.setDeviceMetricsOverride", **size)
-            page.wait("[...document.querySelectorAll('.plot')].every(p => p.children.length)")
+            page.scroll_through()
+            assert page.run(MISPLACED) == []
             assert page.run("document.documentElement.scrollWidth") <= width
             page.screenshot(SHOTS / f"{width}.png")
         unnamed = [role for role, name in names_of_controls(page) if not name.strip()]
@@ -100,4 +121,56 @@ def test_the_keyboard_reaches_everything(report_of_three, tmp_path):
         assert page.run(focused) == "colour"
         page.run("document.getElementById('group').value = 0; drawGroup()")
         page.wait("document.querySelector('#responses .clip')?.title.includes('the upper clip')")
+        assert not page.trouble
+
+
+def test_a_comparison_begins_with_its_numbers_and_settings(report_of_three, tmp_path):
+    with browser(tmp_path / "profile") as page:
+        page.open(report_of_three, 1440)
+        tables = page.run(
+            "[...document.querySelectorAll('#headlines table')].map(t => t.innerText)"
+        )
+        numbers, settings = tables
+        assert (
+            "a (2 seeds)" in numbers
+            and " points" in numbers
+            and "optimizer.learning_rate" in settings
+        )
+        top = "document.querySelector('{}').getBoundingClientRect().top"
+        assert page.run(f"{top.format('#headlines')} < {top.format('#curves')}")
+        assert not re.search(
+            r"[a-z]_[a-z]", page.run("document.querySelector('#charts').innerText")
+        )
+
+
+def test_gaps_stay_gaps_and_rounding_is_flat(write_run, tmp_path):
+    """Of 60 steps, a tenth clips something; the two policies differ by rounding alone."""
+    clips = [float(step % 10 == 0) for step in range(60)]
+    rows = [
+        row(
+            step,
+            clip_fraction_high=clip,
+            up_clipped_probability=0.3 * clip,
+            kl_sampler_trainer=1e-8 * (-1) ** step,
+        )
+        for step, clip in enumerate(clips)
+    ]
+    out = tmp_path / "report.html"
+    seeds = [write_run(f"a{seed}", 60, seed=seed, rows=rows) for seed in range(2)]
+    report.report(ReportConfig(run="\n".join(seeds), out=str(out)))
+    of = "[...document.querySelectorAll('.plot')].find(p => p.curve?.title === '{}')"
+    with browser(tmp_path / "profile") as page:
+        page.open(out, 1100)
+        page.scroll_through()
+        page.run("byId('smooth').value = '5'; byId('smooth').dispatchEvent(new Event('change'))")
+        clipped = of.format("Probability of up-clipped tokens")
+        y = page.run(f"{clipped}.data.at(-1).y")
+        assert [step for step, value in enumerate(y) if value is not None] == [*range(0, 60, 10)]
+        assert (
+            page.run(f"{clipped}.querySelectorAll('.point').length") == 6
+        )  # dots, as nothing joins them
+        kl = of.format("Sampler against trainer")
+        low, high = page.run(f"{kl}.layout.yaxis.range")
+        assert high - low > 0.001 and "rounding" in page.run(f"{kl}.nextSibling.textContent")
+        assert "lowest seed" in page.run("byId('bands').textContent")
         assert not page.trouble

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import check_documented, make_completion
+from reports import data_of
 from small_runs import (
     make_config,
     make_groups,
@@ -15,7 +16,6 @@ from small_runs import (
     read_rows,
     step_on,
 )
-from test_report import data_of
 
 from dapo_jax.config.experiment import Log, Optimizer, Rollout
 from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -89,6 +89,8 @@ def test_every_curve_is_of_metrics_that_exist():
     names = [name for curve in CURVES for name in curve.metrics]
     check_documented(names)
     assert len(names) == len(set(names))
+    words = [word for curve in CURVES for word in curve.metrics.values()]
+    assert all(words) and not any("_" in word for word in words)
     assert all(curve.healthy and curve.ill for curve in CURVES)
 
 

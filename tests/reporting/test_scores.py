@@ -5,44 +5,20 @@ import itertools
 
 import numpy as np
 import pytest
+from responses import respond, respond_all
 from rich.console import Console
 
 from dapo_jax.reporting import scores
 from dapo_jax.reporting.scores import (
     RIGHT,
-    Response,
     answer_classes,
     estimate_over_seeds,
     estimates,
     majority_score,
     make_report,
+    wilson,
 )
 from dapo_jax.reporting.tables import describe_problems, report_tables
-
-
-def respond(index, sample, correct, **changes) -> Response:
-    fields = {
-        "problem": f"p{index}",
-        "question": f"question {index}",
-        "answer": "1",
-        "response": "",
-        "extracted": "1" if correct else "2",
-        "truncated": False,
-        "tokens": 10,
-        "logprob": -5.0,
-        "reflection": False,
-        "repetition": 0.0,
-    }
-    return Response(index=index, sample=sample, correct=correct, **fields | changes)
-
-
-def respond_all(table, **changes) -> list[Response]:
-    """One problem per row of right (1) and wrong (0) answers."""
-    return [
-        respond(i, j, bool(right), **changes)
-        for i, row in enumerate(table)
-        for j, right in enumerate(row)
-    ]
 
 
 def test_pass_at_k_equals_the_share_of_subsets_with_a_right_answer():
@@ -155,6 +131,64 @@ def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give
     alike = estimate_over_seeds([np.repeat([0.0, 1.0], 25)] * 10, seed=0)  # only problems spread
     assert 0.02 < alike.high - alike.low < np.mean(widths)
     assert estimate_over_seeds([np.ones(3)], seed=0).low is None
+
+
+@pytest.mark.parametrize(
+    ("share", "units", "low", "high"),
+    [
+        (1.0, 16, 0.806, 1.0),  # as published tables have them (Newcombe, 1998, method 3)
+        (0.0, 16, 0.0, 0.194),
+        (0.0, 20, 0.0, 0.161),
+        (81 / 263, 263, 0.255, 0.366),
+        (1 / 29, 29, 0.006, 0.172),
+    ],
+)
+def test_wilsons_interval_is_the_published_one(share, units, low, high):
+    np.testing.assert_allclose(wilson(share, units), [low, high], atol=6e-4)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_where_all_or_none_are_right_the_interval_has_a_width_and_counts_problems(right):
+    sixteen = make_report(respond_all([[right]] * 16))
+    assert sixteen.accuracy.value == right
+    low, high = sorted(abs(right - end) for end in (sixteen.accuracy.low, sixteen.accuracy.high))
+    assert low == 0 and high == pytest.approx(0.194, abs=6e-4)
+    often = make_report(respond_all([[right] * 32] * 16))  # as certain as of one sample each
+    ends = {often.accuracy, often.majority, *often.pass_at_k.values()}
+    assert ends == {sixteen.accuracy}
+    assert make_report(respond_all([[right]] * 64)).accuracy.low >= sixteen.accuracy.low
+    ragged = make_report(respond_all([[right] * 90, *[[right]] * 15]))  # nearly one problem
+    assert ragged.accuracy.high - ragged.accuracy.low > 0.6
+
+
+def test_problems_that_are_all_half_right_do_not_feign_certainty():
+    found = make_report(respond_all([[1, 0]] * 4))
+    assert found.accuracy.low < 0.2 and found.accuracy.high > 0.8
+    words = [[(True, 1), (False, 1)]] * 4  # no difference, in four questions
+    answers = [
+        respond(i, j, bool(ok), reflection=word)
+        for i, row in enumerate(words)
+        for j, (word, ok) in enumerate(row)
+    ]
+    difference = make_report(answers).reflection.difference
+    assert difference.value == 0 and difference.low < -0.3 and difference.high > 0.3
+
+
+def test_an_interval_of_nothing_but_right_answers_covers_the_truth():
+    """Of 16 problems with a chance of 0.97 each, most draws are all right."""
+    rng, covered = np.random.default_rng(3), 0
+    for trial in range(300):
+        means = (rng.random((16, 1)) < 0.97).astype(float)
+        (found,) = estimates(means, np.ones(16), seed=trial)
+        covered += found.low <= 0.97 <= found.high
+    assert covered / 300 > 0.9
+
+
+def test_the_interval_over_seeds_has_a_width_where_all_are_right():
+    found = estimate_over_seeds([np.ones(16)] * 3, seed=0)
+    assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.806, abs=6e-4)
+    equal = estimate_over_seeds([np.zeros(16)] * 3, seed=0, lowest=-1.0)  # differences
+    assert equal.low < -0.2 and equal.high > 0.2
 
 
 def test_more_samples_of_the_same_problems_do_not_feign_certainty():

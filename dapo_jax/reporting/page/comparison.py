@@ -12,7 +12,7 @@ from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
 from dapo_jax.reporting.alerts import LAST, finite_values
 from dapo_jax.reporting.page.recorded_run import RecordedRun, heldout_shares
-from dapo_jax.reporting.scores import estimate_over_seeds
+from dapo_jax.reporting.scores import estimate_over_seeds, estimates, wilson
 from dapo_jax.runtime.settings import leaves, require
 
 # Beginnings of settings that may differ between two seeds of one experiment.
@@ -60,13 +60,18 @@ def experiments(runs: Sequence[RecordedRun]) -> list[Experiment]:
     return named
 
 
-def mean_interval(samples: np.ndarray) -> list[float | None]:
-    """[mean, low, high] of independent values: 95 % by Student's t, no interval below 2 values."""
+def mean_interval(samples: np.ndarray, are_shares: bool = False) -> list[float | None]:
+    """[mean, low, high] of independent values: 95 % by Student's t, no interval below 2 values.
+
+    Shares that are all equal, such as 1, have Wilson's interval of so many units.
+    """
     if not samples.size:
         return [None, None, None]
     mean = float(samples.mean())
     if samples.size < 2:
         return [mean, None, None]
+    if are_shares and not np.ptp(samples):
+        return [mean, *wilson(mean, samples.size)]
     error = samples.std(ddof=1) / np.sqrt(samples.size)
     half = float(stdtrit(samples.size - 1, 0.975) * error)
     return [mean, mean - half, mean + half]
@@ -84,24 +89,32 @@ HEADLINES = (
 )
 
 
+PARTS = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}
+
+
+def _samples(experiment: Experiment, metric: str, at: str) -> np.ndarray:
+    """Independent values of a headline number: means of the seeds, or steps of the only run."""
+    numbers = [finite_values(run.rows, metric)[PARTS[at]] for run in experiment.runs]
+    chosen = [values for values in numbers if values.size]
+    return np.array([values.mean() for values in chosen]) if len(numbers) > 1 else numbers[0]
+
+
 def _headline(experiment: Experiment, metric: str, at: str) -> tuple[list[float | None], str]:
     """[mean, low, high] of a headline number, and what the interval is over."""
-    part = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}[at]
-    which, runs = 0 if at == "first" else -1, experiment.runs
-    chosen = [numbers for run in runs if (numbers := finite_values(run.rows, metric)[part]).size]
+    which, runs, are_shares = 0 if at == "first" else -1, experiment.runs, "accuracy" in metric
+    samples = _samples(experiment, metric, at)
     if len(runs) > 1 and metric == "heldout_accuracy":
         shares = [share for run in runs if (share := heldout_shares(run, which)) is not None]
         if len(shares) == len(runs):
             estimate = dataclasses.astuple(estimate_over_seeds(shares, 0))
             return list(estimate), f"over {len(runs)} seeds and their problems"
     if len(runs) > 1:
-        means = np.array([numbers.mean() for numbers in chosen])
-        return mean_interval(means), f"over {len(chosen)} seeds"
+        return mean_interval(samples, are_shares), f"over {samples.size} seeds"
     if at == "end":
-        return mean_interval(np.concatenate([*chosen, np.zeros(0)])), "over these steps"
+        return mean_interval(samples, are_shares), "over these steps"
     rows = [row for row in runs[0].rows if finite_values([row], metric).size] or [{}]
     names = (metric, f"{metric}_low", f"{metric}_high")
-    return [rows[which].get(name) for name in names], "over problems (bootstrap)"
+    return [rows[which].get(name) for name in names], "over problems"
 
 
 def headlines(experiment: Experiment) -> list[dict[str, Any]]:
@@ -114,6 +127,81 @@ def headlines(experiment: Experiment) -> list[dict[str, Any]]:
         if numbers[0] is not None:
             lines.append({"name": name, "form": form, "value": numbers, "over": over})
     return lines
+
+
+def welch_interval(ones: np.ndarray, others: np.ndarray) -> list[float | None]:
+    """[difference of means, low, high] of independent values: 95 % by Welch's t.
+
+    Without an interval where a side has fewer than two values, or no side has a spread.
+    """
+    if not (ones.size and others.size):
+        return [None, None, None]
+    difference = float(ones.mean() - others.mean())
+    if min(ones.size, others.size) < 2 or not (ones.std() or others.std()):
+        return [difference, None, None]
+    errors = np.array([side.var(ddof=1) / side.size for side in (ones, others)])
+    freedom = errors.sum() ** 2 / sum(errors**2 / [ones.size - 1, others.size - 1])
+    half = float(stdtrit(freedom, 0.975) * np.sqrt(errors.sum()))
+    return [difference, difference - half, difference + half]
+
+
+def _paired_shares(ones: Experiment, others: Experiment, which: int) -> list[np.ndarray]:
+    """Differences of held-out shares by seed and problem; empty where the two differ in either."""
+
+    def by_seed(experiment: Experiment) -> dict[Any, np.ndarray | None]:
+        return {run.settings.get("seed"): heldout_shares(run, which) for run in experiment.runs}
+
+    def problems(experiment: Experiment) -> dict[str, Any]:
+        return {name: v for name, v in experiment.settings.items() if name.startswith("data.")}
+
+    mine, theirs = by_seed(ones), by_seed(others)
+    are_alike = mine.keys() == theirs.keys() and problems(ones) == problems(others)
+    if not are_alike or not len(mine) == len(ones.runs) == len(others.runs):
+        return []
+    pairs = [(mine[seed], theirs[seed]) for seed in mine]
+    shares = [
+        one - other
+        for one, other in pairs
+        if one is not None and other is not None and len(one) == len(other)
+    ]
+    return shares if len(shares) == len(pairs) else []
+
+
+def _heldout_difference(
+    ones: Experiment, others: Experiment, which: int
+) -> tuple[list[float | None], str] | None:
+    """Difference of held-out accuracy by problem; None where seeds and problems don't match."""
+    pairs = _paired_shares(ones, others, which)
+    if pairs and not np.ptp(np.concatenate(pairs)):  # as of one policy that both begin with
+        return [float(pairs[0][0]), None, None], "by problem"
+    if len(pairs) > 1:
+        estimate = estimate_over_seeds(pairs, 0)
+        return list(dataclasses.astuple(estimate)), "by seed and problem"
+    if pairs:
+        (estimate,) = estimates(pairs[0][:, None], np.ones(len(pairs[0])), 0)
+        return list(dataclasses.astuple(estimate)), "by problem"
+    lone = [heldout_shares(one.runs[0], which) for one in (ones, others) if len(one.runs) == 1]
+    known = [shares for shares in lone if shares is not None]
+    if len(known) == 2:
+        return welch_interval(*known), "of different problems (Welch)"
+    return None
+
+
+def differences(experiment: Experiment, first: Experiment) -> dict[str, dict[str, Any]]:
+    """Differences of headline numbers to another experiment's, with 95 % intervals, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    is_one_to_many = (len(experiment.runs) > 1) != (len(first.runs) > 1)
+    for name, metric, at, _ in HEADLINES:
+        told = None
+        if metric == "heldout_accuracy":
+            told = _heldout_difference(experiment, first, 0 if at == "first" else -1)
+        sides = [_samples(one, metric, at) for one in (experiment, first)]
+        if is_one_to_many:  # steps of a run say nothing of its seeds' spread
+            sides = [side.mean(keepdims=True) if side.size else side for side in sides]
+        numbers, over = told or (welch_interval(*sides), "of independent samples (Welch)")
+        if numbers[0] is not None:
+            found[name] = {"value": numbers, "over": over}
+    return found
 
 
 def _changed(settings: dict[str, Any], others: dict[str, Any]) -> list[list[Any]]:

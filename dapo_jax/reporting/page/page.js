@@ -1,4 +1,3 @@
-"use strict";
 // Draws the report from the JSON beside it. Text becomes text nodes, never markup.
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
@@ -21,13 +20,16 @@ function make(tag, properties = {}, ...children) {
 // Escapes tags, which the plotting library reads in labels.
 const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const colourOf = (number) => COLOURS[number % COLOURS.length];
+const dashOf = (number) => ["solid", "dashed", "dotted"][Math.floor(number / COLOURS.length) % 3];
+const shorten = (text, most) => (text.length > most ? `${text.slice(0, most / 2)}…${text.slice(1 - most / 2)}` : text);
 
 function show(value, form = "number") {
   if (value === null || value === undefined) return "–";
   if (form === "share") return (100 * value).toFixed(1) + "\u00a0%";
+  if (form === "points") return (100 * value).toFixed(1);
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+  return size !== 0 && size < 0.0001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
 
 function table(heads, rows, numeric = false) {
@@ -40,16 +42,46 @@ function table(heads, rows, numeric = false) {
 
 // --- headline numbers and warnings -------------------------------------------------------------
 
+const written = (value) => (value === null ? "not there" : JSON.stringify(value));
+
+function interval([mean, low, high], form) {
+  return low === null || low === undefined ? "" : `${show(low, form)} to ${show(high, form)}`;
+}
+
+function drawNumbers(one) {
+  const cards = one.headlines.map(({ name, form, value, over }) => make("div", {}, make("dt", {}, name),
+    make("dd", {}, show(value[0], form), make("small", {}, interval(value, form) ? `${interval(value, form)}, 95 % ${over}` : "no interval"))));
+  byId("headlines").append(make("dl", { className: "numbers" }, ...cards));
+}
+
+// A row for each experiment: number, interval, difference to the first experiment with its interval.
+function drawComparison() {
+  const names = [...new Set(data.experiments.flatMap((one) => one.headlines.map(({ name }) => name)))];
+  const cellOf = (one, name) => {
+    const found = one.headlines.find((line) => line.name === name);
+    if (!found) return "–";
+    const [difference, form] = [one.differences[name], found.form === "share" ? "points" : found.form];
+    const small = [make("small", { title: `95 % ${found.over}` }, interval(found.value, found.form))];
+    if (difference) {
+      const [by, range] = [difference.value[0], interval(difference.value, form)];
+      small.push(make("small", { className: "difference", title: range ? `95 % ${difference.over}` : "" },
+        `${by > 0 ? "+" : ""}${show(by, form)}${form === "points" ? " points" : ""} `, range ? make("span", {}, `(${range})`) : null));
+    }
+    return make("span", {}, show(found.value[0], found.form), ...small);
+  };
+  const rows = data.experiments.map((one, i) => [make("span", {}, swatch(i), one.name), ...names.map((name) => cellOf(one, name))]);
+  byId("headlines").append(make("h2", {}, "Comparison"), table(["run", ...names], rows, true),
+    make("p", { className: "note" }, "Below a number stands its 95 % interval: over seeds, or of a single run over its problems or last steps. "
+      + `Then comes the difference to ${data.experiments[0].name} with its 95 % interval: by problem where both were asked the same problems, else by Welch's t. `
+      + "One run against several seeds has none."));
+  const apart = make("details", { open: data.apart.length <= 20 }, make("summary", {}, `Settings that differ: ${data.apart.length}`),
+    table(["setting", ...data.experiments.map((one) => one.name)], data.apart.map(([name, ...values]) => [name, ...values.map(written)])));
+  byId("headlines").append(apart);
+}
+
 function drawHeadlines() {
-  for (const [number, one] of data.experiments.entries()) {
-    const cards = one.headlines.map(({ name, form, value: [mean, low, high], over }) => {
-      const interval = low === null || low === undefined ? "no interval"
-        : `${show(low, form)} to ${show(high, form)}, 95 % ${over}`;
-      return make("div", {}, make("dt", {}, name), make("dd", {}, show(mean, form), make("small", {}, interval)));
-    });
-    const title = several ? make("h3", {}, swatch(number), one.name) : null;
-    byId("headlines").append(make("div", {}, title, make("dl", { className: "numbers" }, ...cards)));
-  }
+  if (several) drawComparison();
+  else drawNumbers(data.experiments[0]);
   const warnings = data.experiments.flatMap((one) => one.runs.flatMap((run) => run.warnings.map((text) => [run.name, text])));
   byId("warnings").hidden = !warnings.length;
   for (const [name, text] of warnings) {
@@ -59,158 +91,39 @@ function drawHeadlines() {
 
 function swatch(number) {
   const made = make("span", { className: "swatch", "aria-hidden": "true" });
-  made.style.background = colourOf(number);
+  made.style.borderTop = `4px ${dashOf(number)} ${colourOf(number)}`;
   return made;
-}
-
-// --- curves ------------------------------------------------------------------------------------
-
-function smoothed(values, width) {
-  if (width < 2) return values;
-  return values.map((_, i) => {
-    const part = values.slice(Math.max(0, i - width + 1), i + 1).filter((v) => v !== null);
-    return part.length ? part.reduce((a, b) => a + b) / part.length : null;
-  });
-}
-
-function layout(title) {
-  const style = getComputedStyle(document.documentElement);
-  const [ink, line] = [style.getPropertyValue("--ink").trim(), style.getPropertyValue("--line").trim()];
-  const axis = { gridcolor: line, zerolinecolor: line, automargin: true };
-  return {
-    margin: { l: 48, r: 10, t: 8, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: ink, size: 12, family: "system-ui, sans-serif" }, xaxis: { ...axis }, yaxis: { ...axis, title: { text: title } },
-    legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: 11 } }, hovermode: "x unified",
-    dragmode: window.innerWidth < 700 ? false : "zoom",
-  };
-}
-
-const OPTIONS = { displayModeBar: false, responsive: true };
-const shownExperiments = () => [...data.experiments.entries()].filter(([i]) => {
-  const box = byId(`experiment-${i}`);
-  return !box || box.checked;
-});
-
-function traces(curve) {
-  const [axis, width] = [byId("axis").value, Number(byId("smooth").value)];
-  const found = [];
-  for (const [number, one] of shownExperiments()) {
-    for (const [place, metric] of curve.metrics.entries()) {
-      const line = one.curves.lines[metric];
-      if (!line) continue;
-      const x = line.at.map((i) => one.curves.x[axis][i]);
-      const colour = colourOf(several ? number : place);
-      const name = several ? one.name : metric;
-      if (line.low) {
-        const band = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false };
-        found.push({ ...band, y: smoothed(line.low, width) });
-        found.push({ ...band, y: smoothed(line.high, width), fill: "tonexty", fillcolor: colour + "30" });
-      }
-      found.push({ x, y: smoothed(line.mean, width), name: plain(name), mode: x.length < 40 ? "lines+markers" : "lines",
-        line: { color: colour, width: 2 }, marker: { size: 4 },
-        connectgaps: true, summary: `${name} from ${show(line.mean[0])} to ${show(line.mean.at(-1))}` });
-    }
-  }
-  return found;
-}
-
-function drawCurve(curve, plot) {
-  const lines = traces(curve);
-  const look = layout(curve.unit);
-  look.xaxis.title = { text: byId("axis").selectedOptions[0].text };
-  look.showlegend = !several && curve.metrics.length > 1; // the check boxes are the legend of experiments
-  plot.setAttribute("aria-label", `${curve.title}, ${curve.unit}: ` + lines.filter((l) => l.summary).map((l) => l.summary).join("; "));
-  return Plotly.react(plot, lines, look, OPTIONS);
-}
-
-function numbersOf(curve) {
-  const rows = [];
-  for (const [, one] of shownExperiments()) {
-    for (const metric of curve.metrics.filter((name) => one.curves.lines[name])) {
-      const line = one.curves.lines[metric];
-      const every = Math.max(1, Math.ceil(line.at.length / 10));
-      line.at.forEach((at, i) => {
-        if (i % every === 0 || i === line.at.length - 1) {
-          const range = line.low && line.low[i] !== null ? `${show(line.low[i])} to ${show(line.high[i])}` : "";
-          rows.push([`${one.name}: ${metric}`, String(one.curves.x.step[at]), show(line.mean[i]), range]);
-        }
-      });
-    }
-  }
-  return table(["metric", "step", "mean", "range"], rows, true);
-}
-
-function drawCurves() {
-  const redraw = () => drawn.forEach((plot) => drawCurve(plot.curve, plot));
-  const drawn = new Set();
-  const draw = (plot) => {
-    watcher.unobserve(plot);
-    drawn.add(plot);
-    drawCurve(plot.curve, plot).then(() => {
-      document.documentElement.dataset.firstPicture ??= Math.round(performance.now());
-    });
-  };
-  const watcher = new IntersectionObserver((entries) => {
-    entries.filter((one) => one.isIntersecting && !drawn.has(one.target)).forEach((one) => draw(one.target));
-  }, { rootMargin: "400px" });
-  const there = data.curves.filter((curve) => data.experiments.some((one) => curve.metrics.some((m) => m in one.curves.lines)));
-  for (const curve of there) {
-    const metrics = curve.metrics.filter((name) => data.experiments.some((one) => name in one.curves.lines));
-    const plots = (several ? metrics.map((name) => [name]) : [metrics]).map((names) => {
-      const plot = make("div", { className: "plot", role: "img", "aria-label": curve.title });
-      plot.curve = { ...curve, metrics: names, unit: several && metrics.length > 1 ? names[0] : curve.unit };
-      return plot;
-    });
-    const numbers = make("details", {}, make("summary", { "aria-label": `${curve.title} in numbers` }, "In numbers"));
-    numbers.addEventListener("toggle", () => numbers.open && numbers.replaceChildren(numbers.firstChild, numbersOf(curve)));
-    byId("charts").append(make("article", { className: "card" }, make("h3", {}, curve.title), ...plots,
-      make("p", {}, make("b", {}, "Healthy: "), curve.healthy),
-      make("p", { className: "ill" }, make("b", {}, "Ill: "), curve.ill), numbers));
-    for (const plot of plots) {
-      if (drawn.size) watcher.observe(plot); // draws it when it comes near
-      else draw(plot);
-    }
-  }
-  byId("axis").addEventListener("change", redraw);
-  byId("smooth").addEventListener("change", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  byId("shown").hidden = !several;
-  for (const [number, one] of several ? data.experiments.entries() : []) {
-    const box = make("input", { type: "checkbox", checked: true, id: `experiment-${number}`, onchange: redraw });
-    byId("shown").append(make("label", {}, box, swatch(number), one.name));
-  }
-  const bands = data.experiments.some((one) => one.runs.length > 1);
-  const thin = data.experiments.filter((one) => one.curves.points < one.curves.steps)
-    .map((one) => `${one.name}: ${one.curves.points} of ${one.curves.steps} rows are drawn.`);
-  byId("bands").textContent = [bands ? "Lines are means over seeds, bands their range." : "", ...thin].join(" ");
 }
 
 // --- where time and tokens went ----------------------------------------------------------------
 
 function drawSpent() {
+  const drawings = [];
   for (const [part, unit] of [["seconds", "seconds"], ["tokens", "tokens"]]) {
     const kinds = [...new Set(data.experiments.flatMap((one) => Object.keys(one.spent[part])))];
-    const rows = data.experiments.flatMap((one) => {
-      const sum = Object.values(one.spent[part]).reduce((a, b) => a + b, 0);
-      return kinds.filter((kind) => kind in one.spent[part]).map((kind) => [
-        one.name, kind, show(one.spent[part][kind]), show(one.spent[part][kind] / sum, "share")]);
-    });
-    if (!rows.length) continue;
+    if (!kinds.length) continue;
+    const shareOf = (one, kind) => show(one.spent[part][kind] / Object.values(one.spent[part]).reduce((a, b) => a + b, 0), "share");
+    const cell = (one, kind) => (kind in one.spent[part] ? `${show(one.spent[part][kind])} (${shareOf(one, kind)})` : "–");
     const bars = kinds.map((kind, i) => ({ type: "bar", orientation: "h", name: kind, marker: { color: colourOf(i) },
-      y: data.experiments.map((one) => plain(one.name)), x: data.experiments.map((one) => one.spent[part][kind] ?? 0),
+      y: data.experiments.map((_, at) => at), x: data.experiments.map((one) => one.spent[part][kind] ?? 0),
       hovertemplate: "%{x:,.0f} " + unit }));
     const look = { ...layout(""), barmode: "stack", hovermode: "closest", dragmode: false };
     look.xaxis.title = { text: unit };
-    if (!several) look.yaxis.showticklabels = false;
+    const most = window.innerWidth < 700 ? 14 : 28;
+    look.yaxis = { ...look.yaxis, autorange: "reversed", showticklabels: several, showgrid: false, zeroline: false,
+      tickvals: data.experiments.map((_, at) => at), ticktext: data.experiments.map((one) => plain(shorten(one.name, most))) };
     const plot = make("div", { className: "plot", role: "img", "aria-label": `${unit} by what they went into; the table below has the numbers` });
-    const heads = ["of", "went into", unit, "share"];
-    const shown = several ? [heads, rows] : [heads.slice(1), rows.map((row) => row.slice(1))];
+    plot.style.height = `${220 + 28 * data.experiments.length}px`;
+    const shown = several ? [["run", ...kinds], data.experiments.map((one) => [one.name, ...kinds.map((kind) => cell(one, kind))])]
+      : [["went into", unit], kinds.map((kind) => [kind, cell(data.experiments[0], kind)])];
     const note = part === "seconds" ? "Over all runs of an experiment. What a lag hides behind an update is counted as well."
       : "Sampled tokens over all runs: trained on, or paid for and lost.";
     byId("spent").querySelector(".grid").append(make("article", { className: "card" }, make("h3", {}, part === "seconds" ? "Time" : "Tokens"),
-      plot, make("p", {}, note), table(...shown)));
-    Plotly.newPlot(plot, bars, look, OPTIONS);
+      plot, make("p", {}, note), table(...shown, true)));
+    drawings.push([plot, bars, look]);
   }
+  for (const one of drawings) Plotly.newPlot(...one, OPTIONS); // once each has the width that the other leaves it
+  byId("spent").hidden = !drawings.length;
 }
 
 // --- rollouts ----------------------------------------------------------------------------------
@@ -292,11 +205,6 @@ function drawRollouts() {
 
 function drawSettings() {
   const box = byId("settings");
-  const written = (value) => (value === null ? "not there" : JSON.stringify(value));
-  if (data.apart.length) {
-    box.append(make("h3", {}, "What sets the experiments apart"),
-      table(["setting", ...data.experiments.map((one) => one.name)], data.apart.map(([name, ...values]) => [name, ...values.map(written)])));
-  }
   const changes = (title, heads, lines) => make("details", {}, make("summary", {}, `${title}: ${lines.length || "nothing"}`),
     lines.length ? table(heads, lines.map(([name, ...values]) => [name, ...values.map(written)])) : null);
   for (const one of data.experiments) {

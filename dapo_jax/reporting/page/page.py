@@ -24,13 +24,14 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page.comparison import (
     Experiment,
     apart,
+    differences,
     experiments,
     from_defaults,
     from_preset,
     headlines,
     spent,
 )
-from dapo_jax.reporting.page.curves import CURVES
+from dapo_jax.reporting.page.curves import CURVES, value_at
 from dapo_jax.reporting.page.recorded_run import (
     FILES_READ,
     SHOWN_CHARACTERS,
@@ -47,6 +48,7 @@ PAGE = "report.html"
 MARK = '<meta name="generator" content="dapo-jax report">'
 MOST_POINTS, FEWEST_POINTS = 1024, 16
 DIGITS = 5  # significant ones of a point
+NAMED = 3  # experiments in the heading
 
 Group = dict[str, Any]  # as `sample_groups` yields it
 
@@ -68,8 +70,7 @@ def _table(experiment: Experiment, name: str, steps: list[int]) -> np.ndarray:
     place = {step: i for i, step in enumerate(steps)}
     for run, line in zip(experiment.runs, values, strict=True):
         for row in run.rows:
-            if isinstance(row.get(name), int | float):
-                line[place[row["step"]]] = row[name]
+            line[place[row["step"]]] = value_at(row, name)
     return values
 
 
@@ -96,14 +97,18 @@ def curves_of(experiment: Experiment, points: int) -> dict[str, Any]:
         table = _table(experiment, name, steps)
         if not np.isfinite(table).any():
             continue
-        # A metric that is measured now and then keeps all its points.
-        at = np.flatnonzero(np.isfinite(table).any(0))
+        # Evaluations keep all their points; between other steps a missing value is a gap.
+        measured = np.isfinite(table).any(0) | (not name.startswith("heldout_"))
+        at = np.flatnonzero(measured)
         if len(at) > points:
             at = np.intersect1d(at, shown)
         part = table[:, at]
         lines[name] = {"at": at.tolist(), "mean": _round(_mean(part))}
         if len(experiment.runs) > 1:
-            lines[name] |= {"low": _round(np.nanmin(part, 0)), "high": _round(np.nanmax(part, 0))}
+            lines[name] |= {
+                "low": _round(np.fmin.reduce(part)),
+                "high": _round(np.fmax.reduce(part)),
+            }
     used = sorted({place for line in lines.values() for place in line["at"]} | set(shown))
     number = {place: i for i, place in enumerate(used)}
     for line in lines.values():
@@ -113,16 +118,21 @@ def curves_of(experiment: Experiment, points: int) -> dict[str, Any]:
     return {"x": x, "lines": lines, "steps": len(steps), "points": len(shown)}
 
 
-def describe(experiment: Experiment, preset: str) -> dict[str, Any]:
-    """Data of an experiment without its curves. Raises `ConfigError` for an unknown preset."""
+def describe(experiment: Experiment, first: Experiment, preset: str) -> dict[str, Any]:
+    """Data of an experiment without its curves, compared with the first one's.
+
+    Raises `ConfigError` for an unknown preset.
+    """
     nearest, changed = from_preset(experiment.settings, preset)
     planned = experiment.settings.get("total_steps", 0)
     return {
         "name": experiment.name,
         "runs": [
-            {"name": r.name, "warnings": alerts_of_run(r.rows, planned)} for r in experiment.runs
+            {"name": r.name, "warnings": alerts_of_run(r.rows, planned, r.settings)}
+            for r in experiment.runs
         ],
         "headlines": headlines(experiment),
+        "differences": differences(experiment, first) if experiment is not first else {},
         "spent": spent(experiment),
         "preset": nearest,
         "fromPreset": changed,
@@ -164,6 +174,11 @@ def asset(name: str) -> str:
     return (importlib.resources.files("dapo_jax.reporting.page") / name).read_text(encoding="utf-8")
 
 
+def own_script() -> str:
+    """The page's own code. Functions of page.curves.js are there before page.js runs."""
+    return asset("page.curves.js") + asset("page.js")
+
+
 def _hash(script: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
@@ -178,13 +193,14 @@ def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
 
     shown = experiments(runs)
     data: dict[str, Any] = {
-        "experiments": [describe(experiment, settings.preset) for experiment in shown],
+        "experiments": [describe(one, shown[0], settings.preset) for one in shown],
         "apart": apart(shown),
         "curves": [curve._asdict() for curve in CURVES],
     }
-    names = ", ".join(experiment.name for experiment in shown)
+    names = ", ".join(experiment.name for experiment in shown[:NAMED])
+    names += f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
     # Browsers parse a page, and so hash its scripts, with one kind of line end.
-    plotly, code = (text.replace("\r\n", "\n") for text in (get_plotlyjs(), asset("page.js")))
+    plotly, code = (text.replace("\r\n", "\n") for text in (get_plotlyjs(), own_script()))
     parts = {
         "title": html.escape(f"Report: {names}"),
         "heading": html.escape(names),
