@@ -11,8 +11,8 @@ flag() { # VARIABLE --name=value
     esac
 }
 
-# Cache of compiled programs for the next start. On spot machines a gs:// folder saves the new machine minutes
-# (--env=JAX_COMPILATION_CACHE_DIR=gs://...).
+# Cache of compiled programs for the next start. tpu_vm.sh and tpu_gke.sh put it into the run's bucket, so that a new
+# machine compiles nothing again.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.venv/jax_cache}"
 
 case "$1" in

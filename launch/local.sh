@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on this machine: installs, makes the base policy, and trains it by DAPO.
+# The main job on this machine: installs, and trains the embedded task's base policy by DAPO.
 #
 #   bash launch/local.sh [--cpu | --gpu | --tpu[=GENERATION]] [trainer arguments]
 #   bash launch/local.sh --config.seed=1 --config.run_dir=runs/seed_1
@@ -42,8 +42,7 @@ if [ "$processes" -gt 1 ] || [ -n "$devices" ]; then
         tpu*) echo "error: --processes and --devices are of virtual CPU devices, not of a TPU" >&2; exit 2 ;;
     esac
     kind=cpu
-    flags="${XLA_FLAGS:-}"
-    export JAX_PLATFORMS=cpu XLA_FLAGS="$flags --xla_force_host_platform_device_count=${devices:-1}"
+    export JAX_PLATFORMS=cpu XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=${devices:-1}"
 fi
 cd "$(dirname "$0")/.."
 extras="${kind%%-*}"
@@ -54,18 +53,6 @@ esac
 source launch/install.sh "$extras"
 source launch/env.sh "$kind"
 
-# Checks the settings before minutes go into a base policy, and prints the model folder that they name.
-folder="$(.venv/bin/python -m dapo_jax.commands.command_line "$config" "${arguments[@]+"${arguments[@]}"}")"
-
-# The embedded task's base policy is made once per recipe.
-base=runs/arithmetic_base
-# The folder's mark holds the times of its files, so the recipe is of this very folder.
-recipe() { cat configs/arithmetic_base.py dapo_jax/data/arithmetic.py "$base/.dapo_jax.json" 2>/dev/null | cksum; }
-if [ "$folder" = "$base" ] && [ "$(cat "$base.recipe" 2>/dev/null)" != "$(recipe)" ]; then
-    XLA_FLAGS="${flags-${XLA_FLAGS:-}}" .venv/bin/python -m dapo_jax sft --config=configs/arithmetic_base.py
-    [ ! -e "$base.halfway" ] || exit 0 # a signal ended it, as it has said
-    recipe >"$base.recipe"
-fi
 train=(.venv/bin/python -m dapo_jax train "$config" "${arguments[@]+"${arguments[@]}"}")
 [ "$processes" -gt 1 ] || exec "${train[@]}"
 

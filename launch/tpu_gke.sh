@@ -80,6 +80,10 @@ if [ "$action" = run ]; then
     [ ${#arguments[@]} -gt 0 ] || die 2 "the trainer's arguments are missing: -- --config=configs/..."
     folder="$(run_dir "${arguments[@]}")"
     [[ $folder == gs://?* ]] || die 2 "--config.run_dir = '$folder': must be gs://..., which all pods see"
+    bucket="${folder#gs://}"
+    if [[ " ${environment[*]}" != *" JAX_COMPILATION_CACHE_DIR="* ]]; then
+        environment+=("JAX_COMPILATION_CACHE_DIR=gs://${bucket%%/*}/jax_cache") # a new pod compiles nothing again
+    fi
 fi
 kubectl=(kubectl --namespace="$namespace" ${context:+--context="$context"})
 me="--name=$name --namespace=$namespace${context:+ --context=$context}"

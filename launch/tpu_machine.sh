@@ -4,16 +4,29 @@
 # shellcheck disable=SC2034,SC2154 # variables of tpu_vm.sh
 
 save_seconds="${DAPO_LAUNCH_SAVE_SECONDS:-300}" # for a run that was told to stop
-found="" state="" queue_state="" workers=0 owner="" request="" request_owner="" why=""
+found="" state="" queue_state="" workers=0 owner="" request="" request_owner="" why="" final=""
 pretended=ABSENT # the machine of a dry run
 
-# The reason of the command that failed last, for people.
+# What another try can't mend: who asks, what they may, and what they ask for.
+never='UNAUTHENTICATED|invalid authentication|invalid_grant|auth login|active account|reauthentication'
+never+='|PERMISSION_DENIED|have permission|permission denied on|SERVICE_DISABLED|has not been used in project'
+never+='|billing|INVALID_ARGUMENT|invalid value|invalid choice|unrecognized arguments|could not be found'
+add_key="an agent with gcloud's key is needed for several workers: eval \"\$(ssh-agent)\" && ssh-add ~/.ssh/google_compute_engine"
+
+# The reason of the command that failed last, for people; sets $final where another try can't mend it.
 told_by_gcloud() {
-    local text
+    local text limit
     text="$(grep -E 'ERROR|message|rror:' "$errors" 2>/dev/null | tail -n 1)"
     text="${text:-$(tail -n 1 "$errors" 2>/dev/null)}"
-    if grep -qi quota "$errors"; then
+    ! grep -qiE "$never" "$errors" || final=yes
+    if grep -qi 'in the ssh agent' "$errors"; then
+        final=yes text="$add_key. $text"
+    elif grep -qi 'permission denied (publickey' "$errors"; then # a new machine may not have the key yet
+        text="$(grep -i 'permission denied (publickey' "$errors" | tail -n 1); $add_key"
+    elif grep -qi quota "$errors"; then
         text="the quota does not allow it; ask for more, or take another --zone, --type or --spot. $text"
+        limit="$(grep -oiE 'limit:? [0-9]+' "$errors" | grep -oE '[0-9]+' | tail -n 1)"
+        [ "${limit:-$chips}" -ge "$chips" ] || final=yes
     elif grep -qiE 'no more capacity|not enough|stockout|resource_exhausted|unavailable' "$errors"; then
         text="no capacity now; --queued waits for it. $text"
     fi
@@ -82,13 +95,31 @@ as_seen() { echo "$name is ${state}${queue_state:+, its request $queue_state}"; 
 create() {
     local label="--labels=dapo_jax=$name"
     made=yes
-    if [ -n "$queued" ]; then
+    if [ -n "$flex_start" ]; then # for which the other commands have no flag
+        call gcloud alpha "${queue[@]:1}" create "$name" --node-id="$name" --accelerator-type="$type" \
+            --runtime-version="$version" --provisioning-model=flex-start --max-run-duration="$flex_start" \
+            --valid-until-duration="${wait_hours}h" "$label" "${where[@]}" \
+            ${create_flags[@]+"${create_flags[@]}"} 2>"$errors"
+    elif [ -n "$queued" ]; then
         call "${queue[@]}" create "$name" --node-id="$name" --accelerator-type="$type" \
             --runtime-version="$version" ${spot:+"$spot"} "$label" "${where[@]}" \
             ${create_flags[@]+"${create_flags[@]}"} 2>"$errors"
     else
         call "${tpu[@]}" create "$name" --accelerator-type="$type" --version="$version" \
             ${spot:+"$spot"} "$label" "${where[@]}" ${create_flags[@]+"${create_flags[@]}"} 2>"$errors"
+    fi
+}
+
+# Ends this script where gcloud would not reach several workers, before they are paid for.
+check_key() {
+    local key="$HOME/.ssh/google_compute_engine" known print
+    [ -z "$dry" ] && [ "$workers_asked" -gt 1 ] || return 0
+    if known="$(ssh-add -l 2>&1)"; then
+        print="$(ssh-keygen -lf "$key" 2>/dev/null | cut -d ' ' -f 2)"
+        [ -f "$key" ] || die 1 "$key is missing: ssh-keygen -t rsa -f $key && ssh-add $key"
+        [[ -z $print || $known == *"$print"* ]] || die 1 "the ssh-agent lacks gcloud's key: ssh-add $key"
+    elif [ -f "$key" ] && ! ssh-keygen -y -P '' -f "$key" >/dev/null 2>&1; then
+        die 1 "$key has a passphrase, and ssh-add -l says: ${known:-nothing}; $add_key"
     fi
 }
 
@@ -102,6 +133,7 @@ remove() {
     for i in 1 2 3 4 5; do
         call "${command[@]}" 2>"$errors" && return 0
         ! grep -qiE 'not.?found' "$errors" || return 0
+        ! grep -qiE "$never" "$errors" || break
         back_off "$i"
     done
     why="$name could not be deleted"
@@ -128,11 +160,9 @@ ensure() {
                 ;;
             unreachable)
                 silent=$((silent + 1))
-                if [ "$silent" -ge 5 ]; then
-                    why="gcloud can't tell what $name is"
-                    told_by_gcloud
-                    return 1
-                fi
+                why="gcloud can't tell what $name is"
+                told_by_gcloud
+                [ "$silent" -lt 5 ] && [ -z "$final" ] || return 1
                 nap
                 ;;
             stopped) die 1 "$name is $state: start it (gcloud compute tpus tpu-vm start) or delete it" ;;
@@ -151,13 +181,12 @@ ensure() {
                     why="$name vanished while it was made"
                     return 1
                 fi
-                say "creating $name: $type, ${spot:+spot, }${queued:+queued, }$version"
+                say "creating $name: $type, ${spot:+spot, }${flex_start:+flex-start for $flex_start, }${queued:+queued, }$version"
                 if ! create; then
                     why="$name was not created"
                     told_by_gcloud
-                    if grep -qE 'PERMISSION_DENIED|INVALID_ARGUMENT|nvalid value|not authenticated' "$errors"; then
-                        die 1 "$why"
-                    fi
+                    ! grep -q NOT_FOUND "$errors" || final=yes # of a zone, a type or a version
+                    [ -z "$final" ] || die 1 "$why"
                     return 1
                 fi
                 created=yes
@@ -169,7 +198,7 @@ ensure() {
 
 # A command on every worker, its replies in $work/out/N.log. False, with $why, where one did not end well.
 everywhere() { # COMMAND, already quoted
-    local i text failed="" what="$why"
+    local i text failed="" silent="" what="$why"
     local full=("${tpu[@]}" ssh "$name" --worker=all "${where[@]}" "${ssh_flags[@]}"
         --output-directory="$work/out" --command="$1")
     if [ -n "$dry" ]; then
@@ -183,13 +212,18 @@ everywhere() { # COMMAND, already quoted
         if [ "$(grep -s '^@done ' "$work/out/$i.log" | tail -n 1)" != "@done 0" ]; then
             failed+=" $i"
             text="$(grep -vs '^@' "$work/out/$i.log" | tail -n 5)"
-            say "worker $i: ${text:-no answer}"
+            [ -n "$text" ] && say "worker $i: $text" || silent+=" $i"
         fi
     done
     [ -n "$failed" ] || return 0
     why="${what:-a command failed} on worker$failed of $workers"
+    if [ -n "$silent" ]; then
+        say "no answer of worker$silent; gcloud said:"
+        tail -n 5 "$errors" >&2
+        told_by_gcloud
+    fi
     situation
-    [ "$found" = ready ] || why="$(as_seen)"
+    [ "$found" = ready ] || { why="$(as_seen)" final=""; }
     return 1
 }
 

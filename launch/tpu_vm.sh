@@ -6,6 +6,9 @@
 #
 #   --type=v6e-8        accelerator type (v4-8, v5litepod-16, v5p-128, ...); --version= its runtime, by generation
 #   --spot, --queued    spot capacity; wait in the queue for capacity, --wait-hours=24 at most
+#   --flex-start=4h     waits in the queue for a machine of that time (7d at most), then it is gone; --tries=1
+#   --model=M, --data=D OWNER/NAME of the Hugging Face hub, downloaded by each worker into models/ and data/, or gs://...
+#   --token-file=F      the hub's token, otherwise the variable HF_TOKEN; copied by scp, on no command line
 #   --project=P         otherwise gcloud's own; --create-flag=F and --ssh-flag=F go to gcloud as they are
 #   --tries=10          starts in all: after a preemption, a failure, a refused request
 #   --ref=HEAD          the commit that is sent; changes that are not committed stay here
@@ -28,7 +31,8 @@ case "$action" in
     -h | --help) help launch/tpu_vm.sh && exit 0 ;;
     *) help launch/tpu_vm.sh >&2 && exit 2 ;;
 esac
-name="" zone="" project="" type=v6e-8 version="" spot="" queued="" wait_hours=24 tries=10 ref=HEAD
+name="" zone="" project="" type=v6e-8 version="" spot="" queued="" flex_start="" wait_hours=24 tries="" ref=HEAD
+model="" data="" token_file=""
 detach="" keep="" yes="" dry=""
 create_flags=() ssh_flags=(--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oConnectTimeout=30)
 run_flags=() arguments=()
@@ -42,6 +46,13 @@ while [ $# -gt 0 ]; do
         --version=*) version="$value" ;;
         --spot) spot=--spot ;;
         --queued) queued=yes ;;
+        --flex-start=*)
+            [[ $value =~ ^[1-9][0-9]{0,5}[smhd]$ ]] || die 2 "--flex-start = '$value': must be the machine's time, as 4h or 7d"
+            queued=yes flex_start="$value"
+            ;;
+        --model=*) model="$value" ;;
+        --data=*) data="$value" ;;
+        --token-file=*) token_file="$value" ;;
         --wait-hours=*) check_number --wait-hours "$value" && wait_hours="$value" ;;
         --tries=*) check_number --tries "$value" && tries="$value" ;;
         --ref=*) ref="$value" ;;
@@ -64,6 +75,20 @@ while [ $# -gt 0 ]; do
     shift
 done
 check_name
+
+# A model or data: of the hub for the workers to download, or of a bucket for the trainer to read.
+bring() { # WHAT VALUE SETTING
+    [ -n "$2" ] || return 0
+    [[ " ${arguments[*]} " != *" $3"[=\ ]* ]] || die 2 "--$1 = '$2': must be without $3, which says the same"
+    case "$2" in
+        gs://?*) arguments+=("$3=$2") ;;
+        *)
+            [[ $2 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
+                die 2 "--$1 = '$2': must be OWNER/NAME of the Hugging Face hub, or gs://..."
+            run_flags+=("--$1=$2")
+            ;;
+    esac
+}
 [[ $zone =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die 2 "--zone = '$zone': must be a zone that has --type, as us-east5-b"
 [[ $project =~ ^[a-z0-9:.-]*$ ]] || die 2 "--project = '$project': must be a project's ID"
 case "$type" in
@@ -74,14 +99,25 @@ case "$type" in
     *) die 2 "--type = '$type': must be v2 to v4, v5litepod, v5p or v6e, and a size; later ones are on GKE (launch/tpu_gke.sh)" ;;
 esac
 [[ $type =~ ^[a-z0-9]+-[1-9][0-9]*$ ]] || die 2 "--type = '$type': must be a generation and a size, as v6e-64"
-version="${version:-$default}"
+version="${version:-$default}" tries="${tries:-${flex_start:+1}}" tries="${tries:-10}"
+chips="${type#*-}" workers_asked=$((${type#*-} > 8 ? 2 : 1))
+case "$type" in v2-* | v3-* | v4-* | v5p-*) chips=$((chips / 2)) ;; esac # these types count cores
 folder="$(run_dir ${arguments[@]+"${arguments[@]}"})"
 if [ "$action" = run ]; then
     tree="$(git rev-parse --verify --quiet "$ref^{tree}")" || die 2 "--ref = '$ref': must be a commit of this repository"
     [ ${#arguments[@]} -gt 0 ] || die 2 "the trainer's arguments are missing: -- --config=configs/..."
+    [ -z "$spot" ] || [ -z "$flex_start" ] || die 2 "--spot: not with --flex-start, which is a capacity of its own"
     if [[ $folder != gs://?* ]]; then
-        [ -z "$spot" ] || die 2 "--config.run_dir = '$folder': must be gs://... with --spot, which takes its disk along"
+        [ -z "$spot$flex_start" ] ||
+            die 2 "--config.run_dir = '$folder': must be gs://... with --spot and --flex-start, whose machines take their disk along"
         [ "${type#*-}" -le 16 ] || die 2 "--config.run_dir = '$folder': must be gs://... on a slice of several hosts"
+    fi
+    bring model "$model" --config.model.folder
+    bring data "$data" --config.data.folder
+    [ -z "$token_file" ] || [ -r "$token_file" ] || die 2 "--token-file = '$token_file': must be a file that can be read"
+    bucket="${folder#gs://}"
+    if [[ $folder == gs://?* && " ${run_flags[*]}" != *" --env=JAX_COMPILATION_CACHE_DIR="* ]]; then
+        run_flags+=("--env=JAX_COMPILATION_CACHE_DIR=gs://${bucket%%/*}/jax_cache") # a new machine compiles nothing again
     fi
 fi
 where=(--zone="$zone" ${project:+--project="$project"} --quiet)
@@ -99,13 +135,21 @@ made="" begun="" ran="" stream=""
 
 # Code and worker.sh to every worker, installed there once per content. Sets $why where it fails.
 prepare() {
+    local sent=("$work/dapo_jax.tgz" "$work/dapo_jax_worker.sh")
     if [ "$ref" = HEAD ] && [ -n "$(git status --porcelain)" ]; then
         say "warning: changes that are not committed are not sent"
     fi
     call git archive --format=tar.gz --output="$work/dapo_jax.tgz" "$ref" || die 1 "git archive failed"
     call cp launch/worker.sh "$work/dapo_jax_worker.sh"
     why="the code could not be copied"
-    call "${tpu[@]}" scp "$work/dapo_jax.tgz" "$work/dapo_jax_worker.sh" "$name:" --worker=all "${where[@]}" \
+    if [[ " ${run_flags[*]}" =~ \ --(model|data)= && -n $token_file${HF_TOKEN:-} ]]; then # not for a bucket's
+        sent+=("$work/dapo_jax_token")
+        if [ -z "$dry" ]; then
+            (umask 077 && if [ -n "$token_file" ]; then cat "$token_file"; else printf '%s' "$HF_TOKEN"; fi >"${sent[-1]}") ||
+                die 1 "the token could not be copied"
+        fi
+    fi
+    call "${tpu[@]}" scp "${sent[@]}" "$name:" --worker=all "${where[@]}" \
         "${ssh_flags[@]/#--ssh-flag/--scp-flag}" 2>"$errors" || { told_by_gcloud && return 1; }
     why="installing failed"
     everywhere "$(quote bash dapo_jax_worker.sh install "$tree")"
@@ -210,10 +254,12 @@ interrupted() {
 
 run() {
     lock "tpu-$name"
+    check_key
     trap interrupted INT TERM
+    [ -z "$spot" ] || say "spot: the notice may be 30 s. What is lost then is said by the run's first lines, or now by dapo-jax plan"
     local try code
     for ((try = 1; ; try++)); do
-        why=""
+        why="" final=""
         attempt
         code=$?
         case "$code" in
@@ -221,7 +267,11 @@ run() {
             130) say "stopped by somebody" && finish 0 ;;
         esac
         say "try $try of $tries: $why"
-        if [ "$try" -ge "$tries" ]; then
+        if [ -n "$final" ]; then
+            [ -n "$made" ] || [ "$found" = ready ] || die 1 "another try can't mend that"
+            say "another try can't mend that"
+            finish 1
+        elif [ "$try" -ge "$tries" ]; then
             say "no tries are left"
             finish 1
         fi

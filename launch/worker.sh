@@ -3,7 +3,7 @@
 # may be repeated, since gcloud repeats one whose connection broke. The last line is "@done CODE".
 #
 #   install TREE                     unpacks ~/dapo_jax.tgz, whose content is called TREE, and installs it
-#   start ID [--env=NAME=VALUE] [--secret-env=NAME=RESOURCE] [--flags=KIND] -- ARGUMENTS
+#   start ID [--env=NAME=VALUE] [--secret-env=NAME=RESOURCE] [--flags=KIND] [--model=M] [--data=D] -- ARGUMENTS
 #   follow BYTES MARK                the log from there on, until the run ends
 #   status                           "@state none", "@state running ID" or "@state exited ID CODE WHY"
 #   stop SECONDS                     SIGTERM, so that the run saves; after so many seconds SIGKILL
@@ -15,22 +15,38 @@ cd "$base" || exit 1
 
 is_running() { ! flock -n -s "$base/lock" true; } # the run holds the lock as long as it lives
 
+# What no commit brought goes from tree.old to tree, then tree.old goes: .venv, models/, data/, and what somebody
+# put there. One that was interrupted goes on.
+keep_others() {
+    local entry name
+    [ -d tree.old ] || return 0
+    for entry in tree.old/* tree.old/.[!.]*; do
+        name="${entry#tree.old/}"
+        if { [ -e "$entry" ] || [ -L "$entry" ]; } && [ ! -e "tree/$name" ] && ! grep -qsxF -e "$name" tree.old/.names; then
+            mv "$entry" tree/ || return 1
+        fi
+    done
+    rm -rf tree.old
+}
+
 install() { # TREE
-    local python
     exec 8>install.lock
     flock 8
     if [ "$(cat tree.id 2>/dev/null)" != "$1" ]; then
         is_running && echo "a run is going on here; it keeps its code" && return 5
         rm -rf tree.new tree.id
         mkdir tree.new && tar -xzf "$HOME/dapo_jax.tgz" -C tree.new || return 1
-        [ ! -d tree/.venv ] || mv tree/.venv tree.new/.venv
-        rm -rf tree
-        mv tree.new tree && ln -sfn ../runs tree/runs && echo "$1" >tree.id || return 1
+        tar -tzf "$HOME/dapo_jax.tgz" | cut -d / -f 1 | sort -u >tree.new/.names || return 1
+        if [ -d tree ]; then
+            keep_others && mv tree tree.old || return 1
+        fi
+        mv tree.new tree && keep_others && ln -sfn ../runs tree/runs && echo "$1" >tree.id || return 1
     fi
     # Ubuntu 22.04, which TPU images are made of, has Python 3.10: uv brings a newer one.
     PATH="$HOME/.local/bin:$PATH"
     if ! python3 -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-        python3 -m pip install --quiet --user uv && uv python install --quiet 3.12 || return 1
+        (cd tree && source launch/pins.sh && python3 -m pip install --quiet --user --require-hashes -r <(pins uv)) &&
+            uv python install --quiet 3.12 || return 1
     fi
     (cd tree && set -eu && source launch/install.sh tpu)
 }
@@ -58,6 +74,7 @@ end() { # ID CODE WHY
 # The one process that outlives the connection.
 supervise() { # ID ...
     local id="$1" why=self flags=tpu child code again name value
+    local train=(.venv/bin/python -m dapo_jax train) fetched=()
     shift
     exec 9>lock
     flock -w 5 9 || exit 5
@@ -77,6 +94,7 @@ supervise() { # ID ...
                 fi
                 export "${name%%=*}=$value"
                 ;;
+            --model=* | --data=*) fetched+=("$1") ;;
             --flags=*) flags="${1#--flags=}" ;;
             --) shift && break ;;
         esac
@@ -86,7 +104,11 @@ supervise() { # ID ...
     source launch/env.sh "$flags"
     [ ! -e "$base/$id.stop" ] || { cd "$base" && end "$id" 0 stopped && exit 0; }
     trap 'why=signal' TERM INT # of a machine that shuts down; the trainer gets its own, and saves
-    .venv/bin/python -m dapo_jax train "$@" &
+    if [ ${#fetched[@]} -gt 0 ]; then # one process, which becomes the trainer
+        [ ! -e "$HOME/dapo_jax_token" ] || export HF_TOKEN_PATH="$HOME/dapo_jax_token"
+        train=(.venv/bin/python launch/download.py "${fetched[@]}" -- "${train[@]}")
+    fi
+    "${train[@]}" "$@" &
     child=$!
     echo "$child" >"$base/$id.pid"
     wait "$child"

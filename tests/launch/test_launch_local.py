@@ -44,10 +44,3 @@ def test_help_is_the_head_of_the_script(cloud):
     code, said = run_here(cloud, "--help")
     assert code == 0 and "--tpu[=GENERATION]" in said and "nothing is started again." in said
     assert "set -" not in said
-
-
-def test_nothing_is_trained_on_a_base_policy_that_a_signal_left_halfway(cloud):
-    (cloud.folder / "model").write_text("runs/arithmetic_base")
-    code, said = run_here(cloud, "--cpu")
-    assert code == 0 and cloud.starts() == [], said
-    assert not (cloud.tree / "runs/arithmetic_base.recipe").exists()

@@ -1,0 +1,72 @@
+"""What gcloud refuses: said in its words, and tried again only where that can help."""
+
+import pytest
+
+NEVER = [
+    "PERMISSION_DENIED: no tpu.nodes.create",
+    "UNAUTHENTICATED: Request had invalid authentication credentials.",
+    "You do not currently have an active account selected. Please run: gcloud auth login",
+    "Cloud TPU API has not been used in project 1 before or it is disabled.",
+    "FAILED_PRECONDITION: This API method requires billing to be enabled.",
+    "INVALID_ARGUMENT: Cloud TPU received a bad request. accelerator type v6e-3",
+    "NOT_FOUND: Location us-east5-z is not found",
+    "Quota limit 'TPUV6EPreemptible' has been exceeded. Limit: 0 in zone us-east5-b.",
+    "Quota 'TPUV5sLitepodServing' exhausted. Limit 4 in zone us-central1-a",
+]
+
+
+@pytest.mark.parametrize("queued", [[], ["--queued"]])
+@pytest.mark.parametrize("error", NEVER)
+def test_what_another_try_can_not_mend_ends_at_once_in_gclouds_words(cloud, error, queued):
+    cloud.plays(create=[{"error": error}])
+    assert error in cloud.runs(*queued, expect=1)
+    assert len(cloud.calls("queued-resources" if queued else "tpu-vm", "create")) == 1
+
+
+def test_an_account_that_may_not_look_is_not_asked_again(cloud):
+    error = "There was a problem refreshing your current auth tokens: invalid_grant"
+    cloud.plays(unreachable=[error])
+    said = cloud.runs(expect=1)
+    assert error in said and "another try can't mend that" in said
+    assert len(cloud.calls("tpu-vm", "describe")) == 1 and "costs money" not in said
+
+
+def test_a_lack_of_capacity_is_tried_again(cloud):
+    cloud.plays(create=[{"error": "RESOURCE_EXHAUSTED: There is no more capacity in the zone"}, {}])
+    said = cloud.runs()
+    assert "try 1 of 10: dapo was not created: no capacity now" in said and "done" in said
+
+
+AGENT = (
+    'SSH Key is not present in the SSH agent. Please run "ssh-add /h/k" to add it, and try again.'
+)
+
+
+def test_a_key_that_no_agent_has_is_said_in_gclouds_words_and_ends_at_once(cloud):
+    cloud.plays(workers=16, ssh=[AGENT])
+    said = cloud.runs(expect=1)
+    assert said.count(AGENT) == 2 and "ssh-add ~/.ssh/google_compute_engine" in said
+    assert "no answer of worker 0 1 2 3" in said and "can't mend that" in said
+    assert len(cloud.calls("tpu-vm", "ssh")) == 1 and not cloud.exists()  # nothing is left to pay
+
+
+def test_a_key_that_the_machine_does_not_have_yet_is_tried_again(cloud):
+    cloud.plays(ssh=["me@1.2.3.4: Permission denied (publickey).", ""])
+    said = cloud.runs()
+    assert "Permission denied (publickey)" in said and "try 1 of 10" in said and "done" in said
+
+
+@pytest.mark.parametrize(("key", "agent", "text"), [
+    ("SHA256:a", "3072 SHA256:b other (RSA)", "the ssh-agent lacks gcloud's key: ssh-add"),
+    ("SHA256:a locked", None, "has a passphrase, and ssh-add -l says: Could not open"),
+    (None, "3072 SHA256:b other (RSA)", "google_compute_engine is missing: ssh-keygen"),
+])  # fmt: skip
+def test_a_key_that_can_not_reach_several_workers_costs_nothing(cloud, key, agent, text):
+    folder = cloud.folder / ".ssh"
+    folder.mkdir()
+    if key:
+        (folder / "google_compute_engine").write_text(key)
+    if agent:
+        (cloud.folder / "agent").write_text(agent)
+    assert text in cloud.runs("--type=v6e-16", expect=1) and not cloud.calls("tpu-vm", "create")
+    cloud.runs("--type=v6e-8")  # gcloud asks for an agent for several workers only
