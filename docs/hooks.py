@@ -9,6 +9,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = {
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "tests/benchmarks/README.md": "benchmarks.md",
     "configs/arithmetic_dapo.png": "arithmetic_dapo.png",

@@ -18,8 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import dapo_jax
-from dapo_jax import advantages, losses
-from dapo_jax.rewards.group_rewards import overlong_punishment
+from dapo_jax import advantages, losses, overlong_punishment
 
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10})
 dapo, grpo, gspo = map(dapo_jax.preset, ("dapo", "grpo", "gspo"))

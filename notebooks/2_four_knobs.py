@@ -77,9 +77,9 @@ for knob in KNOBS:
 # %% [markdown]
 # ## One switch in a picture
 #
-# Means over the eight combinations with it (solid) and without it (dashed); the band is the middle
-# half of the runs. `kept_fraction` is the share of groups that hold both right and wrong answers:
-# the others teach nothing.
+# Means over the eight combinations with it (solid) and without it (dashed); the band reaches from
+# the lowest seed to the highest. Kept groups hold both right and wrong answers: the others teach
+# nothing.
 
 # %%
 PANELS = {
@@ -87,34 +87,48 @@ PANELS = {
     "reward": "reward",
     "entropy": "entropy, nats per token",
     "response_tokens_mean": "response length, tokens",
-    "kept_fraction": "kept fraction of groups",
+    "kept_fraction": "share of groups kept",
+    "truncated_fraction": "share cut off",
 }
+SHARES = ("accuracy", "kept_fraction")  # on an axis from 0 to 1
 
 
-def curve(runs, column):
-    """Mean and quartiles over runs, by step."""
-    values = np.array([run.columns[column] for run in runs])
-    return np.nanmean(values, axis=0), *np.nanpercentile(values, [25, 75], axis=0)
+def draw_panels(titles, draw, title=""):
+    """A panel for each metric, with the legend above all of them."""
+    figure, axes = plt.subplots(2, 3, figsize=(11.5, 6.3), layout="constrained")
+    for axis, (column, name) in zip(axes.flat, titles.items(), strict=True):
+        draw(axis, column)
+        axis.set(title=name, xlabel="step", xticks=range(4, 17, 4))
+        axis.set_ylim((-0.03, 1.03) if column in SHARES else None)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, title=title)
+    plt.show()
+
+
+def over_seeds(runs, column):
+    """Mean, least and largest of the seeds, by step; a seed's value is the mean of its runs."""
+    by_seed = [[run.columns[column] for run in runs if run.seed == seed] for seed in range(SEEDS)]
+    values = np.array([np.nanmean(of_seed, axis=0) for of_seed in by_seed])
+    return np.nanmean(values, axis=0), np.nanmin(values, axis=0), np.nanmax(values, axis=0)
 
 
 def draw_curves(sets):
-    """A panel for each metric and a line with its band for each named set of runs."""
-    _, axes = plt.subplots(1, len(PANELS), figsize=(15, 3.2), layout="constrained")
-    for axis, (column, title) in zip(axes, PANELS.items(), strict=True):
+    """A line with the band of its seeds for each named set of runs."""
+
+    def draw(axis, column):
         for number, (name, (runs, style)) in enumerate(sets.items()):
-            mean, low, high = curve(runs, column)
+            mean, low, high = over_seeds(runs, column)
             steps = np.arange(1, len(mean) + 1)
             axis.plot(steps, mean, style, color=f"C{number}", label=name)
-            axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.15)
-        axis.set(title=title, xlabel="step")
-    axes[0].legend()
-    plt.show()
+            axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.2, lw=0)
+
+    draw_panels(PANELS, draw)
 
 
 def one_switch(switch):
     on = [run for name, runs in RUNS.items() if switch in name for run in runs]
     off = [run for name, runs in RUNS.items() if switch not in name for run in runs]
-    draw_curves({f"{switch}": (on, "-"), "without": (off, "--")})
+    draw_curves({switch.replace("_", " "): (on, "-"), "without": (off, "--")})
 
 
 for knob in KNOBS:
@@ -130,9 +144,7 @@ for knob in KNOBS:
 def compare(clip_higher=True, dynamic_sampling=True, token_level=True, overlong_punishment=True):
     states = clip_higher, dynamic_sampling, token_level, overlong_punishment
     name = measured.combined([knob for knob, on in zip(KNOBS, states, strict=True) if on])
-    draw_curves(
-        {label(name).replace(" + ", "\n"): (RUNS[name], "-"), "all off": (RUNS["none"], "--")}
-    )
+    draw_curves({label(name): (RUNS[name], "-"), "all off": (RUNS["none"], "--")})
 
 
 def play(draw):
@@ -150,7 +162,7 @@ play(compare)
 # %% [markdown]
 # ## How plain GRPO fails here
 #
-# Each line is a seed; above everything off, below everything on.
+# Each line is a seed, as one of them fails alone; above everything off, below everything on.
 #
 # - *Collapse* is real: seed 0 climbs to 0.95 and is thrown to 0 by the updates of one step. From
 #   then on every group is all wrong, no group has signal, and the gradient is 0 for good: nothing
@@ -166,7 +178,7 @@ play(compare)
 FAILURES = {
     "accuracy": "accuracy of what is sampled",
     "entropy": "entropy, nats per token",
-    "kept_fraction": "share of groups with signal",
+    "kept_fraction": "share of groups kept",
     "gradient_norm": "gradient norm",
     "response_tokens_wrong": "length of wrong responses",
     "truncated_fraction": "share cut off",
@@ -174,14 +186,11 @@ FAILURES = {
 
 
 def failures(name):
-    _, axes = plt.subplots(1, len(FAILURES), figsize=(16, 2.9), layout="constrained")
-    for axis, (column, title) in zip(axes, FAILURES.items(), strict=True):
+    def draw(axis, column):
         for run in RUNS[name]:
-            axis.plot(np.arange(1, 17), run.columns[column], label=f"seed {run.seed}")
-        axis.set(title=title, xlabel="step")
-    axes[0].set_ylabel(label(name).replace(" + ", "\n"))
-    axes[0].legend()
-    plt.show()
+            axis.plot(np.arange(1, 17), run.columns[column], ".-", label=f"seed {run.seed}")
+
+    draw_panels(FAILURES, draw, title="everything off" if name == "none" else label(name))
 
 
 failures("none")

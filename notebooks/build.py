@@ -10,6 +10,7 @@ badge and an installing cell, which stand here once.
 import argparse
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -19,7 +20,7 @@ from nbclient import NotebookClient
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = sorted(HERE.glob("[0-9]_*.py"))
-REPOSITORY = "https://github.com/dapo-jax/dapo_jax"  # the one place; a fork says its own
+REPOSITORY = re.search(r'^REPOSITORY = "(.+)"', (HERE.parent / "setup.py").read_text(), re.M)[1]
 COLAB = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
 SECONDS = 1800  # for one cell, on a slow machine
 

@@ -83,7 +83,7 @@ def accuracy(found: Sequence[Run]) -> Estimate:
 def difference(ones: Sequence[Run], others: Sequence[Run]) -> Estimate:
     """Of `accuracy`, by seed and problem, which both share."""
     pairs = zip(ones, others, strict=True)
-    return estimate_over_seeds([one.after - other.after for one, other in pairs], 0)
+    return estimate_over_seeds([one.after - other.after for one, other in pairs], 0, lowest=-1.0)
 
 
 def written(one: Estimate, signed: bool = False) -> str:
@@ -178,7 +178,8 @@ def effect(knob: str, seeds: int) -> Estimate:
             on = runs(combined([*name.split("+"), knob]), seeds)
             for one, other in zip(on, runs(name, seeds), strict=True):
                 by_seed.setdefault(one.seed, []).append(one.after - other.after)
-    return estimate_over_seeds([np.mean(found, axis=0) for found in by_seed.values()], 0)
+    differences = [np.mean(found, axis=0) for found in by_seed.values()]
+    return estimate_over_seeds(differences, 0, lowest=-1.0)
 
 
 def effects_table(seeds: int) -> str:
