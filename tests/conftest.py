@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Iterable
 
-# LLVM is told to hurry: most programs of the tests run once or twice.
+# XLA is told to hurry: most programs of the tests run once or twice. Without its fusion emitters a
+# training step compiles in a quarter of the time.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -32,7 +34,7 @@ pytest_plugins = ["durations"]
 
 # Helpers stand in support/; processes that tests start find them too.
 TESTS = pathlib.Path(__file__).parent
-HELPERS = [str(TESTS), *(str(path) for path in sorted(TESTS.iterdir()) if path.is_dir())]
+HELPERS = [str(TESTS), str(TESTS / "support"), str(TESTS / "benchmarks")]
 sys.path[:0] = HELPERS
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(TESTS.parent), *HELPERS, os.environ.get("PYTHONPATH", "")]
@@ -52,6 +54,25 @@ def check_documented(metrics: Iterable[str]) -> None:
     meanings = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     unknown = {name.split("/")[0] for name in metrics} - meanings - {"step"}
     assert not unknown, f"docs/metrics.md lacks {unknown}"
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """Leaves curves.png out of the runs of a single test: drawing it takes as long as the steps."""
+    if "dapo_jax.run.run_files" in sys.modules:
+        monkeypatch.setattr("dapo_jax.run.run_files.plot_run", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def forget_own_modules(tmp_path_factory):
+    """Forgets the modules that a test wrote: those of another test may have the same names."""
+    yield
+    temporary = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        known = getattr(module, "__dict__", {})  # a lazy module would load itself for getattr
+        places = [known.get("__file__"), *(known.get("__path__") or ())]
+        if any(str(place).startswith(temporary) for place in places):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")
@@ -193,3 +214,29 @@ def checkout(tmp_path_factory):
 def cloud(tmp_path, checkout):
     """What the tests of launch/ start their scripts against."""
     return Cloud(tmp_path, checkout)
+
+
+@pytest.fixture(scope="module")
+def saved_run(tiny_folder, eight_devices, tmp_path_factory):
+    """Two checkpoints of a run, and the folder of its model."""
+    from output_folders import save_run
+
+    return save_run(tiny_folder, eight_devices, tmp_path_factory)
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """Writes the folder of a run that was never made."""
+    from reports import run_writer
+
+    return run_writer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Children find what an earlier one has compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield

@@ -1,7 +1,7 @@
 """Runs our benchmark and the peers' scripts in turn, several rounds, and prints one table.
 
     python tests/benchmarks/compare.py --rounds 3 --workload uniform real \\
-        --trl "V/bin/python bench_trl.py" --tunix "T/bin/python bench_tunix.py"
+        --trl V/bin/python --tunix T/bin/python
 
 Interleaved, because a shared machine's speed drifts: a ratio is taken inside a round, and the
 median over rounds is what to quote. The peers decode static batches, which run until their longest
@@ -24,7 +24,7 @@ PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8)}
 
 
 def json_lines(command: str) -> list[dict]:
-    """The JSON lines a command prints. Raises where it fails."""
+    """The JSON lines that a command prints. Exits where it fails."""
     done = subprocess.run(shlex.split(command), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command}\nfailed:\n{done.stderr[-3000:]}")
@@ -37,33 +37,20 @@ def ours(workload: str, repeats: int, only: str) -> dict[str, dict]:
     return {line["bench"]: line for line in lines}
 
 
-def trl(command: str, repeats: int) -> dict[str, float]:
-    """Median seconds of each bench."""
-    lines = json_lines(
-        f"{command} --what rollout,update,e2e --rollout-impl dynamic --repeats {repeats}"
-    )
-    names = {"rollout_dynamic": "rollout", "update_gc_off": "update", "e2e_gc_off": "step"}
-    return {names[line["bench"]]: line["median_s"] for line in lines}
-
-
-def tunix(command: str, repeats: int) -> dict[str, float]:
-    """Median seconds of each bench."""
-    parts = json_lines(f"{command} --repeats {repeats}")[0]
-    whole = json_lines(f"{command} --only e2e --repeats {repeats}")[0]
-    return {
-        "rollout": parts["sample"]["median_s"],
-        "update": parts["train_step"]["median_s"],
-        "step": whole["dapo_step_e2e"]["median_s"],
-    }
+def peer(name: str, python: str, new_tokens: int, args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of each bench, by the peer's script in its own environment."""
+    script = pathlib.Path(__file__).parent / f"peer_{name}.py"
+    options = f"--new-tokens {new_tokens} --repeats {args.repeats} --only {args.only}"
+    return {line["bench"]: line["median_s"] for line in json_lines(f"{python} {script} {options}")}
 
 
 def one_round(args: argparse.Namespace, workload: str) -> dict:
     """Our lines, and the peers' seconds for the same responses."""
     new_tokens, batches = PEERS_SIZES[workload]
     found = {"workload": workload, "dapo_jax": ours(workload, args.repeats, args.only)}
-    for name, run in (("trl", trl), ("tunix", tunix)):
-        if command := getattr(args, name):
-            seconds = run(f"{command} --new-tokens {new_tokens}", args.repeats)
+    for name in ("trl", "tunix"):
+        if python := getattr(args, name):
+            seconds = peer(name, python, new_tokens, args)
             found[name] = {bench: batches * value for bench, value in seconds.items()}
     print(json.dumps(found), flush=True)
     return found
@@ -97,9 +84,9 @@ def main() -> None:
     parser.add_argument("--workload", nargs="*", choices=PEERS_SIZES, default=["uniform"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default=",".join(BENCHES), help="what of ours is timed")
-    parser.add_argument("--trl", help="command that runs the TRL script")
-    parser.add_argument("--tunix", help="command that runs the Tunix script")
+    parser.add_argument("--only", default=",".join(BENCHES), help="what is timed")
+    parser.add_argument("--trl", help="Python with TRL (peer_trl.py says what to install)")
+    parser.add_argument("--tunix", help="Python with Tunix (peer_tunix.py says it)")
     args = parser.parse_args()
     rounds = [one_round(args, workload) for _ in range(args.rounds) for workload in args.workload]
     heads = ["workload", "bench", "tokens/s", "dapo_jax, s"]

@@ -36,6 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import (
+    Checkpoint,
     Compute,
     Config,
     Data,
@@ -138,7 +139,12 @@ def write_folder(folder: pathlib.Path, decoder: DecoderConfig = DECODER) -> None
     words.save(str(folder / "tokenizer.json"))
 
 
-def make_config(folder: pathlib.Path, workload: Workload, layers: int = DECODER.layers) -> Config:
+def make_config(
+    folder: pathlib.Path,
+    workload: Workload,
+    layers: int = DECODER.layers,
+    keep_groups: bool = False,
+) -> Config:
     """One update per rollout batch, as the peers do; nothing filtered, everything trained."""
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = False
@@ -154,6 +160,7 @@ def make_config(folder: pathlib.Path, workload: Workload, layers: int = DECODER.
         optimizer=Optimizer(learning_rate=1e-5),
         packing=Packing(workload.row_tokens, workload.rows_per_microbatch),
         mesh=Mesh(data=-1, fsdp=1),
+        checkpoint=Checkpoint(keep_groups=keep_groups),
         log=Log(tensorboard=False),
     )
 
@@ -231,11 +238,14 @@ def make_batch(workload: Workload) -> tuple[TrainBatch, int, int]:
 
 
 @contextlib.contextmanager
-def measured(name: str, rows: int = 0) -> Iterator[dict[str, Callable[[], float]]]:
+def measured(
+    name: str, rows: int = 0, keep_groups: bool = False
+) -> Iterator[dict[str, Callable[[], float]]]:
     """What is timed of a workload, by name; each call returns the tokens that it handled.
 
     Args:
         rows: per microbatch; 0: the workload's own.
+        keep_groups: the shapes of a run that keeps groups; nothing is written.
     """
     workload = WORKLOADS[name]
     if rows:
@@ -243,7 +253,7 @@ def measured(name: str, rows: int = 0) -> Iterator[dict[str, Callable[[], float]
     decode_step.draw = draw_within(workload)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder))
-        parts = build(make_config(pathlib.Path(folder), workload))
+        parts = build(make_config(pathlib.Path(folder), workload, keep_groups=keep_groups))
         parts = dataclasses.replace(parts, prompts=RandomPrompts())
         params = parts.first_params()
     steps = iter(range(10**9))
@@ -284,6 +294,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="uniform")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="rollout,update,step")
+    parser.add_argument("--keep_groups", action="store_true", help="as such a run samples")
     parser.add_argument("--rows", type=int, default=0, help="per microbatch; 0: the workload's")
     args = parser.parse_args()
     shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(DECODER, jax.random.key(0))))
@@ -291,7 +302,7 @@ def main() -> None:
     products -= 2 * VOCAB * DECODER.embed  # the embedding is looked up
     # Forward and backward; of a step's tokens each is drawn, scored and trained on.
     passes = {"rollout": 1, "update": 3, "step": 5}
-    with measured(args.workload, args.rows) as calls:
+    with measured(args.workload, args.rows, args.keep_groups) as calls:
         for name in args.only.split(","):
             flops = passes[name] * products
             measure(name, calls[name], args.repeats, flops, args.workload)

@@ -1,6 +1,6 @@
 """Costs fitted to one setting of the embedded task, held against two that they have not seen.
 
-    python tests/benchmarks/simulate.py --base runs/arithmetic_base --folder runs/simulate
+    python tests/benchmarks/simulate.py --base dapo_jax:arithmetic_base --folder runs/simulate
 
 Three runs that differ in slots and in G take their steps in turn, in one process, so that whatever
 else the machine does hits all alike. Costs and laws come from the first run alone. Medians over the
@@ -101,7 +101,7 @@ def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", type=pathlib.Path, default=pathlib.Path("runs/arithmetic_base"))
+    parser.add_argument("--base", default="dapo_jax:arithmetic_base")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/simulate"))
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=32, help="groups of a step")

@@ -10,8 +10,10 @@ import sys
 import pytest
 from shown_commands import ROOT, commands_of, split_commands, tokens_of, what_is_wrong
 
+import dapo_jax
+
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
     + [ROOT / "tests/benchmarks/README.md"]
 )
 
@@ -156,6 +158,21 @@ def test_a_wrong_link_is_found(tmp_path):
     assert broken_links(page) == ["page.md#other: no such heading", "no.png: no such file"]
 
 
+def test_the_glossary_is_in_order_and_every_word_has_a_link():
+    rows = re.findall(
+        r"^\| (.+?) \| (.+) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
+    )
+    words = [word.casefold() for word, meaning in rows[1:] if meaning != "---"]
+    assert words == sorted(words) and len(words) > 40
+    assert not [word for word, meaning in rows[1:] if not re.search(r"\]\(\w+\.md", meaning)]
+
+
+def test_the_citation_is_of_this_version():
+    said = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {dapo_jax.__version__}\n" in said and "\nlicense: Apache-2.0\n" in said
+    assert f"\n## {dapo_jax.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_python_example_compiles(page):
     for token in tokens_of(page):
@@ -179,3 +196,7 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r'(?:src="|<link rel="stylesheet" href=")((?:https?:)?//[^"]+)', text)
         assert not loaded, f"{page.name}: {loaded}"
+        assert 'data-md-component="search-query"' in text, f"{page.name}: no box to search in"
+        assert 'iframe-worker.js"></script>' in text, f"{page.name}: no search without a server"
+    index = (site / "search/search_index.js").read_text(encoding="utf-8")
+    assert index.startswith("var __index") and "glossary.html" in index

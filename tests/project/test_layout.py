@@ -37,7 +37,7 @@ ROOMS_OF = {
     SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],
     DpoConfig: ["run.supervised.dpo", *OFFLINE_ROOMS],
     ExportConfig: ["run.export"],
-    ServeConfig: ["commands.serve.server"],
+    ServeConfig: ["commands.serve.server", "commands.serve.access", "commands.serve.budgets"],
     ReportConfig: ["commands.report", "reporting.page.page"],
 }
 

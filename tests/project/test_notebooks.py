@@ -1,5 +1,6 @@
 """The notebooks are what their scripts say, show what they showed, and run from top to bottom."""
 
+import ast
 import importlib.util
 import os
 import pathlib
@@ -10,6 +11,8 @@ import nbformat
 import pytest
 from nbclient.output_widget import OutputWidget
 from notebook_client import execute
+
+import dapo_jax
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -58,6 +61,23 @@ def test_a_notebook_is_what_its_script_makes(path, build):
     kept = [(cell.id, cell.cell_type, cell.source, cell.metadata) for cell in found.cells]
     assert kept == [(cell.id, cell.cell_type, cell.source, cell.metadata) for cell in made.cells]
     assert nbformat.validate(found) is None
+
+
+@EACH
+def test_a_notebook_imports_nothing_of_ours_but_the_api(path):
+    """`notebooks` is the folder itself: what was measured for a notebook is read by a module."""
+    code = "\n".join(
+        re.sub(r"^(\s*)%.*$", r"\1pass", cell.source, flags=re.MULTILINE)
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+    )
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            named = {alias.name for alias in node.names}
+            assert all(not name.startswith("dapo_jax.") for name in named), named
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dapo_jax"):
+            assert node.module == "dapo_jax"
+            assert {alias.name for alias in node.names} <= set(dapo_jax.__all__)
 
 
 @EACH

@@ -95,6 +95,26 @@ def test_our_benchmark_and_the_comparison_run():
     assert len(table) == 3 and table[-1].startswith("| uniform | update |")
 
 
+@pytest.mark.parametrize(
+    "peer, install", [("trl", "trl==1.16.0"), ("tunix", "google-tunix==0.1.7")]
+)
+def test_a_peers_script_says_what_to_install(peer, install):
+    script = ROOT / f"tests/benchmarks/peer_{peer}.py"
+    command = [sys.executable, str(script), "--repeats", "1"]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 1 and told.stdout == "" and "Traceback" not in told.stderr
+    assert (
+        told.stderr.startswith(f"peer_{peer}.py: ")
+        and "pip install" in told.stderr
+        and install in told.stderr
+    )
+    command = [sys.executable, str(script), "--only", "rolout"]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 2 and "rolout: is none of rollout, update, step" in told.stderr
+    help_text = run(f"tests/benchmarks/peer_{peer}.py", "--help")
+    assert "--new-tokens" in help_text and "--repeats" in help_text
+
+
 def test_rows_are_fuller_where_they_are_chosen():
     rows = run("tests/benchmarks/fill.py").splitlines()[2:]
     shares = [[int(cell.strip(" %")) for cell in row.split("|")[2:4]] for row in rows]
@@ -132,6 +152,7 @@ def small_base(tmp_path_factory) -> pathlib.Path:
     return make_small_base(tmp_path_factory.mktemp("scripts") / "base")
 
 
+@pytest.mark.slow
 def test_seconds_of_other_settings_are_predicted(small_base, tmp_path):
     sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
     told = run("tests/benchmarks/simulate.py", "--base", small_base, "--folder", tmp_path, *sizes)
@@ -153,7 +174,7 @@ TINY = [
     ("script", "arguments", "row"),
     [
         ("family", ["--presets", "dapo"], "| `dapo` |"),
-        ("lag", [], "| 1 |"),
+        pytest.param("lag", [], "| 1 |", marks=pytest.mark.slow),
         ("carry_over", ["--kinds", "all"], "| all |"),
     ],
 )

@@ -23,6 +23,16 @@ UNTIL = """new Promise(done => {{
 }})"""
 
 
+# Scrolls to each picture and waits until it is drawn.
+SCROLL = """(async () => {
+    for (const plot of document.querySelectorAll(".plot")) {
+        plot.scrollIntoView();
+        while (!plot.children.length) await new Promise(done => setTimeout(done, 20));
+    }
+    scrollTo(0, 0);
+})()"""
+
+
 class Browser:
     """One page. `trouble` is what it said on its console, `asked` every address it went to."""
 
@@ -72,12 +82,23 @@ class Browser:
         """Returns once an expression of JavaScript is true."""
         assert self.run(UNTIL.format(f"({condition})")), (condition, self.trouble)
 
-    def open(self, page: pathlib.Path, width: int, height: int = 900) -> None:
-        """Loads a page at a width in CSS pixels, and waits for its first picture."""
+    def open(
+        self,
+        page: pathlib.Path,
+        width: int,
+        height: int = 900,
+        ready: str = "document.documentElement?.dataset.firstPicture",
+    ) -> None:
+        """Loads a page at a width in CSS pixels, and waits for a report's first picture."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=page.as_uri())
-        self.wait("document.documentElement?.dataset.firstPicture")
+        self.wait(ready)
+
+    def scroll_through(self) -> None:
+        """Scrolls to the end and back as a reader does, which draws every picture."""
+        self.wait("document.querySelector('#spent .plot')")  # the last ones are there
+        self.run(SCROLL)
 
     def screenshot(self, path: pathlib.Path) -> None:
         """The whole page, as a PNG."""

@@ -66,7 +66,7 @@ class Cloud:
     def calls(self, *verb: str) -> list[list[str]]:
         path = self.folder / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line)[2:] for line in lines]
+        found = [[w for w in json.loads(line) if w != "alpha"][2:] for line in lines]
         return [call for call in found if call[: len(verb)] == list(verb)]
 
     def starts(self, worker: int = 0) -> list[dict]:

@@ -10,9 +10,11 @@ import time
 
 import jax
 import numpy as np
-from small_runs import make_config
+import pytest
+from small_runs import make_config, read_rollouts
 
 from dapo_jax.config.experiment import (
+    Checkpoint,
     Config,
     Data,
     Evaluation,
@@ -23,6 +25,10 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.components import build
+from dapo_jax.run.run import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/support")))
@@ -31,7 +37,7 @@ GONE_SECONDS = 30  # after which nobody may still wait for a dead process
 PROGRAM = """
 import os, signal, sys
 import conftest
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={devices}"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count={devices}"  # the last counts
 from several import make_small_config
 from dapo_jax.commands import checks
 from dapo_jax.runtime import processes
@@ -133,3 +139,72 @@ def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") 
     program = PROGRAM.format(base=str(base), run_dir=str(run_dir), devices=devices, patch=patch)
     folder = pathlib.Path(f"{run_dir}_output")
     return Several(folder, [sys.executable, "-c", program], count)
+
+
+STEPS = 3
+QUICK = "from dapo_jax.runtime import heartbeat; heartbeat.SILENCE_SECONDS = 4.0\n"  # than fifteen
+IN_STEP_2 = """
+from dapo_jax.rollout import dynamic_sampling as filtering
+read, asked = filtering.Collection.read_verdicts, []
+def read_and_send(self, judge):
+    asked.append(self)
+    steps = list(dict.fromkeys(map(id, asked)))
+    if len(steps) == 2 and steps[1] == id(asked[-2]) and INDEX == VICTIM:
+        os.kill(os.getpid(), signal.SIGNAL)
+    read(self, judge)
+filtering.Collection.read_verdicts = read_and_send
+"""
+AT_THE_END = """
+from dapo_jax.run.run import Run
+finish = Run.finish
+def save_and_send(self):
+    self._checkpoints.wait()
+    if INDEX == VICTIM:
+        os.kill(os.getpid(), signal.SIGNAL)
+    return finish(self)
+Run.finish = save_and_send
+"""
+
+
+def send(where: str, name: str, victim: int) -> str:
+    """The patch that sends one process a signal, in the second step it collects or at the end."""
+    return where.replace("SIGNAL", name).replace("VICTIM", str(victim))
+
+
+def final_state(base, run_dir):
+    """Parameters and moments of the newest checkpoint, read by this process on eight devices."""
+    parts = build(make_config(base, run_dir))
+    with Checkpoints(run_dir, Checkpoint()) as checkpoints:
+        state = checkpoints.state(parts.learners.policy.abstract_state)
+        record = checkpoints.record()
+    parts.close()
+    place = {name: record.progress[name] for name in ("position", "kept_fraction")}
+    return jax.device_get(state), {"step": record.step} | place
+
+
+def assert_same_run(base, run_dir, other) -> None:
+    """Same groups, tokens, verdicts, rewards; moments, which are sums of gradients, within 1e-6."""
+    assert read_rollouts(run_dir) == read_rollouts(other)
+    (state, record), (expected, expected_record) = (final_state(base, d) for d in (run_dir, other))
+    assert record == expected_record and record["step"] == STEPS
+    moments = state.opt_state, expected.opt_state
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *moments)
+    config = make_small_config(base, run_dir)
+    rates = [learning_rate(config.optimizer, step, STEPS) for step in range(STEPS)]
+    moved = sum(rates) * config.rollout.updates_per_rollout
+    assert_rounded_alike(state.params, expected.params, moved)
+
+
+def train_with(base, run_dir, count: int, **options: str) -> list[Ended]:
+    """The ends of `count` processes with four devices in all; none may fail."""
+    ended = start_training(base, run_dir, count, 4 // count, **options).wait()
+    assert [one.code for one in ended] == [0] * count, [one.err[:6000] for one in ended]
+    return ended
+
+
+def train_alone(base, run_dir) -> None:
+    """The same in this process, which sees four of its eight devices."""
+    devices = jax.devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices(*args)[:4])
+        train(make_small_config(base, run_dir))

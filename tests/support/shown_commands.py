@@ -142,7 +142,7 @@ def check_command(words: list[str]) -> str:
         return "" if name in (*COMMANDS, "--help", "COMMAND") else "no such command"
     if name not in COMMANDS:
         return "no such command"
-    if name == "replay":
+    if name in ("replay", "init"):
         return refusal(arguments, argparse.ArgumentParser, "parse_args", entry(name))
     return refusal(arguments, command_line, "load", entry(name))
 

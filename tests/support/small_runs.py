@@ -105,6 +105,13 @@ def make_quick_config(folder, run_dir, preset="dapo", updates=2, **changes) -> C
     return make_config(folder, run_dir, **quick | changes)
 
 
+def make_short_config(base, run_dir) -> Config:
+    """Two steps that show a group, and measure before and after."""
+    data = Data(min_terms=2, max_terms=3, max_prompt_tokens=8, heldout_problems=4)
+    log = Log(show_group_every_steps=1, tensorboard=False, rollouts=False)
+    return make_quick_config(base, run_dir, data=data, log=log)
+
+
 @contextlib.contextmanager
 def open_run(config: Config) -> Iterator[runs.Run]:
     """The run of that config, begun or resumed, for tests that look inside between two steps."""

@@ -1,0 +1,96 @@
+"""The pages for users of TRL and verl: settings that exist, and every argument of TRL's configs."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from shown_commands import ROOT
+
+from dapo_jax.algorithms import PRESETS
+from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
+from dapo_jax.runtime.rules import Choices
+from dapo_jax.runtime.settings import leaves, rules
+
+TRL = (ROOT / "docs/from_trl.md").read_text(encoding="utf-8")
+VERL = (ROOT / "docs/from_verl.md").read_text(encoding="utf-8")
+CONFIGS = re.findall(r"<!-- (\w+) ([\d.]+): ([\w\s]+)-->", TRL)
+KINDS = {"SFTConfig": SftConfig, "DPOConfig": DpoConfig}
+
+
+def codes(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def sections(page: str) -> dict[str, str]:
+    """Text under each heading."""
+    return {
+        text.partition("\n")[0]: text.partition("\n")[2] for text in page.split("\n## ") if text
+    }
+
+
+def cells(text: str) -> list[tuple[str, str]]:
+    """First and second cell of every row of a table."""
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [(row[1], row[2]) for row in rows]
+
+
+def wrong_settings(text: str, kind: type) -> list[str]:
+    """Settings of second cells that the config lacks, or whose value it refuses."""
+    known, allowed = {name for name, _, _ in leaves(kind())}, rules(kind)
+    known |= {name.rpartition(".")[0] for name in known} | set(PRESETS)
+    wrong = []
+    for code in (code for _, cell in cells(text) for code in codes(cell)):
+        name, _, value = code.partition("=")
+        choices = allowed[name].allowed if name in allowed else None
+        refused = value and isinstance(choices, Choices) and not choices(value)
+        if name not in known or refused:
+            wrong.append(code)
+    return wrong
+
+
+@pytest.mark.parametrize("page", [TRL, VERL], ids=["trl", "verl"])
+def test_every_setting_of_ours_exists(page):
+    wrong = {
+        title: found
+        for title, text in sections(page).items()
+        if (found := wrong_settings(text, KINDS.get(title, Config)))
+    }
+    assert not wrong
+
+
+def test_a_wrong_setting_is_found():
+    table = "| `a` | `rollout.lagg=1`, `algorithm.kl=los`, `lora.rank` | |"
+    assert wrong_settings(table, Config) == ["rollout.lagg=1", "algorithm.kl=los"]
+
+
+@pytest.mark.parametrize("config, version, names", CONFIGS, ids=[found[0] for found in CONFIGS])
+def test_every_argument_of_trl_is_in_a_table_or_named_as_absent(config, version, names):
+    text = sections(TRL)[config]
+    first = {code.partition("=")[0] for cell, _ in cells(text) for code in codes(cell)}
+    (without,) = re.findall(r"No counterpart: (.*?)\n\n", text, re.DOTALL)
+    absent = set(codes(without))
+    listed = names.split()
+    assert version == re.search(r"TRL ([\d.]+\d)", TRL)[1]
+    assert not [name for name in listed if name not in first | absent]
+    assert not [name for name in listed if name in first & absent]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TRL_PYTHON" not in os.environ, reason="TRL_PYTHON names no Python with TRL")
+def test_the_lists_are_those_of_trl():
+    code = (
+        "import dataclasses, trl, transformers\n"
+        "base = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}\n"
+        "for name in ('GRPOConfig', 'SFTConfig', 'DPOConfig'):\n"
+        "    kind = getattr(trl, name)\n"
+        "    own = {f.name for f in dataclasses.fields(kind)} - base\n"
+        "    print(name, trl.__version__, *own)\n"
+    )
+    python = [os.environ["TRL_PYTHON"], "-c", code]
+    said = subprocess.run(python, capture_output=True, text=True, check=True).stdout
+    listed = {config: (version, set(names.split())) for config, version, names in CONFIGS}
+    for line in said.splitlines():
+        config, version, *own = line.split()
+        assert version == listed[config][0]
+        assert not set(own) - listed[config][1]

@@ -1,0 +1,33 @@
+"""Command lines of the shipped configs, and the config that one makes."""
+
+import pathlib
+import sys
+from unittest import mock
+
+from dapo_jax.__main__ import entry
+from dapo_jax.commands import command_line
+
+ROOT = pathlib.Path(__file__).parents[2]
+RL = f"--config={ROOT}/configs/arithmetic.py"
+BASE = f"--config={ROOT}/configs/arithmetic_base.py"
+
+
+def load(kind, *arguments, usage=""):
+    with mock.patch.object(sys, "argv", ["prog", *arguments]):
+        return command_line.load(kind, usage)
+
+
+def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
+    """Exit code and standard error of a command in this process."""
+    code, _, said = run_shown(command, arguments, monkeypatch, capsys)
+    return code, said
+
+
+def run_shown(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command in this process."""
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    try:
+        code = entry(command)()
+    except SystemExit as stopped:
+        code = stopped.code
+    return code, *capsys.readouterr()

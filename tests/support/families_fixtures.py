@@ -1,0 +1,84 @@
+"""Logits, greedy tokens and exports of a family's fixture folder."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import make_prompt
+from safetensors import safe_open
+
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.model import load_huggingface, save_huggingface
+from dapo_jax.model.decoder import Decoder, head_kernel
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import Scheduler
+
+
+def packed_logits(folder, mesh, dtype=jnp.float32):
+    """Ours of the expected tokens, the ragged batch packed into one row; [B, T, V], 0 beyond."""
+    with np.load(folder / "expected.npz") as expected:
+        tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
+    config = load_huggingface.read_config(folder, dtype=dtype)
+    params = load_huggingface.load_params(folder, config, mesh)
+    used = np.arange(tokens.shape[1]) < lengths[:, None]
+    places = np.broadcast_to(np.arange(tokens.shape[1]) + first, tokens.shape)
+    segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
+    rows = (jnp.asarray(array[used][None], jnp.int32) for array in (tokens, segments, places))
+
+    def of_rows(params, *rows):
+        hidden = Decoder(config).apply({"params": params}, *rows)
+        return hidden @ head_kernel(params).astype(dtype)
+
+    logits = np.zeros((*tokens.shape, config.vocab), np.float32)
+    logits[used] = jax.jit(of_rows)(params, *rows)[0]
+    return logits, used
+
+
+def greedy_tokens(folder, mesh):
+    """Ours after each expected sequence, all in company; no token ends a response."""
+    config = load_huggingface.read_config(folder)
+    with np.load(folder / "expected.npz") as expected:
+        tokens, lengths, greedy = (expected[name] for name in ("tokens", "lengths", "greedy"))
+    tokenizer = Tokenizer(arithmetic_tokenizer().backend, end_ids=(config.vocab,), pad_id=0)
+    engine = PolicyEngine(
+        config,
+        mesh,
+        Sampler(
+            slots=4, burst_tokens=4, max_response_tokens=greedy.shape[1], first_window_tokens=16
+        ),
+        max_prompt_tokens=int(lengths.max()),
+        tokenizer=tokenizer,
+    )
+    sampler = Scheduler(engine, tokenizer, seed=0)
+    params = load_huggingface.load_params(folder, config, mesh)
+    sampler.begin(params, purpose=0, step=0, rule=SamplingRule(temperature=0))
+    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
+        sampler.submit(make_prompt(i, row[:length].tolist()), 1)
+    done = {}
+    while not sampler.idle:
+        done |= {prompt.index: group[0] for prompt, group in sampler.decode_burst()}
+    return [done[i].tokens.tolist() for i in sorted(done)], greedy.tolist()
+
+
+def export(folder, out, mesh, **options):
+    """What `folder` holds, read onto a mesh and written again."""
+    out.mkdir()
+    config = load_huggingface.read_config(folder)
+    params = load_huggingface.load_params(folder, config, mesh)
+    dtype = load_huggingface.stored_dtype(folder)
+    save_huggingface.save_weights(out, save_huggingface.flatten(params), config, dtype, **options)
+    save_huggingface.save_settings_of(folder, out, dtype)
+    return config
+
+
+def stored_bytes(folder):
+    """Every tensor of a folder: dtype, shape and bytes."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = safe_open(path, framework="numpy")
+        for name in file.keys():
+            part = file.get_slice(name)
+            assert name not in found
+            found[name] = part.get_dtype(), part.get_shape(), file.get_tensor(name).tobytes()
+    return found

@@ -1,0 +1,77 @@
+"""Small learners, minibatches of uneven responses, and comparisons of trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import TINY, make_prompt
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.learner import packing
+from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.update import Learner
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.structs import Completion, ScoredBatch
+
+RNG = np.random.default_rng(1)
+BUDGET = 14
+
+
+def make_segments(lengths, truncated=()) -> list[Segment]:
+    segments = []
+    for i, length in enumerate(lengths):
+        prompt = make_prompt(i // 2, RNG.integers(2, 32, 2 + i % 4).tolist())  # pairs
+        tokens = RNG.integers(2, 32, length).astype(np.int32)
+        logprobs = RNG.normal(-3, 0.5, length).astype(np.float32)
+        segments.append(Segment(prompt, Completion(tokens, logprobs, i in truncated, 0, ""), i))
+    return segments
+
+
+LENGTHS = [5, 1, 0, 14, 7, 9, 3, 12, 2, 6]
+SEGMENTS = make_segments(LENGTHS, truncated={3})
+ADVANTAGES = RNG.normal(size=len(LENGTHS))
+
+
+def make_learner(mesh, algorithm=None, **optimizer) -> Learner:
+    settings = Optimizer(learning_rate=1e-3, **optimizer)
+    return policy_learner(algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
+
+
+def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_tokens=20):
+    """The batch with the sampler's log-probs as old ones, and its used microbatches."""
+    algorithm = algorithm or algorithms.dapo()
+    rollouts, used = pack(segments, row_tokens, rows, microbatches)
+    advantages = spread(ADVANTAGES[: len(segments)], rollouts.response_index)
+    scored = ScoredBatch(rollouts, rollouts.sampler_logprobs)
+    return packing.make_batch(scored, segments, advantages, None, algorithm, BUDGET), used
+
+
+def assert_close(left, right, tolerance):
+    """Every array within `tolerance` of the other, relative to its largest entry."""
+
+    def check(a, b):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1e-3)
+
+    jax.tree.map(check, left, right)
+
+
+def place(params, learner):
+    return jax.device_put(params, learner.shardings.params)
+
+
+@jax.jit
+def logprobs_alone(params, row, length):
+    """Of one response and its prompt in a row of its own; padded, so that one length compiles."""
+    place = jnp.arange(row.shape[0])[None]
+    return token_logprobs(
+        params,
+        TINY,
+        row[None],
+        (place < length).astype(jnp.int32),
+        place,
+        temperature=1.0,
+        chunk_tokens=10**6,
+    )[0][0]

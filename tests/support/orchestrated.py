@@ -1,0 +1,23 @@
+"""Requests through JetStream's orchestrator."""
+
+import asyncio
+
+from served import read
+
+from dapo_jax.commands.serve import jetstream_driver
+
+
+def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
+    """Text and ids that JetStream's orchestrator answers, all requests at once."""
+    orchestrator = jetstream_driver.orchestrator.LLMOrchestrator(driver)
+
+    async def respond(request):
+        return read([response async for response in orchestrator.Decode(request)])
+
+    async def respond_to_all():
+        try:
+            return await asyncio.gather(*map(respond, requests))
+        finally:
+            await asyncio.to_thread(driver.stop)
+
+    return asyncio.run(respond_to_all())

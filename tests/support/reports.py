@@ -1,0 +1,84 @@
+"""Folders of runs made without a run, and the data of a page."""
+
+import dataclasses
+import html.parser
+import json
+
+from dapo_jax.config.experiment import Config
+
+HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028\u202e\x00 & ${data}'
+
+
+def row(step: int, **values) -> dict:
+    found = {"step": step, "reward": step / 100 - 1, "accuracy": 0.5, "entropy": 1 / (1 + step)}
+    found |= {"seconds_step": 2.0, "seconds_rollout": 1.0, "seconds_decode": 0.5}
+    found |= {"sampled_tokens_per_second": 1000.0, "abandoned_tokens": 100.0, "trained_groups": 8.0}
+    found |= {"sampled_to_kept_tokens": 2.2, "seconds_update": 0.75, "clip_fraction_high": 0.01}
+    if step % 5 == 0:
+        found |= {
+            "heldout_accuracy": 0.4,
+            "heldout_accuracy_low": 0.3,
+            "heldout_accuracy_high": 0.5,
+        }
+    return found | values
+
+
+def response(index: int, sample: int, **values) -> dict:
+    found = {
+        "index": index,
+        "sample": sample,
+        "prompt_id": f"p{index}",
+        "prompt": "1+1=",
+        "answer": "2",
+    }
+    found |= {"response": "so 2", "extracted": "2", "correct": sample == 0, "truncated": False}
+    found |= {"tokens": 4, "reward": 1.0, "reward_parts": {"rule": 1.0}, "advantage": 0.5}
+    return found | values
+
+
+def run_writer(tmp_path):
+    """Writes the folder of a run that was never made."""
+
+    def write(name: str, steps: int = 20, rollouts=(), seed: int = 0, rows=None, **changes) -> str:
+        folder = tmp_path / name
+        (folder / "rollouts").mkdir(parents=True)
+        config = Config(run_dir=str(folder), seed=seed, total_steps=steps)
+        for section, value in changes.items():
+            setattr(config, section, value)
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+        lines = [row(step) for step in range(steps + 1)] if rows is None else rows
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        for step, found in rollouts:
+            path = folder / "rollouts" / f"step_{step:06d}.jsonl"
+            path.write_text("".join(json.dumps(one) + "\n" for one in found))
+        return str(folder)
+
+    return write
+
+
+class Scripts(html.parser.HTMLParser):
+    """The tags of a page, and what stands in its scripts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.scripts, self._inside = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+    def handle_data(self, data):
+        if self._inside:
+            self.scripts[-1] += data
+
+
+def data_of(text: str) -> dict:
+    """What the page is drawn from."""
+    data, rollouts, *_ = map(json.loads, Scripts(text).scripts[:2])
+    return data | {"rollouts": rollouts}

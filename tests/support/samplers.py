@@ -1,0 +1,69 @@
+"""Small samplers, their prompts, and greedy decoding by the whole forward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from conftest import TINY, make_prompt
+
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.model.decoder import Decoder, abstract_params
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.sampling import (
+    SamplingRule,
+)
+from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.runtime import sharding
+
+END = 1
+TOKENIZER = arithmetic_tokenizer()
+PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for i in range(12)]
+GREEDY = SamplingRule(temperature=0)
+
+
+def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> Scheduler:
+    engine = PolicyEngine(
+        TINY,
+        mesh,
+        Sampler(
+            slots=slots, burst_tokens=burst, max_response_tokens=response, first_window_tokens=8
+        ),
+        max_prompt_tokens=8,
+        tokenizer=TOKENIZER,
+        insert_width=width,
+    )
+    return Scheduler(engine, TOKENIZER, seed=5)
+
+
+def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  # noqa: B008
+    sampler.begin(params, purpose=0, step=2, rule=rule)
+    for prompt in prompts:
+        sampler.submit(prompt, samples)
+    groups = {}
+    while not sampler.idle:
+        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
+    return groups
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, *row, config):
+    """The final hidden states [1, T, E] of one row."""
+    return Decoder(config).apply({"params": params}, *row)
+
+
+def greedy_loop(params, prompt: list[int], limit: int, config=TINY, end: int = END) -> list[int]:
+    """Full forward pass per token, argmax: what decoding has to equal."""
+    tokens, drawn = list(prompt), []
+    while len(drawn) < limit and (not drawn or drawn[-1] != end):
+        row = jnp.array([tokens + [0] * (48 - len(tokens))])
+        segments = (jnp.arange(48) < len(tokens)).astype(jnp.int32)[None]
+        hidden = forward(params, row, segments, jnp.arange(48)[None], config=config)
+        logits = hidden[0, len(tokens) - 1] @ params.get("head", params["embedding"].T)
+        drawn.append(int(jnp.argmax(logits)))
+        tokens.append(drawn[-1])
+    return drawn
+
+
+def place(params, config, mesh):
+    return jax.device_put(params, sharding.tree_shardings(mesh, abstract_params(config)))

@@ -1,0 +1,34 @@
+"""Checkpoints of states without a model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.config.experiment import Checkpoint
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
+
+SIZE = 1000
+
+
+def make_state(step, size=SIZE):
+    """Arrays that say which step they are of, and don't compress."""
+    key = jax.random.key(step)
+    return {"params": {"a": jax.random.normal(key, (size,)), "b": jnp.full((3,), float(step))}}
+
+
+def save(run_dir, steps, size=SIZE, keep=9):
+    with Checkpoints(run_dir, Checkpoint(keep=keep)) as checkpoints:
+        for step in steps:
+            checkpoints.save(Record(step, {}), {"state": make_state(step, size)})
+            checkpoints.wait()
+
+
+def restored(run_dir, settings=None):
+    """The step that is gone on with, after its arrays were compared; and what was warned of."""
+    said = []
+    with Checkpoints(run_dir, settings, said.append) as checkpoints:
+        step = checkpoints.latest_step()
+        state = checkpoints.state(jax.tree.map(jnp.zeros_like, make_state(step)))
+        assert checkpoints.record().step == step
+    jax.tree.map(np.testing.assert_array_equal, state, make_state(step))
+    return step, said

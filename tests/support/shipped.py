@@ -1,0 +1,50 @@
+"""The recipe of the shipped policy, and the machine that makes it."""
+
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+
+from dapo_jax.config.experiment import SftConfig
+from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.runtime.settings import leaves
+
+ROOT = pathlib.Path(__file__).parents[2]
+NAME = "dapo_jax:arithmetic_base"
+FOLDER = ROOT / "dapo_jax/data/policies/arithmetic_base"
+MADE_BY = ROOT / "tests/fixtures/shipped_policy.json"
+
+
+def recipe_digest() -> str:
+    """Digest of what configs/arithmetic_base.py sets and of the first examples it trains on.
+
+    A comment, a new setting with its default, or a faster generator changes nothing.
+    """
+    config = importlib.import_module("configs.arithmetic_base").get_config()
+    defaults = {name: value for name, _, value in leaves(SftConfig())} | {"out": config.out}
+    settings = {n: value for n, _, value in leaves(config) if value != defaults[n]}
+    examples = [make_worked_example(config.seed, i, config.examples) for i in range(256)]
+    return hashlib.sha256(json.dumps([settings, examples]).encode()).hexdigest()
+
+
+def machine() -> dict[str, Any]:
+    """What decides how sums are rounded, as far as it is known."""
+    info = pathlib.Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    named = (re.search(rf"^{key}\s*: (.+)$", text, re.M) for key in ("cpu family", "model"))
+    processor = [re.sub(r"\D", "", found[1]) if found else "" for found in named]
+    return {"processor": processor, "cores": os.cpu_count(), "jax": jax.__version__}
+
+
+def weights_digest(folder: pathlib.Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":  # after the folder was made anew
+    made_by = {"recipe": recipe_digest(), "weights": weights_digest(FOLDER)} | machine()
+    MADE_BY.write_text(json.dumps(made_by, indent=1) + "\n")
