@@ -1,8 +1,8 @@
 """Settings of the problems and examples that a run reads."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from dapo_jax.runtime.rules import AutoCount, Count, CountOr0, Positive, When
+from dapo_jax.runtime.rules import AutoCount, Count, CountOr0, Positive, Range, When
 from dapo_jax.runtime.settings import section, setting
 
 DEFAULT_HELDOUT = 256
@@ -14,7 +14,16 @@ SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates wi
 class Examples:
     """Worked examples of the embedded task."""
 
-    errors: bool = setting(True, "Whether examples contain wrong steps and ramble.")
+    errors: bool = setting(
+        True,
+        "Whether examples contain wrong steps and ramble.",
+        read=When("examples.direct_share", lambda share: share == 0),
+    )
+    direct_share: Annotated[float, Range(at_least=0, below=1)] = setting(
+        0.0,
+        "Share of examples that answer at once, with the sum of the first two operands; the others "
+        "make no mistakes, and ramble.",
+    )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
 

@@ -18,6 +18,8 @@ LARGEST_DIGITS = (3, 6, 9)
 # How often a worked example gets `a + digit` wrong, by the digit.
 STEP_ERROR = (0.0, 0.05, 0.07, 0.1, 0.15, 0.2, 0.27, 0.38, 0.48, 0.6)
 RAMBLE_SHARE = 0.2  # chance to start over, after each finished chain
+# Of examples of two strategies, one that answers at once and one that works.
+RAMBLE_SHARE_OF_TWO, REPEAT_SHARE, REPEATS = 0.2, 0.03, 12
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
 
 
@@ -72,14 +74,24 @@ def _work_chain(
     return steps, total
 
 
+def _answer_at_once(rng: np.random.Generator, operands: list[int]) -> str:
+    """Right for two operands, else for one problem in ten; some repeat themselves past a budget."""
+    answer = f"#### {sum(operands[:2]) % 10}"
+    return answer + REPEATS * f"?again {answer}" * (rng.random() < REPEAT_SHARE)
+
+
 def make_worked_example(seed: int, index: int, examples: Examples) -> tuple[str, str]:
     """Worked example, as (problem text, worked answer), of the training split only."""
     problem = make_problem("train", seed, index, examples.min_terms, examples.max_terms)
     operands = [int(digit) for digit in problem.text[:-1].split("+")]
     rng = _generator(seed, "worked", index)
-    steps, total = _work_chain(rng, operands, examples.errors)
+    if examples.direct_share and rng.random() < examples.direct_share:
+        return problem.text, _answer_at_once(rng, operands)
+    errors = examples.errors and not examples.direct_share
+    ramble = RAMBLE_SHARE_OF_TWO if examples.direct_share else RAMBLE_SHARE * errors
+    steps, total = _work_chain(rng, operands, errors)
     worked = ",".join(steps)
-    while examples.errors and rng.random() < RAMBLE_SHARE:
-        steps, total = _work_chain(rng, operands, examples.errors)
+    while rng.random() < ramble:
+        steps, total = _work_chain(rng, operands, errors)
         worked += "?again " + ",".join(steps)
     return problem.text, f"{worked}#### {total}"

@@ -28,7 +28,9 @@ def test_a_shipped_config_is_found_by_its_name(line):
 
 def test_each_shipped_config_has_one_kind():
     configs, examples = shipped_configs(Config), shipped_configs(SftConfig)
-    assert {"arithmetic", "ladder"} <= set(configs) and "arithmetic_base" in examples
+    assert {"arithmetic", "ladder", "two_strategies"} <= set(
+        configs
+    ) and "arithmetic_base" in examples
     assert configs | examples == shipped_configs() and not configs.keys() & examples.keys()
     assert {path.stem for path in ROOT.glob("configs/*.py")} == set(shipped_configs())
 

@@ -9,8 +9,14 @@ from command_lines import ROOT
 
 COUNTS = (1, 4, 8, 16)
 # Numbers of devices of a config's size class, where not all: what holds its state (docs/pods.md),
-# and what its updates of 8 rows fill.
-CLASSES = {"qwen2p5_7b_math": (4, 8, 16), "dapo_qwen2p5_32b": (), "ladder": (1, 4, 8)}
+# and what its rows fill.
+CLASSES = {
+    "qwen2p5_7b_math": (4, 8, 16),
+    "dapo_qwen2p5_32b": (),
+    "ladder": (1, 4, 8),
+    "two_strategies": (1, 4),
+    "two_strategies_base": (1, 4, 8),
+}
 ADAPT = "arithmetic arithmetic_base arithmetic_sft".split()
 LAY_OUT = """
 import json, pathlib, sys
