@@ -31,6 +31,7 @@ def model_path(
     home = pathlib.Path(__file__).parent
     paths = {f"{SHIPPED}{path.parent.name}": path.parent for path in home.glob("*/config.json")}
     if name not in paths:
-        hint = nearest(name, paths) or f"; there is {' and '.join(sorted(paths))}"
+        # All names begin alike, so that little likeness says nothing.
+        hint = nearest(name, paths, cutoff=0.7) or f"; there is {' and '.join(sorted(paths))}"
         raise ConfigError(f"config.{field} = {name!r}: no such policy ships with dapo_jax{hint}")
     return paths[name]
