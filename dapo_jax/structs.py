@@ -110,6 +110,7 @@ class Verdict:
     extracted: str | None  # the answer that was found, None where there was none
     failure: str | None = None  # what kept the worker from finishing
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # unweighted, by name
+    token_rewards: list[float] | None = None  # [n], weighted sum of the parts that reward tokens
     broken: str | None = None  # the reward part that raised or gave no number, and how
     decided: str = ""  # direct, algebra, remembered; or why there was nothing to decide
 
@@ -125,6 +126,18 @@ class Group:
     rewards: np.ndarray  # [G] float64, their sum
     raw_rewards: np.ndarray  # [G] float64, without the parts that only shape
     correct: np.ndarray  # [G] bool, by the verifier or by the raw reward
+
+    @functools.cached_property
+    def token_rewards(self) -> tuple[np.ndarray, ...] | None:
+        """Rewards of single tokens, a part of `rewards`: [n] float64 each, weighted.
+
+        None where no function gave any.
+        """
+        given = [verdict.token_rewards for verdict in self.verdicts]
+        if all(own is None for own in given):
+            return None
+        pairs = zip(given, self.completions, strict=True)
+        return tuple(np.zeros(len(c)) if own is None else np.array(own) for own, c in pairs)
 
     @functools.cached_property  # asked after every burst
     def broken(self) -> str | None:
@@ -212,17 +225,18 @@ class Rollouts(struct.PyTreeNode):
 
 
 class ScoredBatch(struct.PyTreeNode):
-    """Rollouts with the log-probs of policy and reference and the values before the update.
+    """Rollouts with the log-probs of the models that score them, and the values, before the update.
 
     `old_logprobs` is None where the policy is still the one that will be differentiated (a single
     update per rollout batch): the ratio is then exactly 1 and no score pass is needed. The others
-    are None where the algorithm has no reference or no critic.
+    are None where the algorithm has no reference, no critic or no teacher of drawn tokens.
     """
 
     rollouts: Rollouts
     old_logprobs: Float[Array, "*M R T"] | None
     reference_logprobs: Float[Array, "*M R T"] | None = None
     values: Float[Array, "*M R T"] | None = None
+    teacher_logprobs: Float[Array, "*M R T"] | None = None
 
 
 class TrainBatch(struct.PyTreeNode):

@@ -113,11 +113,11 @@ def train(
         on_step: is called with the number of each finished step and its metrics (the names of
             docs/metrics.md). True ends the run there, saved. Of several processes each calls it.
         reward: takes the place of `config.reward.parts`: a function `(prompt, response, answer)
-            -> float`, or weights by function and by name (`{"rule": 1, score: 0.5}`). It runs in
-            worker processes: one of a module is imported there by its name, any other one (a
-            lambda, a function of a notebook) is copied with its variables as they are now. Calls
-            of an `async def` wait side by side. What counts as right goes by
-            `config.reward.correct` as ever.
+            -> float`, or weights by function and by name (`{"rule": 1, score: 0.5}`); of a group
+            or of tokens as in docs/rewards.md. It runs in worker processes: one of a module is
+            imported there by its name, any other one (a lambda, a function of a notebook) is
+            copied with its variables as they are now. Calls of an `async def` wait side by side.
+            What counts as right goes by `config.reward.correct` as ever.
         in_process: run the functions in this process instead, so that they may change variables
             of the program, or hold what can't be copied. One that hangs then hangs the run.
 

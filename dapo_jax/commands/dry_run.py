@@ -150,18 +150,17 @@ def model_free_answers(config: Config, prompt: Prompt) -> dict[str, str]:
 
 def judge(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[Group]:
     """Groups of model-free answers, judged in workers as a run's responses are."""
-    pool, groups = RewardPool(config.reward), []
+    pool, groups = RewardPool(config.reward, tokenizer.split), []
     try:
         for prompt in prompts:
             texts = list(model_free_answers(config, prompt).values())
-            job = prompt.answer, prompt.source, prompt.metadata
-            futures = [pool.submit(prompt.text, text, *job) for text in texts]
-            verdicts = tuple(future.result() for future in futures)
             tokens = [np.asarray(tokenizer.encode(text), np.int32) for text in texts]
             completions = tuple(
                 Completion(ids, np.zeros(len(ids), np.float32), False, 0, text)
                 for ids, text in zip(tokens, texts, strict=True)
             )
+            futures = pool.submit_group(prompt, completions)
+            verdicts = tuple(future.result() for future in futures)
             scores = np.zeros(len(texts)) if config.reward.model_folder else None
             groups.append(reward_group(config, prompt, completions, verdicts, scores))
             if all(verdict.broken for verdict in verdicts):  # one that hangs takes its time

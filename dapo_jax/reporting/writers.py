@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
@@ -111,13 +111,8 @@ def _short(values: np.ndarray) -> list[float]:
 def token_fields(
     completion: Completion, trace: Trace | None, tokenizer: Tokenizer
 ) -> dict[str, list]:
-    """Texts, log-probs, ratios and clips of a response's tokens.
-
-    A character of several tokens is the text of the last of them.
-    """
-    stream = TextStream(tokenizer)
-    texts = [stream.add([token]) for token in completion.tokens.tolist()]
-    texts[-1:] = [text + stream.rest() for text in texts[-1:]]
+    """Texts, log-probs, ratios and clips of a response's tokens."""
+    texts = tokenizer.split(completion.tokens.tolist())
     fields = {"token_texts": texts, "token_logprobs": _short(completion.sampler_logprobs)}
     if trace and trace.ratios is not None and trace.clipped is not None:
         fields |= {"token_ratios": _short(trace.ratios)}
@@ -175,6 +170,8 @@ def write_rollouts(
                     "failure": verdict.broken or verdict.failure,
                     "advantage": trace and _number(trace.advantage),
                 }
+                if verdict.token_rewards is not None:
+                    line["token_rewards"] = verdict.token_rewards
                 if len(completion.drawn_by) > 1:
                     line["drawn_by"] = completion.drawn_by
                 if tokenizer and group.prompt.index in with_tokens:

@@ -2,12 +2,15 @@
 
 A part is a function `(prompt, response, answer) -> float` of three texts, `async` where it waits. A
 worker computes it, but for a function that the user's program wants called in its own process.
+One that names `responses` rewards all responses to a prompt together; one of a single response may
+give a reward per token.
 """
 
 import asyncio
 import contextlib
 import inspect
 import math
+import operator
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -19,6 +22,10 @@ from dapo_jax.runtime.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
 OF_THE_TRAINER = ("rule", "format", "repetition", "model", GYM)  # read tokens, verdicts, devices
+# Arguments of functions that see a response, and of those that see a group.
+RESPONSE = ("prompt", "response", "answer")
+GROUP = ("prompt", "responses", "answer", "lengths", "correct")
+TOKENS = "tokens"  # texts of the response's tokens, for a function of a response that names them
 
 
 class RewardFunction(Protocol):
@@ -66,11 +73,29 @@ def own_parts(names: Sequence[str]) -> dict[str, Callable]:
     functions = {name: _find(name) for name in names if name not in OF_THE_TRAINER}
     for name, function in functions.items():
         try:
-            inspect.signature(function).bind(prompt="", response="", answer="")
-        except TypeError as error:
-            reason = f"{error}; a reward is called as (prompt=, response=, answer=)"
+            inspect.signature(function).bind(**dict.fromkeys(arguments(function)))
+        except (TypeError, ValueError) as error:
+            calls = " or ".join(f"({'=, '.join(call)}=)" for call in (RESPONSE, GROUP))
+            reason = f"{error}; a reward is called as {calls}"
             raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
     return functions
+
+
+def arguments(function: Callable) -> tuple[str, ...]:
+    """Names of the arguments that a reward function is called with.
+
+    Raises:
+        TypeError, ValueError: nothing tells its parameters.
+    """
+    parameters = inspect.signature(function).parameters
+    if "responses" in parameters:
+        return GROUP
+    return (*RESPONSE, TOKENS) if TOKENS in parameters else RESPONSE
+
+
+def sees_group(function: Callable) -> bool:
+    """True if one call rewards all responses to a prompt."""
+    return arguments(function) == GROUP
 
 
 def waits(function: Callable) -> bool:
@@ -87,15 +112,65 @@ def _noting(reply: dict[str, Any], name: str) -> Iterator[None]:
         reply.setdefault("broken", f"{name}: {describe_error(error)}")
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, allowed: str = "a number") -> float:
     """Finite number of what a function returned. Raises TypeError, ValueError."""
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"returned {value!r:.80}: must be a number") from None
+        raise TypeError(f"returned {value!r:.80}: must be {allowed}") from None
     if not math.isfinite(number):
         raise ValueError(f"returned {number}: must be finite")
     return number
+
+
+def _listed(value: Any) -> list | None:
+    """Items of a list, a tuple or an array; None for anything else."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    return list(items) if isinstance(items, list | tuple) else None
+
+
+def _of_response(value: Any) -> float | list:
+    """Number, list of numbers, or list of spans [start, end, number]. Raises as `_number`."""
+    items = _listed(value)
+    if items is None:
+        return _number(value, "a number, one per token, or spans (start, end, number)")
+    if hasattr(value, "tolist") and len(items) == 1 and not isinstance(items[0], list):
+        return _number(items[0])  # an array of one, as models return it
+    if not any(isinstance(item, list | tuple) for item in items):
+        return [_number(item) for item in items]
+    try:
+        spans = [(operator.index(a), operator.index(b), number) for a, b, number in items]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"returned {value!r:.80}: spans must be (start, end, number), whole characters"
+        ) from None
+    return [[start, end, _number(number)] for start, end, number in spans]
+
+
+def _of_group(value: Any, responses: int) -> list[float]:
+    """Numbers, one per response. Raises TypeError, ValueError."""
+    items = _listed(value)
+    if items is None or len(items) != responses:
+        returned = f"{value!r:.80}" if items is None else f"{len(items)} numbers"
+        raise ValueError(f"returned {returned}: must be {responses} numbers, one per response")
+    return [_number(item) for item in items]
+
+
+def _rewards(value: Any, job: dict[str, Any]) -> float | list:
+    responses = job.get("responses")
+    return _of_response(value) if responses is None else _of_group(value, len(responses))
+
+
+def _call(function: Callable, job: dict[str, Any]) -> Any:
+    values = {name: job[name] for name in arguments(function)}
+    # A function may change its lists; others get them too.
+    return function(**{k: list(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _asked(functions: dict[str, Callable], job: dict[str, Any]) -> dict[str, Callable]:
+    """Functions that a job is for: those of a response or those of a group."""
+    of_group = "responses" in job
+    return {name: f for name, f in functions.items() if sees_group(f) == of_group}
 
 
 _loops = threading.local()
@@ -119,35 +194,41 @@ async def _limited(waiting: Awaitable, seconds: float) -> Any:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
-def compute(functions: dict[str, Callable], job: dict[str, str], seconds: float) -> dict[str, Any]:
+def compute(functions: dict[str, Callable], job: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Reply to a job: `parts`, rewards by name, and `broken`, the first function that failed.
 
     Args:
+        job: arguments by name; `responses` among them: for the functions that see a group.
         seconds: limit of a call that waits. Other calls have none here.
+
+    Returns:
+        rewards of a response: a number, a list of one per token, or a list of spans
+        [start, end, number] of its text; of a group: a list of one per response.
     """
     reply: dict[str, Any] = {"parts": {}}
-    for name, function in functions.items():
+    for name, function in _asked(functions, job).items():
         with _noting(reply, name):
-            value = function(**job)
+            value = _call(function, job)
             if inspect.isawaitable(value):
                 value = _run(_limited(value, seconds))
-            reply["parts"][name] = _number(value)
+            reply["parts"][name] = _rewards(value, job)
     return reply
 
 
 def compute_together(
-    functions: dict[str, Callable], jobs: Sequence[dict[str, str]], seconds: float
+    functions: dict[str, Callable], jobs: Sequence[dict[str, Any]], seconds: float
 ) -> list[dict[str, Any]]:
     """Replies to jobs, as of `compute`, of functions that wait: all calls wait side by side."""
 
-    async def call(reply: dict[str, Any], name: str, job: dict[str, str]) -> None:
+    async def call(reply: dict[str, Any], name: str, job: dict[str, Any]) -> None:
         with _noting(reply, name):
-            reply["parts"][name] = _number(await _limited(functions[name](**job), seconds))
+            value = await _limited(_call(functions[name], job), seconds)
+            reply["parts"][name] = _rewards(value, job)
 
     async def call_all() -> None:
         pairs = zip(replies, jobs, strict=True)
         await asyncio.gather(
-            *(call(reply, name, job) for reply, job in pairs for name in functions)
+            *(call(reply, name, job) for reply, job in pairs for name in _asked(functions, job))
         )
 
     replies: list[dict[str, Any]] = [{"parts": {}} for _ in jobs]

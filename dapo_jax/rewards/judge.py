@@ -54,11 +54,7 @@ class Judge:
         """Submits the responses to the pool, where this process judges the prompt."""
         if prompt.index % processes.count() != processes.index():
             return Pending(prompt, completions, [])
-        verdicts = [
-            self._pool.submit(prompt.text, c.text, prompt.answer, prompt.source, prompt.metadata)
-            for c in completions
-        ]
-        return Pending(prompt, completions, verdicts)
+        return Pending(prompt, completions, self._pool.submit_group(prompt, completions))
 
     def groups(self, pending: list[Pending]) -> list[Group]:
         """Rewarded groups, in the order of `pending`, on every process. Raises `Interrupted`."""

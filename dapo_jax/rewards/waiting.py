@@ -24,7 +24,7 @@ class WaitingParts:
         self._queue: queue.SimpleQueue[tuple[dict, Future[dict]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="reward-waiting", daemon=True).start()
 
-    def submit(self, job: dict[str, str]) -> Future[dict[str, Any]]:
+    def submit(self, job: dict[str, Any]) -> Future[dict[str, Any]]:
         """Future reply to a job, as `functions.compute` gives it. It never fails."""
         reply: Future[dict[str, Any]] = Future()
         self._queue.put((job, reply))

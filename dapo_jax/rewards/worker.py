@@ -20,6 +20,7 @@ NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], dict]:
     """Function that answers `{"prompt", "response", "answer"}` with the parts' rewards.
 
+    `{"prompt", "responses", ...}` asks the functions that see a group: `functions.compute`.
     It answers `{"jobs"}`, for functions that wait, with `{"replies"}`.
 
     Args:

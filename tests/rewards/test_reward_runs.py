@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from kept_groups import differing, make_kept
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax.config.experiment import Checkpoint, Log, Reward, Rollout
+from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.rollout_journal import FOLDER
 from dapo_jax.run.run import train
 
 OWN = """
@@ -19,6 +22,15 @@ def picky(prompt, response, answer):
 
 def broken(prompt, response, answer):
     return {}["no such key"]
+
+def shortest(prompt, responses, answer, lengths, correct):
+    return [float(n == min(lengths)) for n in lengths]
+
+def places(prompt, response, answer, tokens):
+    return [len(token) * (-1) ** i / 7 for i, token in enumerate(tokens)]
+
+def digits(prompt, response, answer):
+    return [(i, i + 1, int(c) / 9) for i, c in enumerate(response) if c.isdigit()]
 """
 
 
@@ -80,3 +92,59 @@ def test_a_run_in_which_every_group_fails_is_saved_and_stops_with_the_cause(
     checkpoints = Checkpoints(tmp_path, Checkpoint())
     assert checkpoints.latest_step() == 0
     checkpoints.close()
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL, which leaves no time to save."""
+
+
+def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits(
+    tiny_folder, score_folder, write_module, alone, tmp_path, monkeypatch
+):
+    write_module("own", OWN)
+    parts = "own:shortest=0.5,own:places=1,own:digits=0.3,repetition=0.1"
+
+    def make(name: str, preset="reinforce_pp"):
+        reward = Reward(parts=parts, correct="spread", min_spread=0.01)
+        log = Log(tensorboard=False, report=False)
+        folders = tiny_folder, score_folder, tmp_path / name
+        return make_kept("plain", *folders, preset=preset, reward=reward, log=log)
+
+    train(make("whole"))
+    read = dynamic_sampling.Collection.read_verdicts
+
+    def stop_or_read(self, judge):
+        if len(self._judged) >= 3:
+            raise Killed
+        read(self, judge)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(dynamic_sampling.Collection, "read_verdicts", stop_or_read)
+        train(make("run"))
+    assert list((tmp_path / "run" / FOLDER).rglob("*.npz"))
+    train(make("run"))
+    assert differing(tmp_path / "run", tmp_path / "whole") == []
+    files = [read_rollouts(tmp_path / name) for name in ("run", "whole")]
+    assert len(files[1]) == 2
+    for name, text in files[1].items():
+        lines, again = (
+            [json.loads(line) for line in file.splitlines()] for file in (text, files[0][name])
+        )
+        trained = [line for line in lines if not line["surplus"]]
+        assert trained == [line for line in again if not line["surplus"]]
+        for line in trained:
+            of_parts, own = line["reward_parts"], line["token_rewards"]
+            assert line["failure"] is None and len(own) == line["tokens"]
+            of_tokens = of_parts["own:places"] + of_parts["own:digits"]
+            np.testing.assert_allclose(sum(own), of_tokens, atol=1e-12)
+            np.testing.assert_allclose(line["reward"], sum(of_parts.values()), atol=1e-12)
+            digits = [int(c) for c in line["response"] if c.isdigit()]
+            np.testing.assert_allclose(of_parts["own:digits"], 0.3 * sum(digits) / 9, atol=1e-12)
+        for group in {line["index"] for line in trained}:
+            mine = [line for line in trained if line["index"] == group]
+            least = min(line["tokens"] for line in mine)
+            assert [line["reward_parts"]["own:shortest"] for line in mine] == [
+                0.5 * (line["tokens"] == least) for line in mine
+            ]
+    for row in read_rows(tmp_path / "whole"):
+        assert {f"reward_parts/{part.partition('=')[0]}" for part in parts.split(",")} <= set(row)

@@ -68,14 +68,14 @@ class ScriptedPool:
     """Says that `right(index)` of each group's responses are right."""
 
     def __init__(self, right):
-        self._right, self._seen = right, {}
+        self._right = right
 
-    def submit(self, prompt, response, answer, source, metadata):
-        index = self._current
-        self._seen[index] = self._seen.get(index, 0) + 1
-        future = Future()
-        future.set_result(Verdict(self._seen[index] <= self._right(index), "1", decided="direct"))
-        return future
+    def submit_group(self, prompt, completions):
+        futures = [Future() for _ in completions]
+        for i, future in enumerate(futures):
+            verdict = Verdict(i < self._right(prompt.index), "1", decided="direct")
+            future.set_result(verdict)
+        return futures
 
 
 def run(
@@ -98,15 +98,6 @@ def run(
     )
     prompts = prompts or PromptStream(config.data, 0, arithmetic_tokenizer())
     sampler, pool = ScriptedSampler(bursts, slots), ScriptedPool(right)
-    decode = sampler.decode_burst
-
-    def decode_in_turn():
-        # The pool has to know whose response it judges; real ones judge the text.
-        for prompt, done in decode():
-            pool._current = prompt.index
-            yield prompt, done
-
-    sampler.decode_burst = decode_in_turn
     collection = Collection(config, fraction, prompts.position)
     collected = collect(collection, prompts, sampler, Judge(config, pool))
     prompts.position = collected.next_position

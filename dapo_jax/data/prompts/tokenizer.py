@@ -94,6 +94,16 @@ class Tokenizer:
         """Text of `ids`, special tokens left out."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
+    def split(self, ids: Sequence[int]) -> list[str]:
+        """Texts that the tokens of a response add, one each; joined they are its text.
+
+        A character of several tokens is the text of the last of them.
+        """
+        stream = TextStream(self)
+        texts = [stream.add([token]) for token in ids]
+        texts[-1:] = [text + stream.rest() for text in texts[-1:]]
+        return texts
+
     @property
     def longest_token(self) -> int:
         """Most bytes of a text that one token can stand for."""

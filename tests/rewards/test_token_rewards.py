@@ -1,0 +1,280 @@
+"""Rewards of tokens: from what a function returns to advantages at the tokens that were drawn."""
+
+import dataclasses
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from conftest import make_completion, make_prompt
+from served import TOKENIZER
+
+from dapo_jax import algorithms
+from dapo_jax.algorithms import dapo
+from dapo_jax.config.experiment import Config, Reward, Rollout
+from dapo_jax.learner.advantages import ESTIMATORS
+from dapo_jax.learner.minibatches import Minibatches
+from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.score_pass import gather
+from dapo_jax.rewards import given
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.rewards.judge import Judge
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.rewards.token_rewards import place_rewards
+from dapo_jax.structs import Group, ScoredBatch, Verdict
+
+OWN = """
+import json
+import numpy as np
+
+def steps(prompt, response, answer):
+    "Half a point for each sentence that has the answer, minus one for any other."
+    found, start = [], 0
+    for sentence in response.split(". "):
+        end = start + len(sentence)
+        if sentence:
+            found.append((start, end, 0.5 if answer in sentence else -1))
+        start = end + 2
+    return found
+
+def digits(prompt, response, answer, tokens):
+    assert "".join(tokens) == response
+    return np.array([float(token.isdigit()) for token in tokens])
+
+async def later(prompt, response, answer, tokens):
+    return [1] * len(tokens)
+
+def total(prompt, response, answer):
+    return np.array([len(response)])
+
+def odd(prompt, response, answer):
+    return json.loads(response)
+"""
+
+
+def say(text: str):
+    ids = [*TOKENIZER.encode(text), *TOKENIZER.end_ids]
+    return dataclasses.replace(make_completion(ids), text=TOKENIZER.decode(ids))
+
+
+def judge_group(parts: str, *texts: str, **reward) -> Group:
+    config = Config(algorithm=algorithms.grpo(), reward=Reward(parts=parts, **reward))
+    pool = RewardPool(config.reward, TOKENIZER.split)
+    judge = Judge(config, pool)
+    try:
+        prompt = make_prompt(0, [2], answer="7")
+        (group,) = judge.groups([judge.submit(prompt, tuple(map(say, texts)))])
+        return group
+    finally:
+        judge.close()
+
+
+# --- what a function may return ---------------------------------------------------------------
+
+
+def test_numbers_per_token_and_spans_are_weighed_and_summed(write_module):
+    """A token is a byte here: é has two, and the end token none."""
+    write_module("own", OWN)
+    parts = "rule=1,own:steps=2,own:digits=0.5,own:later=-0.1,own:total=1"
+    texts = ["né 7. no", "7", ""]
+    group = judge_group(parts, *texts)
+    np.testing.assert_allclose(group.reward_parts["own:steps"], [2 * (0.5 - 1), 1, 0])
+    np.testing.assert_allclose(group.reward_parts["own:digits"], [0.5, 0.5, 0])
+    np.testing.assert_allclose(group.reward_parts["own:later"], [-1.0, -0.2, -0.1])
+    np.testing.assert_allclose(group.reward_parts["own:total"], [8, 1, 0])
+    np.testing.assert_allclose(group.rewards, sum(group.reward_parts.values()))
+    # n, the bytes of é, blank, 7, full stop, blank, n, o, end
+    expected = [0, 0, 0, 0, 1 + 0.5, 0, 0, 0, -2, 0], [1 + 0.5, 0], [0]
+    assert group.token_rewards is not None and group.broken is None
+    for found, values in zip(group.token_rewards, expected, strict=True):
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, np.array(values) - 0.1)
+
+
+def test_a_span_counts_on_the_last_token_that_has_a_character_of_it():
+    pieces = ["ab", "", "cde", "", "", "é", "f", ""]  # the token before é begins its bytes
+    text = "".join(pieces)
+    owner = [place for place, piece in enumerate(pieces) for _ in piece]
+    for start in range(len(text)):
+        for end in range(start + 1, len(text) + 1):
+            expected = np.zeros(len(pieces))
+            expected[max(owner[start:end])] = 3.0
+            found = place_rewards([[start, end, 3.0]], text, len(pieces), lambda: pieces)
+            np.testing.assert_array_equal(found, expected)
+    both = place_rewards([[0, 3, 1.0], [4, 5, 2.0], [0, 7, 4.0]], text, 8, lambda: pieces)
+    np.testing.assert_array_equal(both, [0, 0, 3, 0, 0, 0, 4, 0])
+    np.testing.assert_array_equal(place_rewards([], text, 8, lambda: pieces), np.zeros(8))
+    with pytest.raises(ValueError, match="tokens that decode to 7 characters, not 0"):
+        place_rewards([[0, 1, 1.0]], text, 0, list)
+
+
+@pytest.mark.parametrize(
+    "ids", [[], [0xC3, 0xA9], list("aé€🙂".encode()), [0xC3, 0x41, 0xE2, 0x82]]
+)
+def test_texts_of_the_tokens_join_to_the_response(ids):
+    tokens = [TOKENIZER.backend.token_to_id(piece) for piece in byte_pieces(ids)]
+    pieces = TOKENIZER.split(tokens)
+    assert len(pieces) == len(tokens) and "".join(pieces) == TOKENIZER.decode(tokens)
+
+
+def byte_pieces(values: list[int]) -> list[str]:
+    """The letters by which a vocabulary of bytes names them."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in plain]
+    return [chr(value if value in plain else 256 + others.index(value)) for value in values]
+
+
+ODD = [
+    ("[1.0, 2.0]", r"own:odd: returned 2 numbers: must be 11, one per token"),
+    ("[[0, 99, 1.0]]", r"own:odd: returned the span \(0, 99\): must be 0 <= start < end <= 14"),
+    ("[[3, 3, 1.0]]", r"own:odd: returned the span \(3, 3\): must be"),
+    ("[[-1, 3, 1.0]]", r"own:odd: returned the span \(-1, 3\): must be"),
+    ("[[0, 1.5, 1.0]]", r"own:odd: .*spans must be \(start, end, number\)"),
+    ("[[0, 1], [1, 2]]", r"own:odd: .*spans must be \(start, end, number\)"),
+    ("[[0, 1, 1.0], 2.0]", r"own:odd: .*spans must be \(start, end, number\)"),
+    ("[[0, 1, NaN]]", r"own:odd: .*returned nan: must be finite"),
+    ('[[0, 1, "good"]]', r"own:odd: .*returned 'good': must be a number"),
+    ("[1, Infinity]", r"own:odd: .*returned inf: must be finite"),
+    ('{"a": 1}', r"own:odd: .*must be a number, one per token, or spans \(start, end, number\)"),
+]
+
+
+def test_what_is_no_reward_breaks_the_group_and_says_what_is_allowed(write_module):
+    write_module("own", OWN)
+    group = judge_group("rule=1,own:odd=1", "3", *(text for text, _ in ODD))
+    assert np.isfinite(group.rewards).tolist() == [True] + [False] * len(ODD)
+    for i, (_, words) in enumerate(ODD, 1):
+        alone = dataclasses.replace(
+            group, rewards=np.where(np.arange(len(ODD) + 1) == i, np.nan, 0.0)
+        )
+        assert re.search(f"{words}.*; prompt p0, response {i}, which", alone.broken), alone.broken
+
+
+def test_a_group_without_rewards_of_tokens_has_none():
+    group = judge_group("rule=1", "#### 7", "#### 8")
+    assert group.token_rewards is None and group.verdicts[0].token_rewards is None
+
+
+def test_a_function_in_this_process_may_reward_tokens():
+    name = given.name_of(lambda prompt, response, answer: [(0, 1, 1.0)], True)
+    group = judge_group(f"{name}=3", "ab")
+    np.testing.assert_array_equal(group.token_rewards, [[3, 0, 0]])
+
+
+def test_a_verdict_goes_through_json_to_the_last_bit():
+    """As the journal of kept groups and other processes get it."""
+    verdict = Verdict(True, "7", parts={"own:f": 0.3}, token_rewards=[0.1, 1 / 3, -1e-300])
+    read = Verdict(**json.loads(json.dumps(dataclasses.asdict(verdict))))
+    assert read == verdict
+    older = dataclasses.asdict(verdict)
+    del older["token_rewards"]
+    assert Verdict(**older).token_rewards is None
+
+
+# --- placed on packed rows, and read by the estimators ------------------------------------------
+
+LENGTHS = [3, 1, 0, 5, 2, 4]
+RNG = np.random.default_rng(0)
+OF_TOKENS = [RNG.normal(size=n).tolist() if i != 4 else None for i, n in enumerate(LENGTHS)]
+OF_RESPONSES = RNG.normal(size=len(LENGTHS)).tolist()
+PENALTIES = [RNG.normal(0, 0.3, n).tolist() for n in LENGTHS]
+VALUES = [RNG.normal(size=n).tolist() for n in LENGTHS]
+EXACT = {"rtol": 1e-6, "atol": 1e-12}
+
+
+def make_feedback(kl: bool):
+    """Feedback on two groups of three ragged responses in packed rows, and their places there."""
+    algorithm = dataclasses.replace(
+        algorithms.grpo(), advantage="reward_to_go", kl="reward" if kl else "none"
+    )
+    algorithm = dataclasses.replace(algorithm, kl_estimator="k1", kl_coefficient=0.5)
+    config = Config(
+        algorithm=algorithm,
+        rollout=Rollout(2, 3, updates_per_rollout=1),
+        reward=Reward(parts="own:tokens=2,own:whole=1"),
+    )
+    groups = []
+    for g in range(2):
+        mine = range(3 * g, 3 * g + 3)
+        verdicts = tuple(
+            Verdict(
+                i % 2 == 0,
+                "1",
+                parts={"own:tokens": sum(OF_TOKENS[i] or []), "own:whole": OF_RESPONSES[i]},
+                token_rewards=OF_TOKENS[i] and [2 * r for r in OF_TOKENS[i]],
+            )
+            for i in mine
+        )
+        done = tuple(make_completion([5] * LENGTHS[i]) for i in mine)
+        groups.append(reward_group(config, make_prompt(g, [2] * (2 + g)), done, verdicts))
+    segments = [
+        Segment(group.prompt, c, 3 * g + j)
+        for g, group in enumerate(groups)
+        for j, c in enumerate(group.completions)
+    ]
+    rollouts, used = pack(segments, 12, 2, 2)
+    rollouts = type(rollouts)(*(x[None] for x in dataclasses.astuple(rollouts)))
+    index = rollouts.response_index
+
+    def place(lists, fill):
+        array = np.full(index.shape, fill)
+        for i, values in enumerate(lists):
+            array[index == i] = values
+        return array
+
+    old = place([[2 * p for p in own] for own in PENALTIES], 99.0)
+    scored = ScoredBatch(rollouts, old, 0 * old if kl else None, place(VALUES, np.nan))
+    return gather(config, Minibatches([segments], rollouts, [used]), scored, groups), place
+
+
+def loop_token_rewards(kl: bool) -> list[list[float]]:
+    """A token's own rewards less its penalty; on the last also what the response earned beside."""
+    rewards = []
+    for i, n in enumerate(LENGTHS):
+        own = [0.0] * n
+        for t in range(n):
+            own[t] += 2 * OF_TOKENS[i][t] if OF_TOKENS[i] else 0.0
+            own[t] -= PENALTIES[i][t] if kl else 0.0
+            own[t] += OF_RESPONSES[i] if t == n - 1 else 0.0
+        rewards.append(own)
+    return rewards
+
+
+@pytest.mark.parametrize("kl", [False, True], ids=["bare", "with KL in the reward"])
+def test_each_token_has_its_own_reward_and_the_last_one_the_rest(kl):
+    feedback, place = make_feedback(kl)
+    loop = loop_token_rewards(kl)
+    np.testing.assert_allclose(feedback.token_rewards, place(loop, 0.0), **EXACT)
+    sums = [math.fsum(own) if own else OF_RESPONSES[i] for i, own in enumerate(loop)]
+    np.testing.assert_allclose(feedback.rewards, sums, **EXACT)
+
+
+@pytest.mark.parametrize("kl", [False, True], ids=["bare", "with KL in the reward"])
+def test_reward_to_go_and_gae_read_rewards_of_tokens(kl):
+    feedback, place = make_feedback(kl)
+    algorithm = dataclasses.replace(dapo(), gamma=0.9, lambda_policy=0.7)
+    to_go, gae = [], []
+    for rewards, values in zip(loop_token_rewards(kl), VALUES, strict=True):
+        n = len(rewards)
+        to_go.append(
+            [math.fsum(0.9 ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)]
+        )
+        errors = [rewards[t] + 0.9 * [*values, 0.0][t + 1] - values[t] for t in range(n)]
+        gae.append([math.fsum(0.63 ** (k - t) * errors[k] for k in range(t, n)) for t in range(n)])
+    for name, expected in (("reward_to_go", to_go), ("gae", gae)):
+        found = ESTIMATORS[name](algorithm, feedback)
+        np.testing.assert_allclose(found, place(expected, 0.0), **EXACT)
+
+
+def test_estimators_of_responses_read_the_sums():
+    feedback, place = make_feedback(kl=False)
+    rewards = [
+        math.fsum(2 * r for r in own or []) + OF_RESPONSES[i] for i, own in enumerate(OF_TOKENS)
+    ]
+    expected = [
+        [r - math.fsum(rewards[i // 3 * 3 : i // 3 * 3 + 3]) / 3] * LENGTHS[i]
+        for i, r in enumerate(rewards)
+    ]
+    found = ESTIMATORS["group_centre"](dapo(), feedback)
+    np.testing.assert_allclose(found, place(expected, 0.0), **EXACT)
