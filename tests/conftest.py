@@ -1,5 +1,6 @@
 """Shared fixtures: eight virtual devices, a tiny model folder, a mesh of one device."""
 
+import fcntl
 import os
 import pathlib
 import re
@@ -27,6 +28,7 @@ from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.runtime.kept_programs import forget_programs
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.structs import Completion, Prompt
 
@@ -73,6 +75,14 @@ def forget_own_modules(tmp_path_factory):
         places = [known.get("__file__"), *(known.get("__path__") or ())]
         if any(str(place).startswith(temporary) for place in places):
             del sys.modules[name]
+
+
+@pytest.fixture
+def fresh_programs():
+    """No program that another test has traced is used, and none of this one's by another."""
+    forget_programs()
+    yield
+    forget_programs()
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +154,12 @@ def base(tmp_path_factory):
     """The folder of a policy that knows the embedded task's format and guesses the sums."""
     from small_runs import make_small_base
 
-    return make_small_base(tmp_path_factory.mktemp("base"))
+    folder = tmp_path_factory.getbasetemp() / "base"
+    if together := os.environ.get("PYTEST_XDIST_TESTRUNUID"):  # one process makes it for all
+        folder = folder.parents[1] / f"base_{together[:8]}"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder if folder.is_dir() else make_small_base(folder)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Ends, Tokenizer
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.engine_programs import EnginePrograms
+from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.rollout.jetstream_api import (
     NO_TOKEN,
     Engine,
@@ -44,7 +44,7 @@ class PolicyEngine(Engine):
         seed: of the draws of prompts that come without a key.
         frozen: parameters that never change: of them one copy is made for decoding.
         trained_on: the mesh of the trainer's parameters; None: this one.
-        programs: makes what computes, as `EnginePrograms` does.
+        programs: makes what computes, as `engine_programs` does.
 
     Attributes:
         rule: how tokens are drawn; `generate` reads it at each call.
@@ -68,7 +68,7 @@ class PolicyEngine(Engine):
         seed: int = 0,
         frozen: Any = None,
         trained_on: jax.sharding.Mesh | None = None,
-        programs: Callable[..., Any] = EnginePrograms,
+        programs: Callable[..., Any] = engine_programs,
     ):
         slots, self._burst_tokens = settings.slots, settings.burst_tokens
         self.replicas = sharding.shards(mesh, "batch", sharding.DECODING)
@@ -90,6 +90,7 @@ class PolicyEngine(Engine):
             mesh,
             self.layout,
             settings,
+            cache_tokens=self.cache_tokens,
             end_ids=tokenizer.end_ids,
             rule_per_slot=self.RULE_PER_SLOT,
             frozen=frozen or {},

@@ -13,11 +13,12 @@ from dapo_jax.model import decoder
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
-from dapo_jax.rollout.paged_cache import PagedLayout
+from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
 from dapo_jax.rollout.sampling import SamplingRule, repeat_rule
 from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.kept_programs import keep
 
 
 class EnginePrograms:
@@ -124,3 +125,35 @@ class EnginePrograms:
         early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
         state = decode_step.decode_burst(draw_token, state, tokens, early=early)
         return state, result_tokens(state, started_at, tokens)
+
+
+def engine_programs(
+    config: decoder.DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    layout: SlotLayout | PagedLayout,
+    settings: Sampler,
+    *,
+    cache_tokens: int,
+    frozen: Any,
+    **options: Any,
+) -> EnginePrograms:
+    """Programs of an engine: those of an earlier one that is like it, where nothing is frozen.
+
+    Args:
+        cache_tokens: most tokens of a slot; the others are as for `EnginePrograms`.
+    """
+    if frozen:
+        return EnginePrograms(config, mesh, layout, settings, frozen=frozen, **options)
+    return keep(_for_any_engine, config, mesh, settings, cache_tokens, **options)
+
+
+def _for_any_engine(
+    config: decoder.DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    settings: Sampler,
+    cache_tokens: int,
+    **options: Any,
+) -> EnginePrograms:
+    """Programs with a layout of their own: an engine's has the state of its pages."""
+    layout = choose_layout(config, mesh, settings, cache_tokens)
+    return EnginePrograms(config, mesh, layout, settings, frozen={}, **options)

@@ -19,7 +19,8 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import EnginePrograms
+from dapo_jax.rollout.engine_programs import engine_programs
+from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
 
@@ -117,7 +118,7 @@ def open_engine(
     sampling_mesh: jax.sharding.Mesh,
     tokenizer: Ends,
     frozen: Any = None,
-    programs: Callable[..., Any] = EnginePrograms,
+    programs: Callable[..., Any] = engine_programs,
 ) -> PolicyEngine:
     """Engine that draws for training and evaluation.
 
@@ -146,21 +147,32 @@ def open_engine(
 
 
 def open_learners(
-    config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    frozen: Any,
+    teacher: DecoderConfig | None = None,
 ) -> tuple[Learner, Learner | None]:
-    """The policy's learner, and the critic's where the algorithm has one."""
+    """The policy's learner, and the critic's where the algorithm has one.
+
+    Args:
+        teacher: whose parameters are among the frozen ones, for the policy's loss.
+    """
     algorithm, compute = config.algorithm, config.compute
     temperature, critic = config.sampler.temperature, None
     if algorithm.critic:
-        critic = critic_learner(algorithm, config.critic.optimizer, scalar_config(decoder), mesh)
-    policy = policy_learner(
+        settings = config.critic.optimizer
+        critic = keep(critic_learner, algorithm, settings, scalar_config(decoder), mesh)
+    policy = keep(
+        policy_learner,
         algorithm,
         compute,
         config.optimizer,
         decoder,
         mesh,
         temperature,
-        frozen,
+        frozen=frozen,
         keep_logprobs=config.log.token_ratios,
+        teacher=teacher,
     )
     return policy, critic

@@ -6,13 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from small_runs import (
-    make_quick_config,
-    make_small_base,
-    open_run,
-    read_rollouts,
-    read_rows,
-)
+from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
@@ -24,11 +18,6 @@ from dapo_jax.run.compute import open_meshes
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import split_devices
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return make_small_base(tmp_path_factory.mktemp("lag") / "base")
 
 
 def make_config(base, run_dir, lag=1, **changes) -> Config:

@@ -142,7 +142,7 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     "end", ["abandon", *(pytest.param(end, marks=pytest.mark.slow) for end in ("release", "begin"))]
 )
 def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, unpaged, end):
-    sampler = paged(one_device, pages=30)
+    sampler = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
     for prompt in RAGGED:
         sampler.submit(prompt, 3)

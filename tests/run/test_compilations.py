@@ -17,7 +17,9 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 WARM_STEPS, STEPS = 6, 20
 
 
-def test_twenty_steps_of_varied_lengths_compile_in_the_first_ones_only(base, tmp_path, alone):
+def test_twenty_steps_of_varied_lengths_compile_in_the_first_ones_only(
+    base, tmp_path, alone, fresh_programs
+):
     compiled, by_step, lengths = [0], [], []
 
     def count(event: str, seconds: float, **_) -> None:
@@ -81,7 +83,7 @@ def test_a_second_run_and_the_next_process_compile_nothing(base, tmp_path):
     first, second = call("one", 2)
     (third,) = call("two", 1)
     assert first[1] != first[0] and first[2] == f"{tmp_path}/dapo_jax"
-    assert second[0] == second[1] != "0" and third[0] == third[1] != "0"
+    assert second[0] == "0" and third[0] == third[1] != "0"
 
 
 def test_a_cache_that_the_program_has_set_stays(tmp_path):

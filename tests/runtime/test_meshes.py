@@ -77,7 +77,7 @@ def test_loading_by_layers_gives_what_loading_at_once_gives(load_layers):
     assert all(jax.tree.leaves(same))
 
 
-def test_loading_by_layers_compiles_twice_at_most_for_a_stack(one_device):
+def test_loading_by_layers_compiles_twice_at_most_for_a_stack(one_device, fresh_programs):
     config = dataclasses.replace(TINY, layers=7)
     params = sharding.unbox(decoder.init_params(config, jax.random.key(0)))
     engine = make_engine(one_device, config, load_layers=3)

@@ -64,7 +64,9 @@ def test_what_counts_is_there_after_a_loss_of_power(image, seed, tmp_path):
         command = [sys.executable, "-c", WRITER, str(folder)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None and writer.stdout.readline() == "0\n"
-        time.sleep(rng.uniform(0.2, 1.5))
+        for _ in range(rng.randint(11, 60)):
+            writer.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.1))
         writer.send_signal(19)  # SIGSTOP: the snapshot is of one moment
         time.sleep(0.05)
         shutil.copy(image, tmp_path / "snapshot")

@@ -13,6 +13,7 @@ from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.structs import Completion, ScoredBatch
 
 RNG = np.random.default_rng(1)
@@ -36,7 +37,7 @@ ADVANTAGES = RNG.normal(size=len(LENGTHS))
 
 def make_learner(mesh, algorithm=None, **optimizer) -> Learner:
     settings = Optimizer(learning_rate=1e-3, **optimizer)
-    return policy_learner(algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
+    return keep(policy_learner, algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
 
 
 def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_tokens=20):

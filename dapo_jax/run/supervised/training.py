@@ -26,6 +26,7 @@ from dapo_jax.run.components import check_processes
 from dapo_jax.run.compute import open_mesh
 from dapo_jax.run.supervised.common import Start, open_start
 from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped, forget, model_digests
+from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import replace
@@ -89,9 +90,8 @@ def train_supervised(
     check_processes(config)
     with Signals() as signals, replace("out", config.out, kind, WRITTEN) as folder:
         start = open_start(config, open_mesh(config.mesh, config.packing.rows_per_microbatch))
-        learner = policy_learner(
-            algorithm, config.compute, config.optimizer, start.decoder, start.mesh
-        )
+        numbers = algorithm, config.compute, config.optimizer
+        learner: Learner = keep(policy_learner, *numbers, start.decoder, start.mesh)
         task = open_task(config, start, learner, signals)
         with ResumePoint(config, {**task.digests, **model_digests(config.start)}) as resume:
             state = resume.begin(learner.abstract_state, lambda: learner.start(task.first_params()))

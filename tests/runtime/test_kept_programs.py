@@ -1,0 +1,174 @@
+"""Programs that a second run finds compiled: which they are, and that its results do not change."""
+
+import collections
+import contextlib
+import gc
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from learners import make_batch, place
+from small_runs import equal, make_quick_config, read_rollouts, read_rows
+
+import dapo_jax
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Config, Log, Optimizer
+from dapo_jax.learner import losses, policy
+from dapo_jax.reporting.compile_seconds import PROGRAMS
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
+from dapo_jax.run.compute import open_learners
+from dapo_jax.runtime import kept_programs
+from dapo_jax.runtime.kept_programs import forget_programs, keep
+
+TRACED, COMPILED = "jaxpr_trace_duration", "backend_compile_duration"
+pytestmark = pytest.mark.usefixtures("fresh_programs")
+
+
+@contextlib.contextmanager
+def counted():
+    """Programs of ours that are traced meanwhile, by name, and everything that is compiled."""
+    found, of_ours = collections.Counter(), {name[4:-1] for name in PROGRAMS}
+
+    def count(event: str, seconds: float, fun_name: str = "", **_) -> None:
+        kind = event.rpartition("/")[2]
+        name = fun_name.removeprefix("jit(").removesuffix(")")
+        found[COMPILED] += kind == COMPILED
+        if kind == TRACED and name in of_ours:
+            found[name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+def make_config(base, folder, **changes) -> Config:
+    log = Log(0, tensorboard=False, report=False)
+    config = make_quick_config(base, folder, log=log, **changes)
+    config.checkpoint.every_steps = 2
+    return config
+
+
+def results(folder):
+    saved = SavedPolicy(str(folder), 2)
+    weights = {path: np.asarray(saved.read(path)) for path in saved.shapes()}
+    return read_rows(folder), read_rollouts(folder), weights
+
+
+def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp_path, alone):
+    dapo_jax.train(make_config(base, tmp_path / "first"))
+    with counted() as second:
+        dapo_jax.train(make_config(base, tmp_path / "second"))
+    assert not +second, second
+    changed = algorithms.dapo()
+    changed.entropy_coefficient = 0.1
+    with counted() as other:
+        dapo_jax.train(make_config(base, tmp_path / "other", algorithm=changed))
+    assert other["_update_fn"] == 1 and not other["_generate"], "only the learner is another one"
+    forget_programs()
+    jax.clear_caches()  # as in a new process
+    with counted() as fresh:
+        dapo_jax.train(make_config(base, tmp_path / "fresh"))
+    assert all(fresh[name] for name in ("_update_fn", "_generate", "prefill_prefix")), fresh
+    rows, rollouts, weights = results(tmp_path / "first")
+    for name in ("second", "fresh"):
+        found = results(tmp_path / name)
+        assert found[:2] == (rows, rollouts) and equal(found[2], weights), name
+    assert not equal(results(tmp_path / "other")[2], weights)
+
+
+def test_what_is_kept_holds_no_parameters(base, tmp_path, alone):
+    config = make_config(base, tmp_path / "run")
+
+    def size() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = size()
+    dapo_jax.train(config)
+    assert (
+        size() - before
+        < 10_000
+        < sum(weight.nbytes for weight in results(tmp_path / "run")[2].values())
+    )
+
+
+def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_device):
+    def learner(config: Config):
+        return open_learners(config, TINY, one_device, None)[0]
+
+    def gradient(one):
+        batch, used = make_batch()
+        return one.gradient(place(tiny_params, one), batch, used)
+
+    config = Config()
+    first = learner(config)
+    config.algorithm.entropy_coefficient = 0.1  # before anything is traced
+    assert learner(Config()) is first and learner(config) is not first
+    of_first, of_changed = gradient(first), gradient(learner(config))
+    forget_programs()
+    assert equal(of_first, gradient(learner(Config()))) and not equal(of_first, of_changed)
+
+
+class Made:
+    """Stands for programs."""
+
+    def __init__(self, *arguments, **options):
+        self.arguments, self.options = arguments, options
+
+
+def make(*arguments, **options):
+    return Made(*arguments, **options)
+
+
+def test_values_are_compared_and_not_the_objects_or_how_they_print(one_device, eight_devices):
+    first = keep(make, Optimizer(), one_device, scale=1.0)
+    assert keep(make, Optimizer(), one_device, scale=1.0) is first
+    others = [
+        keep(make, Optimizer(eps=2e-8), one_device, scale=1.0),
+        keep(make, Optimizer(), eight_devices, scale=1.0),
+        keep(make, Optimizer(), one_device, scale=1),
+        keep(make, Optimizer(), one_device, size=1.0),
+        keep(lambda *given, **named: make(*given, **named), Optimizer(), one_device, scale=1.0),
+    ]
+    assert len({id(one) for one in (first, *others)}) == 6
+
+
+def test_frozen_parameters_are_not_kept():
+    assert keep(make, 1, frozen={"a": 1}) is not keep(make, 1, frozen={"a": 1})
+    assert keep(make, 1, frozen={}) is keep(make, 1)
+
+
+def test_other_code_has_programs_of_its_own(monkeypatch):
+    first = keep(make)
+
+    def another(logprobs, reference_logprobs):
+        return logprobs
+
+    with monkeypatch.context() as patch:
+        patch.setitem(losses.KL_ESTIMATORS, "k1", another)
+        entry = keep(make)
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "k3", another)
+        function = keep(make)
+    with monkeypatch.context() as patch:
+        patch.setattr(policy.Learner, "_update_fn", another)
+        method = keep(make)
+    with monkeypatch.context() as patch:
+        patch.setattr(losses.k1, "__code__", another.__code__)  # as autoreload does
+        code = keep(make)
+    with monkeypatch.context() as patch:
+        patch.setattr(losses, "KL_LIMIT", 11.0)
+        constant = keep(make)
+    assert len(set(map(id, (first, entry, function, method, code, constant)))) == 6
+    assert keep(make) is first
+
+
+def test_only_the_last_ones_are_kept():
+    made = [weakref.ref(keep(make, number)) for number in range(kept_programs.MOST + 3)]
+    gc.collect()
+    alive = [number for number, one in enumerate(made) if one() is not None]
+    assert alive == list(range(3, kept_programs.MOST + 3))
