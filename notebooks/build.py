@@ -8,6 +8,8 @@ badge and an installing cell, which stand here once.
 """
 
 import argparse
+import base64
+import io
 import os
 import pathlib
 import re
@@ -17,12 +19,14 @@ import tempfile
 import jupytext
 import nbformat
 from nbclient import NotebookClient
+from PIL import Image
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = sorted(HERE.glob("[0-9]_*.py"))
 REPOSITORY = re.search(r'^REPOSITORY = "(.+)"', (HERE.parent / "setup.py").read_text(), re.M)[1]
 COLAB = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
 SECONDS = 1800  # for one cell, on a slow machine
+COLOURS = 128  # of a picture: a third of its bytes, and no difference to the eye
 
 BADGE = """\
 [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab}/blob/main/notebooks/{name}.ipynb)
@@ -67,6 +71,17 @@ def run(notebook: nbformat.NotebookNode) -> None:
         ).execute()
     for cell in notebook.cells:
         cell.metadata = {}  # when each began and ended
+        for output in cell.get("outputs", ()):
+            if png := output.get("data", {}).get("image/png"):
+                output["data"]["image/png"] = smaller(png)
+
+
+def smaller(png: str) -> str:
+    """The picture with a palette."""
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    found = io.BytesIO()
+    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(found, "png", optimize=True)
+    return base64.b64encode(found.getvalue()).decode()
 
 
 def main() -> None:

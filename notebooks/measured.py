@@ -1,19 +1,20 @@
-"""What `measure.py` kept, and the tables that docs/ablation.md shows of it."""
+"""Runs that `measure.py` kept, and the tables that docs/ablation.md shows of them."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from configs.ladder import RUNGS, SWITCHES
+from configs.two_strategies import CLAIMS, RUNGS, SWITCHES
 from dapo_jax.reporting.scores import Estimate, estimate_over_seeds
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "measurements"
 KNOBS = ("clip_higher", "dynamic_sampling", "token_level", "overlong_punishment")
 PAPER = (30, 36, 38, 41, 42, 50)  # AIME 2024 avg@32 of the same rungs (2503.14476, table 1)
-LEVEL = 0.7  # an accuracy to reach
 SMOOTHED = 3  # steps
 
 
@@ -27,11 +28,26 @@ COMBINATIONS = [
     combined([knob for place, knob in enumerate(KNOBS) if number >> place & 1])
     for number in range(2 ** len(KNOBS))
 ]
+# Seeds of the page. None of them was seen while the task was being chosen.
+LADDER_SEEDS, KNOB_SEEDS, CLAIM_SEEDS = range(300, 308), range(300, 305), range(300, 304)
+PLAN = list(
+    dict.fromkeys(
+        [
+            *itertools.product(LADDER.values(), LADDER_SEEDS),
+            *itertools.product(COMBINATIONS, KNOB_SEEDS),
+            *itertools.product(CLAIMS, CLAIM_SEEDS),
+        ]
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One measured run; `columns` are the metrics of docs/metrics.md by step."""
+    """One measured run; `columns` are the metrics of docs/metrics.md by step of the policy.
+
+    Three columns are of the working strategy: `working_fraction` of what is sampled,
+    `working_correct` and `working_truncated` of what works.
+    """
 
     name: str
     seed: int
@@ -45,45 +61,85 @@ class Run:
         return float(last[~np.isnan(last)].mean()) if np.isfinite(last).any() else float("nan")
 
     @property
-    def died(self) -> bool:
-        """Nothing that is sampled is right any more."""
-        return self.end("accuracy") < 0.02
+    def speed(self) -> float:
+        """Mean over all steps of the accuracy of what is sampled: the area under its curve."""
+        return float(self.columns["accuracy"].mean())
 
-    def reached(self, level: float = LEVEL) -> int | None:
-        """The first step up to which a few steps' sampled accuracy has a mean of `level`."""
-        accuracy, window = self.columns["accuracy"], np.full(SMOOTHED, 1 / SMOOTHED)
-        there = np.flatnonzero(np.convolve(accuracy, window, "valid") >= level)
+    @property
+    def take_off(self) -> int | None:
+        """The first step up to which half of a few steps' responses work; None: never."""
+        working, window = self.columns["working_fraction"], np.full(SMOOTHED, 1 / SMOOTHED)
+        there = np.flatnonzero(np.convolve(working, window, "valid") >= 0.5)
         return int(there[0]) + SMOOTHED if there.size else None
 
-    def tokens_until(self, step: int) -> int:
-        """All tokens sampled in the first steps."""
-        return int(self.columns["sampled_tokens"][:step].sum())
+
+def path(name: str, seed: int) -> pathlib.Path:
+    """The file of that run's measures."""
+    return FOLDER / f"{name}_seed{seed}.json"
 
 
-def read(path: pathlib.Path) -> Run:
+def read(file: pathlib.Path) -> Run:
     """The run in that file."""
-    found = json.loads(path.read_text())
-    columns = {key: np.array(values, float) for key, values in found["steps"].items()}
+    found = json.loads(file.read_text())
+    alone = found["settings"].get("critic.pretrain_steps", 0)  # steps of the critic alone
+    columns = {key: np.array(values[alone:], float) for key, values in found["steps"].items()}
     before, after = (np.array(found[f"heldout_right_{at}"]) for at in ("before", "after"))
     samples = found["heldout_samples"]
     return Run(found["name"], found["seed"], columns, before / samples, after / samples)
 
 
-def runs(name: str, seeds: int | None = None) -> list[Run]:
-    """The measured runs of a combination, by seed."""
-    found = sorted(map(read, FOLDER.glob(f"{name}_seed*.json")), key=lambda run: run.seed)
-    return found[:seeds]
+@functools.cache
+def runs(name: str, seeds: Sequence[int] = KNOB_SEEDS) -> list[Run]:
+    """The measured runs of a combination, rung or claim, by seed."""
+    return [read(path(LADDER.get(name, name), seed)) for seed in seeds]
 
 
-def accuracy(found: Sequence[Run]) -> Estimate:
-    """Held-out accuracy after training, over seeds and problems."""
-    return estimate_over_seeds([run.after for run in found], 0)
+def all_runs(name: str) -> list[Run]:
+    """Those with every seed that was planned for that name."""
+    return runs(name, tuple(seed for one, seed in PLAN if one == LADDER.get(name, name)))
 
 
-def difference(ones: Sequence[Run], others: Sequence[Run]) -> Estimate:
-    """Of `accuracy`, by seed and problem, which both share."""
+def accuracy(run: Run) -> np.ndarray:
+    """Held-out accuracy after training, of each problem."""
+    return run.after
+
+
+def speed(run: Run) -> np.ndarray:
+    """Mean sampled accuracy over all steps, as the one value of a run."""
+    return np.array([run.speed])
+
+
+Outcome = Callable[[Run], np.ndarray]
+OUTCOMES: dict[str, Outcome] = {"accuracy": accuracy, "over all steps": speed}
+STEPS = {"accuracy": "difference", "over all steps": "over all steps"}  # heads of differences
+
+
+def estimate(found: Sequence[Run], outcome: Outcome = accuracy) -> Estimate:
+    """Mean over runs, with the 95 % interval that resamples runs and problems."""
+    return estimate_over_seeds([outcome(run) for run in found], 0)
+
+
+def difference(ones: Sequence[Run], others: Sequence[Run], outcome: Outcome = accuracy) -> Estimate:
+    """Of an outcome, by seed and problem, which both share."""
     pairs = zip(ones, others, strict=True)
-    return estimate_over_seeds([one.after - other.after for one, other in pairs], 0, lowest=-1.0)
+    differences = [outcome(one) - outcome(other) for one, other in pairs]
+    return estimate_over_seeds(differences, 0, lowest=-1.0)
+
+
+def contrast(switches: Sequence[str], outcome: Outcome = accuracy) -> Estimate:
+    """Mean of an outcome with minus without one switch, over the states of the others.
+
+    Of two switches, their interaction: half of what the second adds beside the first, less half
+    of what it adds without.
+    """
+    by_seed = []
+    for seed in range(len(KNOB_SEEDS)):
+        terms = []
+        for name in COMBINATIONS:
+            signs = [1 if switch in name.split("+") else -1 for switch in switches]
+            terms.append(np.prod(signs) * outcome(runs(name)[seed]))
+        by_seed.append(np.mean(terms, axis=0) * 2)
+    return estimate_over_seeds(by_seed, 0, lowest=-2.0)
 
 
 def written(one: Estimate, signed: bool = False) -> str:
@@ -96,94 +152,118 @@ def _mean(found: Sequence[Run], column: str, digits: int) -> str:
     return f"{np.nanmean([run.end(column) for run in found]):.{digits}f}"
 
 
-def _died(found: Sequence[Run]) -> str:
-    return f"{sum(run.died for run in found)} of {len(found)}"
+def _take_off(found: Sequence[Run]) -> str:
+    steps = [run.take_off for run in found if run.take_off is not None]
+    if not steps:
+        return "never"
+    missing = "" if len(steps) == len(found) else f" ({len(steps)} of {len(found)} seeds)"
+    return f"{np.mean(steps):.1f}{missing}"
 
 
-def _cost(found: Sequence[Run]) -> tuple[str, str]:
-    """Steps and thousands of sampled tokens until LEVEL, means of the seeds that got there."""
-    there = [(run, step) for run in found if (step := run.reached())]
-    if not there:
-        return "never", "-"
-    steps = np.mean([step for _, step in there])
-    tokens = np.mean([run.tokens_until(step) for run, step in there])
-    missing = "" if len(there) == len(found) else f" ({len(there)} of {len(found)} seeds)"
-    return f"{steps:.1f}{missing}", f"{tokens / 1000:.0f}"
+def _thousand_tokens(found: Sequence[Run]) -> str:
+    return f"{np.mean([run.columns['sampled_tokens'].sum() for run in found]) / 1000:.0f}"
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    """Markdown; the columns are the keys of the first row."""
+    heads = list(rows[0])
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += [f"| {' | '.join(row[head] for head in heads)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def _ends(found: Sequence[Run]) -> dict[str, str]:
+    return {
+        "take-off": _take_off(found),
+        "entropy": _mean(found, "entropy", 3),
+        "tokens": _mean(found, "response_tokens_mean", 1),
+        "truncated": _mean(found, "truncated_fraction", 3),
+        "kept": _mean(found, "kept_fraction", 2),
+        "thousand tokens": _thousand_tokens(found),
+    }
 
 
 def ladder_table() -> str:
-    """Markdown, a row for each rung."""
-    lines = [
-        "| rung | accuracy | against the rung before | died | entropy | tokens | truncated | "
-        f"kept | steps to {LEVEL} | thousand tokens to {LEVEL} | the paper |",
-        "|---" * 11 + "|",
-    ]
-    earlier: list[Run] = []
+    """A row for each rung."""
+    rows, earlier = [], None
     for (rung, name), paper in zip(LADDER.items(), PAPER, strict=True):
-        found = runs(name)
-        cells = [
-            f"`{rung}`",
-            written(accuracy(found)),
-            written(difference(found, earlier), signed=True) if earlier else "",
-            _died(found),
-            _mean(found, "entropy", 3),
-            _mean(found, "response_tokens_mean", 1),
-            _mean(found, "truncated_fraction", 3),
-            _mean(found, "kept_fraction", 2),
-            *_cost(found),
-            str(paper),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        found = runs(name, LADDER_SEEDS)
+        row = {"rung": f"`{rung}`", "accuracy": written(estimate(found))}
+        for outcome, measure in OUTCOMES.items():
+            step = written(difference(found, earlier, measure), True) if earlier else ""
+            row[STEPS[outcome]] = step
+        rows.append(row | _ends(found) | {"the paper": str(paper)})
         earlier = found
-    return "\n".join(lines)
+    return _table(rows)
 
 
-def knobs_table(seeds: int) -> str:
-    """Markdown, a row for each combination of the four switches."""
-    heads = ["clip higher", "dynamic sampling", "token level", "overlong punishment"]
-    heads += [
-        "accuracy",
-        "died",
-        "reward",
-        "entropy",
-        "tokens",
-        "truncated",
-        "kept",
-        "thousand tokens",
-    ]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+def effects_table() -> str:
+    """A row for each switch, then for each pair of them."""
+    pairs = itertools.combinations(KNOBS, 2)
+    rows = []
+    for switches in [*((knob,) for knob in KNOBS), *pairs]:
+        row = {"switch": " with ".join(f"`{one}`" for one in switches)}
+        for name, outcome in OUTCOMES.items():
+            row[name] = written(contrast(switches, outcome), signed=True)
+        rows.append(row)
+    return _table(rows)
+
+
+def knobs_table() -> str:
+    """A row for each combination of the four switches."""
+    rows = []
     for name in COMBINATIONS:
-        found = runs(name, seeds)
-        spent = np.mean([run.columns["sampled_tokens"].sum() for run in found])
-        cells = [
-            *("on" if knob in name else "" for knob in KNOBS),
-            written(accuracy(found)),
-            _died(found),
-            _mean(found, "reward", 2),
-            _mean(found, "entropy", 3),
-            _mean(found, "response_tokens_mean", 1),
-            _mean(found, "truncated_fraction", 3),
-            _mean(found, "kept_fraction", 2),
-            f"{spent / 1000:.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        found = runs(name)
+        row = {knob.replace("_", " "): "on" if knob in name.split("+") else "" for knob in KNOBS}
+        rows.append(row | {"accuracy": written(estimate(found))} | _ends(found))
+    return _table(rows)
 
 
-def effect(knob: str, seeds: int) -> Estimate:
-    """What a switch adds to the accuracy, mean over the eight states of the others."""
-    by_seed: dict[int, list[np.ndarray]] = {}
-    for name in COMBINATIONS:
-        if knob not in name:
-            on = runs(combined([*name.split("+"), knob]), seeds)
-            for one, other in zip(on, runs(name, seeds), strict=True):
-                by_seed.setdefault(one.seed, []).append(one.after - other.after)
-    differences = [np.mean(found, axis=0) for found in by_seed.values()]
-    return estimate_over_seeds(differences, 0, lowest=-1.0)
+CLAIM_BASES = {  # the runs that a claim is held against
+    "dr_grpo": "none",
+    "gspo": "none",
+    "critic_pretrained": "critic",
+    "critic_lambda_0.95": "critic_pretrained",
+    "rft": "one_update",
+    "dpo": "one_update",
+}
 
 
-def effects_table(seeds: int) -> str:
-    """Markdown, a row for each switch."""
-    lines = ["| switch | what it adds to the accuracy |", "|---|---|"]
-    lines += [f"| `{knob}` | {written(effect(knob, seeds), signed=True)} |" for knob in KNOBS]
-    return "\n".join(lines)
+def claims_table() -> str:
+    """A row for each variant of another paper, and for each that one of them starts from."""
+    rows = []
+    for name in ["none", "token_level", *CLAIMS]:
+        found, base = runs(name, CLAIM_SEEDS), CLAIM_BASES.get(name, "token_level")
+        against = name not in ("none", "token_level")
+        row = {"variant": f"`{name}`", "accuracy": written(estimate(found))}
+        row["against"] = f"`{base}`" if against else ""
+        for outcome, measure in OUTCOMES.items():
+            step = difference(found, runs(base, CLAIM_SEEDS), measure)
+            row[STEPS[outcome]] = written(step, True) if against else ""
+        row |= {
+            "take-off": _take_off(found),
+            "entropy": _mean(found, "entropy", 3),
+            "tokens of right": _mean(found, "response_tokens_right", 1),
+            "tokens of wrong": _mean(found, "response_tokens_wrong", 1),
+            "truncated": _mean(found, "truncated_fraction", 3),
+            "clipped": f"{np.mean([_clipped(run) for run in found]):.3f}",
+        }
+        rows.append(row)
+    return _table(rows)
+
+
+def _clipped(run: Run) -> float:
+    """Share of trained tokens whose gradient a bound cut, mean over all steps."""
+    both = run.columns["clip_fraction_low"] + run.columns["clip_fraction_high"]
+    return float(np.nanmean(both))
+
+
+@functools.cache
+def tables() -> dict[str, str]:
+    """By the name of their place in the page."""
+    return {
+        "ladder": ladder_table(),
+        "effects": effects_table(),
+        "knobs": knobs_table(),
+        "claims": claims_table(),
+    }

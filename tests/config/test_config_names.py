@@ -28,9 +28,7 @@ def test_a_shipped_config_is_found_by_its_name(line):
 
 def test_each_shipped_config_has_one_kind():
     configs, examples = shipped_configs(Config), shipped_configs(SftConfig)
-    assert {"arithmetic", "ladder", "two_strategies"} <= set(
-        configs
-    ) and "arithmetic_base" in examples
+    assert {"arithmetic", "two_strategies"} <= set(configs) and "arithmetic_base" in examples
     assert configs | examples == shipped_configs() and not configs.keys() & examples.keys()
     assert {path.stem for path in ROOT.glob("configs/*.py")} == set(shipped_configs())
 
@@ -53,7 +51,7 @@ def test_a_file_or_run_of_that_name_here_comes_first(tmp_path):
     ("train", ["nothing"], ["--config=nothing", "the configs that ship are arithmetic, "]),
     ("train", ["arithmetik"], ["did you mean arithmetic"]),
     ("train", ["arithmetic_base"], ["get_config() returns SftConfig; this command takes Config"]),
-    ("train", ["arithmetic", "ladder"], ["unexpected arguments: ladder"]),
+    ("train", ["arithmetic", "grpo"], ["unexpected arguments: grpo"]),
     ("evaluate", [], ["a config is required", "dapo-jax evaluate arithmetic"]),
     ("evaluate", ["arithmetic", "--k=0"], ["evaluation.samples_per_problem"]),
     ("plan", ["arithmetic", "--topology=v9:2"], ["topology"]),

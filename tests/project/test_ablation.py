@@ -1,114 +1,251 @@
-"""The ladder and the four switches: what they set, and that what is shown of them was measured."""
+"""Configs, measured runs and page of the ablation: each says what the others do."""
 
 import importlib
 import json
 import pathlib
+import re
 import sys
 
 import numpy as np
 import pytest
 
 from dapo_jax import algorithms
-from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.config.validation import validate
+from dapo_jax.runtime.settings import ConfigError, leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-ladder = importlib.import_module("configs.ladder")
+two_strategies = importlib.import_module("configs.two_strategies")
 measured = importlib.import_module("notebooks.measured")
 measure = importlib.import_module("notebooks.measure")
+NAMES = [*two_strategies.RUNGS, *measured.COMBINATIONS, *two_strategies.CLAIMS]
 
 
-def switched(name: str) -> dict:
-    """What a rung's algorithm has otherwise than the first one."""
-    first, other = (vars(ladder.get_config(one).algorithm) for one in ("1_naive", name))
+def changed(name: str, start: str) -> dict:
+    """Settings of an experiment that another one has otherwise, but for the run's folder."""
+    first, other = (
+        {key: value for key, _, value in leaves(two_strategies.get_config(one))}
+        for one in (start, name)
+    )
+    assert first.pop("run_dir") != other.pop("run_dir") or name == start
     return {key: value for key, value in other.items() if value != first[key]}
 
 
 def test_the_first_rung_is_dapo_without_its_tricks_and_the_last_is_dapo():
-    assert ladder.get_config("6_dynamic_sampling").algorithm == algorithms.preset("dapo")
-    naive, grpo = ladder.get_config("1_naive").algorithm, algorithms.preset("grpo")
+    last = two_strategies.get_config("6_dynamic_sampling").algorithm
+    naive, grpo = two_strategies.get_config("1_naive").algorithm, algorithms.preset("grpo")
+    assert last == algorithms.preset("dapo")
     without_kl = {"reference": False, "kl": "none", "kl_coefficient": 0.0, "dual_clip": 10.0}
     assert vars(naive) == vars(grpo) | without_kl
 
 
 def test_a_rung_adds_one_trick():
-    punished = {"overlong_punishment": True, "clip_high": 0.28}
-    token_level = punished | {"aggregate": "token_mean"}
-    assert [switched(name) for name in ladder.RUNGS] == [
+    punished = {"algorithm.overlong_punishment": True, "algorithm.clip_high": 0.28}
+    token_level = punished | {"algorithm.aggregate": "token_mean"}
+    assert [changed(name, "1_naive") for name in two_strategies.RUNGS] == [
         {},
-        {"overlong_filtering": True},
-        {"overlong_filtering": True, "clip_high": 0.28},
+        {"algorithm.overlong_filtering": True},
+        {"algorithm.overlong_filtering": True, "algorithm.clip_high": 0.28},
         punished,
         token_level,
-        token_level | {"dynamic_sampling": True},
+        token_level | {"algorithm.dynamic_sampling": True},
     ]
-    # And nothing else of the experiment changes but where it is written.
-    for name in ladder.RUNGS:
-        config = ladder.get_config(name)
-        assert config.run_dir == f"runs/ladder/{name}"
-        naive = ladder.get_config("1_naive")
-        config.algorithm, config.run_dir = naive.algorithm, naive.run_dir
-        assert config == naive
 
 
-def test_combinations_are_all_sixteen_and_a_wrong_switch_is_named():
+def test_a_claim_changes_what_its_paper_does():
+    """Fields of a preset, where that paper has one; the rest of the experiment stays."""
+    of_preset = {
+        "dr_grpo": ("dr_grpo", {"aggregate", "advantage"}),
+        "no_std": ("dr_grpo", {"advantage"}),
+        "kl": ("grpo", {"reference", "kl", "kl_coefficient"}),
+        "gspo": ("gspo", {"ratio", "clip_low", "clip_high"}),
+        "rft": ("rft", {"advantage", "trained_responses"}),
+        "dpo": ("dpo", {"advantage", "trained_responses", "aggregate", "reference"}),
+    }
+    one_update = changed("one_update", "token_level")
+    for name, (preset, fields) in of_preset.items():
+        wanted = {f"algorithm.{f}": getattr(algorithms.preset(preset), f) for f in fields}
+        switches, _ = two_strategies.CLAIMS[name]
+        found = changed(name, measured.combined(switches))
+        assert found == wanted | (one_update if name in ("rft", "dpo") else {}), name
+    assert changed("rft", "one_update").keys() == {
+        "algorithm.advantage",
+        "algorithm.trained_responses",
+    }
+    assert changed("critic_pretrained", "critic") == {"critic.pretrain_steps": 4, "total_steps": 24}
+    assert changed("critic_lambda_0.95", "critic_pretrained") == {
+        "algorithm.advantage": "gae",
+        "algorithm.lambda_policy": 0.95,
+        "algorithm.lambda_value": 0.95,
+        "algorithm.lambda_alpha": 0.05,
+    }
+    assert set(two_strategies.CLAIMS) == of_preset.keys() | {
+        *("one_update", "critic", "critic_pretrained", "critic_lambda_0.95"),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_passes_the_checks_before_a_run(name):
+    validate(two_strategies.get_config(name))
+
+
+def test_combinations_are_all_sixteen_and_a_wrong_name_is_refused(monkeypatch):
     assert len(set(measured.COMBINATIONS)) == 16
     assert set(measured.LADDER.values()) - set(measured.COMBINATIONS) == {
         "overlong_filtering",
         "clip_higher+overlong_filtering",
     }
-    with pytest.raises(ConfigError, match="clip_lower.*one of 1_naive"):
-        ladder.get_config("clip_lower")
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--names", "clip_lower"])
+    for call in (lambda: two_strategies.get_config("clip_lower"), measure.main):
+        with pytest.raises(ConfigError, match="clip_lower.*one of 1_naive.*dr_grpo.*clip_higher"):
+            call()
 
 
 def test_every_run_was_measured_with_the_settings_of_today():
-    wanted = {(name, seed) for name in measured.LADDER.values() for seed in range(5)}
-    wanted |= {(name, seed) for name in measured.COMBINATIONS for seed in range(3)}
     found = {}
     for path in measured.FOLDER.glob("*.json"):
         one = json.loads(path.read_text())
+        assert path == measured.path(one["name"], one["seed"])
         found[one["name"], one["seed"]] = one
-    assert set(found) == wanted
+    assert set(found) == set(measured.PLAN)
     for (name, _), one in found.items():
-        assert one["settings"] == measure.decisive(ladder.get_config(name)), name
-        assert all(len(column) == 16 for column in one["steps"].values())
+        config = two_strategies.get_config(name)
+        assert one["settings"] == measure.decisive(config), name
+        assert all(len(column) == config.total_steps for column in one["steps"].values()), name
+        assert len(one["heldout_right_after"]) == config.data.heldout_problems
 
 
 def test_the_page_shows_what_was_measured():
     page = measure.PAGE.read_text()
     assert measure.with_tables(page) == page
-    assert page.count("<!-- ") == 6 and len(measure.tables()) == 3
+    assert page.count("<!-- ") == 8 and len(measured.tables()) == 4
 
 
-def test_a_run_is_measured_from_end_to_end(base, tmp_path, monkeypatch, alone):
+def test_every_figure_in_the_text_of_the_page_stands_in_a_table():
+    page, shown = measure.PAGE.read_text(), "".join(measured.tables().values())
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", page, flags=re.S)
+    figures = re.findall(r"[+-]?\b0\.\d{3}\b(?: \[.+?\])?", text)
+    assert len(figures) > 30 and not [one for one in figures if one not in shown]
+
+
+def test_what_the_notebook_says_of_the_runs_holds():
+    def added(after, before, outcome=measured.accuracy):
+        pair = (measured.runs(name, measured.LADDER_SEEDS) for name in (after, before))
+        return measured.difference(*pair, outcome)
+
+    def mean(name, column, at=slice(-3, None)):
+        return np.nanmean([run.columns[column][at] for run in measured.all_runs(name)])
+
+    _, filtering, clip_higher, punishment, token_level, dynamic = measured.LADDER
+    assert added(filtering, "1_naive").high < 0 < added(punishment, clip_higher).low
+    assert added(clip_higher, filtering, measured.speed).low > 0
+    for at in (slice(None), slice(-3, None)):  # alike all along, and at the end
+        entropies = mean(clip_higher, "entropy", at), mean(filtering, "entropy", at)
+        assert entropies[0] == pytest.approx(entropies[1], abs=0.005)
+    assert mean(filtering, "up_clipped_probability", slice(1, 5)) < 0.2
+    assert mean(clip_higher, "clip_fraction_high", slice(None)) < mean(
+        filtering, "clip_fraction_high", slice(None)
+    )
+    for rung in measured.LADDER:
+        assert mean(rung, "all_right_fraction") > 3 * mean(rung, "all_right_fraction", slice(3))
+        assert mean(rung, "all_wrong_fraction", slice(1)) > 0.55
+        assert all(run.take_off is not None for run in measured.all_runs(rung))
+    for after, before in ((token_level, punishment), ("token_level", "none")):
+        assert mean(after, "entropy") < mean(before, "entropy")
+        assert mean(after, "truncated_fraction") < mean(before, "truncated_fraction")
+    assert added(token_level, punishment).low > 0 and added(dynamic, token_level).low > 0
+    assert mean(dynamic, "sampled_tokens", slice(None)) > mean(
+        token_level, "sampled_tokens", slice(None)
+    )
+    for knob in ("token_level", "dynamic_sampling", "clip_higher"):
+        assert measured.contrast((knob,)).low > 0
+    alone = measured.contrast(("overlong_punishment",))
+    assert alone.low < 0 < alone.high
+    assert measured.contrast(("token_level", "overlong_punishment")).high < 0
+
+
+def test_a_run_is_measured_from_end_to_end(tmp_path, monkeypatch, alone):
     """A small one, whose figures are counted again from what it wrote."""
-    (tmp_path / "base").symlink_to(base)
-    of_ladder = ladder.get_config
+    whole = two_strategies.get_config
 
     def small(name):
-        config = of_ladder(name)
+        config = whole(name)
         config.total_steps, config.rollout.updates_per_rollout = 2, 2
-        config.rollout.prompts_per_step, config.data.heldout_problems = 4, 6
-        config.data.min_terms, config.data.max_terms, config.sampler.slots = 2, 3, 16
+        config.rollout.prompts_per_step, config.data.heldout_problems = 8, 6
+        config.data.min_terms, config.data.max_terms, config.sampler.slots = 2, 4, 32
         return config
 
-    monkeypatch.setattr(ladder, "get_config", small)
+    monkeypatch.setattr(two_strategies, "get_config", small)
     monkeypatch.setattr(measured, "FOLDER", tmp_path / "found")
     measure.run("dynamic_sampling", 3, tmp_path)
-    (run,) = measured.runs("dynamic_sampling")
+    run = measured.read(measured.path("dynamic_sampling", 3))
     assert (run.name, run.seed, len(run.after)) == ("dynamic_sampling", 3, 6)
     folder = tmp_path / "dynamic_sampling_seed3"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert run.after.mean() == pytest.approx(rows[-1]["heldout_accuracy"])
     assert run.before.mean() == pytest.approx(rows[0]["heldout_accuracy"])
-    for row, sampled in zip(rows[1:], run.columns["sampled_tokens"], strict=True):
+    worked = 0
+    for place, row in enumerate(rows[1:]):
         path = folder / f"rollouts/step_{row['step']:06d}.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         trained = sum(line["tokens"] for line in lines if line["advantage"] is not None)
+        sampled = run.columns["sampled_tokens"][place]
         assert sampled == pytest.approx(row["sampled_to_kept_tokens"] * trained, abs=1)
+        # Of a step's responses: those of groups that finished beyond the batch are not counted.
+        counted = [line for line in lines if not line["surplus"]]
+        assert np.mean([one["correct"] for one in counted]) == pytest.approx(row["accuracy"])
+        working = [one for one in counted if "=" in one["response"].split("####")[0]]
+        share, correct, truncated = (
+            run.columns[f"working_{of}"][place] for of in ("fraction", "correct", "truncated")
+        )
+        assert share == pytest.approx(len(working) / len(counted), rel=1e-3)
+        assert correct * len(working) == pytest.approx(sum(w["correct"] for w in working), abs=0.1)
+        assert truncated * len(working) == pytest.approx(
+            sum(w["truncated"] for w in working), abs=0.1
+        )
+        worked += len(working)
+    assert worked > 0
 
 
-def test_the_cost_counts_tokens_up_to_the_step_that_got_there():
-    columns = {"accuracy": np.array([0.1, 0.6, 0.8, 0.7, 0.9]), "sampled_tokens": np.arange(5)}
-    run = measured.Run("x", 0, columns, np.zeros(1), np.zeros(1))
-    assert run.reached(0.7) == 4 and run.tokens_until(4) == 6 and run.reached(0.95) is None
+def make_run(name: str = "x", after: float = 0.0, **columns: list[float]):
+    values = {key: np.array(column, float) for key, column in columns.items()}
+    return measured.Run(name, 0, values, np.zeros(4), np.full(4, after))
+
+
+def test_take_off_is_the_end_of_the_first_three_steps_of_which_half_work():
+    assert make_run(working_fraction=[0.1, 0.2, 0.6, 0.7, 0.9]).take_off == 4
+    assert make_run(working_fraction=[0.5, 0.5, 0.5, 0.0]).take_off == 3
+    assert make_run(working_fraction=[0.1, 0.9, 0.1, 0.1, 0.9]).take_off is None
+    assert make_run(accuracy=[0.25, 0.5, 0.75]).speed == 0.5
+
+
+def test_the_end_of_a_run_leaves_out_steps_without_a_value():
+    assert make_run(entropy=[9, 1, np.nan, 2]).end("entropy") == 1.5
+    assert np.isnan(make_run(entropy=[9, np.nan, np.nan, np.nan]).end("entropy"))
+
+
+def test_effects_and_interactions_are_those_that_the_values_were_made_of(monkeypatch):
+    """Each seed has its own level, which a paired contrast takes out."""
+
+    def made(name, seeds=measured.KNOB_SEEDS):
+        on = set(name.split("+"))
+        value = 0.3 + 0.1 * ("clip_higher" in on) - 0.05 * ("token_level" in on)
+        value += 0.08 * ({"clip_higher", "dynamic_sampling"} <= on)
+        return [make_run(name, after=value + 0.01 * place) for place in range(len(seeds))]
+
+    monkeypatch.setattr(measured, "runs", made)
+    # Beside dynamic sampling clip-higher adds 0.18, else 0.1: half of that difference interacts.
+    wanted = {
+        ("clip_higher",): 0.14,
+        ("dynamic_sampling",): 0.04,
+        ("token_level",): -0.05,
+        ("overlong_punishment",): 0.0,
+        ("clip_higher", "dynamic_sampling"): 0.04,
+        ("clip_higher", "token_level"): 0.0,
+    }
+    for switches, value in wanted.items():
+        found = measured.contrast(switches)
+        assert found.value == pytest.approx(value, abs=1e-12)
+        assert found.low is not None and found.low <= value + 1e-12
+    pairs = [made("none"), made("clip_higher")]
+    assert measured.difference(pairs[1], pairs[0]).value == pytest.approx(0.1)
