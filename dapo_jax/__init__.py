@@ -52,7 +52,7 @@ _HOMES = {
 _SECTIONS = (
     "Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh Checkpoint "
     "Evaluation Log Watch SftConfig DpoConfig ExportConfig ReportConfig Architecture Examples "
-    "OwnData OneMesh".split()
+    "OwnData OneMesh Teacher".split()
 )
 _HOMES |= dict.fromkeys(("Config", *_SECTIONS), "config.experiment")
 
@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Rollout,
         Sampler,
         SftConfig,
+        Teacher,
         Watch,
     )
     from dapo_jax.learner import advantages, losses

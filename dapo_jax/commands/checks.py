@@ -21,7 +21,13 @@ from dapo_jax.runtime.storage.ownership import RUN, check_free, folder_at, is_re
 from dapo_jax.runtime.storage.retries import UNSAVED, is_refusal, of_a_bucket, reason
 
 WORKERS_PER_CORE = 64  # each has processes of its own; most wait for other machines
-FOLDERS = ("model.folder", "model.reference_folder", "reward.model_folder", "critic.folder")
+FOLDERS = (
+    "model.folder",
+    "model.reference_folder",
+    "teacher.folder",
+    "reward.model_folder",
+    "critic.folder",
+)
 
 
 def check(config: Any) -> None:

@@ -62,7 +62,8 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     from dapo_jax.model.trainable import choose_trained
     from dapo_jax.run.checkpointing.checkpoints import SavedPolicy, saved_steps
     from dapo_jax.run.components import load_frozen, load_trained
-    from dapo_jax.run.compute import numerics, open_learners, open_mesh
+    from dapo_jax.run.compute import numerics, open_mesh
+    from dapo_jax.run.teacher import load_teacher, open_programs
     from dapo_jax.runtime.sharding import make_mesh
 
     packing, folder = config.rows(), model or config.model.folder
@@ -74,9 +75,10 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     decoder = load_huggingface.read_config(folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     frozen = load_frozen(folder, decoder, mesh)
-    policy, critic = open_learners(config, decoder, mesh, frozen)
+    teacher = load_teacher(config, decoder, mesh)
+    programs = open_programs(config, decoder, mesh, frozen, teacher)
     of_critic = record["learner"] == "critic"
-    learner = present(critic, "critic") if of_critic else policy
+    learner = present(programs.critic, "critic") if of_critic else programs.policy
     before = [saved for saved in saved_steps(run_dir) if saved < record["step"]]
     if model or not (step or before):
         params = load_trained(folder, decoder, mesh, config.seed)

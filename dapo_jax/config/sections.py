@@ -40,6 +40,20 @@ class Model:
 
 
 @section
+class Teacher:
+    """The frozen model that the policy is distilled from; of any shape."""
+
+    folder: str = setting("", "Its folder; the tokenizer is the policy's.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Of its forward pass: 'auto' (compute.dtype), 'float32' or 'bfloat16'."
+    )
+    weights_dtype: Literal["auto", "int8"] = setting(
+        "auto",
+        "Of its layers' matrices in memory: 'auto' (dtype) or 'int8', a scale per output channel.",
+    )
+
+
+@section
 class Lora:
     """Low-rank adapters instead of all parameters."""
 
@@ -210,7 +224,7 @@ class Reward:
         1, "Threads that judge, each with worker processes of its own.", may_change=True
     )
     timeout_seconds: Positive = setting(
-        5.0, "A worker that needs longer for one response is killed.", may_change=True
+        5.0, "A worker that needs longer for one response or group is killed.", may_change=True
     )
 
     def needs_answer(self) -> bool:

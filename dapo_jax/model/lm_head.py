@@ -1,4 +1,4 @@
-"""Output head of a language model: log-probabilities and entropies, sharded by vocabulary.
+"""Output head of a language model, sharded by vocabulary: log-probabilities and entropies.
 
 Logits are computed in chunks of tokens, so [R, T, V] never exists. Each device has the logits of
 its own rows over its own part of the vocabulary. The head is gathered over the other axes once per
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.runtime import sharding
 
@@ -30,7 +30,7 @@ class Softmax(NamedTuple):
     log_total: Float[Array, "R T"]  # of exp(logit - largest)
 
 
-class _Share:
+class Share:
     """Collectives of a device's share of the head, over the mesh axes that split it."""
 
     def __init__(self, mesh: Any):
@@ -55,7 +55,22 @@ class _Share:
     def largest(self, values: Array) -> Array:
         return jax.lax.pmax(values, self.vocab) if self.vocab else values
 
-    def local(self, targets: Int[Array, "n"], size: int) -> Int[Array, "n"]:
+    def likeliest(self, values: Float[Array, "n v"], k: int) -> Bool[Array, "n v"]:
+        """True at the k largest of each token's values over the whole vocabulary.
+
+        By their places: a compiler may round a value that it computes twice in two ways.
+        """
+        size = values.shape[1]
+        best, at = jax.lax.top_k(values, min(k, size))
+        if self.vocab:
+            at += jax.lax.axis_index(self.vocab) * size
+            best, at = (jax.lax.all_gather(x, self.vocab, axis=1, tiled=True) for x in (best, at))
+            chosen = jax.lax.top_k(best, min(k, best.shape[1]))[1]
+            at = self.local(jnp.take_along_axis(at, chosen, axis=1), size)
+        rows = jnp.arange(len(values))[:, None]
+        return jnp.zeros(values.shape, bool).at[rows, at].set(True, mode="drop")
+
+    def local(self, targets: Int[Array, "n ..."], size: int) -> Int[Array, "n ..."]:
         """Indices of targets in this device's part of the vocabulary; `size` where outside it."""
         if not self.vocab:
             return targets
@@ -63,7 +78,7 @@ class _Share:
         return jnp.where((targets >= 0) & (targets < size), targets, size)
 
 
-def _chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
+def cut_chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
     """Cuts [r, t, ...] into [chunks, tokens, ...] of even size; the last chunk is padded."""
     tokens = math.prod(arrays[0].shape[:2])
     count = math.ceil(tokens / chunk_tokens)
@@ -77,21 +92,21 @@ def _chunks(chunk_tokens: int, *arrays: Array) -> tuple[Array, ...]:
     return tuple(map(cut, arrays))
 
 
-def _uncut(chunks: Array, rows: int, length: int) -> Array:
+def uncut(chunks: Array, rows: int, length: int) -> Array:
     flat = chunks.reshape(-1, *chunks.shape[2:])
     return flat[: rows * length].reshape(rows, length, *flat.shape[1:])
 
 
-def _logits(hidden: Float[Array, "n D"], head: Float[Array, "D v"], temperature: float):
+def logits_of(hidden: Float[Array, "n D"], head: Float[Array, "D v"], temperature: float):
     logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
     return logits / temperature
 
 
-def _forward(share: _Share, temperature: float, chunk_tokens: int, hidden, head, targets):
+def _forward(share: Share, temperature: float, chunk_tokens: int, hidden, head, targets):
     whole = share.whole(head, hidden.dtype)
 
     def chunk_softmax(chunk):
-        logits = _logits(chunk[0], whole, temperature)
+        logits = logits_of(chunk[0], whole, temperature)
         # The largest is subtracted first, as in the sampler: large numbers differ by few digits.
         largest = share.largest(jnp.max(logits, axis=-1))
         logits -= largest[:, None]
@@ -103,11 +118,11 @@ def _forward(share: _Share, temperature: float, chunk_tokens: int, hidden, head,
         log_total = jnp.log(total)
         return Softmax(drawn - log_total, log_total - weighted / total, largest, log_total)
 
-    softmax = jax.lax.map(chunk_softmax, _chunks(chunk_tokens, hidden, targets))
-    return jax.tree.map(lambda chunks: _uncut(chunks, *targets.shape), softmax)
+    softmax = jax.lax.map(chunk_softmax, cut_chunks(chunk_tokens, hidden, targets))
+    return jax.tree.map(lambda chunks: uncut(chunks, *targets.shape), softmax)
 
 
-def _backward(share: _Share, temperature: float, chunk_tokens: int, hidden, head, targets, *kept):
+def _backward(share: Share, temperature: float, chunk_tokens: int, hidden, head, targets, *kept):
     """Gradients of hidden states and head.
 
     d log p(target) / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
@@ -117,39 +132,56 @@ def _backward(share: _Share, temperature: float, chunk_tokens: int, hidden, head
     """
     whole = share.whole(head, hidden.dtype)
 
-    def add_chunk(gradient, chunk):
+    def slope_of_chunk(chunk):
         states, targets, softmax, d_logprob, d_entropy = chunk
-        logits = _logits(states, whole, temperature)
+        logits = logits_of(states, whole, temperature)
         logprobs = logits - softmax.largest[:, None] - softmax.log_total[:, None]
         slope = d_logprob[:, None] + d_entropy[:, None] * (logprobs + softmax.entropy[:, None])
         change = -jnp.exp(logprobs) * slope
         at = share.local(targets, logits.shape[1])
         hit = jnp.arange(logits.shape[1])[None] == at[:, None]
-        change = (change + jnp.where(hit, d_logprob[:, None], 0.0)) / temperature
-        change = change.astype(hidden.dtype)
+        return (change + jnp.where(hit, d_logprob[:, None], 0.0)) / temperature
+
+    cut = cut_chunks(chunk_tokens, hidden, targets, *jax.tree.leaves(kept))
+    chunks = (*cut[:2], Softmax(*cut[2:6]), *cut[6:])
+    return add_up(share, slope_of_chunk, hidden, head, whole, chunks)
+
+
+def add_up(share: Share, slope_of_chunk: Callable, hidden, head, whole, chunks: tuple):
+    """Gradients of hidden states and head, from that of each chunk's logits [n, v].
+
+    Args:
+        chunks: what `slope_of_chunk` takes; the first are hidden states.
+    """
+
+    def add_chunk(gradient, chunk):
+        states, *_ = chunk
+        change = slope_of_chunk(chunk).astype(hidden.dtype)
         gradient += jnp.dot(states.T, change, preferred_element_type=jnp.float32)
         back = share.add(jnp.dot(change, whole.T, preferred_element_type=jnp.float32))
         return gradient, back.astype(hidden.dtype)
 
-    cut = _chunks(chunk_tokens, hidden, targets, *jax.tree.leaves(kept))
-    chunks = (*cut[:2], Softmax(*cut[2:6]), *cut[6:])
-    zeros = jnp.zeros(whole.shape, jnp.float32)
-    gradient, back = jax.lax.scan(add_chunk, zeros, chunks)
-    return _uncut(back, *targets.shape), share.reduced(gradient).astype(head.dtype)
+    gradient, back = jax.lax.scan(add_chunk, jnp.zeros(whole.shape, jnp.float32), chunks)
+    return uncut(back, *hidden.shape[:2]), share.reduced(gradient).astype(head.dtype)
 
 
-def _sharded(function: Callable, rows_in: int, weights_out: bool):
-    """Runs `function(share, hidden, head, targets, *rows)` on every device's own part."""
+def sharded(function: Callable, takes: str, gives: str):
+    """Runs `function(share, *arrays)` on every device's own part.
+
+    Args:
+        takes, gives: a letter for each array: h(idden states), w(eights of a head), r(ows).
+    """
     mesh = sharding.active_mesh()
-    local = functools.partial(function, _Share(mesh))
+    local = functools.partial(function, Share(mesh))
     if mesh is None:
         return local
     rows, weights = sharding.spec(*ROWS), sharding.spec(*WEIGHTS)
-    hidden = PartitionSpec(*rows, None)
+    specs = {"h": PartitionSpec(*rows, None), "w": weights, "r": rows}
+    given = [specs[kind] for kind in gives]
     return jax.shard_map(
         local,
-        in_specs=(hidden, weights, *(rows,) * (1 + rows_in)),
-        out_specs=(hidden, weights) if weights_out else rows,
+        in_specs=tuple(specs[kind] for kind in takes),
+        out_specs=tuple(given) if len(given) > 1 else given[0],
         check_vma=False,
     )
 
@@ -175,7 +207,7 @@ def _keep(hidden, head, targets, temperature, chunk_tokens):
         return _forward(share, temperature, chunk_tokens, *arrays)
 
     with jax.named_scope("head"):
-        softmax = _sharded(local, 0, False)(hidden, head, targets)
+        softmax = sharded(local, "hwr", "r")(hidden, head, targets)
     return (softmax.logprobs, softmax.entropy), (hidden, head, targets, softmax)
 
 
@@ -186,7 +218,8 @@ def _gradients(temperature, chunk_tokens, kept, upstream):
     hidden, head, targets, softmax = kept
     rows = (*softmax, *upstream)
     with jax.named_scope("head"):
-        back, gradient = _sharded(local, len(rows), True)(hidden, head, targets, *rows)
+        run = sharded(local, "hwr" + "r" * len(rows), "hw")
+        back, gradient = run(hidden, head, targets, *rows)
     return back, gradient, None
 
 

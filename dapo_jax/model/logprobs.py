@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
+from dapo_jax.model.divergence import Divergence, head_divergence
 from dapo_jax.model.lm_head import head_logprobs
 
 
@@ -23,7 +24,29 @@ def token_logprobs(
 
     The first token of a segment has no past: both numbers are meaningless there and must be masked.
     """
-    hidden = Decoder(config).apply({"params": params}, tokens, segment_ids, positions)
+    hidden = hidden_states(params, config, tokens, segment_ids, positions)
+    return logprobs_of(params, hidden, tokens, temperature, chunk_tokens)
+
+
+def hidden_states(
+    params: Any,
+    config: DecoderConfig,
+    tokens: Int[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+) -> Float[Array, "R T D"]:
+    """Final hidden states, of the compute dtype: at t of tokens[<=t]."""
+    return cast(Array, Decoder(config).apply({"params": params}, tokens, segment_ids, positions))
+
+
+def logprobs_of(
+    params: Any,
+    hidden: Float[Array, "R T D"],
+    tokens: Int[Array, "R T"],
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """Log-probabilities and entropies of `token_logprobs`, from the final hidden states."""
     following = jnp.roll(tokens, -1, axis=1)
     # jax.custom_vjp loses the type of the function.
     logprobs, entropy = cast(
@@ -31,6 +54,24 @@ def token_logprobs(
         head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens),
     )
     return jnp.roll(logprobs, 1, axis=1), jnp.roll(entropy, 1, axis=1)
+
+
+def divergences_of(
+    params: Any,
+    hidden: Float[Array, "R T D"],
+    teacher_params: Any,
+    teacher_hidden: Float[Array, "R T E"],
+    divergence: Divergence,
+    chunk_tokens: int,
+) -> Float[Array, "R T"]:
+    """Divergence, at t, of the distributions that tokens[t] is from; float32, in nats.
+
+    As of log-probabilities the first of a segment is meaningless.
+    """
+    heads = head_kernel(params), head_kernel(teacher_params)
+    arrays = hidden, heads[0], teacher_hidden, heads[1]
+    found = cast(Array, head_divergence(*arrays, divergence, chunk_tokens))
+    return jnp.roll(found, 1, axis=1)
 
 
 def token_values(

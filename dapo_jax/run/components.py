@@ -32,16 +32,18 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import open_source
-from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
+from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_meshes
 from dapo_jax.run.memory import check_run_fits
+from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.train import Trainer
 
 # Settings that name a model folder.
 MODEL_FOLDERS = (
-    "model.folder model.reference_folder reward.model_folder critic.folder start reference".split()
-)
+    "model.folder model.reference_folder teacher.folder reward.model_folder critic.folder start "
+    "reference"
+).split()
 
 
 def check_processes(config: Any) -> None:
@@ -215,7 +217,7 @@ def build(
     """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
 
     Args:
-        training: without it there are no training prompts and no reference policy.
+        training: without it there are no training prompts, no reference policy and no teacher.
         given_up: whether nobody waits for verdicts any longer.
     """
     progress = Progress(config.log.console)
@@ -236,6 +238,9 @@ def open_decoder(
     decoder = load_huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
+    if training and has_teacher(config):
+        folders = config.teacher.folder, config.model.folder
+        check_same_model("teacher.folder", *folders, lambda shape: None)
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
     return decoder, mesh, sampling_mesh
 
@@ -263,7 +268,8 @@ def _build(
     engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)
     if config.critic.folder:
         check_same_model("critic.folder", config.critic.folder, config.model.folder, scalar_config)
-    learner, critic = open_learners(config, decoder, mesh, frozen)
+    teacher = load_teacher(config, decoder, mesh) if training else None
+    learners = open_programs(config, decoder, mesh, frozen, teacher)
     reference = load_reference(config, decoder, mesh, frozen) if training else None
     reward_model = load_reward_model(config, mesh)
     return Components(
@@ -271,8 +277,8 @@ def _build(
         tokenizer=tokenizer,
         prompts=prompts,
         sampler=Scheduler(engine, tokenizer, config.seed),
-        judge=Judge(config, RewardPool(config.reward), reward_model, given_up),
-        learners=Learners(learner, critic, reference),
+        judge=Judge(config, RewardPool(config.reward, tokenizer.split), reward_model, given_up),
+        learners=dataclasses.replace(learners, reference=reference),
         progress=progress,
         frozen=frozen,
         token_weights=token_weights,

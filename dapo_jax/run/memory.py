@@ -14,6 +14,7 @@ from dapo_jax.config.sections import Sampler
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
 from dapo_jax.model.trainable import is_trained
+from dapo_jax.run.teacher import has_teacher, teacher_bytes
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, require
 
@@ -125,6 +126,8 @@ def resident_bytes(
     if training:
         held["optimizer"] = 2 * trained
         held["reference"] = of(True, forward) * config.algorithm.reference
+        if has_teacher(config):
+            held["teacher"] = teacher_bytes(config, decoder, mesh)
         held["policy before the update"] = trained * bool(config.rollout.lag)
         if config.algorithm.critic:
             held["critic and optimizer"] = 3 * params_bytes(scalar_config(decoder), mesh)
@@ -145,10 +148,11 @@ def update_bytes(
     layers = decoder.layers * (decoder.remat != "offload")
     scores = rows * decoder.heads / tensor * packing.row_tokens**2 * number
     chunk = min(tokens, config.compute.logprob_chunk_tokens)
+    models = 1 + (config.algorithm.distillation == "jsd")  # whose logits exist at the same time
     return {
         "activations": layers * tokens * kept * number
         + scores * (decoder.attention == "plain") * (layers if decoder.remat == "none" else 1),
-        "logits": chunk * decoder.vocab / sharding.shards(mesh, "vocab") * REAL,
+        "logits": models * chunk * decoder.vocab / sharding.shards(mesh, "vocab") * REAL,
     }
 
 
@@ -250,6 +254,7 @@ def check_run_fits(
         f"packing.row_tokens = {packing.row_tokens}",
         "logits": f"compute.logprob_chunk_tokens = {config.compute.logprob_chunk_tokens}",
         "parameters": f"model.folder = {config.model.folder!r}",
+        "teacher": f"teacher.folder = {config.teacher.folder!r}",
     }
     needs = run_bytes(config, decoder, mesh, sampling_mesh, training)
     check_fits("sampling", needs["sampling"], sampling_mesh, settings)

@@ -115,4 +115,5 @@ def resident_megabytes(components: Components, state: TrainerState) -> dict[str,
         critic=critic and critic.params,
         critic_optimizer=critic and critic.opt_state,
         reference=components.learners.reference,
+        teacher=components.learners.teacher_params,
     )

@@ -1,5 +1,8 @@
 """Metrics and traces of a step, read from its record once the devices are done."""
 
+import functools
+import operator
+
 import jax
 import numpy as np
 
@@ -7,10 +10,12 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.learner.packing import fill
+from dapo_jax.learner.policy import IMPORTANCE_SQUARE
+from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, quantiles
 from dapo_jax.learner.token_traces import trace_ratios, trace_responses
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import Trace
+from dapo_jax.structs import Mean, Trace
 from dapo_jax.train import StepRecord
 
 
@@ -26,7 +31,7 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = record.rollouts.seconds  # also of rollouts made ahead
-    values = add_up(policy) | add_up(critic)
+    values = _of_ratios(policy) | add_up(policy) | add_up(critic)
     if record.minibatches and record.feedback and record.advantages is not None:
         arrays = record.feedback, record.advantages, record.returns
         values |= feedback_metrics(config.algorithm, *arrays)
@@ -40,6 +45,21 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     rollouts = record.rollouts
     values |= rollout_metrics(rollouts.batch, rollouts.counts, seconds, record.step)
     return values | seconds | {"seconds_step": clock.total()}
+
+
+def _of_ratios(updates: list[dict[str, Mean]]) -> dict[str, float]:
+    """Quantiles of the ratios and the effective sample size, taken out of the updates' means."""
+    values = {}
+    if updates and RATIO_HISTOGRAM in updates[0]:
+        counts = np.sum([update.pop(RATIO_HISTOGRAM).total for update in updates], axis=0)
+        values = quantiles(counts)
+    if updates and IMPORTANCE_SQUARE in updates[0]:
+        squares = [update.pop(IMPORTANCE_SQUARE) for update in updates]
+        square = functools.reduce(operator.add, squares).value()
+        weights = [update["importance_weight"] for update in updates]
+        mean = functools.reduce(operator.add, weights).value()
+        values["effective_sample_fraction"] = mean**2 / square if square else 0.0
+    return values
 
 
 def trace(config: Config, record: StepRecord) -> dict[int, list[Trace]]:

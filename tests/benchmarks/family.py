@@ -22,6 +22,7 @@ import time
 from dapo_jax.algorithms import PRESETS
 
 BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
+WITHOUT_TEACHER = [name for name, make in PRESETS.items() if make().distillation == "none"]
 OTHER_SUMS = 1000  # added to the seed of supervised runs: not the base policy's examples
 COLUMNS = {
     "heldout_accuracy": 3,
@@ -140,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/family"))
-    parser.add_argument("--presets", nargs="*", default=list(PRESETS))
+    parser.add_argument("--presets", nargs="*", default=WITHOUT_TEACHER)
     options, extra = parser.parse_known_args()
     found = {
         (preset, seed): supervised(options.folder, seed)

@@ -22,11 +22,19 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
-from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_learners, open_meshes
+from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_meshes
+from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
-TRAINING = ("update", "score", "reference score", "critic score", "critic update")
+TRAINING = (
+    "update",
+    "score",
+    "reference score",
+    "teacher score",
+    "critic score",
+    "critic update",
+)
 SAMPLING = ("load", "prefill", "insert", "decode")
 
 
@@ -56,6 +64,7 @@ class Layout:
         mesh: that learns; `sampling_mesh`: that samples, which may be the same.
         frozen: shapes of parameters that are never trained.
         reference: of the reference policy's parameters; None where the algorithm has none.
+        teacher: scores with `teacher_params`, shapes too; None where nothing is distilled so.
     """
 
     config: Config
@@ -68,6 +77,8 @@ class Layout:
     engine: PolicyEngine
     frozen: Any
     reference: Any
+    teacher: Learner | None
+    teacher_params: Any
 
 
 def _abstract(
@@ -105,21 +116,23 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     frozen = {}
     if decoder.adapters or decoder.frozen_layers:
         frozen = _abstract(decoder, mesh, lambda path: not is_trained(path, decoder))
-    learner, critic = open_learners(config, decoder, mesh, frozen)
+    teacher = abstract_teacher(config, decoder, mesh, read_shape) if has_teacher(config) else None
+    learners = open_programs(config, decoder, mesh, frozen, teacher)
     reference = None
     if config.algorithm.reference:
         own = _abstract(decoder, mesh, lambda path: is_trained(path, decoder))
         reference = join(frozen, own)
     engine = open_engine(config, decoder, mesh, sampling_mesh, _Ends(), frozen)
-    parts = mesh, sampling_mesh, learner, critic, engine
-    return Layout(config, topology, decoder, *parts, frozen, reference)
+    parts = mesh, sampling_mesh, learners.policy, learners.critic, engine
+    of_teacher = learners.teacher, learners.teacher_params
+    return Layout(config, topology, decoder, *parts, frozen, reference, *of_teacher)
 
 
 def scores_first(config: Config) -> bool:
     """True where the policy is scored before it is updated."""
     algorithm = config.algorithm
     recomputed = config.rollout.updates_per_rollout > 1 or algorithm.kl == "reward"
-    recomputed |= algorithm.trained_responses == "pairs"
+    recomputed |= algorithm.trained_responses == "pairs" or algorithm.distillation == "reverse"
     return recomputed and algorithm.old_logprobs != "sampler"
 
 
@@ -135,7 +148,11 @@ def _batch(layout: Layout, microbatches: int) -> TrainBatch:
     old = algorithm.old_logprobs == "sampler" or scores_first(layout.config)
     critic = real if algorithm.critic else None
     scored = ScoredBatch(
-        rollouts, real if old else None, real if algorithm.reference else None, critic
+        rollouts,
+        real if old else None,
+        real if algorithm.reference else None,
+        critic,
+        real if layout.teacher else None,
     )
     right = real if algorithm.positive_nll_coefficient else None
     return TrainBatch(scored, real, real, right, critic, critic)
@@ -147,6 +164,8 @@ def _resident(layout: Layout) -> dict[str, Any]:
     held = {"parameters": state.params, "optimizer": state.opt_state, "frozen": layout.frozen}
     if layout.reference is not None:
         held["reference"] = without(layout.reference, layout.frozen)
+    if layout.teacher_params is not None:
+        held["teacher"] = layout.teacher_params
     if layout.critic:
         held["critic"] = layout.critic.abstract_state.params
         held["critic's optimizer"] = layout.critic.abstract_state.opt_state
@@ -166,6 +185,9 @@ def training_programs(layout: Layout, microbatches: int) -> Iterator[Program]:
     if layout.reference is not None:
         lower = functools.partial(learner.lower, "score", rollouts, layout.reference)
         yield Program("reference score", lower, alive)
+    if layout.teacher:
+        lower = functools.partial(layout.teacher.lower, "score", rollouts, layout.teacher_params)
+        yield Program("teacher score", lower, alive)
     if critic:
         yield Program("critic score", lambda: critic.lower("score", rollouts), alive)
         yield Program("critic update", lambda: critic.lower("update", batch), alive)

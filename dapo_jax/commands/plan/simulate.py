@@ -190,7 +190,10 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
     packing, algorithm, rollout = config.rows(), config.algorithm, config.rollout
     share, models = rollout.prompts_per_step // rollout.updates_per_rollout, 1 + algorithm.critic
     old = algorithm.old_logprobs == "recompute" and (
-        len(groups) > share or algorithm.kl == "reward" or algorithm.trained_responses == "pairs"
+        len(groups) > share
+        or algorithm.kl == "reward"
+        or algorithm.trained_responses == "pairs"
+        or algorithm.distillation == "reverse"
     )
     passes, rows, places, tokens = old + algorithm.reference + algorithm.critic, 0, 0, 0
     for i in range(0, len(groups), share):

@@ -76,6 +76,7 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         folders["model.folder"] = model.folder
     if config.algorithm.reference:
         folders["model.reference_folder"] = model.reference_folder or model.folder
+    folders["teacher.folder"] = config.teacher.folder
     content = {name: fingerprint(folder, name) for name, folder in folders.items() if folder}
     if digest := open_template(config.data.template).digest:
         content["data.template"] = digest

@@ -1,0 +1,150 @@
+"""The frozen teacher of a run: its shape, its parameters on the learner's mesh, its programs."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.learner.learners import Learners
+from dapo_jax.learner.policy import TEACHER, policy_learner
+from dapo_jax.model import load_huggingface
+from dapo_jax.model.decode_attention import quantise
+from dapo_jax.model.decoder import SCALE, DecoderConfig, abstract_params, forward_dtype, summed_axes
+from dapo_jax.run.compute import check_divisible, numerics, open_learners
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.kept_programs import keep
+from dapo_jax.runtime.settings import require
+
+FIELD = "teacher.folder"
+READ = functools.partial(load_huggingface.read_config, field=FIELD)
+
+
+class Teacher(NamedTuple):
+    """Shape of a teacher, and its parameters, or shapes and places of them."""
+
+    decoder: DecoderConfig
+    params: Any
+
+
+def has_teacher(config: Config) -> bool:
+    """True where the algorithm distils a teacher."""
+    return config.algorithm.distillation != "none"
+
+
+def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any) -> DecoderConfig:
+    """Shape that the folder has, checked against policy and mesh."""
+    folder, settings = config.teacher.folder, config.teacher
+    numbers = numerics(config.compute, mesh, config.rows().row_tokens) | {"remat": "none"}
+    if settings.dtype != "auto":
+        numbers["dtype"] = jnp.dtype(settings.dtype)
+    decoder = read(folder, **numbers)
+    require(
+        decoder.vocab >= policy.vocab,
+        FIELD,
+        folder,
+        f"a folder of at least the policy's {policy.vocab} tokens, padding included: it has "
+        f"{decoder.vocab}, and what it lacks would have no probability",
+    )
+    check_divisible(decoder, mesh)
+    return decoder
+
+
+def abstract_teacher(
+    config: Config,
+    policy: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    read: Callable[..., DecoderConfig] = READ,
+) -> Teacher:
+    """The teacher as a run holds it: shapes, dtypes and places; its vocabulary is the policy's.
+
+    Args:
+        read: shape of a folder, with numerics.
+
+    Raises:
+        ConfigError: the mesh can't cut it, or it lacks tokens of the policy.
+    """
+    decoder = _shape_in_folder(config, policy, mesh, read)
+    decoder = dataclasses.replace(decoder, vocab=policy.vocab)
+    boxed, flat = abstract_params(decoder), {}
+    places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
+        dtype, place = forward_dtype(path, decoder), places[path]
+        if config.teacher.weights_dtype == "int8" and path.endswith("/kernel"):
+            dtype, rest = jnp.int8, 1 + summed_axes(path)  # the first axis is that of layers
+            shape, spec = ((one[0], *one[rest:]) for one in (leaf.shape, place.spec))
+            own = jax.sharding.NamedSharding(mesh, jax.P(*spec))
+            flat[path + SCALE] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=own)
+        flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+    return Teacher(decoder, unflatten_dict(flat, sep="/"))
+
+
+def teacher_bytes(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> float:
+    """Bytes of the teacher's parameters on one device."""
+    leaves = jax.tree.leaves(abstract_teacher(config, policy, mesh).params)
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
+
+
+def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Teacher | None:
+    """The teacher, sharded by the table that shards the policy; None where none is distilled.
+
+    Rows of its vocabulary beyond the policy's are padding, and left out. Raises `ConfigError`.
+    """
+    if not has_teacher(config):
+        return None
+    whole = _shape_in_folder(config, policy, mesh, READ)
+    params = load_huggingface.load_params(
+        config.teacher.folder, whole, mesh, field=FIELD, cast=True
+    )
+    found, flat = abstract_teacher(config, policy, mesh), sharding.flatten(params)
+    del params
+    wanted = sharding.flatten(found.params)
+    for path in list(flat):  # one after another, so that what is replaced is freed
+        names = [name for name in (path, path + SCALE) if name in wanted]
+        made = _convert(flat.pop(path), [wanted[name] for name in names])
+        flat |= zip(names, made, strict=True)
+    return Teacher(found.decoder, unflatten_dict(flat, sep="/"))
+
+
+def open_programs(
+    config: Config,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    frozen: Any,
+    teacher: Teacher | None,
+) -> Learners:
+    """Programs of policy and critic, and the teacher where the policy's loss or advantage reads it.
+
+    Args:
+        frozen: parameters of the policy that are never trained.
+    """
+    if teacher is None:
+        return Learners(*open_learners(config, decoder, mesh, frozen))
+    if config.algorithm.distillation == "jsd":
+        frozen = {**(frozen or {}), TEACHER: teacher.params}
+        programs = open_learners(config, decoder, mesh, frozen, teacher.decoder)
+        return Learners(*programs, teacher_params=teacher.params)
+    settings = config.algorithm, config.compute, config.optimizer
+    scorer = keep(policy_learner, *settings, teacher.decoder, mesh, config.sampler.temperature)
+    programs = open_learners(config, decoder, mesh, frozen)
+    return Learners(*programs, teacher=scorer, teacher_params=teacher.params)
+
+
+def _convert(leaf: jax.Array, wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The array cut to a shape, or as int8 and the scales beside it."""
+    shape = wanted[0].shape
+    summed = tuple(range(1, 1 + len(shape) - len(wanted[-1].shape)))
+
+    def convert(array):
+        if len(wanted) > 1:
+            return list(quantise(array, jnp.int8, summed))
+        return [array[tuple(map(slice, shape))]]
+
+    if leaf.shape == shape and len(wanted) == 1:
+        return [leaf]
+    return jax.jit(convert, out_shardings=[one.sharding for one in wanted])(leaf)

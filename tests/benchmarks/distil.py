@@ -1,0 +1,140 @@
+"""Ways to learn from a larger teacher, held against rewards alone at the same sampled tokens.
+
+    python tests/benchmarks/distil.py --folder runs/distil
+
+On the embedded task: a teacher of 2.2 M parameters from worked examples without mistakes, a student
+of the base policy's shape that saw few examples, with mistakes. From there DAPO, on-policy
+distillation, both at once, and supervised training on what the teacher samples. Resumable: what is
+finished is kept. Any other argument is handed to the trainer. `--smoke` takes seconds and shows
+that everything runs, nothing else.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+
+from family import BASE, RL, python
+
+TEACHER = {
+    "total_steps": 1200,
+    "architecture.layers": 5,
+    "architecture.embed": 192,
+    "architecture.heads": 6,
+    "architecture.mlp": 576,
+    "examples.errors": False,
+    "max_response_tokens": 64,
+    "seed": 1,
+}
+STUDENT = {"total_steps": 250, "seed": 2}
+STEPS, EVALUATIONS, MEAN_TOKENS = 60, 12, 24
+BOTH = {"algorithm.distillation": "reverse", "algorithm.distillation_coefficient": 0.2}
+SMOKE = {
+    "rollout.prompts_per_step": 4,
+    "rollout.samples_per_prompt": 4,
+    "rollout.max_sample_rounds": 2,
+    "data.heldout_problems": 8,
+    "evaluation.samples_per_problem": 1,
+    "sampler.slots": 16,
+}
+ARMS = {"dapo": ("dapo", {}), "distilled": ("on_policy_distillation", {}), "both": ("dapo", BOTH)}
+
+
+def flags(settings: dict) -> list[str]:
+    """Settings as a command line has them."""
+    return [f"--config.{name}={str(value).lower()}" for name, value in settings.items()]
+
+
+def made(folder: pathlib.Path, settings: dict, *given: str) -> pathlib.Path:
+    """A model folder of supervised training, made where it is missing."""
+    if not folder.exists():
+        python("sft", *(given or [f"--config={BASE}"]), f"--config.out={folder}", *flags(settings))
+    return folder
+
+
+def reinforced(root: pathlib.Path, arm: str, settings: dict, extra: list[str]) -> list[dict]:
+    """Rows of an arm's run, each with the tokens that were sampled until then."""
+    preset, own = ARMS[arm]
+    folder, models = root / arm, {"model.folder": root / "student"}
+    if arm != "dapo":
+        models["teacher.folder"] = root / "teacher"
+    if not (folder / "summary.json").exists():
+        given = models | own | settings | {"run_dir": folder}
+        python("train", f"--config={RL}:{preset}", *flags(given), *extra)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    speeds = (row.get("sampled_tokens_per_second", 0) for row in rows)
+    drawn = (speed * row.get("seconds_rollout", 0) for speed, row in zip(speeds, rows, strict=True))
+    return [row | {"tokens": n} for row, n in zip(rows, itertools.accumulate(drawn), strict=True)]
+
+
+def at_budget(rows: list[dict], budget: float) -> dict:
+    """The last row that was evaluated within so many sampled tokens."""
+    return [row for row in rows if "heldout_accuracy" in row and row["tokens"] <= budget][-1]
+
+
+def write_samples(path: pathlib.Path, teacher: pathlib.Path, budget: float) -> int:
+    """Writes responses of the teacher with about so many tokens; returns their number of tokens."""
+    import dapo_jax
+    from dapo_jax.data.arithmetic import make_problem
+
+    prompts = [make_problem("train", 3, i, 3, 8).text for i in range(int(budget / MEAN_TOKENS))]
+    answers = dapo_jax.sample(str(teacher), prompts, max_prompt_tokens=16, max_response_tokens=64)
+    lines, tokens = [], 0
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        tokens += len(answer)
+        if tokens > budget:
+            break
+        if answer.text and not answer.truncated:
+            lines.append(json.dumps({"prompt": prompt, "response": answer.text}))
+    path.write_text("\n".join(lines) + "\n")
+    return tokens
+
+
+def imitated(root: pathlib.Path, budget: float, settings: dict) -> float:
+    """Held-out accuracy after supervised training on what the teacher samples."""
+    samples = root / "samples.jsonl"
+    if not samples.exists():
+        write_samples(samples, root / "teacher", budget)
+    given = {"start": root / "student", "data.source": samples, "data.passes": 2.0}
+    given |= {"optimizer.learning_rate": 5e-4, "packing.row_tokens": 160}
+    given["examples_per_step"] = 8 if len(settings) > len(SMOKE) else 64
+    folder = made(root / "imitated", given, "--config.seed=4")
+    return evaluated(folder, root / "imitated_scores", settings)
+
+
+def evaluated(folder: pathlib.Path, scores: pathlib.Path, settings: dict) -> float:
+    """Held-out accuracy of a model folder, as the runs measure it."""
+    kept = scores.with_suffix(".json")
+    if not kept.exists():
+        wanted = {name: v for name, v in settings.items() if name.startswith(("data.", "eval"))}
+        given = f"--config={RL}", f"--model={folder}", *flags({"run_dir": scores} | wanted)
+        kept.write_text(python("evaluate", *given).splitlines()[-1])
+    return json.loads(kept.read_text())["heldout_accuracy"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/distil"))
+    parser.add_argument("--smoke", action="store_true")
+    options, extra = parser.parse_known_args()
+    root = options.folder
+    few = {"total_steps": 2, "optimizer.warmup_steps": 1} if options.smoke else {}
+    settings = {"total_steps": STEPS, "evaluation.every_steps": STEPS // EVALUATIONS}
+    if options.smoke:
+        settings = SMOKE | few | {"evaluation.every_steps": 1}
+    root.mkdir(parents=True, exist_ok=True)
+    made(root / "teacher", TEACHER | few)
+    made(root / "student", STUDENT | few)
+    runs = {arm: reinforced(root, arm, settings, extra) for arm in ARMS}
+    budget = min(rows[-1]["tokens"] for rows in runs.values())
+    print(f"{budget:,.0f} sampled tokens\n\n| arm | held-out accuracy |\n|---|---|")
+    for name in ("teacher", "student"):
+        accuracy = evaluated(root / name, root / f"{name}_scores", settings)
+        print(f"| {name}, as it is | {accuracy:.3f} |")
+    for arm, rows in runs.items():
+        print(f"| {arm} | {at_budget(rows, budget)['heldout_accuracy']:.3f} |")
+    print(f"| imitated | {imitated(root, budget, settings):.3f} |")
+
+
+if __name__ == "__main__":
+    main()

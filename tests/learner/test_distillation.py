@@ -1,0 +1,162 @@
+"""Distillation in advantage and loss, against loops written from the papers' equations."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from learners import RNG, SEGMENTS, assert_close, make_batch, place
+from teachers import LARGE, divergence_by_definition, make_teacher
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.learner.advantages import estimate, gather_feedback
+from dapo_jax.learner.policy import TEACHER, policy_learner, policy_objective
+from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
+from dapo_jax.model.divergence import Divergence
+from dapo_jax.runtime import sharding
+
+SHAPE = dataclasses.replace(LARGE, vocab=TINY.vocab)  # as a run holds it
+# Every third token of a response has no loss.
+HOLES = [
+    segment._replace(token_weights=(np.arange(len(segment.completion)) % 3 != 1).astype(float))
+    for segment in SEGMENTS
+]
+WIDTH = 24
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return make_teacher(SHAPE)
+
+
+def make_distiller(mesh, teacher, algorithm):
+    """The learner of a policy with that teacher in its loss."""
+    places = sharding.tree_shardings(mesh, abstract_params(SHAPE))
+    frozen = {TEACHER: jax.device_put(teacher, places)}
+    compute = Compute(logprob_chunk_tokens=7)
+    settings = algorithm, compute, Optimizer(learning_rate=1e-3), TINY, mesh
+    return policy_learner(*settings, frozen=frozen, teacher=SHAPE)
+
+
+def loop_loss(params, teacher, kind: Divergence):
+    """Mean divergence over the trained tokens of all responses, each in a row of its own."""
+    rows = np.zeros((len(HOLES), WIDTH), np.int32)
+    drawn_from = np.zeros((len(HOLES), WIDTH), bool)  # places before the trained tokens
+    for i, segment in enumerate(HOLES):
+        prompt, response = segment.prompt.tokens, segment.completion.tokens
+        rows[i, : segment.length] = np.concatenate([prompt, response])
+        trained = np.asarray(segment.token_weights) > 0
+        drawn_from[i, len(prompt) - 1 : segment.length - 1] = trained
+    positions = np.tile(np.arange(WIDTH), (len(rows), 1))
+    lengths = np.array([segment.length for segment in HOLES])
+    alone = (positions < lengths[:, None]).astype(np.int32)
+
+    def logits(params, config):
+        hidden = Decoder(config).apply({"params": params}, rows, alone, positions)
+        return hidden @ head_kernel(params)
+
+    both = logits(teacher, SHAPE), logits(params, TINY)
+    found = divergence_by_definition(*both, kind)
+    return jnp.sum(jnp.where(drawn_from, found, 0.0)) / drawn_from.sum()
+
+
+@pytest.mark.parametrize(("beta", "top_k"), [(0.0, 0), (0.5, 4), (1.0, 0)])
+def test_the_update_descends_the_papers_mean_divergence(
+    beta, top_k, teacher, tiny_params, one_device
+):
+    kind = Divergence(beta, top_k, 0.8)
+    algorithm = dataclasses.replace(
+        algorithms.gkd(),
+        distillation_beta=beta,
+        distillation_top_k=top_k,
+        distillation_temperature=0.8,
+        distillation_coefficient=2.0,
+    )
+    learner = make_distiller(one_device, teacher, algorithm)
+    batch, used = make_batch(algorithm, segments=HOLES)
+    batch = batch.replace(advantages=0 * batch.advantages)
+    assert used > 1
+    loss, found = learner.loss_and_gradient(place(tiny_params, learner), batch, used)
+    value, expected = jax.jit(jax.value_and_grad(lambda p: 2 * loop_loss(p, teacher, kind)))(
+        tiny_params
+    )
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+    assert_close(found, expected, 1e-5)
+
+
+def test_eight_devices_and_other_microbatches_change_nothing(
+    teacher, tiny_params, one_device, eight_devices
+):
+    algorithm = dataclasses.replace(algorithms.gkd(), distillation_top_k=4)
+    found = []
+    for mesh, rows in ((one_device, 16), (eight_devices, 8)):
+        learner = make_distiller(mesh, teacher, algorithm)
+        batch, used = make_batch(algorithm, rows, 2, HOLES)
+        found.append(learner.gradient(place(tiny_params, learner), batch, used))
+    assert_close(found[1], found[0], 1e-5)
+
+
+def test_the_teachers_parameters_are_arguments_of_the_program(teacher, one_device):
+    learner = make_distiller(one_device, teacher, algorithms.gkd())
+    batch, _ = make_batch(algorithms.gkd(), segments=HOLES)
+    text = learner.lower("update", batch).as_text()
+    head = f"tensor<{SHAPE.embed}x{SHAPE.vocab}xf32>"
+    arguments = text.split("@main(")[1].split(") ->")[0]
+    assert arguments.count(head) == 1
+    assert not [line for line in text.splitlines() if "constant" in line and f"> : {head}" in line]
+
+
+# --- on drawn tokens --------------------------------------------------------------------------
+
+INDEX = np.array([[[-1, 0, 0, -1, 1, 1, 1, -1], [-1, -1, 2, 3, 3, -1, -1, -1]]])
+TRAINED = (INDEX >= 0) & (RNG.random(INDEX.shape) > 0.3)
+EARNED = np.array([1.0, -1.0, 1.0, 1.0])
+RATIOS = np.where(TRAINED, RNG.normal(0, 2, INDEX.shape), np.nan)
+
+
+def feedback(ratios=RATIOS):
+    parts = {"reward_parts": EARNED[None], "part_weights": np.ones(1)}
+    known = parts | {"groups": np.array([0, 0, 1, 1]), "correct": EARNED > 0}
+    return gather_feedback(INDEX, EARNED, trained=TRAINED, teacher_log_ratios=ratios, **known)
+
+
+@pytest.mark.parametrize("advantage", ["zero", "group_zscore", "reward_to_go"])
+@pytest.mark.parametrize("whiten", [False, True])
+def test_each_trained_token_gets_its_own_log_ratio_beside_the_rewards(advantage, whiten):
+    algorithm = dataclasses.replace(
+        algorithms.dapo(),
+        advantage=advantage,
+        whiten=whiten,
+        distillation="reverse",
+        distillation_coefficient=0.7,
+    )
+    found, plain = (estimate(algorithm, feedback(r))[0] for r in (RATIOS, None))
+    for at in np.ndindex(INDEX.shape):
+        pull = 0.7 * RATIOS[at] if TRAINED[at] else 0.0
+        np.testing.assert_allclose(found[at], plain[at] + pull, rtol=1e-6, atol=1e-6)
+    assert plain.any() == (advantage != "zero")
+
+
+def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl():
+    """-(log p_teacher - log p) grad log p, the mean over trained tokens, and its metric."""
+    algorithm = algorithms.on_policy_distillation()
+    batch, _ = make_batch(algorithm, rows=12, microbatches=1, segments=HOLES)
+    batch = jax.tree.map(lambda array: jnp.asarray(array[0]), batch)
+    old, weights = batch.scored.old_logprobs, batch.loss_weights
+    gaps = jnp.asarray(RNG.normal(0, 1, old.shape), jnp.float32)
+    scored = batch.scored.replace(teacher_logprobs=old + gaps)
+    batch = batch.replace(scored=scored, advantages=gaps)
+
+    def loss(logprobs):
+        return policy_objective(algorithm, batch, logprobs, jnp.zeros_like(logprobs))
+
+    found, metrics = jax.grad(loss, has_aux=True)(old)
+    count = int((weights > 0).sum())
+    expected = np.where(weights > 0, -gaps / count, 0.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(
+        metrics["teacher_kl"].value(), -np.asarray(gaps)[np.asarray(weights) > 0].mean(), rtol=1e-4
+    )
