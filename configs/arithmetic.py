@@ -18,25 +18,31 @@ from dapo_jax.config.experiment import (
     Packing,
     Rollout,
     Sampler,
+    Teacher,
 )
 
 
 def get_config(preset: str = "dapo") -> Config:
     algorithm = algorithms.preset(preset)
-    # 8 groups per optimizer step. A ratio allows four such steps per rollout batch; without one
-    # every update has to be on policy.
-    updates, steps = (4, 30) if algorithm.ratio != "none" else (1, 120)
+    # 8 groups per optimizer step. A ratio, or a KL to the old policy, allows four such steps per
+    # rollout batch; without them every update has to be on policy.
+    held = algorithm.ratio != "none" or algorithm.kl_to == "old"
+    updates, steps = (4, 30) if held else (1, 120)
     critic = Critic()
     if algorithm.critic:
         critic.optimizer = Optimizer(learning_rate=1e-3, schedule="linear", warmup_steps=2)
     if algorithm.advantage == "length_adaptive_gae":
         algorithm.lambda_alpha = 1.0  # 0.05 is for thousands of tokens; here are tens
         critic.pretrain_steps = 5  # of 30, not the preset's 50
+    teacher = Teacher()
+    if algorithm.distillation != "none":
+        teacher.folder = "runs/arithmetic_sft"  # dapo-jax sft --config=configs/arithmetic_sft.py
     return Config(
         run_dir=f"runs/arithmetic_{preset}",
         total_steps=steps,
         algorithm=algorithm,
         model=Model(folder="dapo_jax:arithmetic_base"),
+        teacher=teacher,
         compute=Compute(scan_unroll=3),
         data=Data(max_terms=8, max_prompt_tokens=16),
         rollout=Rollout(

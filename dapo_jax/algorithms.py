@@ -1,139 +1,14 @@
-"""An algorithm is a value: which advantage, ratio, clip, weights and filters one run uses.
+"""An algorithm is a value: which advantage, ratio, region, weights and filters one run uses.
 
-Every method of the family multiplies the gradient of log p(token) by a coefficient (DeepSeekMath,
-arXiv 2402.03300, section 5.2). The fields below say how that coefficient is formed, and the preset
-table at the end gives the published choices. Nothing elsewhere asks for a paper's name.
+The table of published choices. `config/algorithm.py` has the fields; nothing elsewhere asks for a
+paper's name.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Literal
 
-from dapo_jax.runtime.rules import (
-    Choices,
-    CountOr0,
-    Positive,
-    PositiveOr0,
-    Range,
-    Share,
-    Unit,
-    When,
-)
-from dapo_jax.runtime.settings import require, section, setting
-
-# Keys of advantages.ESTIMATORS and losses.LOSS_WEIGHTS.
-ESTIMATORS = Choices(
-    "group_zscore group_centre leave_one_out batch_centre reward reward_to_go gae "
-    "length_adaptive_gae one preference".split()
-)
-AGGREGATES = Choices(
-    "token_mean token_mean_per_group sequence_mean sequence_sum token_sum_over_budget "
-    "pair_sum".split()
-)
-# Estimators by what they read; one that is in none of these reads the reward alone.
-OF_GROUPS = ("group_zscore", "group_centre", "leave_one_out", "preference")
-OF_VALUES = ("gae", "length_adaptive_gae")
-PER_TOKEN = ("reward_to_go", *OF_VALUES)
-OF_NO_REWARD = ("one", "preference")
-READS_OLD_LOGPROBS = When(
-    "algorithm.ratio algorithm.kl algorithm.advantage",
-    lambda ratio, kl, advantage: ratio != "none" or kl == "reward" or advantage == "preference",
-)
-IF_CLIPPED, IF_CRITIC = When("algorithm.clip"), When("algorithm.critic")
-
-
-@section
-class Algorithm:
-    """Coefficients of the tokens. Defaults are DAPO's (arXiv 2503.14476)."""
-
-    advantage: Annotated[str, ESTIMATORS] = setting(
-        "group_zscore", "Estimator: a key of advantages.ESTIMATORS."
-    )
-    whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
-    gamma: Share = setting(
-        1.0,
-        "Discount per token of reward_to_go and the gae estimators.",
-        read=When("algorithm.advantage", Choices(PER_TOKEN)),
-    )
-    lambda_policy: Unit = setting(
-        1.0, "The lambda of gae's advantages.", read=When("algorithm.advantage", "gae")
-    )
-    lambda_value: Unit = setting(
-        1.0,
-        "GAE's lambda of the returns that the critic learns.",
-        read=When("algorithm.advantage", Choices(OF_VALUES)),
-    )
-    lambda_alpha: Positive = setting(
-        0.05,
-        "length_adaptive_gae: lambda of a response of n tokens is 1 - 1 / (alpha * n).",
-        read=When("algorithm.advantage", "length_adaptive_gae"),
-    )
-    critic: bool = setting(False, "Train a value model beside the policy; the gae estimators ask.")
-    critic_pretrain_steps: CountOr0 = setting(
-        0,
-        "First rollout steps that train the critic alone, unless critic.pretrain_steps says.",
-        read=IF_CRITIC,
-    )
-    value_clip: PositiveOr0 = setting(
-        0.2,
-        "Values move at most this far from the old ones; 0: freely.",
-        read=IF_CRITIC,
-    )
-    ratio: Literal["token", "sequence", "none"] = setting(
-        "token", "Importance ratio: a key of losses.RATIOS."
-    )
-    clip: bool = setting(True, "Whether the ratio is clipped.")
-    clip_low: Unit = setting(0.2, "The ratio is clipped below 1 - clip_low.", read=IF_CLIPPED)
-    clip_high: PositiveOr0 = setting(
-        0.28, "The ratio is clipped above 1 + clip_high.", read=IF_CLIPPED
-    )
-    dual_clip: PositiveOr0 = setting(
-        10.0, "Cap c of the loss, -A * c, where A < 0; 0 switches it off."
-    )
-    aggregate: Annotated[str, AGGREGATES] = setting(
-        "token_mean", "Loss weights: a key of losses.LOSS_WEIGHTS."
-    )
-    trained_responses: Literal["all", "correct", "pairs"] = setting(
-        "all", "Which responses carry loss: a key of losses.TRAINED_RESPONSES."
-    )
-    token_weights: str = setting(
-        "", "module:function(group, sample) -> a weight per response token; empty: 1."
-    )
-    reference: bool = setting(False, "Hold a frozen reference policy (model.reference_folder).")
-    kl: Literal["none", "loss", "reward"] = setting(
-        "none", "KL to the reference: 'none', in the 'loss' or in the 'reward'."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k3", "A key of losses.KL_ESTIMATORS.", read=When("algorithm.kl", "loss reward")
-    )
-    kl_coefficient: PositiveOr0 = setting(0.0, "Weight of that KL.")
-    preference_beta: Positive = setting(
-        0.1,
-        "DPO's beta: how hard a margin pulls, in 1 / nats.",
-        read=When("algorithm.advantage", "preference"),
-    )
-    entropy_coefficient: PositiveOr0 = setting(0.0, "Weight of the entropy bonus.")
-    positive_nll_coefficient: PositiveOr0 = setting(
-        0.0, "Weight of the mean negative log-prob over the tokens of right responses (VAPO)."
-    )
-    old_logprobs: Literal["recompute", "sampler"] = setting(
-        "recompute",
-        "Of the policy before the step: 'recompute' by a forward pass, or those of the 'sampler'.",
-        read=READS_OLD_LOGPROBS,
-    )
-    importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
-        0.0, "Tokens weigh min(p_trainer / p_sampler, cap); 0 switches the correction off."
-    )
-    dynamic_sampling: bool = setting(True, "Keep only groups with 0 < correct < G, and refill.")
-    reward_correct: float = setting(1.0, "Reward of a right answer.")
-    reward_wrong: float = setting(-1.0, "Reward of a wrong or missing answer.")
-    overlong_punishment: bool = setting(True, "Soft punishment in the last tokens of the budget.")
-    overlong_buffer_share: Share = setting(
-        0.2,
-        "Share of max_response_tokens over which the punishment grows from 0 to -1.",
-        read=When("algorithm.overlong_punishment"),
-    )
-    overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
+from dapo_jax.config.algorithm import Algorithm
+from dapo_jax.runtime.settings import require
 
 
 def _changed(start: Callable[[], Algorithm], **changes) -> Callable[[], Algorithm]:
@@ -146,7 +21,7 @@ reinforce = _changed(  # Williams 1992, with the batch mean as its baseline
     dapo,
     advantage="batch_centre",
     ratio="none",
-    clip=False,
+    region="none",
     dual_clip=0.0,
     aggregate="sequence_sum",
     dynamic_sampling=False,
@@ -216,6 +91,118 @@ dpo = _changed(  # 2305.18290, online, on pairs of one group
     dynamic_sampling=True,
 )
 
+# Policy terms.
+_unbounded_grpo = _changed(_grpo_without_kl, region="none", clip_high=dapo().clip_high)
+cispo = _changed(  # 2506.13585: no lower bound; the cap is that of ScaleRL, 2510.13786
+    _unbounded_grpo, weight_high=5.0, aggregate="token_mean"
+)
+dppo_tv = _changed(  # 2602.04879: against the sampler's probabilities, truncated at 20
+    _grpo_without_kl,
+    region="tv",
+    clip_low=0.15,
+    clip_high=0.15,
+    weight_high=20.0,
+    old_logprobs="sampler",
+    aggregate="token_mean",
+)
+dppo_kl = _changed(dppo_tv, region="kl", clip_low=0.05, clip_high=0.05)  # 2602.04879
+prime_rl = _changed(  # prime-rl's default: dppo_tv beside a pull towards the sampler
+    dppo_tv,
+    clip_low=0.2,
+    clip_high=0.2,
+    advantage="group_centre",
+    kl="loss",
+    kl_to="sampler",
+    kl_estimator="k2",
+    kl_coefficient=2e-3,
+)
+ipo = _changed(  # prime-rl's: the region holds a token wherever its advantage pushes
+    prime_rl, region_sides="both", clip_low=0.1, clip_high=0.1
+)
+sapo = _changed(_unbounded_grpo, weight="sapo", decay_negative=1.05)  # 2511.20347
+gmpo = _changed(  # 2507.20673
+    _grpo_without_kl, ratio="geometric", region="log_ratio", clip_low=0.4, clip_high=0.4
+)
+luspo = _changed(  # 2602.05261
+    gspo, aggregate="sequence_sum", clip_low=2e-3, clip_high=2.5e-3
+)
+gspo_token = _changed(gspo, advantage="reward_to_go", whiten=True)  # 2507.18071, equation 13
+vespo = _changed(  # 2602.10693
+    _unbounded_grpo,
+    ratio="product",
+    weight="gamma",
+    power_positive=2.0,
+    decay_positive=3.0,
+    power_negative=3.0,
+    decay_negative=2.0,
+    aggregate="sequence_sum",
+)
+topr = _changed(  # 2503.14286
+    _unbounded_grpo,
+    advantage="reward",
+    ratio="product",
+    weight="topr",
+    aggregate="sequence_sum",
+)
+dro = _changed(  # 2405.19107, with the group's mean in the place of its value model
+    reinforce,
+    advantage="group_centre",
+    kl="loss",
+    kl_to="old",
+    kl_estimator="k2",
+    kl_coefficient=0.1,
+)
+gpg = _changed(  # 2504.02546
+    reinforce, advantage="group_centre", advantage_scale="informative", aggregate="token_mean"
+)
+# Corrections for a sampler whose arithmetic, or age, differs.
+_TOKEN_GRPO = {"aggregate": "token_mean"}
+tis = _changed(_grpo_without_kl, **_TOKEN_GRPO, importance_cap=2.0)  # truncated importance weights
+sequence_tis = _changed(tis, importance_ratio="product")
+icepop = _changed(  # 2510.18855
+    _grpo_without_kl, **_TOKEN_GRPO, importance_cap=5.0, rejection="token"
+)
+sequence_mis = _changed(  # geometric mean of a response within 0.1 % or so of the sampler's
+    _grpo_without_kl,
+    **_TOKEN_GRPO,
+    rejection="sequence",
+    rejection_low=0.999,
+    rejection_high=1.001,
+)
+worst_token_mis = _changed(  # no token of a response is 10,000 times less likely to the trainer
+    sequence_mis, rejection="worst", rejection_low=1e-4, rejection_high=0.0
+)
+deepseek_v3p2 = _changed(  # 2512.02556: off-policy sequence masking, unbiased KL
+    grpo,
+    kl_importance=True,
+    rejection="sequence",
+    rejection_low=0.9,
+    rejection_high=0.0,
+    rejection_of="new",
+    rejection_sign="negative",
+)
+# Advantages.
+lite_ppo = _changed(  # 2508.08221
+    _grpo_without_kl, **_TOKEN_GRPO, advantage="group_centre", advantage_scale="batch"
+)
+maxrl = _changed(  # 2602.02710
+    reinforce, advantage="group_centre", advantage_scale="mean", reward_wrong=0.0
+)
+opo = _changed(reinforce, advantage="length_weighted_centre", aggregate="token_mean")  # 2505.23585
+gdpo = _changed(_grpo_without_kl, advantage="reward_parts")  # 2601.05242
+pass_at_k = _changed(  # 2508.10751
+    _grpo_without_kl, **_TOKEN_GRPO, advantage="pass_at_k", clip_high=0.28
+)
+best_minus_second = _changed(reinforce, advantage="best_minus_second")  # 2503.19595
+
+# Distillation from a teacher, on what the policy draws.
+on_policy_distillation = _changed(  # Thinking Machines Lab, 2025; clipped as slime does
+    _grpo_without_kl, **_TOKEN_GRPO, advantage="zero", distillation="reverse"
+)
+gkd = _changed(  # 2306.13649
+    reinforce, **_TOKEN_GRPO, advantage="zero", distillation="jsd"
+)
+
 PRESETS: dict[str, Callable[[], Algorithm]] = {
     "reinforce": reinforce,
     "ppo": ppo,
@@ -230,6 +217,33 @@ PRESETS: dict[str, Callable[[], Algorithm]] = {
     "sft": sft,
     "rft": rft,
     "dpo": dpo,
+    "cispo": cispo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "prime_rl": prime_rl,
+    "ipo": ipo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "luspo": luspo,
+    "gspo_token": gspo_token,
+    "vespo": vespo,
+    "topr": topr,
+    "dro": dro,
+    "gpg": gpg,
+    "tis": tis,
+    "sequence_tis": sequence_tis,
+    "icepop": icepop,
+    "sequence_mis": sequence_mis,
+    "worst_token_mis": worst_token_mis,
+    "deepseek_v3p2": deepseek_v3p2,
+    "lite_ppo": lite_ppo,
+    "maxrl": maxrl,
+    "opo": opo,
+    "gdpo": gdpo,
+    "pass_at_k": pass_at_k,
+    "best_minus_second": best_minus_second,
+    "on_policy_distillation": on_policy_distillation,
+    "gkd": gkd,
 }
 
 

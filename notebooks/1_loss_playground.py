@@ -6,7 +6,8 @@
 # `dapo_jax.advantages`) and differentiates them with `jax.grad`. Nothing is written anew, so what
 # you see is what a run does.
 #
-# Run the cells and move the sliders; a page without widgets shows the pictures alone.
+# Run the cells and move the sliders; a page without widgets shows the pictures alone. What each
+# preset chooses of all this: `docs/algorithms.md`.
 
 # %%
 import dataclasses
@@ -31,7 +32,7 @@ def panels(count, **options):
 
 
 def play(draw, **ranges):
-    """The picture with sliders: (from, to, step) for each argument of `draw`."""
+    """The picture with sliders, (from, to, step), or menus, [words], for arguments of `draw`."""
     if os.environ.get("DAPO_NOTEBOOK_STATIC"):
         draw()
         plt.show()
@@ -44,7 +45,8 @@ def play(draw, **ranges):
 def pull(algorithm, ratio, advantage, old=0.01):
     """How hard an update pushes log p of a token up (+) or down (-): minus the loss's gradient.
 
-    Each token here is a response of its own, so that a ratio of responses is its ratio too.
+    Each token here is a response of its own, so that a ratio of responses is its ratio too. The
+    sampler's arithmetic is the trainer's, and a KL to the reference is left out.
     """
     ratio, advantage = np.broadcast_arrays(np.float32(ratio), np.float32(advantage))
     shape = (1, ratio.size)
@@ -54,7 +56,11 @@ def pull(algorithm, ratio, advantage, old=0.01):
     def loss(logprobs):
         factors = jnp.asarray(advantage).reshape(shape)
         ones = jnp.ones(shape)
-        return losses.policy_loss(algorithm, logprobs, before, factors, ones, segments)[0].sum()
+        each = losses.policy_loss(algorithm, logprobs, before, factors, ones, segments)[0]
+        if algorithm.kl == "loss" and algorithm.kl_to != "reference":  # to the policy that sampled
+            kl = losses.KL_ESTIMATORS[algorithm.kl_estimator](logprobs, before)
+            each += algorithm.kl_coefficient * kl
+        return each.sum()
 
     return -np.asarray(jax.grad(loss)(before + np.log(ratio).reshape(shape))).reshape(ratio.shape)
 
@@ -133,7 +139,44 @@ def plane(clip_low=0.2, clip_high=0.28, dual_clip=10.0):
 play(plane, clip_low=(0.0, 0.9, 0.01), clip_high=(0.0, 0.9, 0.01), dual_clip=(1.5, 20, 0.5))
 
 # %% [markdown]
-# ## 3. Who is pulled how hard: the aggregates
+# ## 3. All methods in one picture
+#
+# The pull on a token of a right answer (left) and of a wrong one (right), against its ratio; the
+# others are grey. A *region* cuts the gradient where the token has moved too far, by its ratio
+# (GRPO, DAPO, GSPO, GMPO) or by how far its probability moved (DPPO, prime-rl: their ends depend
+# on the old probability). A *weight* keeps it and only bounds it (CISPO), or lets it fade (SAPO,
+# VESPO). TOPR imitates right answers whatever their ratio; DRO has no ratio, and a square that
+# pulls back.
+
+
+# %%
+METHODS = (
+    "reinforce grpo dapo gspo gmpo dppo_tv dppo_kl prime_rl ipo cispo sapo vespo topr dro"
+).split()
+
+
+def methods(method="sapo", beside="dapo", old=0.05):
+    ratios = np.geomspace(1 / 16, min(16, 1 / old), 400)
+    axes = panels(2)
+    grey = {"color": "0.75", "lw": 1}
+    styles = dict.fromkeys(METHODS, grey) | {beside: {"color": "C1", "lw": 3, "label": beside}}
+    styles[method] = {"color": "C0", "lw": 3, "label": method}
+    for axis, advantage in zip(axes, (1.0, -1.0), strict=True):
+        for name, style in sorted(styles.items(), key=lambda item: item[1]["lw"]):
+            axis.plot(ratios, pull(dapo_jax.preset(name), ratios, advantage, old), **style)
+        axis.axvline(1, color="k", lw=0.6)
+        axis.set(xscale="log", xlabel="ratio p / p_old", title=f"Pull where A = {advantage:+g}")
+        axis.set_xticks([0.1, 0.25, 0.5, 1, 2, 4, 10], ["0.1", "0.25", "0.5", "1", "2", "4", "10"])
+        axis.minorticks_off()
+    axes[0].set_ylim(-0.2, 6)
+    axes[1].set_ylim(-6, 0.2)
+    axes[0].legend(loc="upper left")
+
+
+play(methods, method=METHODS, beside=METHODS, old=(0.005, 0.5, 0.005))
+
+# %% [markdown]
+# ## 4. Who is pulled how hard: the aggregates
 #
 # Two groups of ragged responses. `token_mean` (DAPO) weighs all tokens alike, so a long response
 # pulls more as a whole; `sequence_mean` (GRPO) weighs all responses alike, so the tokens of a
@@ -168,7 +211,7 @@ def aggregates(longest=256):
 play(aggregates, longest=(16, 512, 16))
 
 # %% [markdown]
-# ## 4. Dividing by the group's spread favours the easy and the hard
+# ## 5. Dividing by the group's spread favours the easy and the hard
 #
 # A group with k right answers out of G. GRPO and DAPO divide by the standard deviation in the
 # group; Dr. GRPO only subtracts the mean. The z-score gives one right answer among wrong ones a
@@ -208,7 +251,7 @@ def difficulty(size=16):
 play(difficulty, size=(4, 32, 2))
 
 # %% [markdown]
-# ## 5. Overlong responses: cut, slope or silence
+# ## 6. Overlong responses: cut, slope or silence
 #
 # A response that the budget cuts off has no answer, so it counts as wrong, however good its
 # reasoning. *Soft overlong punishment* lets the reward fall over the last tokens before the
@@ -254,13 +297,13 @@ def overlong(buffer_share=0.2):
 play(overlong, buffer_share=(0.05, 1.0, 0.05))
 
 # %% [markdown]
-# ## 6. Three estimators of one KL
+# ## 7. Estimators of one KL
 #
 # Each reads the log-probs of one drawn token. Their means and spreads are exact here: sums over a
 # vocabulary of 50, not draws. k1 is unbiased and noisy, k3 unbiased and quieter while the
 # policies are near (up to its cap of 10 a token), k2 biased when they are far. What a *loss* uses
 # is the gradient, and there the order is another: on policy, k1's is zero in the mean, k2's is
-# that of the KL, k3's is not.
+# that of the KL, k3's is not. k3+ has the value of k3 and the gradient of k2.
 
 
 # %%
@@ -294,7 +337,7 @@ def kl_estimators(spread=2.0):
     titles = ("Mean of the estimate", "Standard deviation per token", "Error of the mean gradient")
     axes = panels(3)
     for column, (axis, title) in enumerate(zip(axes, titles, strict=True)):
-        for name, style in zip(found, ("-", "-.", "--"), strict=True):
+        for name, style in zip(found, ("-", "-.", "--", ":"), strict=True):
             axis.plot(truth, np.array(found[name])[:, column], style, lw=2, label=name)
         axis.set(title=title, xlabel="KL to the reference, nats")
     axes[0].plot(truth, truth, "k:", label="the KL")
@@ -305,7 +348,7 @@ def kl_estimators(spread=2.0):
 play(kl_estimators, spread=(0.0, 4.0, 0.5))
 
 # %% [markdown]
-# ## 7. A ratio of tokens or of responses
+# ## 8. A ratio of tokens or of responses
 #
 # Log-probs drift by the same small noise at every token. GRPO's ratio belongs to a token, so its
 # spread does not know how long the response is. GSPO's is the geometric mean over the response,
@@ -324,10 +367,9 @@ def sequence_ratios(drift=0.02):
         segments, ones = jnp.ones((100, n), int), jnp.ones((100, n))
         factors = ones.at[::2].set(-1.0)  # every other response is wrong
         for name, algorithm in (("token", grpo), ("sequence", gspo)):
-            ratio = losses.RATIOS[algorithm.ratio](changes, segments, ones > 0)
-            spreads[name].append(np.quantile(ratio, [0.05, 0.95]))
-            _, clipped = losses.policy_loss(algorithm, changes, 0 * ones, factors, ones, segments)
-            cut[name].append(float((clipped["clipped_high"] + clipped["clipped_low"]).mean()))
+            _, seen = losses.policy_loss(algorithm, changes, 0 * ones, factors, ones, segments)
+            spreads[name].append(np.quantile(seen["ratio"], [0.05, 0.95]))
+            cut[name].append(float((seen["clipped_high"] + seen["clipped_low"]).mean()))
     left, right = panels(2)
     titles = {"token": "GRPO: a token's", "sequence": "GSPO: a response's"}
     for name, colour in (("token", "C0"), ("sequence", "C1")):
@@ -344,7 +386,7 @@ def sequence_ratios(drift=0.02):
 play(sequence_ratios, drift=(0.005, 0.3, 0.005))
 
 # %% [markdown]
-# ## 8. GAE: how far back a reward reaches
+# ## 9. GAE: how far back a reward reaches
 #
 # With a critic, lambda decides what a token hears of the reward at the end. Here the critic says
 # 0 everywhere and the reward is 1, so the advantage of a token *is* that share. A fixed 0.95
@@ -386,4 +428,4 @@ def credit(fixed=0.95, alpha=0.05):
 play(credit, fixed=(0.8, 1.0, 0.005), alpha=(0.02, 1.0, 0.02))
 
 # %% [markdown]
-# What each preset chooses of all this: `docs/algorithms.md`. `3_train.ipynb` trains with it.
+# `3_train.ipynb` trains with all this.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from dapo_jax.algorithms import OF_GROUPS, OF_NO_REWARD, OF_VALUES, PER_TOKEN, Algorithm
+from dapo_jax.config.algorithm import OF_GROUPS, OF_NO_REWARD, OF_VALUES, Algorithm
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import SHAPING, Rollout, Sampler
 
@@ -76,51 +76,61 @@ def _check_imitation(algorithm: Algorithm, check: Check) -> None:
 
 
 def _check_ratio(algorithm: Algorithm, sampler: Sampler, check: Check) -> None:
-    sequence = algorithm.ratio == "sequence"
     check(
-        "algorithm.clip",
-        not algorithm.clip or algorithm.ratio != "none",
-        "false with algorithm.ratio = 'none', which has nothing to clip",
+        "algorithm.region",
+        algorithm.region == "none" or algorithm.ratio != "none",
+        "'none' with algorithm.ratio = 'none', which never moves",
     )
-    upper, dual = 1 + algorithm.clip_high, algorithm.dual_clip
+    whole = algorithm.ratio in ("sequence", "product")
+    check(
+        "algorithm.region",
+        algorithm.region not in ("tv", "kl") or not whole,
+        f"'ratio', 'log_ratio' or 'none' with algorithm.ratio = {algorithm.ratio!r}: a response "
+        "has no single probability that moves",
+    )
+    bounded, upper = algorithm.region in ("ratio", "log_ratio"), 1 + algorithm.clip_high
     check(
         "algorithm.dual_clip",
-        dual == 0 or algorithm.clip and dual > upper,
-        f"0 (off) or, with algorithm.clip, above 1 + clip_high = {upper}",
+        algorithm.dual_clip == 0 or bounded and algorithm.dual_clip > upper,
+        "0 (off) or, with algorithm.region = 'ratio' or 'log_ratio', above 1 + clip_high = "
+        f"{upper}",
     )
-    check(
-        "algorithm.ratio",
-        not sequence or algorithm.advantage not in PER_TOKEN,
-        f"'token' with algorithm.advantage = {algorithm.advantage!r}: a response has one ratio "
-        "but here an advantage for every token",
-    )
+    for name in ("weight", "rejection"):
+        low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
+        check(
+            f"algorithm.{name}_high",
+            high == 0 or high > low,
+            f"0 (no bound) or above algorithm.{name}_low = {low}",
+        )
     check(
         "algorithm.old_logprobs",
         algorithm.old_logprobs != "sampler" or (sampler.top_p == 1 and sampler.top_k == 0),
         "'recompute' where sampler.top_p or sampler.top_k truncates the distribution",
     )
-    for name, off in (("token_weights", ""), ("importance_cap", 0.0)):
+    uncapped, of_sampler = algorithm.importance_cap == 0, algorithm.old_logprobs == "sampler"
+    sampled = algorithm.advantage not in OF_NO_REWARD or algorithm.distillation == "reverse"
+    for name, off in (("importance_cap", 0), ("rejection", "none")):
         check(
             f"algorithm.{name}",
-            not sequence or getattr(algorithm, name) == off,
-            f"{off!r} with algorithm.ratio = 'sequence', which weighs whole responses",
+            getattr(algorithm, name) == off or sampled,
+            f"{off!r} with algorithm.advantage = {algorithm.advantage!r}: no expectation over "
+            "samples",
         )
-    uncapped = algorithm.importance_cap == 0
     check(
         "algorithm.importance_cap",
-        uncapped or algorithm.advantage not in OF_NO_REWARD,
-        f"0 with algorithm.advantage = {algorithm.advantage!r}: no expectation over samples",
+        uncapped or not of_sampler,
+        "0 with algorithm.old_logprobs = 'sampler': the ratio already is against the sampler",
     )
     check(
-        "algorithm.importance_cap",
-        uncapped or algorithm.old_logprobs == "recompute",
-        "0 with algorithm.old_logprobs = 'sampler': the ratio already is against the sampler",
+        "algorithm.rejection_of",
+        algorithm.rejection == "none" or not of_sampler or algorithm.rejection_of == "new",
+        "'new' with algorithm.old_logprobs = 'sampler': the sampler is the policy before the step",
     )
 
 
 def _check_reference(algorithm: Algorithm, check: Check) -> None:
     has_kl = algorithm.kl != "none"
-    needed = has_kl or algorithm.advantage == "preference"
+    needed = has_kl and algorithm.kl_to == "reference" or algorithm.advantage == "preference"
     check(
         "algorithm.reference",
         algorithm.reference == needed,
@@ -137,6 +147,11 @@ def _check_reference(algorithm: Algorithm, check: Check) -> None:
         "k2 or k3 with algorithm.kl = 'loss': the expected gradient of k1 is 0 there",
     )
     check(
+        "algorithm.kl_importance",
+        not algorithm.kl_importance or algorithm.kl_estimator == "k3",
+        "false, or with algorithm.kl_estimator = 'k3', whose expectation the ratio corrects",
+    )
+    check(
         "algorithm.kl",
         algorithm.kl != "reward" or algorithm.advantage not in OF_NO_REWARD,
         f"'none' or 'loss': algorithm.advantage = {algorithm.advantage!r} reads no reward",
@@ -151,6 +166,42 @@ def _check_reference(algorithm: Algorithm, check: Check) -> None:
     )
 
 
+def _diverges_alone(algorithm: Algorithm) -> bool:
+    """True where the loss is the divergence from a teacher, right on whoever's tokens."""
+    return algorithm.advantage == "zero" and algorithm.distillation == "jsd"
+
+
+def _check_distillation(config: Config, check: Check) -> None:
+    algorithm, distils = config.algorithm, config.algorithm.distillation != "none"
+    check(
+        "algorithm.distillation",
+        distils or algorithm.advantage != "zero",
+        "'reverse' or 'jsd' with algorithm.advantage = 'zero', which alone teaches nothing",
+    )
+    check(
+        "teacher.folder",
+        not distils or config.teacher.folder != "",
+        f"a model folder with algorithm.distillation = {algorithm.distillation!r}",
+    )
+    check(
+        "algorithm.distillation",
+        algorithm.distillation != "reverse" or algorithm.advantage not in ("one", "preference"),
+        f"'none' or 'jsd' with algorithm.advantage = {algorithm.advantage!r}, which is no "
+        "estimate over samples",
+    )
+    check(
+        "algorithm.dynamic_sampling",
+        not algorithm.dynamic_sampling or algorithm.advantage != "zero",
+        "false with algorithm.advantage = 'zero': a teacher says something to every group",
+    )
+    check(
+        "algorithm.ratio",
+        algorithm.ratio == "none" or not _diverges_alone(algorithm),
+        "'none' with algorithm.advantage = 'zero' and algorithm.distillation = 'jsd': there is no "
+        "advantage to weigh",
+    )
+
+
 def _check_updates(algorithm: Algorithm, rollout: Rollout, check: Check) -> None:
     grouped = algorithm.advantage in OF_GROUPS or algorithm.dynamic_sampling
     check(
@@ -159,20 +210,36 @@ def _check_updates(algorithm: Algorithm, rollout: Rollout, check: Check) -> None
         "at least 2: a group of one has no statistics and can't differ in correctness",
     )
     check(
+        "algorithm.pass_k",
+        algorithm.advantage != "pass_at_k" or algorithm.pass_k <= rollout.samples_per_prompt,
+        f"at most rollout.samples_per_prompt = {rollout.samples_per_prompt}",
+    )
+    check(
         "rollout.updates_per_rollout",
         rollout.prompts_per_step % rollout.updates_per_rollout == 0,
         f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}",
     )
+    held = algorithm.kl == "loss" and algorithm.kl_to != "reference"
     check(
         "rollout.updates_per_rollout",
-        algorithm.ratio != "none" or rollout.updates_per_rollout == 1,
-        "1 with algorithm.ratio = 'none': later updates would be off-policy, uncorrected",
+        algorithm.ratio != "none"
+        or held
+        or _diverges_alone(algorithm)
+        or rollout.updates_per_rollout == 1,
+        "1 with algorithm.ratio = 'none': later updates would be off-policy, uncorrected (or "
+        "algorithm.kl_to = 'old' to hold them back)",
     )
+    corrected = algorithm.importance_cap > 0 or algorithm.rejection != "none"
+    against_sampler = algorithm.ratio != "none" and algorithm.old_logprobs == "sampler"
     for name, off in (("lag", 0), ("carry_over", "none")):
         check(
             f"rollout.{name}",
-            getattr(rollout, name) == off or algorithm.importance_cap > 0,
-            f"{off!r} without algorithm.importance_cap: those of an older policy go uncorrected",
+            getattr(rollout, name) == off
+            or corrected
+            or against_sampler
+            or _diverges_alone(algorithm),
+            f"{off!r} without algorithm.importance_cap, algorithm.rejection or old_logprobs = "
+            "'sampler': those of an older policy go uncorrected",
         )
     check(
         "rollout.carry_over",
@@ -231,6 +298,7 @@ def check_combinations(config: Config, check: Check) -> None:
     _check_imitation(algorithm, check)
     _check_ratio(algorithm, config.sampler, check)
     _check_reference(algorithm, check)
+    _check_distillation(config, check)
     _check_updates(algorithm, config.rollout, check)
     _check_reward(config, check)
     _check_critic(config, check)

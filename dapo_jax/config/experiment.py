@@ -7,7 +7,7 @@ A file in `configs/` returns one of these; the command line overrides its settin
 import dataclasses
 from typing import Annotated, Literal
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import IF_TEACHER, Algorithm
 from dapo_jax.config.compute import Compute, Mesh, OneMesh, Packing
 from dapo_jax.config.inputs import GENERATED, Data, Examples, OwnData
 from dapo_jax.config.outputs import Checkpoint, Evaluation, Log, Watch
@@ -20,6 +20,7 @@ from dapo_jax.config.sections import (
     Reward,
     Rollout,
     Sampler,
+    Teacher,
 )
 from dapo_jax.runtime.rules import (
     Count,
@@ -59,6 +60,7 @@ class Config:
     total_steps: Count = setting(20, "Rollout steps.", may_change=CONSTANT_RATES)
     algorithm: Algorithm = part(Algorithm)
     model: Model = part(Model)
+    teacher: Teacher = part(Teacher, read=IF_TEACHER)
     lora: Lora = part(Lora)
     compute: Compute = part(Compute)
     data: Data = part(Data)

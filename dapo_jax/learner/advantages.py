@@ -12,9 +12,20 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.learner.baselines import (
+    SCALES,
+    STD_EPSILON,
+    batch_centre,
+    best_minus_second,
+    centre_by_length,
+    centre_in_groups,
+    leave_one_out,
+    normalise_in_groups,
+    of_right_sets,
+)
 from dapo_jax.structs import present
 
-STD_EPSILON, WHITEN_EPSILON = 1e-6, 1e-8
+WHITEN_EPSILON = 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +45,19 @@ class Feedback:
     rewards: Float[np.ndarray, "B"]
     token_rewards: Float[np.ndarray, "*M R T"]
     values: Float[np.ndarray, "*M R T"] | None = None
+    reward_parts: Float[np.ndarray, "K B"] | None = None  # weighted, without the KL penalty
+    part_weights: Float[np.ndarray, "K"] | None = None
     reference_log_ratios: Float[np.ndarray, "B"] | None = None  # sum over a response, old - ref
+    teacher_log_ratios: Float[np.ndarray, "*M R T"] | None = None  # teacher - old, as values are
 
     @property
     def on_response(self) -> Bool[np.ndarray, "*M R T"]:
         return self.response_index >= 0
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "B"]:
+        """All tokens of each response."""
+        return np.bincount(self.response_index[self.on_response], minlength=len(self.groups))
 
     @property
     def tokens(self) -> Int[np.ndarray, "B"]:
@@ -62,6 +81,7 @@ def gather_feedback(
     response_index: Int[np.ndarray, "*M R T"],
     earned: Float[np.ndarray, "B"],
     *,
+    earned_by_tokens: Float[np.ndarray, "*M R T"] | None = None,
     penalties: Float[np.ndarray, "*M R T"] | None = None,
     log_ratios: Float[np.ndarray, "*M R T"] | None = None,
     trained: Bool[np.ndarray, "*M R T"] | None = None,
@@ -71,6 +91,7 @@ def gather_feedback(
 
     Args:
         earned: rewards before the penalties.
+        earned_by_tokens: the share of `earned` that single tokens have; the last has the rest.
         penalties: what stands off the responses is ignored, here as in `log_ratios`.
         log_ratios: old minus reference log-probs.
         trained: None means every token of the responses.
@@ -85,8 +106,11 @@ def gather_feedback(
         known["reference_log_ratios"] = sums
     fields: dict[str, Any] = {"trained": on if trained is None else trained, **known}
     feedback = Feedback(response_index, rewards=rewards, token_rewards=token_rewards, **fields)
-    last = on & ~feedback.continues
-    token_rewards[last] += earned[response_index[last]]
+    last, rest = on & ~feedback.continues, earned
+    if earned_by_tokens is not None:
+        token_rewards[on] += earned_by_tokens[on]
+        rest = earned - _sum_over_responses(earned_by_tokens, response_index, len(earned))
+    token_rewards[last] += rest[response_index[last]]
     return feedback
 
 
@@ -97,53 +121,45 @@ def spread(
     return np.append(per_response, 0.0)[response_index]  # index -1 reads the last entry
 
 
-# --- one value per response: (rewards, groups) -> [B] ----------------------------------------
-
-
-def _group_means(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over the group of each response, and the size of that group."""
-    _, member = np.unique(groups, return_inverse=True)
-    size = np.bincount(member)
-    return (np.bincount(member, values) / size)[member], size[member]
-
-
-def centre_in_groups(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
-    """R - group mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return rewards - _group_means(rewards, groups)[0]
-
-
-def normalise_in_groups(
-    rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]
-) -> np.ndarray:
-    """(R - mean) / (std + 1e-6) in each group, std with ddof = 1.
-
-    GRPO, arXiv 2402.03300, section 4.1.2; ddof and epsilon as in DAPO's released code.
-
-    >>> normalise_in_groups(np.array([1.0, -1, -1, -1]), np.array([7, 7, 7, 7]))
-    array([ 1.4999985, -0.4999995, -0.4999995, -0.4999995])
-    """
-    centred = centre_in_groups(rewards, groups)
-    mean_square, size = _group_means(centred**2, groups)
-    return centred / (np.sqrt(mean_square * size / np.maximum(size - 1, 1)) + STD_EPSILON)
-
-
-def leave_one_out(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
-    """R - mean of the group's other rewards (RLOO, arXiv 2402.14740, section 2.2).
-
-    >>> leave_one_out(np.array([1.0, 0, 0]), np.array([7, 7, 7]))
-    array([ 1. , -0.5, -0.5])
-    """
-    mean, size = _group_means(rewards, groups)
-    return rewards - (mean * size - rewards) / np.maximum(size - 1, 1)
-
-
-def batch_centre(rewards: Float[np.ndarray, "B"], groups: Int[np.ndarray, "B"]) -> np.ndarray:
-    """R - mean over the rollout batch: REINFORCE with a constant baseline."""
-    return rewards - rewards.mean()
+# --- one value per response ------------------------------------------------------------------
 
 
 def _of_responses(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> "Estimator":
-    return lambda algorithm, f: spread(function(f.rewards, f.groups), f.response_index)
+    def estimator(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+        advantages = function(feedback.rewards, feedback.groups)
+        scale = SCALES[algorithm.advantage_scale]
+        scaled = scale(advantages, feedback.rewards, feedback.groups)
+        return spread(scaled, feedback.response_index)
+
+    return estimator
+
+
+def length_weighted_centre(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """`centre_by_length`, by all tokens of a response."""
+
+    def centre(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        return centre_by_length(rewards, groups, feedback.lengths)
+
+    return _of_responses(centre)(algorithm, feedback)
+
+
+def reward_parts(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Sum of weight * z-score in its group over the reward's parts, whitened over responses.
+
+    GDPO, arXiv 2601.05242, equations 4 to 6.
+    """
+    parts = present(feedback.reward_parts, "reward_parts")
+    weights = np.abs(present(feedback.part_weights, "part_weights"))  # their sign is in the parts
+    scores = [normalise_in_groups(part, feedback.groups) for part in parts]
+    total = np.sum(weights[:, None] * np.array(scores), axis=0)
+    whitened = (total - total.mean()) / (total.std(ddof=min(1, len(total) - 1)) + STD_EPSILON)
+    return spread(whitened, feedback.response_index)
+
+
+def pass_at_k(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """`of_right_sets` of `pass_k` responses."""
+    gains = of_right_sets(feedback.correct, feedback.groups, algorithm.pass_k)
+    return spread(gains, feedback.response_index)
 
 
 # --- one value per token ---------------------------------------------------------------------
@@ -199,6 +215,11 @@ def one(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     return np.where(feedback.on_response, 1.0, 0.0)
 
 
+def zero(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
+    """Coefficient 0: no estimate from rewards, beside a teacher's."""
+    return np.zeros(feedback.response_index.shape)
+
+
 def pair_up(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """[pairs, 2] response numbers: each group's i-th right with its i-th wrong response.
 
@@ -236,6 +257,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "group_zscore": _of_responses(normalise_in_groups),
     "group_centre": _of_responses(centre_in_groups),
     "leave_one_out": _of_responses(leave_one_out),
+    "length_weighted_centre": length_weighted_centre,
+    "reward_parts": reward_parts,
+    "pass_at_k": pass_at_k,
+    "best_minus_second": _of_responses(best_minus_second),
     "batch_centre": _of_responses(batch_centre),
     "reward": _of_responses(lambda rewards, groups: rewards),
     "reward_to_go": reward_to_go,
@@ -243,6 +268,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "length_adaptive_gae": length_adaptive_gae,
     "one": one,
     "preference": preference,
+    "zero": zero,
 }
 
 
@@ -263,6 +289,10 @@ def estimate(algorithm: Algorithm, feedback: Feedback) -> tuple[np.ndarray, np.n
     advantages = ESTIMATORS[algorithm.advantage](algorithm, feedback)
     if algorithm.whiten:
         advantages = whiten(advantages, feedback.trained)
+    if feedback.teacher_log_ratios is not None:
+        # E[(log p_teacher - log p) grad log p] is minus the gradient of KL(p || p_teacher).
+        pull = algorithm.distillation_coefficient * np.float64(feedback.teacher_log_ratios)
+        advantages = advantages + np.where(feedback.trained, pull, 0.0)
     if feedback.values is None:
         return advantages.astype(np.float32), None
     gains = generalised_advantages(algorithm, feedback, algorithm.lambda_value)

@@ -13,11 +13,19 @@ from dapo_jax.structs import Mean, TrainBatch, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Learners:
-    """Compiled programs of policy and critic, and the frozen reference parameters."""
+    """Compiled programs of policy and critic, and the frozen parameters that score beside them.
+
+    Attributes:
+        teacher: scores tokens with `teacher_params`; never updated.
+        teacher_params: of its own shape; with algorithm.distillation = 'jsd' the policy's update
+            reads them too.
+    """
 
     policy: Learner
     critic: Learner | None = None
     reference: Any = None
+    teacher: Learner | None = None
+    teacher_params: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Ratios, clips, KL and value losses per token, and the weights that make everything a sum.
+"""Coefficients, KL and value losses per token, and the weights that make everything a sum.
 
 `loss = sum(loss_weights * token_loss)`. The weights are computed once per optimizer minibatch from
 counts over the whole minibatch, on all devices, so the split into microbatches, devices and rows
-can't change the loss. A new ratio, KL estimator or aggregate is a function here, an entry in the
-dict under its kind, its name in `algorithms.py` and a case in
+can't change the loss. A new ratio, region, weight, KL estimator or aggregate is a function here,
+an entry in the dict under its kind, its name in `config/algorithm.py` and a case in
 `tests/learner/test_losses.py`; `policy.py` adds the terms up.
 """
 
@@ -12,12 +12,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.special import rel_entr
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.learner.advantages import pair_up
 
 LOG_RATIO_LIMIT, KL_LIMIT = 20.0, 10.0
+WEIGHT_LIMIT = 0.999 * np.exp(LOG_RATIO_LIMIT)  # below what a clamped ratio weighs
 
 
 def clamp_log(log_ratio: Array) -> Array:
@@ -25,35 +27,122 @@ def clamp_log(log_ratio: Array) -> Array:
     return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-# --- ratios: (log-ratio, 0 where untrained; segments; trained) -> ratio ---------------------
+# --- ratios: (log-ratio, 0 where untrained; segments; trained) -> log-ratio ------------------
 
 
-def token_ratio(log_ratio: Float[Array, "R T"], segment_ids: Array, trained: Array) -> Array:
-    """p(token) / p_old(token)."""
-    return jnp.exp(clamp_log(log_ratio))
+def sum_over_responses(
+    values: Float[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
+) -> Float[Array, "R T"]:
+    """Sum over the trained tokens of each token's response."""
+
+    def of_row(values, segments):
+        return jax.ops.segment_sum(values, segments, len(segments) + 1)[segments]
+
+    return jax.vmap(of_row)(jnp.where(trained, values, 0.0), segment_ids)
 
 
-def sequence_ratio(
-    log_ratio: Float[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
-) -> Array:
-    """exp(mean log-ratio) of each token's response (GSPO, arXiv 2507.18071, equation 7)."""
-
-    def mean_of_row(values, segments, mask):
-        sums = jax.ops.segment_sum(values, segments, len(segments) + 1)
-        counts = jax.ops.segment_sum(mask.astype(values.dtype), segments, len(segments) + 1)
-        return (sums / jnp.maximum(counts, 1))[segments]
-
-    return jnp.exp(clamp_log(jax.vmap(mean_of_row)(log_ratio, segment_ids, trained)))
+def mean_over_responses(
+    values: Float[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
+) -> Float[Array, "R T"]:
+    """Mean over the trained tokens of each token's response (GSPO, 2507.18071, equation 7)."""
+    counts = sum_over_responses(jnp.ones_like(values), segment_ids, trained)
+    return sum_over_responses(values, segment_ids, trained) / jnp.maximum(counts, 1)
 
 
-def no_ratio(log_ratio: Float[Array, "R T"], segment_ids: Array, trained: Array) -> Array:
-    """1, with the gradient of log p: the plain policy gradient."""
-    return jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
+def token_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
+    """log p(token) - log p_old(token)."""
+    return log_ratio
 
 
-RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "none": no_ratio}
+def no_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
+    """0, the ratio 1: the plain policy gradient."""
+    return jnp.zeros_like(log_ratio)
 
-# --- KL to the reference: (logprobs, reference logprobs) -> estimate per token ---------------
+
+RATIOS = {
+    "token": token_log_ratio,
+    "sequence": mean_over_responses,
+    "product": sum_over_responses,
+    "geometric": token_log_ratio,  # then the mean of those that its region holds
+    "none": no_log_ratio,
+}
+
+# --- regions: (algorithm; ratio, p and p_old of the token) -> below, above, ratio held inside -----
+
+
+def ratio_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
+    """1 - low <= ratio <= 1 + high (PPO, 1707.06347, with the two bounds of DAPO, 2503.14476)."""
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    # Strict comparisons: on a bound (a clip of 0 puts r = 1 there) the gradient is still whole.
+    return ratio < low, ratio > high, jnp.clip(ratio, low, high)
+
+
+def log_ratio_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
+    """exp(-low) <= ratio <= exp(high) (GMPO, 2507.20673)."""
+    low, high = np.exp(-algorithm.clip_low), np.exp(algorithm.clip_high)
+    return ratio < low, ratio > high, jnp.clip(ratio, low, high)
+
+
+def tv_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
+    """-low <= p - p_old <= high: the token's part of the total variation (DPPO, 2602.04879)."""
+    return p - old < -algorithm.clip_low, p - old > algorithm.clip_high, ratio
+
+
+def kl_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
+    """KL of (p_old, 1 - p_old) to (p, 1 - p), at most low on the way down, high up (DPPO)."""
+    old, p = jnp.minimum(old, 1.0), jnp.minimum(p, 1.0)  # rounding
+    kl = rel_entr(old, p) + rel_entr(1 - old, 1 - p)
+    return (p < old) & (kl > algorithm.clip_low), (p > old) & (kl > algorithm.clip_high), ratio
+
+
+def everywhere(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
+    """No bounds."""
+    never = jnp.zeros_like(ratio, bool)
+    return never, never, ratio
+
+
+REGIONS = {
+    "ratio": ratio_region,
+    "log_ratio": log_ratio_region,
+    "tv": tv_region,
+    "kl": kl_region,
+    "none": everywhere,
+}
+
+# --- weights of log p's gradient: (algorithm, ratio, A > 0) -> weight -------------------------
+
+
+def ratio_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
+    """The ratio itself: the gradient of A * ratio."""
+    return ratio
+
+
+def sapo_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
+    """Gradient of (4 / t) sigmoid(t (ratio - 1)) by log p (SAPO, 2511.20347): 1 at ratio 1."""
+    t = jnp.where(positive, algorithm.decay_positive, algorithm.decay_negative)
+    return 4 * jax.nn.sigmoid(t * (ratio - 1)) * jax.nn.sigmoid(t * (1 - ratio)) * ratio
+
+
+def gamma_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
+    """ratio^k exp(d (1 - ratio)), with power k and decay d (VESPO, 2602.10693): 1 at ratio 1."""
+    k = jnp.where(positive, algorithm.power_positive, algorithm.power_negative)
+    d = jnp.where(positive, algorithm.decay_positive, algorithm.decay_negative)
+    return jnp.exp(k * jnp.log(jnp.maximum(ratio, 1e-30)) + d * (1 - ratio))
+
+
+def topr_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
+    """1 where A > 0, else min(ratio, 1) (TOPR, 2503.14286)."""
+    return jnp.where(positive, 1.0, jnp.minimum(ratio, 1.0))
+
+
+WEIGHTS = {
+    "ratio": ratio_weight,
+    "sapo": sapo_weight,
+    "gamma": gamma_weight,
+    "topr": topr_weight,
+}
+
+# --- KL to another policy: (logprobs, its logprobs) -> estimate per token ---------------------
 
 
 def k1(logprobs: Array, reference_logprobs: Array) -> Array:
@@ -72,7 +161,14 @@ def k3(logprobs: Array, reference_logprobs: Array) -> Array:
     return jnp.clip(jnp.expm1(d) - d, -KL_LIMIT, KL_LIMIT)
 
 
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
+    """The value of k3 with the gradient of k2."""
+    gradient = k2(logprobs, reference_logprobs)
+    value = k3(logprobs, reference_logprobs)
+    return gradient + jax.lax.stop_gradient(value - gradient)
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_with_gradient_of_k2}
 
 # --- policy loss ----------------------------------------------------------------------------
 
@@ -85,17 +181,18 @@ def policy_loss(
     mask: Float[Array, "R T"],
     segment_ids: Int[Array, "R T"],
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
-    """Clipped surrogate per token, and which tokens it clipped.
+    """Loss per token whose gradient is -A * weight(ratio) * gradient of log p inside the region.
 
-    m = max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, equation 7; the two bounds
-    of DAPO, arXiv 2503.14476, equation 8), and for A < 0 min(m, -A c) where a dual clip c is set
-    (arXiv 1912.09729, equation 4). Without `clip`, m = -A r.
+    Outside it the loss is constant: the ratio that the region's end holds. For PPO's region this
+    is max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347, equation 7; the two bounds of
+    DAPO, arXiv 2503.14476, equation 8). For A < 0 a dual clip c holds the ratio at c (arXiv
+    1912.09729, equation 4).
 
     >>> old = jnp.log(jnp.array([[0.5, 0.5]]))
     >>> new = jnp.log(jnp.array([[0.6, 0.7]]))  # grown by 1.2 and 1.4, of which 1.28 is kept
     >>> dapo, ones = dapo_jax.preset("dapo"), jnp.ones((1, 2))
-    >>> loss, clipped = policy_loss(dapo, new, old, ones, ones, jnp.ones((1, 2), int))
-    >>> np.asarray(loss).round(2).tolist(), clipped["clipped_high"].tolist()
+    >>> loss, seen = policy_loss(dapo, new, old, ones, ones, jnp.ones((1, 2), int))
+    >>> np.asarray(loss).round(2).tolist(), seen["clipped_high"].tolist()
     ([[-1.2000000476837158, -1.2799999713897705]], [[0.0, 1.0]])
 
     Args:
@@ -103,40 +200,35 @@ def policy_loss(
         segment_ids: the response of a token within its row, for ratios of whole responses.
 
     Returns:
-        the loss and {"clipped_low", "clipped_high", "clipped_dual"}: 1 where that bound cut the
-        gradient.
+        the loss, {"clipped_low", "clipped_high", "clipped_dual"}: 1 where that bound cut the
+        gradient, and "ratio": before any bound.
     """
     trained = mask > 0
     # Select before the exp: whatever stands on padding must not reach it (NaN times 0 is NaN).
-    log_ratio = jnp.where(trained, logprobs, 0.0) - jnp.where(trained, old_logprobs, 0.0)
-    ratio = RATIOS[algorithm.ratio](log_ratio, segment_ids, trained)
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    below, above = (algorithm.clip & (ratio < low), algorithm.clip & (ratio > high))
-    # Strict comparisons: on a bound (a clip of 0 puts r = 1 there) the gradient is still whole.
-    bounded = jnp.where(below, low, jnp.where(above, high, ratio))
-    loss = jnp.maximum(-advantages * ratio, -advantages * bounded)
+    logprobs, old_logprobs = (jnp.where(trained, one, 0.0) for one in (logprobs, old_logprobs))
+    fixed = jax.lax.stop_gradient(logprobs)
+    log_ratio = RATIOS[algorithm.ratio](fixed - old_logprobs, segment_ids, trained)
+    ratio = jnp.exp(clamp_log(log_ratio))
+    region = REGIONS[algorithm.region]
+    below, above, held = region(algorithm, ratio, jnp.exp(fixed), jnp.exp(old_logprobs))
+    if algorithm.region_sides == "sign":
+        below, above = below & (advantages < 0), above & (advantages > 0)
+    bounded = jnp.where(below | above, held, ratio)
     capped = jnp.zeros_like(below)
     if algorithm.dual_clip:
-        cap = -advantages * algorithm.dual_clip
-        capped = (advantages < 0) & (loss > cap)
-        loss = jnp.where(capped, cap, loss)
-    clipped = {
-        "clipped_low": (trained & (advantages < 0) & below).astype(jnp.float32),
-        "clipped_high": (trained & (advantages > 0) & above).astype(jnp.float32),
-        "clipped_dual": (trained & capped).astype(jnp.float32),
-    }
-    return jnp.where(trained, loss, 0.0), clipped
-
-
-def importance_weights(
-    trainer_logprobs: Array, sampler_logprobs: Array, cap: float
-) -> Float[Array, "R T"]:
-    """min(p_trainer / p_sampler, cap), not differentiated: truncated importance sampling.
-
-    Corrects tokens that were drawn by a sampler whose arithmetic differs from the trainer's.
-    """
-    log_ratio = clamp_log(jax.lax.stop_gradient(trainer_logprobs) - sampler_logprobs)
-    return jnp.minimum(jnp.exp(log_ratio), cap)
+        capped = (advantages < 0) & (bounded > algorithm.dual_clip)
+        bounded = jnp.where(capped, algorithm.dual_clip, bounded)
+    if algorithm.ratio == "geometric":
+        bounded = jnp.exp(mean_over_responses(jnp.log(bounded), segment_ids, trained))
+    read = jnp.clip(bounded, algorithm.weight_low, algorithm.weight_high or None)
+    weight = WEIGHTS[algorithm.weight](algorithm, read, advantages > 0)
+    inside = ~(below | above | capped) & (weight < WEIGHT_LIMIT) & (weight > 1 / WEIGHT_LIMIT)
+    # 1, with the gradient of log p: A, ratio and bounds decide how much of it there is.
+    moving = jnp.where(inside, jnp.exp(logprobs - fixed), 1.0)
+    loss = jnp.where(trained, -advantages * weight * moving, 0.0)
+    seen = {"clipped_low": below, "clipped_high": above, "clipped_dual": capped}
+    seen = {name: (trained & cut).astype(jnp.float32) for name, cut in seen.items()}
+    return loss, seen | {"ratio": ratio}
 
 
 def value_loss(

@@ -8,11 +8,17 @@ from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.losses import KL_ESTIMATORS, importance_weights, k3, policy_loss
+from dapo_jax.learner.corrections import importance_weights, rejections
+from dapo_jax.learner.losses import KL_ESTIMATORS, clamp_log, k3, policy_loss
+from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.divergence import Divergence
+from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, present
+
+IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
+TEACHER = "teacher"  # its parameters among those of a learner that never change
 
 
 def token_metrics(
@@ -21,7 +27,7 @@ def token_metrics(
     logprobs: Float[Array, "R T"],
     old_logprobs: Float[Array, "R T"],
     entropy: Float[Array, "R T"],
-    clipped: dict[str, Float[Array, "R T"]],
+    seen: dict[str, Float[Array, "R T"]],
 ) -> dict[str, Mean]:
     """Means over trained tokens (DAPO's figures 2 and 3a, and the sampler's mismatch)."""
     trained = (batch.loss_weights > 0).astype(jnp.float32)
@@ -32,16 +38,20 @@ def token_metrics(
     values = {
         "entropy": entropy,
         "mean_probability": probability,
-        "clip_fraction_low": clipped["clipped_low"],
-        "clip_fraction_high": clipped["clipped_high"],
-        "clip_fraction_dual": clipped["clipped_dual"],
+        "clip_fraction_low": seen["clipped_low"],
+        "clip_fraction_high": seen["clipped_high"],
+        "clip_fraction_dual": seen["clipped_dual"],
         "kl_sampler_trainer": sampler - trainer,
         "policy_nll": -logprobs,
     }
     if batch.scored.reference_logprobs is not None:
         values["kl_reference"] = k3(logprobs, batch.scored.reference_logprobs)
+    if batch.scored.teacher_logprobs is not None:
+        values["teacher_kl"] = old_logprobs - batch.scored.teacher_logprobs
     means = {name: weighted(value, trained) for name, value in values.items()}
-    means["up_clipped_probability"] = weighted(probability, clipped["clipped_high"])
+    means["up_clipped_probability"] = weighted(probability, seen["clipped_high"])
+    if batch.scored.old_logprobs is not None and algorithm.ratio != "none":
+        means[RATIO_HISTOGRAM] = histogram(seen["ratio"], trained)
     return means
 
 
@@ -50,33 +60,49 @@ def policy_objective(
     batch: TrainBatch,
     logprobs: Float[Array, "R T"],
     entropy: Float[Array, "R T"],
+    divergence: Float[Array, "R T"] | None = None,
 ) -> tuple[Array, dict[str, Mean]]:
     """The loss of one microbatch, `sum(loss_weights * token_loss)` and the positive NLL.
 
-    token_loss = importance weight * clipped surrogate + KL to the reference - entropy bonus.
+    token_loss = importance weight * surrogate, 0 where rejected, + KL + divergence from the
+    teacher - entropy bonus.
     """
     scored, weights = batch.scored, batch.loss_weights
     rollouts, trained = scored.rollouts, batch.loss_weights > 0
+    segments, counted = rollouts.segment_ids, trained.astype(jnp.float32)
     old = scored.old_logprobs
     old = jax.lax.stop_gradient(logprobs) if old is None else old
-    losses, clipped = policy_loss(
-        algorithm, logprobs, old, batch.advantages, weights, rollouts.segment_ids
-    )
-    metrics = token_metrics(batch, algorithm, logprobs, old, entropy, clipped)
+    losses, seen = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
+    metrics = token_metrics(batch, algorithm, logprobs, old, entropy, seen)
     # Select first: what stands off the trained tokens must not reach an exp, not even times 0.
-    logprobs = jnp.where(trained, logprobs, 0.0)
+    logprobs, old, sampler = (
+        jnp.where(trained, one, 0.0) for one in (logprobs, old, rollouts.sampler_logprobs)
+    )
     if algorithm.importance_cap:
-        sampler = jnp.where(trained, rollouts.sampler_logprobs, 0.0)
-        importance = importance_weights(
-            jnp.where(trained, old, 0.0), sampler, algorithm.importance_cap
-        )
+        importance = importance_weights(algorithm, old, sampler, segments, trained)
         losses = importance * losses
-        metrics["importance_weight"] = weighted(importance, trained.astype(jnp.float32))
+        metrics["importance_weight"] = weighted(importance, counted)
+        metrics[IMPORTANCE_SQUARE] = weighted(jnp.square(importance), counted)
+    if algorithm.rejection != "none":
+        policies = logprobs, old, sampler
+        below, above = rejections(algorithm, *policies, batch.advantages, segments, trained)
+        losses = jnp.where(below | above, 0.0, losses)
+        metrics["rejected_fraction_low"] = weighted(below.astype(jnp.float32), counted)
+        metrics["rejected_fraction_high"] = weighted(above.astype(jnp.float32), counted)
     if algorithm.kl == "loss":
-        reference = present(scored.reference_logprobs, "reference_logprobs")
-        reference = jnp.where(trained, reference, 0.0)
-        kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, reference)
+        other = {"old": old, "sampler": sampler}.get(algorithm.kl_to)
+        if other is None:
+            reference = present(scored.reference_logprobs, "reference_logprobs")
+            other = jnp.where(trained, reference, 0.0)
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, other)
+        if algorithm.kl_importance:  # r k3 has the gradient r (log p - log ref) (2512.02556)
+            ratio = jnp.exp(clamp_log(jax.lax.stop_gradient(logprobs) - old))
+            kl = ratio * KL_ESTIMATORS["k3+"](logprobs, other)
         losses += algorithm.kl_coefficient * kl
+    if divergence is not None:
+        divergence = jnp.where(trained, divergence, 0.0)
+        losses += algorithm.distillation_coefficient * divergence
+        metrics["teacher_kl"] = weighted(divergence, counted)
     if algorithm.entropy_coefficient:
         losses -= algorithm.entropy_coefficient * jnp.where(trained, entropy, 0.0)
     loss = jnp.sum(weights * losses)
@@ -94,6 +120,7 @@ def policy_learner(
     temperature: float = 1.0,
     frozen: Any = None,
     keep_logprobs: bool = False,
+    teacher: DecoderConfig | None = None,
 ) -> Learner:
     """The learner whose score is the log-prob of each token.
 
@@ -101,25 +128,35 @@ def policy_learner(
         frozen: parameters that never change (see `Learner`).
         temperature: the sampler's, so that both speak of the same distribution.
         keep_logprobs: each update also returns the log-probs of the policy it differentiates.
+        teacher: that the loss diverges from; its parameters are `frozen[TEACHER]`.
     """
+    chunk_tokens = compute.logprob_chunk_tokens
+
+    def states_of(params, shape: DecoderConfig, rows: Rollouts):
+        return hidden_states(params, shape, rows.tokens, rows.segment_ids, rows.positions)
 
     def of_rows(params, rows: Rollouts):
-        return token_logprobs(
-            params,
-            config,
-            rows.tokens,
-            rows.segment_ids,
-            rows.positions,
-            temperature=temperature,
-            chunk_tokens=compute.logprob_chunk_tokens,
-        )
+        hidden = states_of(params, config, rows)
+        return hidden, *logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
 
     def score(params, rows: Rollouts):
-        return of_rows(params, rows)[0]
+        return of_rows(params, rows)[1]
+
+    def divergence_of(params, hidden, shape: DecoderConfig, rows: Rollouts):
+        given = params[TEACHER]
+        kind = Divergence(
+            algorithm.distillation_beta,
+            algorithm.distillation_top_k,
+            algorithm.distillation_temperature,
+        )
+        both = params, hidden, given, states_of(given, shape, rows)
+        return divergences_of(*both, kind, chunk_tokens)
 
     def loss(params, batch: TrainBatch):
-        logprobs, entropy = of_rows(params, batch.scored.rollouts)
-        value, metrics = policy_objective(algorithm, batch, logprobs, entropy)
+        rows = batch.scored.rollouts
+        hidden, logprobs, entropy = of_rows(params, rows)
+        divergence = divergence_of(params, hidden, teacher, rows) if teacher else None
+        value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
         kept: dict[str, Any] = {TOKEN_LOGPROBS: logprobs} if keep_logprobs else {}
         return value, metrics | kept
 

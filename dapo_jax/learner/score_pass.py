@@ -1,4 +1,4 @@
-"""The score pass: what policy, reference and critic make of rollouts before any update."""
+"""The score pass: what policy, reference, teacher and critic make of rollouts before updates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from dapo_jax.learner.packing import nth, place_tokens, trained_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Group, ScoredBatch
+from dapo_jax.structs import Group, ScoredBatch, present
 
 
 @timed("score")
 def score_pass(
     config: Config, learners: Learners, states: LearnerStates, minibatches: Minibatches
 ) -> ScoredBatch:
-    """Rollouts with the log-probs and values of policy, reference and critic before any update.
+    """Rollouts with log-probs and values of policy, reference, teacher and critic before updates.
 
     Returns when the devices are done.
     """
@@ -33,17 +33,25 @@ def score_pass(
         used = enumerate(minibatches.microbatches)
         return jnp.stack([learner.score(params, nth(rollouts, u), count) for u, count in used])
 
-    old = reference = values = None
+    old = reference = values = teacher = None
+    distilled = algorithm.distillation == "reverse"
     # A single update's own forward pass is the old policy: the ratio is exactly 1.
     if algorithm.old_logprobs == "sampler":
         old = rollouts.sampler_logprobs
-    elif len(minibatches) > 1 or algorithm.kl == "reward" or algorithm.trained_responses == "pairs":
+    elif (
+        len(minibatches) > 1
+        or algorithm.kl == "reward"
+        or algorithm.trained_responses == "pairs"
+        or distilled
+    ):
         old = over_minibatches(learners.policy, states.policy.params)
     if algorithm.reference:
         reference = over_minibatches(learners.policy, learners.reference)
     if learners.critic and states.critic:
         values = over_minibatches(learners.critic, states.critic.params)
-    return jax.block_until_ready(ScoredBatch(rollouts, old, reference, values))
+    if distilled and learners.teacher:
+        teacher = over_minibatches(learners.teacher, learners.teacher_params)
+    return jax.block_until_ready(ScoredBatch(rollouts, old, reference, values, teacher))
 
 
 def gather(
@@ -60,14 +68,27 @@ def gather(
         if algorithm.trained_responses == "pairs":
             log_ratios = to_host(old - reference)
     rewards = np.concatenate([group.rewards for group in groups])
+    parts = zip(*(group.reward_parts.values() for group in groups), strict=True)
+    weights = config.reward.weights()  # a part that shapes alone has 1
+    by_tokens = None
+    if any(group.token_rewards for group in groups):
+        each = (g.token_rewards or [np.zeros(len(c)) for c in g.completions] for g in groups)
+        by_tokens = place_tokens([own for group in each for own in group], index)
+    pulls = None
+    if scored.teacher_logprobs is not None:
+        pulls = to_host(scored.teacher_logprobs - present(old, "old_logprobs"))
     trained = trained_tokens(minibatches.responses(), algorithm)
     return gather_feedback(
         index,
         rewards,
+        earned_by_tokens=by_tokens,
         penalties=penalties,
         log_ratios=log_ratios,
+        reward_parts=np.array([np.concatenate(part) for part in parts]),
+        part_weights=np.array([weights.get(name, 1.0) for name in groups[0].reward_parts]),
         groups=np.arange(len(rewards)) // config.rollout.samples_per_prompt,
         correct=np.concatenate([group.correct for group in groups]),
         trained=place_tokens(trained, index) > 0,
+        teacher_log_ratios=pulls,
         values=None if scored.values is None else to_host(scored.values).astype(np.float64),
     )

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
-from dapo_jax.learner.losses import RATIOS, policy_loss
+from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.packing import take_tokens
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import Trace, TrainBatch, present
@@ -28,13 +28,11 @@ def trace_ratios(
     new, old, gains, weights, segments = (
         jnp.asarray(one).reshape(-1, logprobs.shape[-1]) for one in to_host(arrays)
     )
-    trained = weights > 0
-    ratios = RATIOS[algorithm.ratio](jnp.where(trained, new - old, 0.0), segments, trained)
-    _, cut = policy_loss(algorithm, new, old, gains, weights, segments)
-    bounds = LOW * cut["clipped_low"] + HIGH * cut["clipped_high"]
-    bounds = jnp.where(cut["clipped_dual"] > 0, DUAL, bounds)
-    index = np.asarray(rollouts.response_index)
-    return list(zip(*(take_tokens(np.asarray(x), index) for x in (ratios, bounds)), strict=True))
+    _, seen = policy_loss(algorithm, new, old, gains, weights, segments)
+    bounds = LOW * seen["clipped_low"] + HIGH * seen["clipped_high"]
+    bounds = jnp.where(seen["clipped_dual"] > 0, DUAL, bounds)
+    index, arrays = np.asarray(rollouts.response_index), (seen["ratio"], bounds)
+    return list(zip(*(take_tokens(np.asarray(x), index) for x in arrays), strict=True))
 
 
 def trace_responses(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.algorithms import OF_NO_REWARD
+from dapo_jax.config.algorithm import OF_NO_REWARD
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import OF_THE_ANSWER
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
@@ -57,9 +57,10 @@ GROUPS_OF_RIGHT = When(
 )
 # The first update after fresh log-probs sees ratios of 1, which no clip cuts.
 CLIPS = When(
-    "algorithm.clip rollout.updates_per_rollout algorithm.old_logprobs",
-    lambda clip, updates, old: clip and (updates > 1 or old == "sampler"),
+    "algorithm.region rollout.updates_per_rollout algorithm.old_logprobs",
+    lambda region, updates, old: region != "none" and (updates > 1 or old == "sampler"),
 )
+SEVERAL_UPDATES = When("rollout.updates_per_rollout", lambda updates: updates > 1)
 ONE_POLICY = When("rollout.lag rollout.carry_over", lambda lag, carry: (lag, carry) == (0, "none"))
 TOKEN_RATIO = When("algorithm.ratio", "token")
 NO_PUNISHMENT = When(
@@ -84,13 +85,14 @@ class Alert(NamedTuple):
     """A metric with one or several of: a limit of a step, an event of a step, a problem of a run.
 
     Attributes:
+        metric: or the sum of two, as "a + b".
         setting: the limit of a step, a lower one where its name begins with `min_`; 0 is none.
         advice: alternatives to try beyond it.
         see: where to look beyond it.
         event: text of a step in which the metric is above 0.
         causes: of the event, as far as they apply.
-        problem: text of a run whose last rows have a mean beyond `limit`, on either side of 0;
-            without a limit, of a run with the metric above 0 in any step.
+        problem: text of a run whose last rows have a mean beyond `limit`, on either side of 0, or
+            below `least`; without either, of a run with the metric above 0 in any step.
         applies: the settings with which it is said at all; None: all.
     """
 
@@ -102,11 +104,16 @@ class Alert(NamedTuple):
     causes: tuple[Hint, ...] = ()
     problem: str = ""
     limit: float = 0.0
+    least: float = 0.0
     applies: When | None = None
 
 
 ROLLOUTS = When("log.rollouts")
 SLOWER = Hint("a smaller optimizer.learning_rate")
+FRESHER = Hint(
+    "rollout.lag=0 and rollout.carry_over=none",
+    When("rollout.lag rollout.carry_over", lambda lag, carry: (lag, carry) != (0, "none")),
+)
 ALERTS = (
     Alert(
         "entropy",
@@ -171,6 +178,25 @@ ALERTS = (
         problem="the upper clip cuts many tokens",
         limit=0.1,
         applies=TOKEN_RATIO,  # that of a whole response is cut for all its tokens
+    ),
+    Alert(
+        "rejected_fraction_low + rejected_fraction_high",
+        advice=(FRESHER, Hint("wider bounds of algorithm.rejection")),
+        problem="many tokens are rejected",
+        limit=0.1,
+    ),
+    Alert(
+        "effective_sample_fraction",
+        advice=(FRESHER, Hint("a smaller algorithm.importance_cap")),
+        problem="a few tokens have most of the importance weight",
+        least=0.5,
+    ),
+    Alert(
+        "ratio_p99",
+        advice=(Hint("a smaller rollout.updates_per_rollout", SEVERAL_UPDATES), SLOWER),
+        problem="the policy moves far within a step",
+        limit=2.0,
+        applies=TOKEN_RATIO,
     ),
     Alert(
         "starved",
@@ -304,16 +330,21 @@ def alerts_of_run(rows: Rows, total_steps: int, settings: Mapping[str, Any]) -> 
             fall = f"from {before:.3g} to {after:.3g} nats"
             texts.append(f"entropy fell {fall}: little is explored any more")
     alerts = (alert for alert in ALERTS if does_apply(alert.applies, settings))
-    return texts + [text for alert in alerts if (text := _problem(alert, rows))]
+    return texts + [text for alert in alerts if (text := _problem(alert, rows, settings))]
 
 
-def _problem(alert: Alert, rows: Rows) -> str:
+def _problem(alert: Alert, rows: Rows, settings: Mapping[str, Any]) -> str:
     if not alert.problem:
         return ""
-    if alert.limit:
-        end = finite_values(rows, alert.metric)[-LAST:]
-        beyond = end.size > 0 and abs(end.mean()) > alert.limit
-        return f"{alert.problem}: {alert.metric} is {end.mean():.3g} at the end" if beyond else ""
+    if alert.limit or alert.least:
+        ends = [finite_values(rows, name)[-LAST:] for name in alert.metric.split(" + ")]
+        mean = sum(end.mean() for end in ends if end.size)
+        known = any(end.size for end in ends)
+        if not known or alert.least <= abs(mean) <= (alert.limit or np.inf):
+            return ""
+        advice = _alternatives(alert.advice, settings)
+        advice = f": try {advice}" if advice else ""
+        return f"{alert.problem}: {alert.metric} is {mean:.3g} at the end{advice}"
     steps = [row["step"] for row in rows if finite_values([row], alert.metric).sum() > 0]
     named = ", ".join(map(str, steps[:8])) + ", ..." * (len(steps) > 8)
     return f"{alert.problem} in {len(steps)} of {len(rows)} rows (step {named})" if steps else ""

@@ -1,6 +1,7 @@
 """A setting that nothing would read has to keep its default."""
 
 import dataclasses
+import functools
 
 import pytest
 from command_lines import RL, load
@@ -14,14 +15,22 @@ READ_WHEN = {name: rule.read for name, rule in rules(Config).items() if rule.rea
 
 # Read whatever the algorithm, or refused by a check of its own where it makes no sense.
 ALWAYS_READ = set(
-    "advantage whiten critic ratio clip dual_clip aggregate trained_responses token_weights "
+    "advantage whiten critic ratio region dual_clip aggregate trained_responses token_weights "
     "reference kl kl_coefficient entropy_coefficient positive_nll_coefficient importance_cap "
-    "dynamic_sampling reward_correct reward_wrong overlong_punishment overlong_filtering".split()
+    "distillation rejection dynamic_sampling reward_correct reward_wrong overlong_punishment "
+    "overlong_filtering".split()
 )
 
 # Setting: a legal value that is not the default, and a run (preset, overrides) that reads it.
 CHANGES = {
     "algorithm.gamma": (0.9, "reinforce_pp", ""),
+    "algorithm.distillation_coefficient": (0.5, "gkd", ""),
+    "algorithm.distillation_beta": (0.1, "gkd", ""),
+    "algorithm.distillation_top_k": (8, "gkd", ""),
+    "algorithm.distillation_temperature": (0.9, "gkd", ""),
+    "teacher.folder": ("elsewhere", "gkd", ""),
+    "teacher.dtype": ("bfloat16", "on_policy_distillation", ""),
+    "teacher.weights_dtype": ("int8", "gkd", ""),
     "algorithm.lambda_policy": (0.9, "ppo", ""),
     "algorithm.lambda_value": (0.9, "vapo", ""),
     "algorithm.lambda_alpha": (0.3, "vapo", ""),
@@ -33,6 +42,23 @@ CHANGES = {
     "algorithm.overlong_buffer_share": (0.5, "dapo", ""),
     "algorithm.kl_estimator": ("k2", "grpo", ""),
     "algorithm.old_logprobs": ("sampler", "rloo", ""),
+    "algorithm.advantage_scale": ("batch", "dr_grpo", ""),
+    "algorithm.pass_k": (3, "pass_at_k", ""),
+    "algorithm.region_sides": ("both", "dapo", ""),
+    "algorithm.weight": ("topr", "dapo", ""),
+    "algorithm.weight_low": (0.5, "dapo", ""),
+    "algorithm.weight_high": (2.0, "dapo", ""),
+    "algorithm.decay_positive": (2.0, "sapo", ""),
+    "algorithm.decay_negative": (2.0, "sapo", ""),
+    "algorithm.power_positive": (3.0, "vespo", ""),
+    "algorithm.power_negative": (2.0, "vespo", ""),
+    "algorithm.kl_to": ("old", "grpo", "algorithm.reference=false"),
+    "algorithm.kl_importance": (True, "grpo", ""),
+    "algorithm.importance_ratio": ("product", "tis", ""),
+    "algorithm.rejection_low": (0.2, "icepop", ""),
+    "algorithm.rejection_high": (8.0, "icepop", ""),
+    "algorithm.rejection_of": ("new", "icepop", ""),
+    "algorithm.rejection_sign": ("negative", "icepop", ""),
     "critic.folder": ("elsewhere", "ppo", ""),
     "critic.optimizer.learning_rate": (1e-4, "ppo", ""),
     "critic.optimizer.schedule": ("cosine", "ppo", ""),
@@ -72,6 +98,12 @@ def settings_of(config: Config) -> dict:
     return {name: value for name, _, value in leaves(config)}
 
 
+@functools.cache
+def of_presets() -> dict[str, dict]:
+    presets = sorted(set(algorithms.PRESETS) - {"sft"})
+    return {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name, capsys):
     value, preset, overrides = CHANGES[name]
@@ -79,9 +111,7 @@ def test_a_changed_setting_is_refused_where_nothing_reads_it_and_only_there(name
     change = f"--config.{name}={value}"
     found = settings_of(load(Config, f"{RL}:{preset}", *overrides, change))
     assert found[name] == value and READ_WHEN[name](found)
-    presets = sorted(set(algorithms.PRESETS) - {"sft"})
-    plain = {preset: settings_of(load(Config, f"{RL}:{preset}")) for preset in presets}
-    unread = [preset for preset in presets if not READ_WHEN[name](plain[preset])]
+    unread = [preset for preset, plain in of_presets().items() if not READ_WHEN[name](plain)]
     # What is no preset's choice is named.
     where = [f"{RL}:{unread[0]}"] if unread else [f"{RL}:dapo", *NOWHERE]
     with pytest.raises(SystemExit) as stopped:

@@ -144,18 +144,38 @@ REFUSED = {
     "preference by ratio": ("dpo", "algorithm.ratio=token", "ratio 'token' 'none' 'preference'"),
     # ratios and clips
     "clip below zero": ("grpo", "algorithm.clip_low=1.5", "clip_low 1.5 from 0 to 1"),
-    "clip of no ratio": ("rloo", "algorithm.clip=true", "algorithm.clip True false 'none'"),
+    "clip of no ratio": ("rloo", "algorithm.region=ratio", "algorithm.region 'ratio' 'none'"),
     "dual clip in the clip": ("dapo", "algorithm.dual_clip=1.28", "dual_clip 1.28 above"),
-    "dual clip alone": ("rloo", "algorithm.dual_clip=3", "dual_clip 3.0 0 algorithm.clip"),
-    "one ratio, many advantages": (
-        "ppo",
-        "algorithm.ratio=sequence",
-        "algorithm.ratio 'sequence' 'token' 'gae'",
+    "dual clip alone": ("rloo", "algorithm.dual_clip=3", "dual_clip 3.0 0 algorithm.region"),
+    "a region of one probability": (
+        "gspo",
+        "algorithm.region=tv",
+        "algorithm.region 'tv' 'ratio' 'none' 'sequence'",
     ),
-    "one ratio, rewards to go": (
-        "reinforce_pp",
-        "algorithm.ratio=sequence",
-        "algorithm.ratio 'sequence' 'token' 'reward_to_go'",
+    "bounds the wrong way round": (
+        "icepop",
+        "algorithm.rejection_low=6",
+        "algorithm.rejection_high 5.0 0 6.0",
+    ),
+    "a sampler that is the old policy": (
+        "icepop",
+        "algorithm.old_logprobs=sampler algorithm.importance_cap=0",
+        "algorithm.rejection_of 'old' 'new' 'sampler'",
+    ),
+    "importance of what has no expectation": (
+        "rft",
+        "algorithm.rejection=token",
+        "algorithm.rejection 'token' 'none' 'one'",
+    ),
+    "sets larger than the group": (
+        "pass_at_k",
+        "algorithm.pass_k=17",
+        "algorithm.pass_k 17 16",
+    ),
+    "a ratio times a biased estimate": (
+        "grpo",
+        "algorithm.kl_importance=true algorithm.kl_estimator=k2",
+        "algorithm.kl_importance True false 'k3'",
     ),
     "nucleus against the sampler": (
         "gspo",
@@ -234,7 +254,8 @@ def test_every_preset_of_rewards_is_a_valid_run(preset):
     config = load(Config, f"{RL}:{preset}")
     alpha = 1.0 if preset == "vapo" else 0.05
     assert config.algorithm == dataclasses.replace(algorithms.preset(preset), lambda_alpha=alpha)
-    assert config.rollout.updates_per_rollout == (1 if config.algorithm.ratio == "none" else 4)
+    on_policy = config.algorithm.ratio == "none" and config.algorithm.kl_to == "reference"
+    assert config.rollout.updates_per_rollout == (1 if on_policy else 4)
 
 
 ALLOWED = [

@@ -41,7 +41,8 @@ PENALTIES, VALUES, LOG_RATIOS = draws(0.3), draws(), draws(3.0)
 
 def feedback(penalties=None, values=None, rubbish=np.nan, **changes):
     """Feedback with NaN (or other rubbish) wherever no response stands."""
-    known = {"groups": GROUPS, "correct": CORRECT} | changes
+    parts = {"reward_parts": EARNED[None], "part_weights": np.ones(1)}
+    known = parts | {"groups": GROUPS, "correct": CORRECT} | changes
     return gather_feedback(
         INDEX,
         EARNED,
@@ -334,5 +335,6 @@ def test_what_belongs_to_a_response_is_spread_over_its_tokens_only():
 
 
 def test_every_estimator_has_a_loop_in_this_file():
-    others = {"reward_to_go", "gae", "length_adaptive_gae", "one", "preference"}
-    assert set(ESTIMATORS) == set(OF_RESPONSES) | others
+    others = {"reward_to_go", "gae", "length_adaptive_gae", "one", "preference", "zero"}
+    in_the_other = {"length_weighted_centre", "reward_parts", "pass_at_k", "best_minus_second"}
+    assert set(ESTIMATORS) == set(OF_RESPONSES) | others | in_the_other

@@ -216,9 +216,13 @@ def gathered(algorithm, earned, weights=None):
         np.float32(np.where(on, rng.normal(size=on.shape), np.nan)) for _ in range(3)
     )
     config = types.SimpleNamespace(
-        algorithm=algorithm, rollout=types.SimpleNamespace(samples_per_prompt=7)
+        algorithm=algorithm,
+        rollout=types.SimpleNamespace(samples_per_prompt=7),
+        reward=types.SimpleNamespace(weights=lambda: {"rule": 1.0}),
     )
-    groups = [types.SimpleNamespace(rewards=np.array(earned), correct=np.array(CORRECT))]
+    rewards = np.array(earned)
+    known = {"correct": np.array(CORRECT), "reward_parts": {"rule": rewards}, "token_rewards": None}
+    groups = [types.SimpleNamespace(rewards=rewards, **known)]
     scored = ScoredBatch(rollouts, old, reference, values)
     return gather(config, Minibatches([segments], rollouts, [1]), scored, groups), np.float64(
         old

@@ -10,14 +10,9 @@ import pytest
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
+from dapo_jax.learner.corrections import importance_weights
 from dapo_jax.learner.critic import critic_objective
-from dapo_jax.learner.losses import (
-    KL_ESTIMATORS,
-    RATIOS,
-    importance_weights,
-    policy_loss,
-    value_loss,
-)
+from dapo_jax.learner.losses import KL_ESTIMATORS, RATIOS, policy_loss, value_loss
 from dapo_jax.learner.policy import policy_objective
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
 
@@ -56,8 +51,12 @@ def on_trained(values, fill=np.nan):
     return array
 
 
-def make_case(log_ratios, seed=0, rubbish=np.nan, old=True):
-    """A microbatch whose trained tokens have these log-ratios, with its log-probs and entropy."""
+def make_case(log_ratios, seed=0, rubbish=np.nan, old=True, whole=False):
+    """A microbatch whose trained tokens have these log-ratios, with its log-probs and entropy.
+
+    Args:
+        whole: advantages and loss weights belong to responses, as in training; else to tokens.
+    """
     rng, count = np.random.default_rng(seed), len(TRAINED)
     logprobs = rng.normal(-2, 1, count)
     reference = logprobs + np.resize([0.3, -0.2, 2.9, -12.0, 1.1, 30.0, -0.9], count)
@@ -70,6 +69,12 @@ def make_case(log_ratios, seed=0, rubbish=np.nan, old=True):
     olds = on_trained(logprobs - log_ratios, fill) if old else None
     scored = ScoredBatch(rollouts, olds, on_trained(reference, fill))
     weights = on_trained(rng.uniform(0.1, 1, count), 0.0)
+    if whole:
+        for row, _, start, n in RESPONSES:
+            if n:
+                mine = (row, slice(start, start + n))
+                advantages[mine] = advantages[row, start]
+                weights[mine] = np.where(weights[mine] > 0, weights[row, start], 0.0)
     nll_weights = on_trained(rng.uniform(0, 0.3, count) * (np.arange(count) % 3 > 0), 0.0)
     batch = TrainBatch(scored, advantages, weights, nll_weights)
     return batch, on_trained(logprobs, fill), on_trained(rng.uniform(0, 2, count), fill)
@@ -82,7 +87,7 @@ def cut(x, low, high):
 def loop_surrogate(algorithm, ratio, advantage):
     """PPO's equation 7 with DAPO's two bounds, then dual-clip PPO's equation 4, as a loss."""
     gain = ratio * advantage
-    if algorithm.clip:
+    if algorithm.region == "ratio":
         bounded = cut(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
         gain = min(gain, bounded * advantage)
     if advantage < 0 and algorithm.dual_clip:
@@ -99,7 +104,7 @@ def loop_ratio(algorithm, place, response, logprobs, old, start):
 
 
 def loop_kl(name, logprob, reference):
-    if name == "k3":
+    if name in ("k3", "k3+"):
         d = cut(reference - logprob, -20, 20)
         return cut(math.exp(d) - d - 1, -10, 10)
     return logprob - reference if name == "k1" else (logprob - reference) ** 2 / 2
@@ -169,8 +174,8 @@ OBJECTIVES = {
     "token ratio": {},
     "token ratio, dual clip 3": {"dual_clip": 3.0},
     "token ratio, no dual clip": {"dual_clip": 0.0, "clip_high": 0.2},
-    "token ratio, clip off": {"clip": False, "dual_clip": 0.0},
-    "no ratio": {"ratio": "none", "clip": False, "dual_clip": 0.0},
+    "token ratio, clip off": {"region": "none", "dual_clip": 0.0},
+    "no ratio": {"ratio": "none", "region": "none", "dual_clip": 0.0},
     "k2": {"kl": "loss", "kl_estimator": "k2", "kl_coefficient": 0.5},
     "k3": {"kl": "loss", "kl_estimator": "k3", "kl_coefficient": 0.5},
     "entropy bonus": {"entropy_coefficient": 0.7},
@@ -201,14 +206,16 @@ def test_without_old_logprobs_the_policy_is_its_own_old_one(changes):
 
 
 @pytest.mark.parametrize("scale", [5e-4, 0.1, 30.0])
-@pytest.mark.parametrize("terms", [{}, OBJECTIVES["everything"]], ids=["gspo", "everything"])
+@pytest.mark.parametrize(
+    "terms", [{}, OBJECTIVES["everything"] | {"importance_cap": 0.0}], ids=["gspo", "everything"]
+)
 def test_the_sequence_ratio_and_its_gradient_are_gspos_loop(scale, terms):
     algorithm = dataclasses.replace(algorithms.gspo(), **terms)
     if scale > 0.01:  # else all would be clipped
         algorithm = dataclasses.replace(algorithm, clip_low=0.2, clip_high=0.28)
     for seed in range(3):
         log_ratios = np.random.default_rng(seed).normal(0, scale, len(TRAINED))
-        assert_objective_is_the_loop(algorithm, make_case(log_ratios, seed))
+        assert_objective_is_the_loop(algorithm, make_case(log_ratios, seed, whole=True))
 
 
 def test_a_masked_microbatch_has_neither_loss_nor_gradient():
@@ -242,11 +249,10 @@ def test_padding_gets_no_loss_and_no_gradient(ratio, rubbish):
     assert loss[0, 1] == gradient[0, 1] == 0 and loss[0, 0] and gradient[0, 0]
 
 
-def test_importance_weights_are_not_differentiated():
+def test_importance_weights_are_capped_ratios():
     trainer, sampler = np.float32([-1.0, -2.0, -3.0]), np.float32([-1.2, -2.1, -50.0])
-    slope = jax.grad(lambda x: importance_weights(x, sampler, 2.0).sum())(trainer)
-    np.testing.assert_array_equal(slope, np.zeros(3))
-    found = importance_weights(trainer, sampler, 2.0)
+    capped, ones = dataclasses.replace(dapo(), importance_cap=2.0), np.ones((1, 3), int)
+    found = importance_weights(capped, trainer[None], sampler[None], ones, ones > 0)[0]
     np.testing.assert_allclose(found, [math.exp(0.2), math.exp(0.1), 2.0], rtol=1e-6)
 
 
@@ -255,11 +261,12 @@ def test_the_clip_is_reported_where_it_cut_the_gradient():
     cases = list(itertools.product(ratios, [-2.0, 0.0, 1.5]))
     ratio, advantage = (np.array([column]) for column in zip(*cases, strict=True))
     old, ones = np.full(ratio.shape, -60.0), np.ones(ratio.shape)
-    for algorithm in (dapo(), algorithms.grpo(), dataclasses.replace(dapo(), clip=False)):
+    for algorithm in (dapo(), algorithms.grpo(), dataclasses.replace(dapo(), region="none")):
         _, clipped = policy_loss(algorithm, old + np.log(ratio), old, advantage, ones, ones > 0)
         top, bottom = 1 + algorithm.clip_high, 1 - algorithm.clip_low
-        high = [[algorithm.clip and a > 0 and r > top for r, a in cases]]
-        low = [[algorithm.clip and a < 0 and r < bottom for r, a in cases]]
+        clips = algorithm.region != "none"
+        high = [[clips and a > 0 and r > top for r, a in cases]]
+        low = [[clips and a < 0 and r < bottom for r, a in cases]]
         np.testing.assert_array_equal(clipped["clipped_high"], high)
         np.testing.assert_array_equal(clipped["clipped_low"], low)
         dual = algorithm.dual_clip
@@ -279,6 +286,7 @@ def test_kl_estimates_and_their_gradients_are_the_formulas(name):
         np.testing.assert_allclose(value, loop_kl(name, at, reference), **EXACT)
         inside = math.exp(min(distance, 700.0)) - distance - 1 < 10
         slopes = {"k1": 1.0, "k2": -distance, "k3": -math.expm1(distance) if inside else 0.0}
+        slopes["k3+"] = slopes["k2"]
         np.testing.assert_allclose(slope, slopes[name], **EXACT)
 
 

@@ -56,7 +56,7 @@ def test_a_group_weighs_the_same_in_a_minibatch_with_fewer_groups_than_planned(a
 
 
 def test_a_lone_groups_gradient_is_its_part_in_a_full_minibatch():
-    algorithm = dataclasses.replace(algorithms.vapo(), clip=False)
+    algorithm = dataclasses.replace(algorithms.vapo(), region="none")
 
     def gradient(batch):
         """By the log-prob of each token of group 7: the last of a full minibatch, or alone."""

@@ -86,7 +86,7 @@ def test_every_command_is_one_that_is_accepted(page, in_the_root):
 @pytest.mark.parametrize(
     "command, reason",
     {
-        "dapo-jax train --config=configs/arithmetic.py --config.algorithm.clip=x": "clip",
+        "dapo-jax train --config=configs/arithmetic.py --config.algorithm.region=x": "region",
         "dapo-jax train --config=configs/arithmetic.py:gpro": "preset",
         "dapo-jax nothing": "no such command",
         "dapo-jax plan --config=FILE --topolgy=v5e:2x4": "topolgy",

@@ -170,6 +170,13 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
+def test_ways_to_learn_from_a_teacher_are_compared(tmp_path):
+    table = run("tests/benchmarks/distil.py", "--smoke", "--folder", tmp_path).splitlines()[2:]
+    arms = [line.split("|")[1].strip() for line in table[2:]]
+    assert arms[2:] == ["dapo", "distilled", "both", "imitated"] and len(arms) == 6
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "row"),
     [

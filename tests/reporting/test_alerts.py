@@ -271,6 +271,39 @@ def test_the_report_names_what_is_wrong_with_a_run(rows, said):
     assert said is None or any(re.search(said, one) for one in found), found
 
 
+@pytest.mark.parametrize(
+    ("values", "config", "said"),
+    [
+        (
+            {"rejected_fraction_low": 0.06, "rejected_fraction_high": 0.05},
+            run_of("sequence_mis"),
+            "many tokens are rejected: rejected_fraction_low + rejected_fraction_high is 0.11 at "
+            "the end: try wider bounds of algorithm.rejection",
+        ),
+        ({"rejected_fraction_low": 0.06, "rejected_fraction_high": 0.03}, run_of("icepop"), ""),
+        (
+            {"effective_sample_fraction": 0.4},
+            Config(algorithm=PRESETS["tis"](), rollout=Rollout(lag=1)),
+            "a few tokens have most of the importance weight: effective_sample_fraction is 0.4 at "
+            "the end: try rollout.lag=0 and rollout.carry_over=none or a smaller "
+            "algorithm.importance_cap",
+        ),
+        ({"effective_sample_fraction": 0.6}, run_of("tis"), ""),
+        (
+            {"ratio_p99": 2.5},
+            run_of(),
+            "the policy moves far within a step: ratio_p99 is 2.5 at the end: try a smaller "
+            "rollout.updates_per_rollout or a smaller optimizer.learning_rate",
+        ),
+        ({"ratio_p99": 1.3}, run_of(), ""),
+        ({"ratio_p99": 2.5}, run_of("vespo"), ""),
+    ],
+)
+def test_the_report_says_what_the_corrections_of_a_run_cost(values, config, said):
+    rows = [row(step, **values) for step in range(21)]
+    assert alerts_of_run(rows, 20, settings_of(config)) == ([said] if said else [])
+
+
 def test_a_run_says_it_on_the_console(base, alone, tmp_path, capsys):
     config = make_quick_config(base, tmp_path, updates=1, watch=Watch(min_entropy=100.0))
     with open_run(config) as run:

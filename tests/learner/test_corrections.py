@@ -1,0 +1,155 @@
+"""Importance weights and rejections for a sampler that is not the trainer, against loops."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_cases import COUNT, EXACT, case, changed, gradient, spread_coefficients
+from policy_loops import bounded_exp, drifts_of, loop_ppo, mean
+
+from dapo_jax.learner.corrections import importance_weights, rejections
+
+NO_KL = {"kl": "none", "kl_coefficient": 0.0, "reference": False}
+KINDS = ("near", "apart", "far", "edges", "edges of products", "extremes", "whole extremes")
+
+
+def loop_pool(name, log_ratios):
+    """The ratio that is bounded, on each token of a response."""
+    if name in ("token", "worst"):
+        return [bounded_exp(x) for x in log_ratios]
+    whole = mean(log_ratios) if name == "sequence" else math.fsum(log_ratios)
+    return [bounded_exp(whole)] * len(log_ratios)
+
+
+def loop_rejected(algorithm, response):
+    of_new = zip(response.p, response.q, strict=True)
+    xs = [p - q for p, q in of_new] if algorithm.rejection_of == "new" else drifts_of(response)
+    high = algorithm.rejection_high or math.inf
+    ratios = loop_pool(algorithm.rejection, xs)
+    outside = [not algorithm.rejection_low <= ratio <= high for ratio in ratios]
+    if algorithm.rejection == "worst":
+        outside = [any(outside)] * len(outside)
+    every = algorithm.rejection_sign == "all"
+    pairs = zip(outside, response.advantages, strict=True)
+    return [out and (every or a < 0) for out, a in pairs]
+
+
+def loop_corrected(algorithm, response):
+    coefficients = loop_ppo(response)
+    if algorithm.importance_cap:
+        weights = loop_pool(algorithm.importance_ratio, drifts_of(response))
+        capped = [min(weight, algorithm.importance_cap) for weight in weights]
+        coefficients = [c * w for c, w in zip(coefficients, capped, strict=True)]
+    if algorithm.rejection != "none":
+        rejected = loop_rejected(algorithm, response)
+        coefficients = [0.0 if r else c for c, r in zip(coefficients, rejected, strict=True)]
+    return coefficients
+
+
+def assert_corrected(algorithm, kinds=KINDS):
+    for kind in kinds:
+        batch, logprobs, responses = case(kind)
+        expected = spread_coefficients(lambda own: loop_corrected(algorithm, own), batch, responses)
+        found = gradient(algorithm, batch, logprobs)
+        np.testing.assert_allclose(found, expected, **EXACT, err_msg=kind)
+        assert not found[batch.loss_weights == 0].any()
+
+
+@pytest.mark.parametrize("pool", ["token", "product", "sequence"])
+def test_importance_weights_are_capped_ratios_of_tokens_or_responses(pool):
+    for cap, kinds in ((2.0, KINDS), (1.0, ("apart",)), (20.0, ("far",))):
+        assert_corrected(changed("tis", importance_ratio=pool, importance_cap=cap), kinds)
+
+
+REJECTIONS = [
+    (0.5, 5.0, "old", "all"),
+    (0.999, 1.001, "new", "negative"),
+    (0.9, 0.0, "new", "all"),
+    (0.0, 2.0, "old", "negative"),
+]
+
+
+@pytest.mark.parametrize("pool", ["token", "product", "sequence", "worst"])
+def test_rejection_takes_out_what_is_beyond_its_bounds(pool):
+    for low, high, of, sign in REJECTIONS:
+        algorithm = changed(
+            "grpo",
+            **NO_KL,
+            rejection=pool,
+            rejection_low=low,
+            rejection_high=high,
+            rejection_of=of,
+            rejection_sign=sign,
+        )
+        assert_corrected(algorithm, ("apart", "edges", "extremes"))
+
+
+def test_weights_and_rejections_act_together():
+    both = {"importance_cap": 2.0, "rejection_low": 0.7, "rejection_high": 1.4}
+    for weight, pool in (("product", "sequence"), ("token", "worst"), ("sequence", "token")):
+        algorithm = changed("grpo", **NO_KL, **both, importance_ratio=weight, rejection=pool)
+        assert_corrected(algorithm, ("apart",))
+
+
+@pytest.mark.parametrize("low", [2.0, 1e9])
+def test_a_batch_that_is_rejected_as_a_whole_has_gradient_zero(low):
+    """The weights keep their denominators: nothing is divided by what is left."""
+    batch, logprobs, responses = case("near")
+    rejecting = changed("sequence_mis", rejection_low=low, rejection_high=0.0)
+    assert not gradient(rejecting, batch, logprobs).any()
+
+
+def test_rejected_tokens_keep_their_kl():
+    batch, logprobs, _ = case("apart")
+    nothing = {"rejection": "sequence", "rejection_low": 1e3, "rejection_high": 0.0}
+    silent = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
+    found = gradient(changed("grpo", **nothing), batch, logprobs)
+    np.testing.assert_allclose(found, gradient(changed("grpo"), silent, logprobs), rtol=1e-12)
+    assert np.count_nonzero(found) > COUNT / 2
+
+
+def test_weights_and_rejections_are_constants():
+    """No gradient passes through either, not even through a ratio of the policy as it is."""
+    batch, logprobs, _ = case("apart")
+    algorithm = changed("tis", rejection="sequence", rejection_of="new")
+    rollouts, trained = batch.scored.rollouts, batch.loss_weights > 0
+    p, old, q = (
+        np.where(trained, one, 0.0)
+        for one in (logprobs, batch.scored.old_logprobs, rollouts.sampler_logprobs)
+    )
+
+    def total(p):
+        places = rollouts.segment_ids, trained
+        out, beyond = rejections(algorithm, p, old, q, batch.advantages, *places)
+        weights = importance_weights(algorithm, old, q, *places)
+        return jnp.sum(jnp.where(out | beyond, 0.0, weights))
+
+    assert not np.any(jax.grad(total)(p))
+
+
+def test_each_bound_reports_the_tokens_that_it_rejected():
+    batch, logprobs, responses = case("apart")
+    rollouts, trained = batch.scored.rollouts, batch.loss_weights > 0
+    policies = [
+        np.where(trained, one, 0.0)
+        for one in (logprobs, batch.scored.old_logprobs, rollouts.sampler_logprobs)
+    ]
+    places = batch.advantages, rollouts.segment_ids, trained
+    for pool in ("token", "product", "sequence", "worst"):
+        algorithm = changed("icepop", rejection=pool, rejection_low=0.8, rejection_high=1.3)
+        with jax.enable_x64(True):
+            below, above = map(np.asarray, rejections(algorithm, *policies, *places))
+        expected = np.zeros((2, *trained.shape), bool)
+        for response in filter(lambda one: one.places, responses):
+            ratios = loop_pool(pool, drifts_of(response))
+            low, high = [r < 0.8 for r in ratios], [r > 1.3 for r in ratios]
+            if pool == "worst":
+                low, high = [any(low)] * len(low), [any(high)] * len(high)
+            for place, under, over in zip(response.places, low, high, strict=True):
+                expected[:, *place] = under, over and not under
+        np.testing.assert_array_equal(below, expected[0])
+        np.testing.assert_array_equal(above, expected[1])
+        assert below.any() and above.any()

@@ -1,0 +1,339 @@
+"""Newer advantage estimators and their scales against loops and enumerations, from the papers."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dapo_jax.algorithms import PRESETS, dapo
+from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback
+
+EXACT = {"rtol": 1e-6, "atol": 1e-9}
+
+# Groups of 5, 1, 4, 2 and 3: mixed, alone, all right, all wrong, of equal rewards that are
+# neither; one response is empty and two are filtered, which count in the statistics.
+SIZES = [5, 1, 4, 2, 3]
+GROUPS = np.repeat([11, 3, 8, 5, 6], SIZES)
+REWARDS = np.array([1, 0, 0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0.25, 0.25, 0.25])
+CORRECT = REWARDS >= 0.5
+LENGTHS = [3, 1, 0, 5, 2, 4, 1, 2, 6, 1, 3, 2, 2, 1, 4]
+FILTERED = (3, 9)
+ALL = range(len(REWARDS))
+ORDER = np.random.default_rng(0).permutation(len(REWARDS))  # members of a group stand apart
+
+
+def of_order(values):
+    return np.asarray(values)[ORDER]
+
+
+def make_feedback(rewards=REWARDS, parts=None, weights=None):
+    """Feedback of packed responses, NaN-free; tokens of the filtered ones carry no loss."""
+    index = np.concatenate([[-1, *[i] * LENGTHS[j]] for i, j in enumerate(ORDER)])[None, None]
+    filtered = [i for i, j in enumerate(ORDER) if j in FILTERED]
+    known = {"groups": of_order(GROUPS), "correct": of_order(CORRECT)}
+    if parts is not None:
+        known |= {"reward_parts": np.asarray(parts)[:, ORDER], "part_weights": np.array(weights)}
+    trained = (index >= 0) & ~np.isin(index, filtered)
+    return gather_feedback(index, of_order(np.float64(rewards)), trained=trained, **known)
+
+
+def per_response(algorithm, feedback):
+    """The advantage of each response, in this file's order; None where it has no token."""
+    found, result = ESTIMATORS[algorithm.advantage](algorithm, feedback), [None] * len(REWARDS)
+    assert found.dtype == np.float64 and not found[feedback.response_index < 0].any()
+    rounded = estimate(algorithm, feedback)[0]
+    np.testing.assert_array_equal(rounded, found.astype(np.float32))
+    for i, j in enumerate(ORDER):
+        own = set(found[feedback.response_index == i].tolist())
+        assert len(own) == (LENGTHS[j] > 0)
+        result[j] = own.pop() if own else None
+    return result
+
+
+def assert_advantages(algorithm, feedback, expected):
+    found = per_response(algorithm, feedback)
+    for i in ALL:
+        if found[i] is not None:
+            np.testing.assert_allclose(found[i], expected[i], **EXACT, err_msg=str(i))
+
+
+def estimator(name, **changes):
+    return dataclasses.replace(dapo(), advantage=name, **changes)
+
+
+def mean(numbers):
+    return math.fsum(numbers) / len(numbers)
+
+
+def sample_std(numbers):
+    if len(numbers) < 2:
+        return 0.0
+    return math.sqrt(math.fsum((x - mean(numbers)) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def members(i):
+    return [j for j in ALL if GROUPS[j] == GROUPS[i]]
+
+
+def loop_centred(rewards=REWARDS):
+    return [rewards[i] - mean([rewards[j] for j in members(i)]) for i in ALL]
+
+
+# --- estimators ------------------------------------------------------------------------------
+
+
+def test_opo_weighs_the_baseline_by_length():
+    """2505.23585: R - sum(n R) / sum(n), over all responses of the prompt."""
+    expected = []
+    for i in ALL:
+        group = members(i)
+        total = math.fsum(LENGTHS[j] for j in group)
+        baseline = math.fsum(LENGTHS[j] * REWARDS[j] for j in group) / total
+        expected.append(REWARDS[i] - baseline)
+    assert_advantages(estimator("length_weighted_centre"), make_feedback(), expected)
+
+
+def test_opo_of_equal_lengths_is_the_groups_mean():
+    index = np.repeat(np.arange(6), 3)[None, None]
+    rewards, groups = np.array([1.0, 0, 0, 1, 1, 0]), np.array([0, 0, 0, 1, 1, 1])
+    known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0)
+    found, expected = (
+        ESTIMATORS[name](dapo(), known) for name in ("length_weighted_centre", "group_centre")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_opo_of_a_group_of_empty_responses_is_finite():
+    rewards, groups = np.array([1.0, 0, 0.5, 0]), np.array([0, 0, 1, 1])
+    index = np.array([[[0, 0, 1]]])
+    known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0.6)
+    found = ESTIMATORS["length_weighted_centre"](dapo(), known)
+    np.testing.assert_allclose(found, [[[1 / 3, 1 / 3, -2 / 3]]])
+
+
+PARTS = np.random.default_rng(3).normal(size=(3, len(REWARDS)))
+PARTS[0] = REWARDS
+PARTS[2, 5:10] = 0.125  # equal in two groups
+
+
+def loop_zscores(part):
+    result = []
+    for i in ALL:
+        group = [part[j] for j in members(i)]
+        result.append((part[i] - mean(group)) / (sample_std(group) + 1e-6))
+    return result
+
+
+def test_gdpo_adds_the_zscores_of_the_parts_and_whitens_responses():
+    """2601.05242, equations 4 to 6."""
+    weights = [1.0, -0.5, 0.25]
+    # Parts of the feedback are weighted already; their weights only say how.
+    weighted = [w * part for w, part in zip(weights, PARTS, strict=True)]
+    scores = [loop_zscores(part) for part in PARTS]
+    sums = [math.fsum(w * s[i] for w, s in zip(weights, scores, strict=True)) for i in ALL]
+    centre, scale = mean(sums), sample_std(sums)
+    expected = [(x - centre) / scale for x in sums]
+    found = per_response(estimator("reward_parts"), make_feedback(parts=weighted, weights=weights))
+    for i in ALL:
+        if found[i] is not None:
+            np.testing.assert_allclose(found[i], expected[i], rtol=1e-4, atol=1e-5)
+
+
+def test_gdpo_of_one_part_is_the_zscore_up_to_whitening():
+    feedback = make_feedback(parts=[REWARDS], weights=[1.0])
+    found = per_response(estimator("reward_parts"), feedback)
+    scores = per_response(estimator("group_zscore"), feedback)
+    known = [i for i in ALL if found[i] is not None]
+    pairs = np.array([[scores[i], found[i]] for i in known])
+    slope, offset = np.polyfit(*pairs.T, 1)
+    np.testing.assert_allclose(pairs[:, 1], slope * pairs[:, 0] + offset, atol=1e-9)
+    assert slope > 0.5
+
+
+def test_gdpo_of_equal_parts_is_zero():
+    feedback = make_feedback(parts=[np.ones(len(REWARDS))], weights=[2.0])
+    found = per_response(estimator("reward_parts"), feedback)
+    assert not any(found[i] for i in ALL)
+
+
+def enumerated_sets(group, k):
+    """2508.10751: the mean over a response's sets of the set's normalised reward."""
+    sets = list(itertools.combinations(group, k))
+    rewards = [float(any(CORRECT[j] for j in own)) for own in sets]
+    spread = math.sqrt(mean([(r - mean(rewards)) ** 2 for r in rewards]))
+    if spread < 1e-9:
+        return dict.fromkeys(group, 0.0)
+    scores = [(r - mean(rewards)) / spread for r in rewards]
+    return {j: mean([s for own, s in zip(sets, scores, strict=True) if j in own]) for j in group}
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_pass_at_k_is_the_mean_over_all_sets_of_k(k):
+    expected = {}
+    for group in {tuple(members(i)) for i in ALL}:
+        expected |= enumerated_sets(group, min(k, len(group)))
+    feedback = make_feedback()
+    assert_advantages(estimator("pass_at_k", pass_k=k), feedback, expected)
+
+
+@pytest.mark.parametrize(("size", "right", "k"), [(8, 1, 4), (8, 3, 4), (8, 7, 2), (6, 2, 6)])
+def test_pass_at_k_is_the_closed_form_of_the_paper(size, right, k):
+    """2508.10751, equations 10 to 15."""
+    correct = np.arange(size) < right
+    wrong = size - right
+    known = gather_feedback(
+        np.arange(size)[None, None],
+        np.where(correct, 1.0, -1.0),
+        groups=np.zeros(size, int),
+        correct=correct,
+    )
+    found = ESTIMATORS["pass_at_k"](estimator("pass_at_k", pass_k=k), known)[0, 0]
+    average = 1 - math.comb(wrong, k) / math.comb(size, k)
+    scale = math.sqrt(average * (1 - average)) or math.inf
+    fail = math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+    expected = np.where(correct, (1 - average) / scale, (1 - average - fail) / scale)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_the_best_has_its_lead_over_the_second_best():
+    """2503.19595: max over the group minus max over the others, which is 0 but for the best."""
+    rewards = np.random.default_rng(5).normal(size=len(REWARDS))
+    rewards[GROUPS == 8] = [0.5, 0.5, -1.0, 0.0]  # the best two are equal
+    expected = []
+    for i in ALL:
+        others = [rewards[j] for j in members(i) if j != i]
+        best = max([*others, rewards[i]])
+        expected.append(best - max(others) if others else 0.0)
+    assert_advantages(estimator("best_minus_second"), make_feedback(rewards), expected)
+
+
+def test_the_best_minus_the_second_is_unbiased_for_the_expected_maximum():
+    """Over all draws of three from a softmax: E[sum of A grad log p] is the gradient of E[max]."""
+    worth, logits, size = np.array([0.2, 1.0, 0.7]), np.array([0.3, -0.5, 0.1]), 3
+
+    def chances(logits):
+        weights = np.exp(logits)
+        return weights / weights.sum()
+
+    def expected_maximum(logits):
+        p = chances(logits)
+        draws = itertools.product(range(3), repeat=size)
+        return math.fsum(math.prod(p[list(own)]) * max(worth[list(own)]) for own in draws)
+
+    p, found = chances(logits), np.zeros(3)
+    for own in itertools.product(range(3), repeat=size):
+        known = gather_feedback(
+            np.arange(size)[None, None],
+            worth[list(own)],
+            groups=np.zeros(size, int),
+            correct=np.zeros(size, bool),
+        )
+        advantages = ESTIMATORS["best_minus_second"](dapo(), known)[0, 0]
+        for advantage, drawn in zip(advantages, own, strict=True):
+            found += math.prod(p[list(own)]) * advantage * (np.eye(3)[drawn] - p)
+    slopes = [
+        (expected_maximum(logits + step) - expected_maximum(logits - step)) / 2e-5
+        for step in 1e-5 * np.eye(3)
+    ]
+    np.testing.assert_allclose(found, slopes, rtol=1e-6, atol=1e-9)
+
+
+# --- scales ----------------------------------------------------------------------------------
+
+
+def test_lite_ppo_divides_by_the_batchs_standard_deviation():
+    """2508.08221: the group's mean, the batch's standard deviation of rewards."""
+    expected = [a / sample_std(list(REWARDS)) for a in loop_centred()]
+    found = per_response(estimator("group_centre", advantage_scale="batch"), make_feedback())
+    for i in ALL:
+        if found[i] is not None:
+            np.testing.assert_allclose(found[i], expected[i], rtol=1e-5, atol=1e-9)
+
+
+def test_a_batch_of_equal_rewards_has_scaled_advantages_of_zero():
+    for scale in SCALES:
+        for reward in (0.0, 1.0, -1.0):
+            feedback = make_feedback(np.full(len(REWARDS), reward))
+            found = per_response(estimator("group_centre", advantage_scale=scale), feedback)
+            assert not any(found[i] for i in ALL)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5, -1.0])
+def test_maxrl_divides_by_the_groups_mean_reward(shift):
+    """2602.02710: (R - m) / m; a mean of 0 or less gives 0 and never turns a sign."""
+    rewards = REWARDS + shift
+    rewards[GROUPS == 11] *= 2
+    centred, expected = loop_centred(rewards), []
+    for i in ALL:
+        m = mean([rewards[j] for j in members(i)])
+        expected.append(centred[i] / m if m > 0 else 0.0)
+    algorithm = estimator("group_centre", advantage_scale="mean")
+    assert_advantages(algorithm, make_feedback(rewards), expected)
+    found = per_response(algorithm, make_feedback(rewards))
+    assert all(found[i] is None or found[i] * centred[i] >= 0 for i in ALL)
+
+
+def test_gpg_scales_by_the_groups_with_signal():
+    """2504.02546: times all groups over those whose rewards differ."""
+    expected = [a * 5 / 1 for a in loop_centred()]
+    algorithm = estimator("group_centre", advantage_scale="informative")
+    assert_advantages(algorithm, make_feedback(), expected)
+
+
+def test_gpg_with_all_groups_informative_is_centred():
+    index, rewards = np.arange(6)[None, None], np.array([1.0, 0, 0, 1, 0.5, 0])
+    groups = np.array([0, 0, 0, 1, 1, 1])
+    known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0.6)
+    found, expected = (
+        ESTIMATORS["group_centre"](estimator("group_centre", advantage_scale=scale), known)
+        for scale in ("informative", "none")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["leave_one_out", "length_weighted_centre"])
+@pytest.mark.parametrize("scale", ["batch", "mean"])
+def test_a_scale_multiplies_any_centred_advantage_by_a_factor_per_group(name, scale):
+    feedback = make_feedback()
+    factors = {}
+    for base in (name, "group_centre"):
+        plain = per_response(estimator(base), feedback)
+        scaled = per_response(estimator(base, advantage_scale=scale), feedback)
+        factors[base] = [
+            scaled[i] / plain[i] if plain[i] and GROUPS[i] == 11 else None for i in ALL
+        ]
+    for left, right in zip(factors[name], factors["group_centre"], strict=True):
+        if left is not None and right is not None:
+            np.testing.assert_allclose(left, right, rtol=1e-9)
+
+
+def test_gpg_takes_equal_rewards_for_equal_though_their_mean_is_rounded():
+    """The mean of three times 0.1 is not 0.1."""
+    index, rewards = np.arange(6)[None, None], np.array([1.0, 0, 0, 0.1, 0.1, 0.1])
+    groups = np.array([0, 0, 0, 1, 1, 1])
+    known = gather_feedback(index, rewards, groups=groups, correct=rewards > 0.6)
+    found = ESTIMATORS["group_centre"](
+        estimator("group_centre", advantage_scale="informative"), known
+    )
+    np.testing.assert_allclose(found[0, 0], [4 / 3, -2 / 3, -2 / 3, 0, 0, 0], atol=1e-12)
+
+
+def test_maxrl_takes_a_mean_of_zero_for_zero_though_it_is_rounded():
+    """0.1 + 0.2 - 0.3 is not 0."""
+    index, rewards = np.arange(3)[None, None], np.array([0.1, 0.2, -0.3])
+    known = gather_feedback(index, rewards, groups=np.zeros(3, int), correct=rewards > 0)
+    found = ESTIMATORS["group_centre"](estimator("group_centre", advantage_scale="mean"), known)
+    np.testing.assert_allclose(found[0, 0], np.zeros(3), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["opo", "pass_at_k", "best_minus_second", "maxrl", "gpg"])
+def test_presets_have_the_estimators_of_their_papers(name):
+    """Where all are right, or all wrong, nobody learns; a right response is never pushed down."""
+    found = per_response(dataclasses.replace(PRESETS[name](), whiten=False), make_feedback())
+    for i in ALL:
+        if found[i] is not None and len({REWARDS[j] for j in members(i)}) == 1:
+            assert abs(found[i]) < 1e-9
+        elif found[i] is not None:
+            assert found[i] >= 0 or not CORRECT[i]

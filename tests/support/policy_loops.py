@@ -1,0 +1,231 @@
+"""Policy terms of the newer methods as loops, written from their papers.
+
+Every loop gives a response's coefficients: minus the derivative of the paper's loss by each
+token's log-prob, without the weight that the aggregate gives the response.
+"""
+
+import functools
+import math
+
+import numpy as np
+from policy_cases import EXACT, case, gradient, spread_coefficients
+
+from dapo_jax.algorithms import PRESETS
+
+# --- ratios ----------------------------------------------------------------------------------
+
+
+def cut(x, low, high):
+    return min(max(x, low), high)
+
+
+def bounded_exp(x):
+    return math.exp(cut(x, -20, 20))
+
+
+def plain(x):
+    """The ratio of a log-ratio, as a weight that nothing bounds: none beyond 20 nats."""
+    return math.exp(x) if abs(x) < 20 else 0.0
+
+
+def differences(left, right):
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def log_ratios(response):
+    return differences(response.p, response.old)
+
+
+def mean(numbers):
+    return math.fsum(numbers) / len(numbers)
+
+
+def pushes_out(advantage, x, low, high):
+    """The clipped side of PPO's min(x A, clip(x, low, high) A)."""
+    return (advantage > 0 and x > high) or (advantage < 0 and x < low)
+
+
+# --- loops -----------------------------------------------------------------------------------
+
+
+def loop_ppo(response, low=0.2, high=0.2):
+    result = []
+    for a, x in zip(response.advantages, log_ratios(response), strict=True):
+        keep = not pushes_out(a, bounded_exp(x), 1 - low, 1 + high)
+        result.append(a * plain(x) if keep else 0.0)
+    return result
+
+
+def loop_cispo(response, cap=5.0):
+    """2506.13585, equation 4: sg(min(r, cap)) A log p."""
+    pairs = zip(response.advantages, log_ratios(response), strict=True)
+    return [a * min(bounded_exp(x), cap) for a, x in pairs]
+
+
+def total_variation(p, q):
+    return abs(p - q)
+
+
+def binary_kl(p, q):
+    """KL(q || p) of the sampled token against all others together."""
+    parts = [(q, p), (1 - q, 1 - p)]
+    return math.fsum(
+        0.0 if a == 0 else math.inf if b == 0 else a * math.log(a / b) for a, b in parts
+    )
+
+
+def loop_dppo(response, divergence, delta, cap=20.0, towards_sampler=0.0, both=False):
+    """2602.04879, equation 12: a truncated ratio to the sampler where the policy is near it.
+
+    Args:
+        towards_sampler: factor of prime-rl's log^2(p / q).
+        both: what is far has no gradient, as in prime-rl's IPO, even on its way back.
+    """
+    result = []
+    for a, p, q in zip(response.advantages, response.p, response.old, strict=True):
+        far = divergence(math.exp(p), math.exp(q)) > delta
+        outwards = (a > 0 and p > q) or (a < 0 and p < q)
+        coefficient = 0.0 if far and (both or outwards) else a * min(bounded_exp(p - q), cap)
+        result.append(coefficient - towards_sampler * 2 * (p - q))
+    return result
+
+
+def loop_both_sides(response, low=0.2, high=0.2):
+    """A token has a gradient inside the bounds only, whichever the sign of its advantage."""
+    pairs = zip(response.advantages, log_ratios(response), strict=True)
+    return [a * plain(x) if 1 - low <= bounded_exp(x) <= 1 + high else 0.0 for a, x in pairs]
+
+
+def loop_sapo(response, positive=1.0, negative=1.05):
+    """2511.20347, equation 6: the gate (4 / tau) sigmoid(tau (r - 1)), differentiated."""
+    result = []
+    for a, x in zip(response.advantages, log_ratios(response), strict=True):
+        tau, r = positive if a > 0 else negative, bounded_exp(x)
+        gate = 1 / (1 + math.exp(-cut(tau * (r - 1), -700, 700)))
+        result.append(a * 4 * gate * (1 - gate) * r)
+    return result
+
+
+def loop_gmpo(response, low=0.4, high=0.4):
+    """2507.20673, equation 4: A times the geometric mean of the clipped ratios, differentiated.
+
+    Without the mean's 1 / n, which the aggregate gives.
+    """
+    a, kept, clipped = response.signed, [], []
+    for x in log_ratios(response):
+        kept.append(not pushes_out(a, x, -low, high))
+        clipped.append(cut(x, -20, 20) if kept[-1] else cut(x, -low, high))
+    return [a * plain(mean(clipped)) if keep else 0.0 for keep in kept]
+
+
+def loop_gspo(response, low=3e-4, high=4e-4):
+    """2507.18071, equations 5 and 13: the clip reads each token's advantage."""
+    x = mean(log_ratios(response))
+    return [
+        0.0 if pushes_out(a, bounded_exp(x), 1 - low, 1 + high) else a * plain(x)
+        for a in response.advantages
+    ]
+
+
+def loop_vespo(response):
+    """2602.10693: w^c1 exp(c2 (1 - w)) of the whole response's ratio, by the sign of A."""
+    power, decay = (2.0, 3.0) if response.signed > 0 else (3.0, 2.0)
+    w = bounded_exp(math.fsum(log_ratios(response)))
+    weight = w**power * math.exp(decay * (1 - w))
+    return [a * weight for a in response.advantages]
+
+
+def loop_topr(response):
+    """2503.14286, equation 8: [w] from 0 to 1 on what is wrong, 1 on what is right."""
+    w = bounded_exp(math.fsum(log_ratios(response)))
+    return [a if a > 0 else a * min(w, 1.0) for a in response.advantages]
+
+
+def loop_dro(response, beta=0.1):
+    """2405.19107, equation 5, token by token: A log p - beta / 2 log^2 r."""
+    pairs = zip(response.advantages, log_ratios(response), strict=True)
+    return [a - beta * x for a, x in pairs]
+
+
+def drifts_of(response):
+    return differences(response.old, response.q)
+
+
+def loop_corrected(response, weights):
+    return [c * w for c, w in zip(loop_ppo(response), weights, strict=True)]
+
+
+def loop_tis(response, cap=2.0):
+    return loop_corrected(response, [min(bounded_exp(x), cap) for x in drifts_of(response)])
+
+
+def loop_sequence_tis(response, cap=2.0):
+    weight = min(bounded_exp(math.fsum(drifts_of(response))), cap)
+    return loop_corrected(response, [weight] * len(response.p))
+
+
+def loop_icepop(response, low=0.5, high=5.0):
+    """2510.18855, equation 3: M(rho) = rho inside the bounds, else 0."""
+    ratios = [bounded_exp(x) for x in drifts_of(response)]
+    return loop_corrected(response, [r if low <= r <= high else 0.0 for r in ratios])
+
+
+def loop_sequence_mis(response, low=0.999, high=1.001):
+    keep = low <= bounded_exp(mean(drifts_of(response))) <= high
+    return loop_corrected(response, [float(keep)] * len(response.p))
+
+
+def loop_worst_token_mis(response, low=1e-4):
+    keep = all(bounded_exp(x) >= low for x in drifts_of(response))
+    return loop_corrected(response, [float(keep)] * len(response.p))
+
+
+def loop_deepseek(response, low=0.9, beta=0.04):
+    """2512.02556, equations 7 to 9: the mask is on the policy term, the KL keeps its token."""
+    gap = mean(differences(response.q, response.p))
+    result, xs = [], log_ratios(response)
+    for i, coefficient in enumerate(loop_ppo(response)):
+        masked = response.advantages[i] < 0 and gap > -math.log(low)
+        toward = plain(xs[i]) * (response.p[i] - response.reference[i])
+        result.append((0.0 if masked else coefficient) - beta * toward)
+    return result
+
+
+LOOPS = {
+    "cispo": loop_cispo,
+    "dppo_tv": functools.partial(loop_dppo, divergence=total_variation, delta=0.15),
+    "dppo_kl": functools.partial(loop_dppo, divergence=binary_kl, delta=0.05),
+    "prime_rl": functools.partial(
+        loop_dppo, divergence=total_variation, delta=0.2, towards_sampler=1e-3
+    ),
+    "ipo": functools.partial(
+        loop_dppo, divergence=total_variation, delta=0.1, towards_sampler=1e-3, both=True
+    ),
+    "sapo": loop_sapo,
+    "gmpo": loop_gmpo,
+    "luspo": functools.partial(loop_gspo, low=2e-3, high=2.5e-3),
+    "gspo_token": loop_gspo,
+    "vespo": loop_vespo,
+    "topr": loop_topr,
+    "dro": loop_dro,
+    "gpg": lambda response: response.advantages,
+    "maxrl": lambda response: response.advantages,
+    "lite_ppo": loop_ppo,
+    "tis": loop_tis,
+    "sequence_tis": loop_sequence_tis,
+    "icepop": loop_icepop,
+    "sequence_mis": loop_sequence_mis,
+    "worst_token_mis": loop_worst_token_mis,
+    "deepseek_v3p2": loop_deepseek,
+}
+OF_SAMPLER = ("dppo_tv", "dppo_kl", "prime_rl", "ipo")  # their old log-probs are the sampler's
+
+
+def assert_gradient_is_the_loop(name, kind, **options):
+    """Returns how many tokens have a gradient."""
+    batch, logprobs, responses = case(kind, name in OF_SAMPLER, **options)
+    expected = spread_coefficients(LOOPS[name], batch, responses)
+    found = gradient(PRESETS[name](), batch, logprobs)
+    np.testing.assert_allclose(found, expected, **EXACT, err_msg=kind)
+    assert not found[batch.loss_weights == 0].any()
+    return np.count_nonzero(expected)
