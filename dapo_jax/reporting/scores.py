@@ -227,8 +227,10 @@ def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float =
     resampled = np.zeros(draws)
     for number, values in enumerate(shares):
         mask = chosen == number
-        counts = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), mask.sum())
-        resampled[mask] = counts @ values / len(values)
+        # Equal values need no telling apart: a run has hundreds of problems and few shares.
+        distinct, sizes = np.unique(values, return_counts=True)
+        counts = rng.multinomial(len(values), sizes / len(values), mask.sum())
+        resampled[mask] = counts @ distinct / len(values)
     low, high = _interval(resampled.mean(axis=1))
     return Estimate(mean, float(low), float(high))
 
