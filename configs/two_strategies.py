@@ -57,7 +57,7 @@ RUNGS = {
         "dynamic_sampling",
     ),
 }
-# What other papers change, one thing each: the combination that it starts from, and settings.
+# Changes of other papers: the combination that each starts from, and its settings.
 ONE_UPDATE = {"rollout.updates_per_rollout": 1, "optimizer.learning_rate": 4e-4}
 UNCLIPPED = {
     "algorithm.ratio": "none",
