@@ -28,15 +28,18 @@ sys.dont_write_bytecode = True
 import pytest  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LOSSES, CORRECTIONS = "losses.py", "corrections.py"
-ADVANTAGES, BASELINES = "advantages.py", "baselines.py"
+LOSSES, CORRECTIONS = "learner/losses.py", "learner/corrections.py"
+ADVANTAGES, BASELINES = "learner/advantages.py", "learner/baselines.py"
+DIVERGENCE = "model/divergence.py"
 # What a file's mutants must not pass; without the tests that compile a model.
 SUITES = {
-    LOSSES: ["test_family.py", "test_losses.py", "test_corrections.py"],
-    CORRECTIONS: ["test_corrections.py", "test_family.py"],
-    ADVANTAGES: ["test_family_advantages.py"],
-    BASELINES: ["test_family_advantages.py"],
+    LOSSES: ["learner/test_family.py", "learner/test_losses.py", "learner/test_corrections.py"],
+    CORRECTIONS: ["learner/test_corrections.py", "learner/test_family.py"],
+    ADVANTAGES: ["learner/test_family_advantages.py", "learner/test_distillation.py"],
+    BASELINES: ["learner/test_family_advantages.py"],
+    DIVERGENCE: ["model/test_divergence.py"],
 }
+MUTATED = ("dapo_jax.learner", "dapo_jax.model.divergence")  # modules, imported anew for each
 QUICK = "not device_count and not float32 and not value_loss"
 
 # (file, function, text, its replacement); the text stands once in the function.
@@ -160,12 +163,37 @@ MUTANTS = [
     (ADVANTAGES, "pass_at_k", "algorithm.pass_k", "2"),
     (ADVANTAGES, "pass_at_k", "feedback.correct,", "~feedback.correct,"),
     (ADVANTAGES, "pass_at_k", "feedback.groups", "feedback.groups * 0"),
+    (ADVANTAGES, "estimate", "advantages + np.where", "advantages - np.where"),
+    (ADVANTAGES, "estimate", "np.where(feedback.trained, pull, 0.0)", "pull"),
+    (ADVANTAGES, "estimate", "algorithm.distillation_coefficient * ", ""),
+    (DIVERGENCE, "Divergence", "of_p * jnp.exp(p) *", "of_p * jnp.exp(q) *"),
+    (DIVERGENCE, "Divergence", "+ of_q * jnp.exp(q)", "- of_q * jnp.exp(q)"),
+    (DIVERGENCE, "Divergence", "self._weights()[1] * jnp", "self._weights()[0] * jnp"),
+    (DIVERGENCE, "Divergence", "return -jnp.exp(p)", "return jnp.exp(p)"),
+    (DIVERGENCE, "Divergence", "return p if self.beta else q", "return q if self.beta else p"),
+    (DIVERGENCE, "Divergence", "math.log(self.beta) + p", "math.log(self.beta) + q"),
+    (DIVERGENCE, "_log_softmax", "- jnp.log(", "- 1.001 * jnp.log("),
+    (DIVERGENCE, "_log_softmax", "jnp.exp(logits)", "jnp.exp(2 * logits)"),
+    (DIVERGENCE, "_log_softmax", "share.add(jnp.sum(jnp.exp(logits), axis=-1))",
+     "jnp.sum(jnp.exp(logits), axis=-1)"),
+    (DIVERGENCE, "_distributions", "divergence.temperature)", "1.0)"),
+    (DIVERGENCE, "_distributions", "likeliest(teacher, div", "likeliest(student, div"),
+    (DIVERGENCE, "_distributions", "jnp.where(apart, 0.0, jnp.exp(one))",
+     "jnp.where(apart, jnp.exp(one), 0.0)"),
+    (DIVERGENCE, "_divergences", " + divergence.terms(*rest)[:, 0]", ""),
+    (DIVERGENCE, "_divergences", "jnp.where(apart, divergence.terms(*both), 0.0)",
+     "divergence.terms(*both)"),
+    (DIVERGENCE, "_divergences", "share.add(terms)", "terms"),
+    (DIVERGENCE, "_divergence_gradients", "both[1] - rest[1]", "both[0] - rest[0]"),
+    (DIVERGENCE, "_divergence_gradients", "- jnp.exp(both[1]) * total", ""),
+    (DIVERGENCE, "_divergence_gradients", " / divergence.temperature", ""),
+    (DIVERGENCE, "_divergence_gradients", " * upstream[:, None]", ""),
 ]  # fmt: skip
 
 
 def function_span(text: str, name: str) -> tuple[int, int]:
     """Where a function, or a table, stands at the top level of a file."""
-    start = re.search(rf"^(def {name}\(|{name} = )", text, re.MULTILINE)
+    start = re.search(rf"^(def {name}\(|class {name}\(|{name} = )", text, re.MULTILINE)
     assert start, f"no {name}"
     end = re.compile(r"^[^\s)}#]", re.MULTILINE).search(text, start.end())
     return start.start(), end.start() if end else len(text)
@@ -174,7 +202,8 @@ def function_span(text: str, name: str) -> tuple[int, int]:
 def mutated(text: str, name: str, old: str, new: str) -> str:
     start, end = function_span(text, name)
     body = text[start:end]
-    code = body.rindex('"""') + 3 if '"""' in body else 0  # docstrings stay
+    documented = text[start:].startswith("def") and '"""' in body
+    code = body.rindex('"""') + 3 if documented else 0  # docstrings stay
     assert body.count(old, code) == 1, f"{name} has {body.count(old, code)} of {old!r}"
     return text[:start] + body[:code] + body[code:].replace(old, new) + text[end:]
 
@@ -187,7 +216,7 @@ class Failures:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.names.append(report.nodeid.removeprefix("tests/learner/"))
+            self.names.append(report.nodeid.removeprefix("tests/"))
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -198,18 +227,18 @@ def forget(copy: pathlib.Path) -> None:
     """Forgets the tests and the learner, which are imported anew; programs stay compiled."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(str(copy / "tests")) or name.startswith("dapo_jax.learner"):
+        if file.startswith(str(copy / "tests")) or name.startswith(MUTATED):
             del sys.modules[name]
 
 
 def failing(copy: pathlib.Path, tests: list[str], known: Sequence[str] = ()) -> str:
     """The first of the tests that fails, empty where none does."""
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore", "-k", QUICK]
-    options += [f"--deselect=tests/learner/{name}" for name in known]
+    options += [f"--deselect=tests/{name}" for name in known]
     forget(copy)
     failures, said = Failures(), io.StringIO()
     with contextlib.redirect_stdout(said):
-        chosen = [f"tests/learner/{name}" for name in tests]
+        chosen = [f"tests/{name}" for name in tests]
         status = pytest.main([*options, *chosen], plugins=[failures])
     assert failures.names or status == 0, said.getvalue()[-2000:]
     return failures.names[0] if failures.names else ""
@@ -226,14 +255,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder).resolve()
         skip = shutil.ignore_patterns("__pycache__", "*.ipynb")
-        for name in ("dapo_jax", "tests/learner", "tests/support"):
+        for name in ("dapo_jax", "tests/learner", "tests/model", "tests/support"):
             shutil.copytree(ROOT / name, copy / name, ignore=skip)
         for name in ("tests/conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, copy / name)
         os.chdir(copy)
         sys.path[:1] = [folder]
         for file, name, old, new in chosen:
-            path = copy / "dapo_jax/learner" / file
+            path = copy / "dapo_jax" / file
             text = path.read_text()
             try:
                 path.write_text(mutated(text, name, old, new))
