@@ -429,7 +429,8 @@ def train(name, seed=0):
     config.data.heldout_problems, config.log.console = 0, False
     config.total_steps = LIVE_STEPS
     if QUICK:
-        config.rollout.prompts_per_step = 16
+        config.rollout = dapo_jax.Rollout(4, samples_per_prompt=8, updates_per_rollout=2)
+        config.sampler.slots, config.compute.scan_unroll = 32, 1
     print(name)
     rows = dapo_jax.train(config, on_step=say).metrics.to_pylist()
     kept = [measure.kept_row(row) for row in rows if row["step"] > 0]

@@ -24,6 +24,7 @@ from dapo_jax import advantages
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3, "font.size": 10})
 QUICK = bool(os.environ.get("DAPO_NOTEBOOK_QUICK"))  # as the tests run it: no time to learn
 BASE_STEPS, STEPS, EVERY = (40, 2, 1) if QUICK else (300, 40, 5)
+LESS = 4 if QUICK else 1
 FOLDER = pathlib.Path("runs/notebook_quick" if QUICK else "runs/notebook")
 TERMS = {"min_terms": 2, "max_terms": 4}
 print(jax.devices())
@@ -38,11 +39,12 @@ print(jax.devices())
 recipe = dapo_jax.SftConfig(
     out=str(FOLDER / "base"),
     total_steps=BASE_STEPS,
+    examples_per_step=32 // LESS,
     architecture=dapo_jax.Architecture(layers=2, embed=64),
     examples=dapo_jax.Examples(**TERMS),
     max_response_tokens=48,
     optimizer=dapo_jax.Optimizer(learning_rate=5e-3, schedule="linear", warmup_steps=5),
-    packing=dapo_jax.Packing(row_tokens=128, rows_per_microbatch=16),
+    packing=dapo_jax.Packing(row_tokens=128, rows_per_microbatch=16 // LESS),
 )
 BASE = dapo_jax.sft(recipe).path
 
@@ -63,11 +65,11 @@ def experiment(name, **changes):
         total_steps=STEPS,
         algorithm=algorithm,
         model=dapo_jax.Model(folder=BASE),
-        data=dapo_jax.Data(**TERMS, max_prompt_tokens=8, heldout_problems=64),
-        rollout=dapo_jax.Rollout(prompts_per_step=16, samples_per_prompt=16, updates_per_rollout=2),
-        sampler=dapo_jax.Sampler(slots=128, burst_tokens=8, max_response_tokens=48),
+        data=dapo_jax.Data(**TERMS, max_prompt_tokens=8, heldout_problems=64 // LESS),
+        rollout=dapo_jax.Rollout(16 // LESS, samples_per_prompt=16, updates_per_rollout=2),
+        sampler=dapo_jax.Sampler(slots=128 // LESS, burst_tokens=8, max_response_tokens=48),
         optimizer=dapo_jax.Optimizer(learning_rate=3e-4, warmup_steps=2),
-        packing=dapo_jax.Packing(row_tokens=128, rows_per_microbatch=32),
+        packing=dapo_jax.Packing(row_tokens=128, rows_per_microbatch=32 // LESS),
         evaluation=dapo_jax.Evaluation(every_steps=STEPS, samples_per_problem=4, top_p=1.0),
         log=dapo_jax.Log(console=False, tensorboard=False),
     )

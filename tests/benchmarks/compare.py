@@ -20,7 +20,7 @@ import sys
 OURS = f"{sys.executable} {pathlib.Path(__file__).parent / 'ours.py'}"
 BENCHES = ("rollout", "update", "step")
 # Of the peers: new tokens of a response, and batches of 64 for all of them.
-PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8)}
+PEERS_SIZES = {"uniform": (128, 1), "real": (512, 8), "smoke": (32, 1)}
 
 
 def json_lines(command: str) -> list[dict]:

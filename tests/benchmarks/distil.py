@@ -5,8 +5,8 @@
 On the embedded task: a teacher of 2.2 M parameters from worked examples without mistakes, a student
 of the base policy's shape that saw few examples, with mistakes. From there DAPO, on-policy
 distillation, both at once, and supervised training on what the teacher samples. Resumable: what is
-finished is kept. Any other argument is handed to the trainer. `--smoke` takes seconds and shows
-that everything runs, nothing else.
+finished is kept. Any other argument is handed to the trainer. `--smoke` takes one tiny shape,
+in one process: seconds, which show that everything runs.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import itertools
 import json
 import pathlib
 
-from family import BASE, RL, python
+import family
+from family import BASE, RL
 
 TEACHER = {
     "total_steps": 1200,
@@ -30,12 +31,35 @@ STUDENT = {"total_steps": 250, "seed": 2}
 STEPS, EVALUATIONS, MEAN_TOKENS = 60, 12, 24
 BOTH = {"algorithm.distillation": "reverse", "algorithm.distillation_coefficient": 0.2}
 SMOKE = {
-    "rollout.prompts_per_step": 4,
+    "compute.scan_unroll": 1,
+    "rollout.prompts_per_step": 2,
     "rollout.samples_per_prompt": 4,
-    "rollout.max_sample_rounds": 2,
-    "data.heldout_problems": 8,
+    "rollout.updates_per_rollout": 1,
+    "rollout.max_sample_rounds": 1,
+    "data.heldout_problems": 2,
     "evaluation.samples_per_problem": 1,
-    "sampler.slots": 16,
+    "evaluation.every_steps": 1,
+    "sampler.slots": 8,
+    "packing.rows_per_microbatch": 4,
+    "optimizer.warmup_steps": 1,
+    "log.report": False,
+    "log.tensorboard": False,
+    "total_steps": 1,
+}
+SMOKE_EXAMPLES = {
+    "examples_per_step": 4,
+    "compute.scan_unroll": 1,
+    "optimizer.warmup_steps": 1,
+    "packing.rows_per_microbatch": 4,
+}
+SMOKE_MODEL = SMOKE_EXAMPLES | {
+    "total_steps": 1,
+    "architecture.layers": 1,
+    "architecture.embed": 16,
+    "architecture.heads": 2,
+    "architecture.kv_heads": 1,
+    "architecture.head_dim": 8,
+    "architecture.mlp": 16,
 }
 ARMS = {"dapo": ("dapo", {}), "distilled": ("on_policy_distillation", {}), "both": ("dapo", BOTH)}
 
@@ -48,7 +72,8 @@ def flags(settings: dict) -> list[str]:
 def made(folder: pathlib.Path, settings: dict, *given: str) -> pathlib.Path:
     """A model folder of supervised training, made where it is missing."""
     if not folder.exists():
-        python("sft", *(given or [f"--config={BASE}"]), f"--config.out={folder}", *flags(settings))
+        given = given or (f"--config={BASE}",)
+        family.python("sft", *given, f"--config.out={folder}", *flags(settings))
     return folder
 
 
@@ -60,7 +85,7 @@ def reinforced(root: pathlib.Path, arm: str, settings: dict, extra: list[str]) -
         models["teacher.folder"] = root / "teacher"
     if not (folder / "summary.json").exists():
         given = models | own | settings | {"run_dir": folder}
-        python("train", f"--config={RL}:{preset}", *flags(given), *extra)
+        family.python("train", f"--config={RL}:{preset}", *flags(given), *extra)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     speeds = (row.get("sampled_tokens_per_second", 0) for row in rows)
     drawn = (speed * row.get("seconds_rollout", 0) for speed, row in zip(speeds, rows, strict=True))
@@ -77,7 +102,8 @@ def write_samples(path: pathlib.Path, teacher: pathlib.Path, budget: float) -> i
     import dapo_jax
     from dapo_jax.data.arithmetic import make_problem
 
-    prompts = [make_problem("train", 3, i, 3, 8).text for i in range(int(budget / MEAN_TOKENS))]
+    count = max(1, int(budget / MEAN_TOKENS))
+    prompts = [make_problem("train", 3, i, 3, 8).text for i in range(count)]
     answers = dapo_jax.sample(str(teacher), prompts, max_prompt_tokens=16, max_response_tokens=64)
     lines, tokens = [], 0
     for prompt, (answer,) in zip(prompts, answers, strict=True):
@@ -90,15 +116,14 @@ def write_samples(path: pathlib.Path, teacher: pathlib.Path, budget: float) -> i
     return tokens
 
 
-def imitated(root: pathlib.Path, budget: float, settings: dict) -> float:
+def imitated(root: pathlib.Path, budget: float, settings: dict, few: dict) -> float:
     """Held-out accuracy after supervised training on what the teacher samples."""
     samples = root / "samples.jsonl"
     if not samples.exists():
         write_samples(samples, root / "teacher", budget)
     given = {"start": root / "student", "data.source": samples, "data.passes": 2.0}
-    given |= {"optimizer.learning_rate": 5e-4, "packing.row_tokens": 160}
-    given["examples_per_step"] = 8 if len(settings) > len(SMOKE) else 64
-    folder = made(root / "imitated", given, "--config.seed=4")
+    given |= {"optimizer.learning_rate": 5e-4, "packing.row_tokens": 160, "examples_per_step": 64}
+    folder = made(root / "imitated", given | few, "--config.seed=4")
     return evaluated(folder, root / "imitated_scores", settings)
 
 
@@ -108,7 +133,7 @@ def evaluated(folder: pathlib.Path, scores: pathlib.Path, settings: dict) -> flo
     if not kept.exists():
         wanted = {name: v for name, v in settings.items() if name.startswith(("data.", "eval"))}
         given = f"--config={RL}", f"--model={folder}", *flags({"run_dir": scores} | wanted)
-        kept.write_text(python("evaluate", *given).splitlines()[-1])
+        kept.write_text(family.python("evaluate", *given).splitlines()[-1])
     return json.loads(kept.read_text())["heldout_accuracy"]
 
 
@@ -118,13 +143,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     options, extra = parser.parse_known_args()
     root = options.folder
-    few = {"total_steps": 2, "optimizer.warmup_steps": 1} if options.smoke else {}
     settings = {"total_steps": STEPS, "evaluation.every_steps": STEPS // EVALUATIONS}
+    model, examples = {}, {}
     if options.smoke:
-        settings = SMOKE | few | {"evaluation.every_steps": 1}
+        settings, model, examples = SMOKE, SMOKE_MODEL, SMOKE_EXAMPLES
+        family.python = family.here
     root.mkdir(parents=True, exist_ok=True)
-    made(root / "teacher", TEACHER | few)
-    made(root / "student", STUDENT | few)
+    made(root / "teacher", TEACHER | model)
+    made(root / "student", STUDENT | model)
     runs = {arm: reinforced(root, arm, settings, extra) for arm in ARMS}
     budget = min(rows[-1]["tokens"] for rows in runs.values())
     print(f"{budget:,.0f} sampled tokens\n\n| arm | held-out accuracy |\n|---|---|")
@@ -133,7 +159,7 @@ def main() -> None:
         print(f"| {name}, as it is | {accuracy:.3f} |")
     for arm, rows in runs.items():
         print(f"| {arm} | {at_budget(rows, budget)['heldout_accuracy']:.3f} |")
-    print(f"| imitated | {imitated(root, budget, settings):.3f} |")
+    print(f"| imitated | {imitated(root, budget, settings, examples):.3f} |")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ evaluations. Any other argument is handed to the trainer; take another folder fo
 """
 
 import argparse
+import contextlib
+import io
 import json
 import pathlib
 import runpy
@@ -41,6 +43,23 @@ def python(module: str, *arguments: object) -> str:
     if done.returncode:
         raise SystemExit(f"{done.stdout}exit code {done.returncode}: {' '.join(command)}")
     return done.stdout
+
+
+def here(module: str, *arguments: object) -> str:
+    """The same within this process, which imports and compiles once for all commands."""
+    from dapo_jax.__main__ import entry
+
+    given, told = sys.argv, io.StringIO()
+    sys.argv = [f"dapo-jax {module}", *map(str, arguments)]
+    print("$", *sys.argv, file=sys.stderr, flush=True)
+    try:
+        with contextlib.redirect_stdout(told):
+            code = entry(module)()
+    finally:
+        sys.argv = given
+    if code:
+        raise SystemExit(f"{told.getvalue()}exit code {code}: {module}")
+    return told.getvalue()
 
 
 def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:

@@ -6,7 +6,8 @@ One size at a time leaves the model and workload of ours.py: 16 responses in 16 
 as the limit of 128 tokens. Each point runs in a process of its own. Memory is what XLA says that a
 program adds to its arguments on one device, and of the process what the kernel says. The last
 table compiles the update for pairs of vocabulary and row, of which nothing may grow with the
-product of both.
+product of both. `--smoke` takes a layer and few tokens: seconds, which show that everything runs,
+nothing else.
 """
 
 import argparse
@@ -41,13 +42,14 @@ NAMES = {
 GRID_VOCABULARIES, GRID_LIMITS = (512, 32_768, 152_064), (128, 1024, 4096)
 MICROBATCH_TOKENS, MEGA = 1280, 1e6
 ENOUGH_SECONDS = 2.0  # of timing, for a point that takes less
+LIMIT = 128  # of a response, where another size is changed
 
 
 def setup(axis: str, size: int):
     """The shape and the workload of a point."""
     from ours import DECODER, Workload
 
-    limit = size if axis == "limit" else 128
+    limit = size if axis == "limit" else LIMIT
     devices = size if axis == "devices" else 2
     group = size if axis == "group" else 8
     slots = size if axis == "slots" else 64 if axis == "group" else 16
@@ -63,6 +65,14 @@ def setup(axis: str, size: int):
         responses // group, limit, False, rows_per_microbatch=rows, group=group, slots=slots
     )
     return decoder, workload
+
+
+def shrink() -> None:
+    """The smallest shape and few tokens, each call timed once."""
+    global LIMIT, ENOUGH_SECONDS
+    import ours
+
+    ours.DECODER, LIMIT, ENOUGH_SECONDS = ours.SMOKE_DECODER, 8, 1e-6
 
 
 def open_parts(decoder, workload):
@@ -227,9 +237,13 @@ def main() -> None:
     parser.add_argument("--axes", nargs="*", choices=[*SIZES, "grid"], default=[*SIZES, "grid"])
     parser.add_argument("--most", type=int, default=10**9, help="leave larger sizes out")
     parser.add_argument("--plot", help="a PNG to write")
+    parser.add_argument("--smoke", action="store_true", help="everything small: does it run?")
     parser.add_argument("--one", nargs=2, metavar=("AXIS", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    small = ["--smoke"] if args.smoke else []
     if args.one:
+        if args.smoke:
+            shrink()
         axis, size = args.one[0], int(args.one[1])
         return grid(size) if axis == "grid" else print(json.dumps(measure(axis, size)))
     points = []
@@ -237,12 +251,13 @@ def main() -> None:
         for size in SIZES.get(axis, ()):
             if size <= args.most:
                 devices = size if axis == "devices" else 2
-                points += in_a_process(["--one", axis, str(size)], devices)
+                points += in_a_process(["--one", axis, str(size), *small], devices)
                 print(json.dumps(points[-1]), flush=True)
     if points:
         print(table(points))
     if "grid" in args.axes:
-        print("\n" + grid_table(in_a_process(["--one", "grid", str(args.most)], 2)))
+        pairs = in_a_process(["--one", "grid", str(args.most), *small], 2)
+        print("\n" + grid_table(pairs))
     if args.plot:
         plot(points, args.plot)
     return None

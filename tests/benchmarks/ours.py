@@ -7,6 +7,7 @@
 - uniform: 8 prompts x 8 samples, each response of 128 tokens.
 - real: 64 prompts x 8 samples, each response with a limit of its own, drawn from a long-tailed law
   (log-normal, cut at 512 tokens, mean 128).
+- smoke: one layer and few short responses, to see that everything runs, and nothing else.
 
 Prints a JSON line per measurement, with the arithmetic of the matrix products alone over a product
 of two square matrices timed in the same process; the first (compiling) call is reported apart.
@@ -74,11 +75,16 @@ DECODER = DecoderConfig(
     mlp=1024,
     tie_embeddings=False,
 )
+SMOKE_DECODER = dataclasses.replace(DECODER, layers=1, embed=32, head_dim=8, mlp=64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sizes of a step; a row of the update holds one of the longest responses."""
+    """Sizes of a step; a row of the update holds one of the longest responses.
+
+    Attributes:
+        matmul: side of the square matrices that are timed beside it.
+    """
 
     prompts: int
     new_tokens: int  # at most
@@ -86,6 +92,8 @@ class Workload:
     rows_per_microbatch: int
     group: int = GROUP
     slots: int = SLOTS
+    decoder: DecoderConfig = DECODER
+    matmul: int = 2048
 
     @property
     def row_tokens(self) -> int:
@@ -102,6 +110,7 @@ class Workload:
 WORKLOADS = {
     "uniform": Workload(8, 128, ragged=False, rows_per_microbatch=8),
     "real": Workload(64, 512, ragged=True, rows_per_microbatch=4),
+    "smoke": Workload(2, 32, False, 2, group=2, slots=4, decoder=SMOKE_DECODER, matmul=128),
 }
 
 
@@ -165,15 +174,15 @@ def make_config(
     )
 
 
-def matmul_flops() -> float:
+def matmul_flops(side: int) -> float:
     """FLOP/s of a square product, the best of a few: this machine's, now, on all its cores."""
-    a = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2048)), jnp.float32)
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(side, side)), jnp.float32)
     product, best = jax.jit(jnp.dot), float("inf")
     for _ in range(6):
         started = time.perf_counter()
         product(a, a).block_until_ready()
         best = min(best, time.perf_counter() - started)
-    return 2 * 2048**3 / best
+    return 2 * side**3 / best
 
 
 def measure(name: str, run, repeats: int, flops_per_token: float, workload: str) -> None:
@@ -191,7 +200,7 @@ def measure(name: str, run, repeats: int, flops_per_token: float, workload: str)
         tokens.append(run())
         seconds.append(time.perf_counter() - started)
     speed = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
-    peak = matmul_flops()
+    peak = matmul_flops(WORKLOADS[workload].matmul)
     line = {
         "framework": "dapo_jax",
         "workload": workload,
@@ -252,8 +261,9 @@ def measured(
         workload = dataclasses.replace(workload, rows_per_microbatch=rows)
     decode_step.draw = draw_within(workload)
     with tempfile.TemporaryDirectory() as folder:
-        write_folder(pathlib.Path(folder))
-        parts = build(make_config(pathlib.Path(folder), workload, keep_groups=keep_groups))
+        write_folder(pathlib.Path(folder), workload.decoder)
+        layers = workload.decoder.layers
+        parts = build(make_config(pathlib.Path(folder), workload, layers, keep_groups))
         parts = dataclasses.replace(parts, prompts=RandomPrompts())
         params = parts.first_params()
     steps = iter(range(10**9))
@@ -297,9 +307,10 @@ def main() -> None:
     parser.add_argument("--keep_groups", action="store_true", help="as such a run samples")
     parser.add_argument("--rows", type=int, default=0, help="per microbatch; 0: the workload's")
     args = parser.parse_args()
-    shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(DECODER, jax.random.key(0))))
+    decoder = WORKLOADS[args.workload].decoder
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(decoder, jax.random.key(0))))
     products = 2 * sum(leaf.size for leaf in shapes if leaf.ndim > 1)
-    products -= 2 * VOCAB * DECODER.embed  # the embedding is looked up
+    products -= 2 * VOCAB * decoder.embed  # the embedding is looked up
     # Forward and backward; of a step's tokens each is drawn, scored and trained on.
     passes = {"rollout": 1, "update": 3, "step": 5}
     with measured(args.workload, args.rows, args.keep_groups) as calls:

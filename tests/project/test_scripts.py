@@ -10,7 +10,6 @@ import sys
 
 import numpy as np
 import pytest
-from small_runs import make_small_base
 
 ROOT = pathlib.Path(__file__).parents[2]
 ONE_DEVICE = " --xla_force_host_platform_device_count=1"  # the last such flag counts
@@ -88,11 +87,12 @@ def test_the_price_of_dynamic_sampling_is_held_against_the_ideal():
 
 
 def test_our_benchmark_and_the_comparison_run():
-    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, "--only", "update")
+    sizes = ("--only", "update", "--workload", "smoke")
+    told = run("tests/benchmarks/compare.py", "--rounds", 1, "--repeats", 1, *sizes)
     first, *table = told.splitlines()
     step = json.loads(first)["dapo_jax"]["update"]
     assert step["median_s"] > 0 and 0 < step["gflops"] < step["matmul_gflops"]
-    assert len(table) == 3 and table[-1].startswith("| uniform | update |")
+    assert len(table) == 3 and table[-1].startswith("| smoke | update |")
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_rows_are_fuller_where_they_are_chosen():
 
 def test_growth_is_measured_and_drawn(tmp_path):
     picture = tmp_path / "growth.png"
-    sizes = ("--axes", "vocab", "grid", "--most", 512)
+    sizes = ("--axes", "vocab", "grid", "--most", 512, "--smoke")
     told = run("tests/benchmarks/growth.py", *sizes, "--plot", picture)
     assert "| vocabulary | 512 |" in told and "rows of 160 tokens |" in told
     assert picture.stat().st_size > 10_000
 
 
 def test_seconds_go_to_kinds_of_operations():
-    told = run("tests/benchmarks/operations.py", "--only", "rollout")
+    told = run("tests/benchmarks/operations.py", "--only", "rollout", "--workload", "smoke")
     assert "| matrix products |" in told and "| waiting |" in told
 
 
@@ -147,32 +147,52 @@ def test_the_real_workload_has_the_law_that_it_says(monkeypatch):
     assert set(np.asarray(ours.WORKLOADS["uniform"].limits(normal))) == {128}
 
 
-@pytest.fixture(scope="module")
-def small_base(tmp_path_factory) -> pathlib.Path:
-    return make_small_base(tmp_path_factory.mktemp("scripts") / "base")
-
-
 @pytest.mark.slow
-def test_seconds_of_other_settings_are_predicted(small_base, tmp_path):
+def test_seconds_of_other_settings_are_predicted(base, tmp_path):
     sizes = ("--steps", 4, "--prompts", 8, "--slots", 32, 16, "--samples", 4, 3, "--terms", 3)
-    told = run("tests/benchmarks/simulate.py", "--base", small_base, "--folder", tmp_path, *sizes)
+    told = run("tests/benchmarks/simulate.py", "--base", base, "--folder", tmp_path, *sizes)
     off = json.loads(told.splitlines()[-1])
     assert abs(off["16/4/decode_steps"]) < 0.5 and abs(off["32/3/tokens"]) < 0.5
     assert off["costs"]["update_token"] > 0 and "| 16 | 4 | seconds_step |" in told
 
 
+@pytest.fixture
+def run_here(monkeypatch, capsys, alone):
+    """Calls a benchmark of whole runs, whose commands run in this process too: what it prints."""
+    family = importlib.import_module("family")
+    monkeypatch.setattr(family, "python", family.here)
+    monkeypatch.chdir(ROOT)
+
+    def call(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    return call
+
+
 TINY = [
     "--config.total_steps=2",
-    "--config.rollout.prompts_per_step=8",
+    "--config.compute.scan_unroll=1",
+    "--config.rollout.prompts_per_step=4",
     "--config.rollout.samples_per_prompt=4",
-    "--config.data.heldout_problems=8",
-    "--config.sampler.slots=32",
+    "--config.rollout.updates_per_rollout=2",
+    "--config.data.min_terms=2",
+    "--config.data.max_terms=3",
+    "--config.data.heldout_problems=4",
+    "--config.evaluation.every_steps=0",
+    "--config.evaluation.samples_per_problem=1",
+    "--config.sampler.slots=16",
+    "--config.sampler.max_response_tokens=24",
+    "--config.packing.row_tokens=64",
+    "--config.packing.rows_per_microbatch=4",
+    "--config.log.report=false",
+    "--config.log.tensorboard=false",
 ]
 
 
-@pytest.mark.slow
-def test_ways_to_learn_from_a_teacher_are_compared(tmp_path):
-    table = run("tests/benchmarks/distil.py", "--smoke", "--folder", tmp_path).splitlines()[2:]
+def test_ways_to_learn_from_a_teacher_are_compared(tmp_path, run_here):
+    table = run_here("distil", "--smoke", "--folder", tmp_path).splitlines()[2:]
     arms = [line.split("|")[1].strip() for line in table[2:]]
     assert arms[2:] == ["dapo", "distilled", "both", "imitated"] and len(arms) == 6
 
@@ -185,7 +205,6 @@ def test_ways_to_learn_from_a_teacher_are_compared(tmp_path):
         ("carry_over", ["--kinds", "all"], "| all |"),
     ],
 )
-def test_tables_of_runs_are_made(script, arguments, row, small_base, tmp_path):
-    shutil.copytree(small_base, tmp_path / "base_0")
-    options = ["--seeds", 1, "--folder", tmp_path, *arguments]
-    assert row in run(f"tests/benchmarks/{script}.py", *options, *TINY)
+def test_tables_of_runs_are_made(script, arguments, row, base, tmp_path, run_here):
+    shutil.copytree(base, tmp_path / "base_0")
+    assert row in run_here(script, "--seeds", 1, "--folder", tmp_path, *arguments, *TINY)

@@ -58,7 +58,13 @@ def results(folder):
     return read_rows(folder), read_rollouts(folder), weights
 
 
+def bytes_on_devices() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp_path, alone):
+    """And what is kept for it holds no parameters."""
     dapo_jax.train(make_config(base, tmp_path / "first"))
     with counted() as second:
         dapo_jax.train(make_config(base, tmp_path / "second"))
@@ -70,30 +76,17 @@ def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp
     assert other["_update_fn"] == 1 and not other["_generate"], "only the learner is another one"
     forget_programs()
     jax.clear_caches()  # as in a new process
+    before = bytes_on_devices()
     with counted() as fresh:
         dapo_jax.train(make_config(base, tmp_path / "fresh"))
+    kept = bytes_on_devices() - before
     assert all(fresh[name] for name in ("_update_fn", "_generate", "prefill_prefix")), fresh
     rows, rollouts, weights = results(tmp_path / "first")
+    assert kept < 10_000 < sum(weight.nbytes for weight in weights.values())
     for name in ("second", "fresh"):
         found = results(tmp_path / name)
         assert found[:2] == (rows, rollouts) and equal(found[2], weights), name
     assert not equal(results(tmp_path / "other")[2], weights)
-
-
-def test_what_is_kept_holds_no_parameters(base, tmp_path, alone):
-    config = make_config(base, tmp_path / "run")
-
-    def size() -> int:
-        gc.collect()
-        return sum(array.nbytes for array in jax.live_arrays())
-
-    before = size()
-    dapo_jax.train(config)
-    assert (
-        size() - before
-        < 10_000
-        < sum(weight.nbytes for weight in results(tmp_path / "run")[2].values())
-    )
 
 
 def test_a_config_that_changes_afterwards_changes_no_program(tiny_params, one_device):

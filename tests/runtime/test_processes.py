@@ -134,8 +134,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "victim"),
+    [
+        ("killed", 0),
+        ("killed", 1),
+        pytest.param("failed", 0, marks=pytest.mark.slow),
+        ("failed", 1),
+        ("refused", 0),
+        pytest.param("refused", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_one_that_leaves_takes_the_other_along_by_name(loss, victim, tmp_path):
     """Process 0 runs the service by which they watch each other."""
     leave, its_code, code = LOSSES[loss]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import http.client
 import pathlib
 import socket
@@ -47,6 +48,7 @@ def byte_tokenizer() -> Tokenizer:
 TOKENIZER = byte_tokenizer()
 
 
+@functools.cache
 def make_byte_params() -> dict:
     """Random parameters under which responses wander, and some end."""
     params = nn.unbox(init_params(BYTES_DECODER, jax.random.key(0)))
