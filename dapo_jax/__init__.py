@@ -39,12 +39,13 @@ _HOMES = {
     "plan": "commands.api_folders",
     "report": "commands.api_folders",
     "ModelFolder": "commands.api_folders",
-    "sample": "commands.api",
-    "Policy": "commands.api",
+    "sample": "commands.api_policy",
+    "Policy": "commands.api_policy",
     "Result": "commands.api",
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
+    "Observation": "environments.interface",
     "is_equivalent": "verifier.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
     "ConfigError": "runtime.settings",
@@ -52,7 +53,7 @@ _HOMES = {
 _SECTIONS = (
     "Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh Checkpoint "
     "Evaluation Log Watch SftConfig DpoConfig ExportConfig ReportConfig Architecture Examples "
-    "OwnData OneMesh Teacher".split()
+    "OwnData OneMesh Teacher Environment".split()
 )
 _HOMES |= dict.fromkeys(("Config", *_SECTIONS), "config.experiment")
 
@@ -61,8 +62,9 @@ __all__ = sorted([*_ROOMS, *_HOMES])  # pyright: ignore[reportUnsupportedDunderA
 if TYPE_CHECKING:  # the same, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
     from dapo_jax.algorithms import Algorithm, preset
-    from dapo_jax.commands.api import Policy, Result, evaluate, sample, train
+    from dapo_jax.commands.api import Result, evaluate, train
     from dapo_jax.commands.api_folders import ModelFolder, dpo, export, plan, report, sft
+    from dapo_jax.commands.api_policy import Policy, sample
     from dapo_jax.config.experiment import (
         Architecture,
         Checkpoint,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Critic,
         Data,
         DpoConfig,
+        Environment,
         Evaluation,
         Examples,
         ExportConfig,
@@ -90,6 +93,7 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
         Teacher,
         Watch,
     )
+    from dapo_jax.environments.interface import Observation
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.runtime.settings import ConfigError

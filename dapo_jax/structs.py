@@ -14,7 +14,7 @@ import functools
 import math
 import re
 import unicodedata
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flax import struct
@@ -76,20 +76,55 @@ class Prompt:
     skipped: int = 0  # places of the order passed over just before it
 
 
+class Turn(NamedTuple):
+    """Turn of a trajectory: drawn by the policy, or an observation from its environment."""
+
+    drawn: bool
+    tokens: int
+    text: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A response. The end token, where drawn, is the last of `tokens` and is trained on."""
+    """A response, or the trajectory of a policy in an environment.
 
-    tokens: np.ndarray  # [n] int32
-    sampler_logprobs: np.ndarray  # [n] float32, untruncated, temperature-scaled
+    An end token, where drawn, is trained on. Observations stand between the drawn tokens: they are
+    context, and count in no length.
+    """
+
+    tokens: np.ndarray  # [n] int32, observations included
+    sampler_logprobs: np.ndarray  # [n] float32, untruncated, temperature-scaled; 0 if observed
     truncated: bool  # the budget ran out before the end token
     policy_step: int
-    text: str
+    text: str  # of the last turn that was drawn
     sample: int = 0  # its place among the responses to the prompt, which keys its draws
     earlier: tuple[tuple[int, int], ...] = ()  # (policy step, tokens) of older policies, in order
+    turns: tuple[Turn, ...] = ()  # none where nothing was observed
+    rewards: tuple[float, ...] = ()  # from the environment, a step each
+    failures: tuple[str, ...] = ()  # of the environment's steps
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        """Drawn tokens."""
+        return len(self.tokens) - sum(turn.tokens for turn in self.turns if not turn.drawn)
+
+    @functools.cached_property
+    def drawn(self) -> np.ndarray:
+        """[n] bool, false on observations."""
+        if not self.turns:
+            return np.ones(len(self.tokens), bool)
+        flags, counts = zip(*((turn.drawn, turn.tokens) for turn in self.turns), strict=True)
+        return np.repeat(flags, counts)
+
+    @property
+    def drawn_tokens(self) -> np.ndarray:
+        """Tokens without the observations."""
+        return self.tokens[self.drawn]
+
+    @property
+    def last_turn(self) -> np.ndarray:
+        """Tokens after the last observation."""
+        observed = np.flatnonzero(~self.drawn)
+        return self.tokens[observed[-1] + 1 :] if observed.size else self.tokens
 
     @property
     def drawn_by(self) -> tuple[tuple[int, int], ...]:
@@ -157,7 +192,7 @@ class PartialGroup:
     prompt: Prompt
     step: int  # that began it, which keys its draws
     finished: tuple[Completion, ...] = ()
-    begun: tuple[Completion, ...] = ()  # as far as they were drawn, without text
+    begun: tuple[Completion, ...] = ()  # as far as they were drawn
     judged: Group | None = None  # then it holds the responses
 
     @property

@@ -22,7 +22,7 @@ from dapo_jax.runtime.settings import check_types, check_values, require
 if TYPE_CHECKING:
     import pyarrow
 
-    from dapo_jax.commands.api import Policy
+    from dapo_jax.commands.api_policy import Policy
 
 T = TypeVar("T")
 File = str | os.PathLike
@@ -73,7 +73,7 @@ class ModelFolder:
     @functools.cached_property
     def policy(self) -> "Policy":
         """Policy of the folder, read at first use."""
-        from dapo_jax.commands.api import Policy
+        from dapo_jax.commands.api_policy import Policy
 
         return Policy(self.path)
 

@@ -49,7 +49,7 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
 
     check_warmup(config)
     check_free("out", config.out, TRAINED if isinstance(config, SftConfig) else PREFERRING)
-    if isinstance(config, DpoConfig) or config.data.source != GENERATED:
+    if isinstance(config, DpoConfig) or config.data.source not in GENERATED:
         find_source(config.data)
 
 

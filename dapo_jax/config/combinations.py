@@ -268,6 +268,25 @@ def _check_reward(config: Config, check: Check) -> None:
     )
 
 
+def _check_environment(config: Config, check: Check) -> None:
+    environment, weights = config.environment, config.reward.weights()
+    check(
+        "environment.tools",
+        not (environment.name and environment.tools),
+        "empty with environment.name: an environment says itself what it offers",
+    )
+    check(
+        "environment.tools",
+        not environment.tools or config.data.template == "chat",
+        "empty, or with data.template = 'chat', which teaches the policy how to call",
+    )
+    check(
+        "reward.parts",
+        "environment" not in weights or bool(environment.name),
+        "without 'environment' where environment.name is empty: nothing gives that reward",
+    )
+
+
 def _check_critic(config: Config, check: Check) -> None:
     own, preset = config.critic.pretrain_steps, config.algorithm.critic_pretrain_steps
     if not config.algorithm.critic:
@@ -301,6 +320,7 @@ def check_combinations(config: Config, check: Check) -> None:
     _check_distillation(config, check)
     _check_updates(algorithm, config.rollout, check)
     _check_reward(config, check)
+    _check_environment(config, check)
     _check_critic(config, check)
     _check_kept_groups(config, check)
     rank = config.lora.rank

@@ -14,6 +14,7 @@ from dapo_jax.config.outputs import Checkpoint, Evaluation, Log, Watch
 from dapo_jax.config.sections import (
     Architecture,
     Critic,
+    Environment,
     Lora,
     Model,
     Optimizer,
@@ -43,8 +44,8 @@ CONSTANT_RATES = When(
     lambda policy, has_critic, critic: policy == "constant" == (critic if has_critic else policy),
 )
 SMALLEST_PAGE_MB = 6.0  # the plotting library and little else
-GENERATES = When("data.source", GENERATED)
-READS_FILES = When("data.source", lambda source: source != GENERATED)
+GENERATES = When("data.source", " ".join(GENERATED))
+READS_FILES = When("data.source", lambda source: source not in GENERATED)
 
 
 @section
@@ -65,6 +66,7 @@ class Config:
     compute: Compute = part(Compute)
     data: Data = part(Data)
     rollout: Rollout = part(Rollout)
+    environment: Environment = part(Environment)
     sampler: Sampler = part(Sampler)
     reward: Reward = part(Reward)
     optimizer: Optimizer = part(Optimizer)
@@ -83,6 +85,11 @@ class Config:
         longest = self.data.max_prompt_tokens + self.sampler.max_response_tokens
         unit = 128 if longest > 512 else 8  # a TPU's attention takes multiples of 128
         return dataclasses.replace(self.packing, row_tokens=-(-longest // unit) * unit)
+
+    def drawn_budget(self) -> int:
+        """Most tokens that the policy draws for a response, or for a trajectory."""
+        most = self.sampler.max_response_tokens
+        return min(self.environment.max_drawn_tokens or most, most)
 
     def critic_pretrain_steps(self) -> int:
         """Number of first steps that train the critic alone; by default the algorithm's."""

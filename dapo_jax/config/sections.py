@@ -15,6 +15,7 @@ from dapo_jax.runtime.rules import (
 )
 from dapo_jax.runtime.settings import part, require, section, setting
 
+IF_ENVIRONMENT = When("environment.name environment.tools", lambda name, tools: name or tools)
 OF_THE_ANSWER = ("rule", "gym")  # parts that compare with the gold answer
 SHAPING = ("format", "think_format", "repetition", "overlong")  # never decide what is right
 BY_VALUE = When("reward.verifier", "math math_box math_label")
@@ -112,6 +113,56 @@ class Rollout:
     when_starved: Literal["partial", "stop"] = setting(
         "partial", "Too few groups after the last round: 'partial' trains on them, 'stop' stops."
     )
+
+
+@section
+class Environment:
+    """The environment that answers the policy between its turns; none: responses of one turn."""
+
+    name: str = setting(
+        "",
+        "calculator, guessing, second_try, openenv:module:Class, or the module:Class of your own.",
+    )
+    tools: str = setting(
+        "",
+        "Functions as module:function, comma-separated, that the policy may call, in the form that "
+        "its chat template teaches.",
+    )
+    max_turns: Count = setting(8, "Turns of a trajectory.", read=IF_ENVIRONMENT)
+    max_drawn_tokens: CountOr0 = setting(
+        0,
+        "Drawn tokens of a trajectory, all turns together; 0: sampler.max_response_tokens, in "
+        "which observations take room too.",
+        read=IF_ENVIRONMENT,
+    )
+    max_observation_tokens: Count = setting(
+        256, "Tokens of one observation; of a longer one the beginning.", read=IF_ENVIRONMENT
+    )
+    rewards: Literal["sum", "last"] = setting(
+        "sum",
+        "Of its steps, as the reward part 'environment': their 'sum' or the 'last' one's.",
+        read=IF_ENVIRONMENT,
+    )
+    step_seconds: Positive = setting(
+        5.0,
+        "A step that takes longer is killed, and says so as its observation.",
+        read=IF_ENVIRONMENT,
+        may_change=True,
+    )
+    workers: Count = setting(
+        4, "Processes that run steps side by side.", read=IF_ENVIRONMENT, may_change=True
+    )
+    wait_bursts: Count = setting(
+        1,
+        "Bursts of decoding during which a step may take its time; then decoding waits for it.",
+        read=IF_ENVIRONMENT,
+        may_change=ON_POLICY,
+    )
+
+    @property
+    def used(self) -> bool:
+        """True where trajectories have turns."""
+        return bool(self.name or self.tools)
 
 
 @section

@@ -101,7 +101,7 @@ def validate(config: Any) -> None:
         _check_rows(config, longest, check)
         _check_heldout(config, check)
         check_combinations(config, check)
-    elif isinstance(config, SftConfig) and config.data.source == GENERATED:
+    elif isinstance(config, SftConfig) and config.data.source in GENERATED:
         _check_generated_examples(config, check)
     elif isinstance(config, SftConfig | DpoConfig):
         _check_own_examples(config, check)

@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -24,6 +25,8 @@ LOOKED_AT = 500  # problems of a file whose prompts are measured at the start
 LOOKED_AT_GENERATED = 32  # the same of generated ones, some of which take long to make
 TRIED_EXAMPLES = 200  # problems among which worked solutions are looked for
 REMEMBERED_PROMPTS = 4096  # as they were written
+
+Opening = Callable[[Problem], Problem]
 
 
 def _fingerprints(sources: Sequence[Source]) -> set[str]:
@@ -88,16 +91,18 @@ class _Writer:
         tokenizer: Tokenizer,
         sources: Sequence[Source],
         heldout: set[str],
+        opening: Opening,
+        tools: list[dict[str, Any]] | None,
     ):
-        self._data, self._tokenizer, examples = data, tokenizer, ()
+        self._data, self._tokenizer, self._opening, examples = data, tokenizer, opening, ()
         self.template = open_template(data.template)
         if data.template == "few_shot":
             examples = choose_examples(sources, heldout, data.few_shot + 1, seed)
         check_chat(data.template, tokenizer.chat)
-        self._beside = Beside(tokenizer.chat, data.system_prompt, examples, data.few_shot)
+        self._beside = Beside(tokenizer.chat, data.system_prompt, examples, data.few_shot, tools)
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
-        text = self.template.write(problem, self._beside)
+        text = self.template.write(self._opening(problem), self._beside)
         tokens = self._tokenizer.encode_prompt(text)
         if not tokens:
             raise ConfigError(
@@ -166,6 +171,8 @@ class PromptStream:
     Args:
         needs_answer: leaves out rows of files without an answer.
         training: without it there are only the prompts of the evaluation.
+        opening: an environment's change of a problem's text and messages.
+        tools: that the policy may call, for the chat template.
 
     Raises:
         ConfigError: the data or the template do not fit the settings.
@@ -179,6 +186,8 @@ class PromptStream:
         *,
         needs_answer: bool = True,
         training: bool = True,
+        opening: Opening = lambda problem: problem,
+        tools: list[dict[str, Any]] | None = None,
     ):
         self.position, self._data = 0, data
         self.heldout = heldout_sources(data, seed, needs_answer)
@@ -186,7 +195,8 @@ class PromptStream:
         sources = []
         if training or data.template == "few_shot":
             sources = training_sources(data, seed, self._heldout, needs_answer)
-        self._writer = _Writer(data, seed, tokenizer, sources, self._heldout)
+        shown = opening, tools
+        self._writer = _Writer(data, seed, tokenizer, sources, self._heldout, *shown)
         self.sources = sources if training else []
         if training:
             self._order = _endless_order(self.sources, seed)

@@ -5,6 +5,7 @@ tokens, 0 off the responses. Host arithmetic in float64, rounded once by `estima
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,12 +65,39 @@ class Feedback:
         """Trained ones of each response."""
         return np.bincount(self.response_index[self.trained], minlength=len(self.groups))
 
-    @property
+    @functools.cached_property
+    def _next_places(self) -> Int[np.ndarray, "*M R T"]:
+        """Place of the first token of any response at or after each; T where none is left."""
+        on, length = self.on_response, self.response_index.shape[-1]
+        places = np.where(on, np.arange(length), length)
+        return np.minimum.accumulate(places[..., ::-1], axis=-1)[..., ::-1]
+
+    @functools.cached_property
     def continues(self) -> Bool[np.ndarray, "*M R T"]:
-        """Mask of tokens whose next token belongs to the same response."""
-        following = np.full_like(self.response_index, -1)
-        following[..., :-1] = self.response_index[..., 1:]
-        return self.on_response & (following == self.response_index)
+        """Mask of tokens with a later one of their response in the row, and of what is observed
+        between the two."""
+        index, length = self.response_index, self.response_index.shape[-1]
+        padded = np.concatenate([index, np.full_like(index[..., :1], -1)], axis=-1)
+        places = np.where(self.on_response, np.arange(length), -1)
+        before = np.maximum.accumulate(places, axis=-1)  # -1 reads the padding
+        after = np.full_like(before, length)
+        after[..., :-1] = self._next_places[..., 1:]
+        left, right = (np.take_along_axis(padded, at, axis=-1) for at in (before, after))
+        return (left >= 0) & (left == right)
+
+    def following(self, values: Float[np.ndarray, "*M R T"]) -> Float[np.ndarray, "*M R T"]:
+        """Value of the next token of the same response, observations skipped; 0 after the last."""
+        places = np.zeros_like(self._next_places)
+        places[..., :-1] = np.minimum(self._next_places[..., 1:], places.shape[-1] - 1)
+        return np.where(self.continues, np.take_along_axis(values, places, axis=-1), 0.0)
+
+    def discounted_sums(
+        self, values: Float[np.ndarray, "*M R T"], discounts: Float[np.ndarray, "*M R T"] | float
+    ) -> Float[np.ndarray, "*M R T"]:
+        """`discounted_sums` over the tokens of responses; observations take no discount."""
+        values = np.where(self.on_response, values, 0.0)
+        discounts = np.where(self.on_response, discounts, 1.0)
+        return np.where(self.on_response, discounted_sums(values, discounts, self.continues), 0.0)
 
 
 def _sum_over_responses(values: np.ndarray, index: np.ndarray, responses: int) -> np.ndarray:
@@ -180,7 +208,7 @@ def discounted_sums(
 
 def reward_to_go(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     """Discounted sum of the token rewards from here on (REINFORCE++, arXiv 2501.03262)."""
-    return discounted_sums(feedback.token_rewards, algorithm.gamma, feedback.continues)
+    return feedback.discounted_sums(feedback.token_rewards, algorithm.gamma)
 
 
 def generalised_advantages(
@@ -189,9 +217,8 @@ def generalised_advantages(
     """GAE (arXiv 1506.02438, equation 16); the value after the last token of a response is 0."""
     values, gamma = present(feedback.values, "values"), algorithm.gamma
     values = np.where(feedback.on_response, values, 0.0)
-    following = np.where(feedback.continues, np.roll(values, -1, axis=-1), 0.0)
-    errors = feedback.token_rewards + gamma * following - values
-    return discounted_sums(errors, gamma * np.asarray(lambdas), feedback.continues)
+    errors = feedback.token_rewards + gamma * feedback.following(values) - values
+    return feedback.discounted_sums(errors, gamma * np.asarray(lambdas))
 
 
 def gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:

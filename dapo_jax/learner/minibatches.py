@@ -145,7 +145,7 @@ def weigh(
     returns: Float[np.ndarray, "U M R T"] | None,
 ) -> Iterator[TrainBatch]:
     """The batch of each update with its loss weights, made while the one before is computed."""
-    budget, planned = config.sampler.max_response_tokens, prompts_per_update(config)
+    budget, planned = config.drawn_budget(), prompts_per_update(config)
     for u, segments in enumerate(minibatches.segments):
         part, gains, targets = nth((scored, advantages, returns), u)
         yield make_batch(part, segments, gains, targets, config.algorithm, budget, planned)

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
     @property
     def length(self) -> int:
-        return len(self.prompt.tokens) + len(self.completion)
+        return len(self.prompt.tokens) + len(self.completion.tokens)
 
 
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -105,7 +105,7 @@ def pack(
             tokens[row, response:end] = completion.tokens
             segment_ids[row, start:end] = number
             positions[row, start:end] = np.arange(end - start)
-            response_index[row, response:end] = index
+            response_index[row, response:end] = np.where(completion.drawn, index, -1)
             logprobs[row, response:end] = completion.sampler_logprobs
             start = end
     # Of the host, until a program takes them.

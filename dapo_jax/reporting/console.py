@@ -24,7 +24,7 @@ from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.lasting_output import LastingOutput
 from dapo_jax.runtime.processes import printable
-from dapo_jax.structs import Group
+from dapo_jax.structs import Completion, Group
 
 if TYPE_CHECKING:  # a slow import, and the first line is printed before it
     from dapo_jax.rollout.scheduler import Scheduler
@@ -141,6 +141,12 @@ class _Compilation(_Activity):
         if self._usual is None or left < 0:
             return super().describe()
         return f"compiling {self._program}: {left:.0f} s left of about {duration(self._usual)}"
+
+
+def _turns(completion: Completion) -> list[str]:
+    """Texts of a trajectory's turns, observations in brackets; else that of the response."""
+    turns = [turn.text if turn.drawn else f"[{turn.text}]" for turn in completion.turns]
+    return turns or [completion.text]
 
 
 class Progress:
@@ -331,7 +337,7 @@ class Progress:
             group.completions, group.correct, group.rewards, strict=True
         ):
             table.add_row(
-                one_line(completion.text, ANSWER_TAIL),
+                one_line(" | ".join(_turns(completion)), ANSWER_TAIL),
                 "[green]right[/]" if right else "[red]wrong[/]",
                 f"{reward:+.2f}",
                 str(len(completion)),

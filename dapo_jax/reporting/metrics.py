@@ -11,7 +11,7 @@ from dapo_jax.algorithms import Algorithm
 from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.rewards.group_rewards import repetition
-from dapo_jax.rollout.scheduler import SamplerCounts
+from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.runtime.nonfinite import is_reason
 from dapo_jax.structs import Completion, Group, Mean, RolloutBatch, present
 

@@ -111,13 +111,24 @@ def _short(values: np.ndarray) -> list[float]:
 def token_fields(
     completion: Completion, trace: Trace | None, tokenizer: Tokenizer
 ) -> dict[str, list]:
-    """Texts, log-probs, ratios and clips of a response's tokens."""
-    texts = tokenizer.split(completion.tokens.tolist())
-    fields = {"token_texts": texts, "token_logprobs": _short(completion.sampler_logprobs)}
+    """Texts, log-probs, ratios and clips of a response's drawn tokens."""
+    texts = tokenizer.split(completion.drawn_tokens.tolist())
+    logprobs = completion.sampler_logprobs[completion.drawn]
+    fields = {"token_texts": texts, "token_logprobs": _short(logprobs)}
     if trace and trace.ratios is not None and trace.clipped is not None:
         fields |= {"token_ratios": _short(trace.ratios)}
         fields |= {"token_clipped": trace.clipped.astype(int).tolist()}
     return fields
+
+
+def trajectory_fields(completion: Completion) -> dict[str, list]:
+    """Turns of a trajectory as (speaker, tokens, text), and rewards and failures of its steps."""
+    if not (completion.turns or completion.rewards):
+        return {}
+    turns = [["policy" if t.drawn else "environment", t.tokens, t.text] for t in completion.turns]
+    own = {"environment_rewards": list(completion.rewards), "turns": turns}
+    failures = list(filter(None, completion.failures))
+    return own | ({"environment_failures": failures} if failures else {})
 
 
 def write_rollouts(
@@ -147,8 +158,7 @@ def write_rollouts(
             for i, (completion, verdict) in enumerate(
                 zip(group.completions, group.verdicts, strict=True)
             ):
-                traces = collected.traces.get(group.prompt.index)
-                trace = traces[i] if traces else None
+                trace = (collected.traces.get(group.prompt.index) or {i: None})[i]
                 line = {
                     "source": group.prompt.source,
                     "prompt_id": group.prompt.id,
@@ -172,6 +182,7 @@ def write_rollouts(
                 }
                 if verdict.token_rewards is not None:
                     line["token_rewards"] = verdict.token_rewards
+                line |= trajectory_fields(completion)
                 if len(completion.drawn_by) > 1:
                     line["drawn_by"] = completion.drawn_by
                 if tokenizer and group.prompt.index in with_tokens:

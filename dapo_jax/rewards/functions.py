@@ -21,7 +21,8 @@ from dapo_jax.rewards import given
 from dapo_jax.runtime.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
-OF_THE_TRAINER = ("rule", "format", "repetition", "model", GYM)  # read tokens, verdicts, devices
+# They read tokens, verdicts, devices.
+OF_THE_TRAINER = ("rule", "format", "repetition", "model", "environment", GYM)
 # Arguments of functions that see a response, and of those that see a group.
 RESPONSE = ("prompt", "response", "answer")
 GROUP = ("prompt", "responses", "answer", "lengths", "correct")

@@ -5,6 +5,7 @@ notebook) goes as cloudpickle's copy, in a file of a private folder that only th
 """
 
 import functools
+import importlib
 import inspect
 import io
 import linecache
@@ -63,6 +64,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)  # of a type of its own, as dapo_jax
         jax = sys.modules.get("jax")
         if jax is not None and isinstance(obj, jax.Array):
             raise TypeError("an array of JAX lies on a device of the trainer; use numpy.asarray")
@@ -141,25 +144,32 @@ def _name(prefix: str, function: Callable, taken: Collection[str]) -> str:
     return name
 
 
-def name_of(function: Callable, in_process: bool, taken: Collection[str] = ()) -> str:
+def name_of(
+    function: Callable,
+    in_process: bool,
+    taken: Collection[str] = (),
+    field: str = "reward.parts",
+) -> str:
     """Name of a Python function as a part: `module:function`, `given:NAME`, `in_process:NAME`.
 
     Args:
         in_process: whether this process is to call it.
         taken: names of other functions beside it.
+        field: the setting that it is given for.
 
     Raises:
         ConfigError: a worker can't have a copy of the function; the variable is named.
     """
-    require(callable(function), "reward.parts", function, "a function, or the name of a part")
+    require(callable(function), field, function, "a function, or the name of one")
     if _is_importable(function) and not in_process:
         return f"{function.__module__}:{function.__qualname__}"
     name = _name(HERE if in_process else GIVEN, function, taken)
     if not in_process:
         if _refusal(function):
+            hint = f"; {HINT}" if field == "reward.parts" else ""
             raise ConfigError(
-                f"config.reward.parts = {function!r}: can't be sent to a worker process: "
-                f"{_blame(function)}. Make it inside of the function, or in a module; {HINT}"
+                f"config.{field} = {function!r}: can't be sent to a worker process: "
+                f"{_blame(function)}. Make it inside of the function, or in a module{hint}"
             )
         _copies[name] = _copy(function).getvalue()
     _functions[name] = function  # in the place of an earlier one: a notebook's cell is run again

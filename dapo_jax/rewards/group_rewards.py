@@ -44,7 +44,12 @@ RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
         config.algorithm.reward_correct if verdict.correct else config.algorithm.reward_wrong
     ),
     "format": lambda config, completion, verdict: float(verdict.extracted is not None),
-    "repetition": lambda config, completion, verdict: -repetition(completion.tokens),
+    "repetition": lambda config, completion, verdict: -repetition(completion.drawn_tokens),
+    "environment": lambda config, completion, verdict: (
+        sum(completion.rewards)
+        if config.environment.rewards == "sum"
+        else sum(completion.rewards[-1:])
+    ),
 }
 
 
@@ -67,7 +72,7 @@ def reward_parts(
         parts[name] = weight * np.array(values, np.float64)
     if config.algorithm.overlong_punishment:
         lengths = np.array([len(completion) for completion in completions])
-        budget = config.sampler.max_response_tokens
+        budget = config.drawn_budget()
         buffer = max(1, round(config.algorithm.overlong_buffer_share * budget))
         parts["overlong"] = overlong_punishment(lengths, budget, buffer)
     return parts

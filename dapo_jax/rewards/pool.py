@@ -117,6 +117,7 @@ class RewardPool:
         source: str = "",
         metadata: str = "",
         tokens: Sequence[int] = (),
+        drawn: int | None = None,
     ) -> Future[Verdict]:
         """Future verdict on one response. It never fails: errors are in the verdict.
 
@@ -124,13 +125,19 @@ class RewardPool:
 
         Args:
             source, metadata: those of a problem with a scorer of its own.
-            tokens: of the response.
+            tokens: of the response; of a trajectory, of its last turn.
+            drawn: drawn tokens of the trajectory, on the last of which rewards of tokens are put.
         """
         job: dict[str, Any] = {"prompt": prompt, "response": response, "answer": answer}
         split = functools.cache(lambda: present(self._split, "split")(tokens))
         if self._with_tokens:
             job[TOKENS] = split()
-        place = functools.partial(place_rewards, text=response, tokens=len(tokens), split=split)
+        before = (len(tokens) if drawn is None else drawn) - len(tokens)
+
+        def place(value: list) -> np.ndarray:
+            own = place_rewards(value, text=response, tokens=len(tokens), split=split)
+            return np.pad(own, (before, 0))
+
         judged = self._threads.submit(self._judge, job, place, source, metadata)
         waiting = self._ask_waiting(job)
         return _gathered([judged, *waiting], lambda found: self._add(*found, place=place))
@@ -140,7 +147,10 @@ class RewardPool:
     ) -> list[Future[Verdict]]:
         """Future verdicts on the responses to a prompt; functions that see the group come last."""
         where = prompt.answer, prompt.source, prompt.metadata
-        judged = [self.submit(prompt.text, c.text, *where, c.tokens.tolist()) for c in completions]
+        judged = [
+            self.submit(prompt.text, c.text, *where, c.last_turn.tolist(), len(c))
+            for c in completions
+        ]
         if not self._of_group:
             return judged
         replies: Future[list[dict]] = Future()

@@ -12,7 +12,15 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending, Sampler
-from dapo_jax.structs import Completion, Group, PartialGroup, Prompt, RolloutBatch, Verdict
+from dapo_jax.structs import (
+    Completion,
+    Group,
+    PartialGroup,
+    Prompt,
+    RolloutBatch,
+    Turn,
+    Verdict,
+)
 
 
 class CarryOverCollection(Collection[Pending]):
@@ -161,7 +169,7 @@ def _record(partial: PartialGroup) -> dict[str, Any]:
 
 def _response_record(response: Completion) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(Completion) if field.name not in NOT_SAVED]
-    return {name: getattr(response, name) for name in names} | {"length": len(response)}
+    return {name: getattr(response, name) for name in names} | {"length": len(response.tokens)}
 
 
 def packed_tokens(records: list[dict[str, Any]]) -> int:
@@ -188,10 +196,12 @@ def unpack_partial(
             fields, end = dict(saved), start + saved["length"]
             del fields["length"]
             fields["earlier"] = tuple(map(tuple, fields["earlier"]))
+            fields["turns"] = tuple(Turn(*turn) for turn in fields["turns"])
+            fields |= {name: tuple(fields[name]) for name in ("rewards", "failures")}
             fields |= {name: arrays[name][start:end] for name in IN_ARRAYS}
-            whole = judged or len(responses) < ended
-            fields["text"] = decode(fields["tokens"].tolist()) if whole else ""
-            responses.append(Completion(**fields))
+            response = Completion(**fields, text="")
+            text = decode(response.last_turn.tolist())
+            responses.append(dataclasses.replace(response, text=text))
             start = end
         prompt = read_prompt(record["index"])
         if judged:

@@ -279,11 +279,15 @@ class PolicyEngine(Engine):
         Returns the state, and the slots that were stopped, youngest first.
         """
         stopped = self.pages.make_room(slots, self._burst_tokens) if self.pages else []
-        if stopped:
-            padded = np.full(self._slots, self._slots, np.int32)
-            padded[: len(stopped)] = stopped
-            state = self.programs.stop(state, padded)
-        return state, stopped
+        return self.stop(state, stopped), stopped
+
+    def stop(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """State in which those slots draw nothing more."""
+        if not slots:
+            return state
+        padded = np.full(self._slots, self._slots, np.int32)
+        padded[: len(slots)] = slots
+        return self.programs.stop(state, padded)
 
     def harvest(self, state: DecodeState, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Drawn tokens and log-probs [len(slots), max_response_tokens] of those slots, on host."""

@@ -6,13 +6,13 @@ what was drawn, and its key that of the step which began it, so that the same dr
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.model.caches import Prefix
-from dapo_jax.structs import Completion, PartialGroup, Prompt
+from dapo_jax.structs import Completion, PartialGroup, Prompt, Turn
 
 SMALLEST_PROMPT_BUCKET = 16
 COARSE = 4  # between padded lengths of responses that go on, which have many
@@ -42,8 +42,13 @@ class PendingResponses:
 
     @property
     def drawn(self) -> int:
-        """Tokens that the response has before it starts here."""
-        return len(self.begun) if self.begun else 0
+        """Tokens that the response has before it starts here, observations included."""
+        return len(self.begun.tokens) if self.begun else 0
+
+    def most_tokens(self, drawn_limit: int) -> int:
+        """Tokens, observations included, at which the trajectory has drawn as much as it may."""
+        observed = self.drawn - len(self.begun) if self.begun else 0
+        return observed + drawn_limit
 
     @property
     def length(self) -> int:
@@ -90,12 +95,30 @@ def completion_of(
     before = pending.begun
     fields: dict[str, Any] = {"truncated": False, "text": ""} | known
     if before:
-        tokens = np.concatenate([before.tokens, tokens[len(before) :]])
-        logprobs = np.concatenate([before.sampler_logprobs, logprobs[len(before) :]])
-        if len(tokens) == len(before):
+        held = len(before.tokens)
+        tokens = np.concatenate([before.tokens, tokens[held:]])
+        logprobs = np.concatenate([before.sampler_logprobs, logprobs[held:]])
+        if len(tokens) == held:
             return before
-        fields["earlier"] = before.drawn_by
+        same = before.policy_step == policy_step
+        fields["earlier"] = before.earlier if same else before.drawn_by
+        for name in ("rewards", "failures"):
+            fields[name] = getattr(before, name)
+        if before.turns:
+            *turns, last = before.turns
+            new = len(tokens) - held
+            more = [last, Turn(True, new, "")]
+            more = [Turn(True, last.tokens + new, "")] if last.drawn else more
+            fields["turns"] = (*turns, *more)
     return Completion(tokens, logprobs, policy_step=policy_step, sample=sample, **fields)
+
+
+def with_text(completion: Completion, decode: Callable[[list[int]], str]) -> Completion:
+    """Response with the text of its last turn."""
+    text, turns = decode(completion.last_turn.tolist()), completion.turns
+    if turns and turns[-1].drawn:
+        turns = (*turns[:-1], Turn(True, turns[-1].tokens, text))
+    return dataclasses.replace(completion, text=text, turns=turns)
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:

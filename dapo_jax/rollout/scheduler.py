@@ -1,7 +1,6 @@
 """Scheduler of continuous batching: prompts in, finished groups out, slots refilled."""
 
 import collections
-import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import numpy as np
 
 from dapo_jax.data.prompts.tokenizer import Decodes
 from dapo_jax.model.caches import Prefix
+from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import (
     COARSE,
@@ -20,50 +20,12 @@ from dapo_jax.rollout.requests import (
     completion_of,
     pad_prompt,
     split_group,
+    with_text,
 )
 from dapo_jax.rollout.sampling import SamplingRule, sample_keys
+from dapo_jax.rollout.trajectories import Steps, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import Completion, PartialGroup, Prompt
-
-
-@dataclasses.dataclass
-class SamplerCounts:
-    """Counts of one rollout. Occupancy is measured only while prompts were still waiting."""
-
-    prefills: int = 0
-    bursts: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0  # that the host waited for bursts
-    responses: int = 0
-    tokens: int = 0
-    abandoned_responses: int = 0
-    abandoned_tokens: int = 0
-    unfinished_tokens: int = 0  # of responses that the next step goes on with
-    put_back_tokens: int = 0
-    busy_slot_steps: int = 0
-    slot_steps: int = 0
-
-    @property
-    def drawn_tokens(self) -> int:
-        """Tokens of all responses, also of those that were stopped or drawn again."""
-        return self.tokens + self.abandoned_tokens + self.unfinished_tokens + self.put_back_tokens
-
-    @property
-    def occupancy(self) -> float:
-        """Share of decode-slot steps that drew a token while the queue was not empty."""
-        return self.busy_slot_steps / self.slot_steps if self.slot_steps else 1.0
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of a step that are counts as they are."""
-        return {
-            "abandoned_tokens": float(self.abandoned_tokens),
-            "put_back_tokens": float(self.put_back_tokens),
-            "decode_steps": float(self.decode_steps),
-            "decode_bursts": float(self.bursts),
-            "prefills": float(self.prefills),
-            "slot_occupancy": self.occupancy,
-            "seconds_decode": self.decode_seconds,
-        }
 
 
 class Scheduler:
@@ -73,9 +35,18 @@ class Scheduler:
     (seed, purpose, step, prompt index, sample index, position) only, never on which slot, how many
     slots, or who shares the batch. Where the cache has no room for all that run, the youngest are
     put back and drawn again later: the same, by their keys.
+
+    Args:
+        environments: answer the policy between the turns of a trajectory.
     """
 
-    def __init__(self, engine: PolicyEngine, tokenizer: Decodes, seed: int):
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        tokenizer: Decodes,
+        seed: int,
+        environments: Steps | None = None,
+    ):
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._params: Any = None  # they and the decode state are there from `begin` to `release`
         self._state: Any = None
@@ -83,6 +54,8 @@ class Scheduler:
         self._waiting: collections.deque[PendingResponses] = collections.deque()
         self._in_slot: dict[int, tuple[PendingResponses, int]] = {}  # the oldest first
         self._submitted = itertools.count()
+        self.environments = environments  # read at `begin`
+        self._trajectories = Trajectories(None, engine.max_response_tokens)
         self.counts = SamplerCounts()
 
     def begin(
@@ -108,7 +81,11 @@ class Scheduler:
         self._policy_step = step if policy_step is None else policy_step
         self._generated = np.zeros_like(self._generated)
         self._slot_counts_before = (0, 0)
-        self.counts = SamplerCounts()
+        key, most = (self._seed, purpose), self._engine.max_response_tokens
+        self._trajectories = Trajectories(self.environments, most, key)
+        self.counts = SamplerCounts(
+            turns=self._trajectories.counts if self.environments is not None else None
+        )
 
     def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
         """Queues a group of `samples` responses. Raises ValueError for an empty prompt.
@@ -131,13 +108,27 @@ class Scheduler:
         if len(tokens) == 0:
             raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
         for begun, samples in split_group(group, carried):
-            if begun is None:
-                padded = pad_prompt(tokens, engine.max_prefill_length, pad_id)
-            else:
-                known = np.concatenate([tokens, begun.tokens])
-                padded = pad_prompt(known, engine.cache_tokens, pad_id, COARSE)
+            if begun is not None:
+                self._queue_begun(group, begun)
+                continue
+            padded = pad_prompt(tokens, engine.max_prefill_length, pad_id)
             waiting, number = collections.deque(samples), next(self._submitted)
-            self._waiting.append(PendingResponses(group, waiting, number, padded, begun))
+            self._waiting.append(PendingResponses(group, waiting, number, padded))
+
+    def _queue_begun(self, group: PendingGroup, begun: Completion, *, first: bool = False) -> None:
+        """Queues the rest of a response. One that ended its turn first hears its environment."""
+        ended = self._ended(begun.tokens) and not (begun.turns and not begun.turns[-1].drawn)
+        if ended and self._trajectories.ask(group, begun, self.counts.bursts):
+            return
+        known = np.concatenate([group.prompt.tokens, begun.tokens])
+        padded = pad_prompt(known, self._engine.cache_tokens, self._tokenizer.pad_id, COARSE)
+        waiting, number = collections.deque([begun.sample]), next(self._submitted)
+        pending = PendingResponses(group, waiting, number, padded, begun)
+        (self._waiting.appendleft if first else self._waiting.append)(pending)
+
+    def _ended(self, tokens: np.ndarray) -> bool:
+        """True where the last token ends a response, or a turn."""
+        return len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
 
     @property
     def held(self) -> Any:
@@ -151,7 +142,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True where nothing waits and nothing is being decoded."""
-        return not self._waiting and not self._in_slot
+        return not self._waiting and not self._in_slot and not self._trajectories
 
     @property
     def room(self) -> int:
@@ -161,9 +152,10 @@ class Scheduler:
 
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Refills free slots, decodes one burst, returns the groups that it completed."""
+        completed = self._place_observations()
         self._fill_slots()
         if not self._in_slot:
-            return []
+            return completed
         self._make_room()
         self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
         state, began = self._state, time.perf_counter()
@@ -176,7 +168,28 @@ class Scheduler:
             self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
             self.counts.slot_steps += int(total) - self._slot_counts_before[1]
         self._slot_counts_before = (int(busy), int(total))
-        return self._collect([slot for slot in self._in_slot if not active[slot]])
+        ended = [slot for slot in self._in_slot if not active[slot] or self._spent(slot)]
+        if running := [slot for slot in ended if active[slot]]:
+            self._state = self._engine.stop(self._state, running)
+        return completed + self._collect(ended)
+
+    def _spent(self, slot: int) -> bool:
+        """True where a trajectory has drawn as much as it may."""
+        most = self._in_slot[slot][0].most_tokens(self._trajectories.drawn_limit)
+        return int(self._generated[slot]) >= most
+
+    def _place_observations(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
+        """Lets trajectories go on whose environments are due; returns groups that this ended."""
+        idle, completed = not self._in_slot and not self._waiting, []
+        going_on = []
+        for group, completion, goes_on in self._trajectories.due(self.counts.bursts, idle):
+            if goes_on:
+                going_on.append((group, completion))
+            else:
+                completed += self._finish(group, completion)
+        for group, completion in reversed(going_on):
+            self._queue_begun(group, completion, first=True)
+        return completed
 
     def suspend(self) -> list[PartialGroup]:
         """Takes out everything that waits or is decoded, group by group, as far as it was drawn.
@@ -184,12 +197,14 @@ class Scheduler:
         A group of which nothing was drawn has no tokens.
         """
         parts = [(pending.group, pending.begun) for pending in self._waiting]
+        parts += self._trajectories.take()
         slots = list(self._in_slot)
         rows = self._engine.harvest(self._state, slots) if slots else ((), ())
         for slot, tokens, logprobs in zip(slots, *rows, strict=True):
             (pending, sample), length = self._in_slot[slot], int(self._generated[slot])
             drawn = tokens[:length], logprobs[:length]
             begun = completion_of(pending, sample, *drawn, self._policy_step)
+            begun = with_text(begun, self._tokenizer.decode)
             parts.append((pending.group, begun if length else None))
             self.counts.unfinished_tokens += length - pending.drawn
         self._clear()
@@ -207,6 +222,7 @@ class Scheduler:
             self._engine.release(slot)
         self._in_slot.clear()
         self._waiting.clear()
+        self._trajectories.take()
 
     def release(self) -> None:
         """Gives the memory of caches and decoding weights back until the next `begin`."""
@@ -303,7 +319,8 @@ class Scheduler:
         for row, slot in enumerate(slots):
             pending, sample = self._in_slot.pop(slot)
             self._engine.release(slot)
-            group, length = pending.group, int(self._generated[slot])
+            most = pending.most_tokens(self._trajectories.drawn_limit)
+            length = min(int(self._generated[slot]), most)
             drawn = tokens[row, :length]
             completion = completion_of(
                 pending,
@@ -311,17 +328,22 @@ class Scheduler:
                 drawn,
                 logprobs[row, :length],
                 self._policy_step,
-                truncated=length == 0 or int(drawn[-1]) not in self._tokenizer.end_ids,
+                truncated=not self._ended(drawn),
             )
-            text = self._tokenizer.decode(completion.tokens.tolist())
-            completion = dataclasses.replace(completion, text=text)
-            self.counts.responses += 1
+            completion = with_text(completion, self._tokenizer.decode)
             self.counts.tokens += length - pending.drawn
-            if not group.whole:
-                completed.append((group.prompt, (completion,)))
-                continue
-            group.finished[sample] = completion
-            if len(group.finished) == len(group.samples):
-                ordered = tuple(group.finished[i] for i in group.samples)
-                completed.append((group.prompt, ordered))
+            if not self._trajectories.ask(pending.group, completion, self.counts.bursts):
+                completed += self._finish(pending.group, completion)
         return completed
+
+    def _finish(
+        self, group: PendingGroup, completion: Completion
+    ) -> list[tuple[Prompt, tuple[Completion, ...]]]:
+        """Adds a finished response to its group; returns the group where it was the last one."""
+        self.counts.responses += 1
+        if not group.whole:
+            return [(group.prompt, (completion,))]
+        group.finished[completion.sample] = completion
+        if len(group.finished) < len(group.samples):
+            return []
+        return [(group.prompt, tuple(group.finished[i] for i in group.samples))]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.dynamic_sampling import (
     NOTHING,
     Collection,
@@ -22,7 +23,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
 )
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
-from dapo_jax.rollout.scheduler import SamplerCounts, Scheduler
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.clock import timed
 from dapo_jax.structs import Group, Interrupted, PartialGroup, RolloutBatch
 

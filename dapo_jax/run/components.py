@@ -10,9 +10,11 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.data.prompts.templates import check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
+from dapo_jax.environments.ready import described_tools
+from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import Learners
 from dapo_jax.learner.minibatches import TokenWeights
@@ -99,6 +101,7 @@ class Components:
     learners: Learners
     progress: Progress
     frozen: Any  # the policy's parameters that are never trained, in their forward dtype
+    environments: Environments | None
     token_weights: TokenWeights | None  # the user's function
     decoder: DecoderConfig
 
@@ -122,8 +125,10 @@ class Components:
         return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
-        """Ends the reward workers."""
+        """Ends the worker processes."""
         self.judge.close()
+        if self.environments:
+            self.environments.close()
 
 
 def load_trained(
@@ -252,6 +257,21 @@ def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
     return tokenizer
 
 
+def open_environments(
+    config: Config, tokenizer: Tokenizer, given_up: Callable[[], bool] = lambda: False
+) -> Environments | None:
+    """Environments of the trajectories; None where responses have one turn.
+
+    Raises:
+        ConfigError: there is no such environment, or the chat template can't show what it says.
+    """
+    if not config.environment.used:
+        return None
+    chat = config.data.template == "chat"
+    check_chat(config.data.template, tokenizer.chat)
+    return Environments(config.environment, tokenizer, chat, given_up)
+
+
 def _build(
     config: Config, progress: Progress, training: bool, given_up: Callable[[], bool]
 ) -> Components:
@@ -260,8 +280,15 @@ def _build(
     decoder, mesh, sampling_mesh = open_decoder(config, training)
     tokenizer = open_tokenizer(config, decoder)
     needs = config.reward.needs_answer()
+    environments = open_environments(config, tokenizer, given_up)
     prompts = PromptStream(
-        config.data, config.seed, tokenizer, needs_answer=needs, training=training
+        config.data,
+        config.seed,
+        tokenizer,
+        needs_answer=needs,
+        training=training,
+        opening=environments.open if environments else lambda problem: problem,
+        tools=described_tools(config.environment),
     )
     check_lengths(config, prompts.lengths)
     frozen = load_frozen(config.model.folder, decoder, mesh)
@@ -276,7 +303,8 @@ def _build(
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        sampler=Scheduler(engine, tokenizer, config.seed),
+        sampler=Scheduler(engine, tokenizer, config.seed, environments),
+        environments=environments,
         judge=Judge(config, RewardPool(config.reward, tokenizer.split), reward_model, given_up),
         learners=dataclasses.replace(learners, reference=reference),
         progress=progress,

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import openai
@@ -12,11 +13,11 @@ import pytest
 from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byte_params
 
 from dapo_jax.commands.serve import server
-from dapo_jax.commands.serve.openai_tools import read_calls
 from dapo_jax.commands.serve.scoring import CHUNK_TOKENS, Scorer
 from dapo_jax.data.prompts.chat_template import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.runtime.tool_calls import read_calls
 
 CHAT = ChatTemplate(
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -37,15 +38,20 @@ def client(byte_folder, byte_engine):
             yield client
 
 
+@jax.jit
+def row_logprobs(params: dict, row: jax.Array, length: int) -> jax.Array:
+    """Of a row whose last tokens may be padding: few widths compile."""
+    positions = jnp.arange(row.size)[None]
+    segments = (positions < length).astype(jnp.int32)
+    options = {"temperature": 1.0, "chunk_tokens": 64}
+    return token_logprobs(params, BYTES_DECODER, row[None], segments, positions, **options)[0][0]
+
+
 def logprobs_of(ids: list[int]) -> np.ndarray:
     """Log-probs of all ids but the first, by the trainer's own function."""
-    tokens, ones = jnp.asarray([ids]), jnp.ones((1, len(ids)), jnp.int32)
-    positions = jnp.arange(len(ids))[None]
-    params = make_byte_params()
-    options = {"temperature": 1.0, "chunk_tokens": 64}
-    return np.asarray(token_logprobs(params, BYTES_DECODER, tokens, ones, positions, **options)[0])[
-        0, 1:
-    ]
+    width = 64 if len(ids) <= 64 else 3 * CHUNK_TOKENS
+    row = np.pad(np.array(ids, np.int32), (0, width - len(ids)))
+    return np.asarray(row_logprobs(make_byte_params(), row, len(ids)))[1 : len(ids)]
 
 
 def test_logprobs_are_those_of_the_trainer(client, byte_responses):

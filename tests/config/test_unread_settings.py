@@ -28,6 +28,18 @@ CHANGES = {
     "algorithm.distillation_beta": (0.1, "gkd", ""),
     "algorithm.distillation_top_k": (8, "gkd", ""),
     "algorithm.distillation_temperature": (0.9, "gkd", ""),
+    **{
+        f"environment.{name}": (value, "dapo", "environment.name=calculator")
+        for name, value in {
+            "max_turns": 3,
+            "max_drawn_tokens": 64,
+            "max_observation_tokens": 9,
+            "rewards": "last",
+            "step_seconds": 2.0,
+            "workers": 2,
+            "wait_bursts": 3,
+        }.items()
+    },
     "teacher.folder": ("elsewhere", "gkd", ""),
     "teacher.dtype": ("bfloat16", "on_policy_distillation", ""),
     "teacher.weights_dtype": ("int8", "gkd", ""),

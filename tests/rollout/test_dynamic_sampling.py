@@ -19,6 +19,7 @@ from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout import dynamic_sampling
+from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.dynamic_sampling import (
     Collection,
     Interrupted,
@@ -27,7 +28,6 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
     next_kept_fraction,
 )
-from dapo_jax.rollout.scheduler import SamplerCounts
 from dapo_jax.structs import Verdict
 
 

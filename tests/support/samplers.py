@@ -22,18 +22,22 @@ PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for 
 GREEDY = SamplingRule(temperature=0)
 
 
-def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> Scheduler:
-    engine = PolicyEngine(
+def make_engine(
+    mesh, slots=4, burst=3, response=20, width=8, tokenizer=TOKENIZER, **settings
+) -> PolicyEngine:
+    sizes = {"slots": slots, "burst_tokens": burst, "max_response_tokens": response}
+    return PolicyEngine(
         TINY,
         mesh,
-        Sampler(
-            slots=slots, burst_tokens=burst, max_response_tokens=response, first_window_tokens=8
-        ),
+        Sampler(**{"first_window_tokens": 8} | sizes | settings),
         max_prompt_tokens=8,
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         insert_width=width,
     )
-    return Scheduler(engine, TOKENIZER, seed=5)
+
+
+def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> Scheduler:
+    return Scheduler(make_engine(mesh, slots, burst, response, width), TOKENIZER, seed=5)
 
 
 def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  # noqa: B008

@@ -35,7 +35,7 @@ from dapo_jax.config.experiment import (
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rollout.scheduler import SamplerCounts
+from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.source import RolloutResult, SourceState
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from dapo_jax.commands.serve.generator import GenerationFailed, Responses, TokenChunk
 from dapo_jax.commands.serve.openai_logprobs import chat_logprobs, completion_logprobs
 from dapo_jax.commands.serve.openai_requests import CompletionRequest, ServedModel
-from dapo_jax.commands.serve.openai_tools import read_calls
 from dapo_jax.commands.serve.scoring import Scorer, Scores
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer, UntilStop
+from dapo_jax.runtime.tool_calls import read_calls
 
 
 class AnswerFormat(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any
 from dapo_jax.commands.serve.engine import Draws
 from dapo_jax.commands.serve.generator import Limits, ResponseRequest
 from dapo_jax.commands.serve.openai_messages import read_messages
-from dapo_jax.commands.serve.openai_tools import tools_problem
 from dapo_jax.commands.serve.request_checks import (
     BadRequest,
     is_number,
@@ -23,6 +22,7 @@ from dapo_jax.commands.serve.scoring import MOST_LIKELIEST
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.tool_calls import tools_problem
 
 MOST_STOPS = 4
 TOO_LONG = "context_length_exceeded"

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from etils import epath
 
@@ -40,12 +41,14 @@ class Beside:
 
     Attributes:
         examples: one more than `shots`, so that the asked problem can be left out.
+        tools: that the policy may call, for the chat template.
     """
 
     chat: ChatTemplate | None = None
     system_prompt: str = ""
     examples: tuple[Problem, ...] = ()
     shots: int = 0
+    tools: list[dict[str, Any]] | None = None
 
 
 def _wording(text: str) -> Callable[[Problem, Beside], str]:
@@ -76,7 +79,8 @@ def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
 
 def chat(problem: Problem, beside: Beside) -> str:
     """Prompt by the model's own chat template."""
-    return present(beside.chat, "chat template").render(_messages(problem, beside))
+    messages = _messages(problem, beside)
+    return present(beside.chat, "chat template").render(messages, tools=beside.tools)
 
 
 TEMPLATES: dict[str, Callable[[Problem, Beside], str]] = {

@@ -160,7 +160,10 @@ function drawResponse(response, number) {
       response.correct ? "✓ right" : "✗ wrong"), ` · ${facts.filter(Boolean).join(" · ")}`));
   const fill = () => details.open && details.replaceChildren(details.firstChild,
     make("p", { className: "note", dir: "auto" }, `read as ${JSON.stringify(response.extracted ?? null)}; reward parts: ${parts || "none"}`
-      + (response.failure ? `; the verdict failed: ${response.failure}` : "")), tokensOf(response));
+      + (response.failure ? `; the verdict failed: ${response.failure}` : "")),
+    ...(response.turns ?? []).map(([speaker, tokens, text]) => make("div", { className: `turn ${speaker}` },
+      make("p", { className: "note" }, `${speaker}, ${tokens} tokens`), make("pre", { dir: "auto" }, text))),
+    response.turns?.length && !response.pieces ? "" : tokensOf(response));
   details.addEventListener("toggle", fill);
   return details;
 }

@@ -33,6 +33,7 @@ FIELDS = {
     "reward_parts": "parts",
     "advantage": "advantage",
     "failure": "failure",
+    "turns": "turns",
     "token_texts": "pieces",
     "token_logprobs": "logprobs",
     "token_ratios": "ratios",

@@ -38,7 +38,7 @@ def responses_of(group: Group) -> Iterator[Response]:
             tokens=len(completion),
             logprob=round(float(completion.sampler_logprobs.sum(dtype=float)), 4),
             reflection=bool(REFLECTION.search(completion.text)),
-            repetition=repetition(completion.tokens),
+            repetition=repetition(completion.drawn_tokens),
             failure=verdict.broken or verdict.failure,
             subject=prompt.subject,
             level=prompt.level,

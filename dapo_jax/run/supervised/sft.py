@@ -9,7 +9,7 @@ import numpy as np
 from dapo_jax.algorithms import sft
 from dapo_jax.config.experiment import Packing, SftConfig
 from dapo_jax.config.inputs import GENERATED
-from dapo_jax.data.arithmetic import make_worked_example
+from dapo_jax.data import arithmetic, sums
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised_rows import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
@@ -19,7 +19,7 @@ from dapo_jax.run.supervised.common import Start, open_examples, own_segments, s
 from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.ownership import TRAINED
-from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
+from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch, Turn
 
 
 def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
@@ -30,14 +30,30 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
     segments, examples = [], config.examples
     for i in range(config.examples_per_step):
         index = step * config.examples_per_step + i
-        text, worked = make_worked_example(config.seed, index, examples)
-        response = [*tokenizer.encode(worked), tokenizer.end_ids[0]]
-        tokens = np.asarray(response[: config.max_response_tokens], np.int32)
+        if config.data.source == "sums":
+            text, turns = sums.make_worked_example(config.seed, index, examples)
+        else:
+            text, worked = arithmetic.make_worked_example(config.seed, index, examples)
+            turns = [worked]
         prompt_tokens = np.asarray(tokenizer.encode_prompt(text), np.int32)
-        prompt = Prompt(index, str(index), text, prompt_tokens, "", "arithmetic")
-        cut = len(tokens) < len(response)
-        segments.append(Segment(prompt, Completion(tokens, np.zeros(len(tokens)), cut, 0, ""), i))
+        prompt = Prompt(index, str(index), text, prompt_tokens, "", config.data.source)
+        completion = _worked(turns, tokenizer, config.max_response_tokens)
+        segments.append(Segment(prompt, completion, i))
     return segments
+
+
+def _worked(turns: Sequence[str], tokenizer: Tokenizer, budget: int) -> Completion:
+    """Response of turns, every second one observed; those of the policy end with the end token."""
+    drawn, tokens = [], []
+    for number, text in enumerate(turns):
+        own = number % 2 == 0
+        ids = [*tokenizer.encode(text), *tokenizer.end_ids[:1] * own]
+        ids = ids[: budget - len(tokens)]
+        drawn.append(Turn(own, len(ids), text))
+        tokens += ids
+    cut, found = tokens[-1] not in tokenizer.end_ids, np.asarray(tokens, np.int32)
+    several = tuple(drawn) if len(drawn) > 1 else ()
+    return Completion(found, np.zeros(len(found)), cut, 0, "", turns=several)
 
 
 def make_base(config: SftConfig) -> pathlib.Path:
@@ -69,7 +85,7 @@ def imitation_batch(
 def _open(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
     """Task of supervised training: generated examples, or examples of files."""
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
-    if config.data.source == GENERATED:
+    if config.data.source in GENERATED:
 
         def generated_batch(step: int, _: Any) -> tuple[TrainBatch, int, dict[str, float]]:
             segments = example_segments(config, start.tokenizer, step)

@@ -1,6 +1,7 @@
 """Parent side of a worker process: JSON lines with deadlines; a late worker is killed."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -93,7 +94,12 @@ class WorkerProcess:
             raise TimeoutError("no answer in time")
 
     def kill(self) -> int:
-        """Kills the process and returns its exit code; one that had ended keeps its own."""
+        """Kills the process and returns its exit code; one that had ended keeps its own.
+
+        Processes that it has forked, which are of its group, are killed with it.
+        """
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         code = self._process.wait()
         self._to.close()

@@ -1,8 +1,9 @@
-"""Tools of chat completions: definitions for the chat template, and calls read from a response.
+"""Calls of tools: definitions for the chat template, and calls read from a response.
 
 A model writes its calls as its template taught it. Two ways are read: Hermes' and Qwen's
-`<tool_call>{"name", "arguments"}</tool_call>`, and Llama's, a response that is one JSON object
-`{"name", "parameters"}`.
+`<tool_call>{"name", "arguments"}</tool_call>`, whose tags are no special tokens and stay in a
+decoded text; and a response that is nothing but JSON, Llama's object `{"name", "parameters"}` or
+Mistral's list of `{"name", "arguments"}`, before which decoding leaves out the special token.
 """
 
 import json
@@ -11,6 +12,7 @@ import uuid
 from typing import Any
 
 OPEN_CALL = "<tool_call>"
+PYTHON_TAG = "<|python_tag|>"  # where a tokenizer takes it for plain text
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_TOOLS = 128
@@ -32,18 +34,24 @@ def tools_problem(tools: Any) -> str:
     return ""
 
 
-def _call(text: str, names: set[str], field: str) -> dict[str, Any] | None:
-    """OpenAI's object of a call; None where the text is no call of a known tool."""
+def _load(text: str) -> Any:
     try:
-        call = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _call(call: Any, names: set[str], *fields: str) -> dict[str, Any] | None:
+    """OpenAI's object of a call, its arguments in one of `fields`; None for anything else."""
     if not isinstance(call, dict):
         return None
-    name, arguments = call.get("name"), call.get(field, {})
+    name = call.get("name")
+    arguments = next((call[field] for field in fields if field in call), {})
     if not (isinstance(name, str) and name in names and isinstance(arguments, dict)):
         return None
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    written = json.dumps(arguments, ensure_ascii=False)
+    written = written.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8
+    function = {"name": name, "arguments": written}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
@@ -54,12 +62,15 @@ def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[s
     """
     names = {tool["function"]["name"] for tool in tools}
     if OPEN_CALL not in text:
-        whole = _call(text.strip(), names, "parameters")
-        return ("", [whole]) if whole else (text, [])
+        whole = _load(text.strip().removeprefix(PYTHON_TAG))
+        several = whole if isinstance(whole, list) else [whole]
+        found = [_call(one, names, "parameters", "arguments") for one in several]
+        read = [call for call in found if call]
+        return ("", read) if read and len(read) == len(found) else (text, [])
     calls: list[dict[str, Any]] = []
 
     def take(found: re.Match) -> str:
-        call = _call(found[1].strip(), names, "arguments")
+        call = _call(_load(found[1].strip()), names, "arguments")
         if call:
             calls.append(call)
         return "" if call else found[0]

@@ -1,0 +1,78 @@
+"""Ready environments: a calculator, a guessing game, a second try after a wrong answer."""
+
+import re
+import zlib
+
+from dapo_jax.environments.interface import Observation
+from dapo_jax.rewards.gym import tasks
+from dapo_jax.structs import Problem
+from dapo_jax.verifier.algebra_process import is_equivalent
+from dapo_jax.verifier.extraction import extract
+
+NUMBER = re.compile(r"\d+")
+CALL = re.compile(r"\s*(\d{1,9}(?:\+\d{1,9}){1,7})=?\s*")
+SECRETS = 10
+
+
+class Calculator:
+    """Calculator for sums: a turn that is nothing but a sum is answered with its value.
+
+    Any other turn is the answer, and ends the trajectory.
+    """
+
+    def step(self, text: str) -> Observation:
+        """The value of a sum such as `47+85=`."""
+        call = CALL.fullmatch(text)
+        if not call:
+            return Observation(done=True)
+        return Observation(str(sum(map(int, call[1].split("+")))))
+
+
+class Guessing:
+    """Game: find a number below 10, told after each guess whether it is larger or smaller.
+
+    The number is drawn by the problem, so that all responses to a prompt look for the same one.
+    A guess is the last number of a turn. The reward is 1 for the number found, and less by 0.2 for
+    every guess before it.
+    """
+
+    PROMPT, LARGER, SMALLER = "=", "+=", ",="
+
+    def __init__(self):
+        self._guesses = 0
+
+    def reset(self, problem: Problem) -> str:
+        """The same prompt for every number."""
+        self._secret = zlib.crc32(problem.text.encode()) % SECRETS
+        return self.PROMPT
+
+    def step(self, text: str) -> Observation:
+        """`+=` where the number is larger than the guess, `,=` where it is smaller."""
+        numbers = NUMBER.findall(text)
+        guess, self._guesses = int(numbers[-1][-9:]) if numbers else -1, self._guesses + 1
+        if guess == self._secret:
+            return Observation(reward=max(0.0, 1 - 0.2 * (self._guesses - 1)), done=True)
+        return Observation(self.LARGER if guess < self._secret else self.SMALLER)
+
+
+def _is_right(problem: Problem, text: str) -> bool:
+    """By the problem's own scorer where it has one, as reasoning-gym's do; else by value."""
+    if problem.metadata and problem.source.startswith(tasks.PREFIX):
+        task = problem.source.removeprefix(tasks.PREFIX)
+        return tasks.gym_score(task, problem.metadata, extract(text).text) >= 1
+    return is_equivalent(text, problem.answer)
+
+
+class SecondTry:
+    """A wrong answer is told, and may be corrected; rewards judge the last turn."""
+
+    FEEDBACK = "That is not right. Try again, and end with the answer in the same form."
+
+    def reset(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def step(self, text: str) -> Observation:
+        """Feedback on a wrong answer; a right one ends the trajectory."""
+        if _is_right(self._problem, text):
+            return Observation(reward=1.0, done=True)
+        return Observation(self.FEEDBACK)

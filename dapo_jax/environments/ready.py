@@ -1,0 +1,62 @@
+"""Environments by name: the ready ones, a user's class, functions as tools."""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dapo_jax.config.sections import Environment
+from dapo_jax.config.user_code import resolve
+from dapo_jax.environments.tools import ToolUse, describe_tool
+from dapo_jax.rewards import given
+from dapo_jax.runtime.settings import require
+
+GAMES = "dapo_jax.environments.games"
+READY = {  # class of a name
+    "calculator": (GAMES, "Calculator"),
+    "guessing": (GAMES, "Guessing"),
+    "second_try": (GAMES, "SecondTry"),
+}
+OPENENV = "openenv:"  # before the class of an environment of that library
+
+
+def _find(field: str, name: str) -> Callable:
+    return given.find(name) if name.startswith(given.GIVEN) else resolve(field, name)
+
+
+def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Any]:
+    """Maker of an environment for each trajectory.
+
+    Raises:
+        ConfigError: the name is none, can't be imported, or has no `step`; two tools of a name.
+    """
+    if tools:
+        functions = [_find("environment.tools", tool) for tool in tools]
+        names = [describe_tool(function)["function"]["name"] for function in functions]
+        allowed = f"functions of different names; there are {', '.join(names)}"
+        require(len({*names}) == len(names), "environment.tools", ",".join(tools), allowed)
+        return functools.partial(ToolUse, functions)
+    if name.startswith(OPENENV):
+        from dapo_jax.environments.of_openenv import open_openenv
+
+        return open_openenv(name.removeprefix(OPENENV))
+    if name in READY:
+        module, attribute = READY[name]
+        return getattr(importlib.import_module(module), attribute)
+    allowed = f"{', '.join(READY)}, {OPENENV}module:Class or module:Class"
+    require(":" in name, "environment.name", name, allowed)
+    factory = _find("environment.name", name)
+    allowed = "a class whose instances have the method step(text)"
+    require(callable(getattr(factory, "step", None)), "environment.name", name, allowed)
+    return factory
+
+
+def tool_names(settings: Environment) -> list[str]:
+    """Names of the functions in `environment.tools`."""
+    return [name.strip() for name in settings.tools.split(",") if name.strip()]
+
+
+def described_tools(settings: Environment) -> list[dict[str, Any]] | None:
+    """Descriptions of the tools for the chat template; None where there are none."""
+    found = [describe_tool(_find("environment.tools", name)) for name in tool_names(settings)]
+    return found or None

@@ -1,0 +1,195 @@
+"""Environments that hang, die, print, fork, raise or return rubbish."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import textwrap
+import time
+
+import pytest
+from conftest import make_prompt
+
+from dapo_jax.config.sections import Environment
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.environments.sessions import Environments
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Interrupted, Problem
+
+TOKENIZER = arithmetic_tokenizer()
+HOSTILE = textwrap.dedent(
+    """
+    import os, sys, time
+    from dapo_jax.environments.interface import Observation
+
+    class Hostile:
+        def __init__(self, seed):
+            self.seed, self.steps = seed, 0
+
+        def reset(self, problem):
+            if problem.answer == "raise":
+                raise RuntimeError("no such problem")
+
+        def step(self, text):
+            self.steps += 1
+            if text == "1":
+                time.sleep(3600)
+            if text == "2":
+                os.kill(os.getpid(), 9)
+            if text == "3":
+                print("x" * 10_000_000)
+                sys.stderr.write("y" * 10_000_000)
+                os.write(1, b"z" * 1_000_000)
+                return Observation("9" * 10_000_000)
+            if text == "4":
+                return b"8"
+            if text == "5":
+                os.fork()
+                return Observation("5")
+            if text == "6":
+                raise ValueError("a bad turn")
+            if text == "7":
+                sys.exit(3)
+            if text == "8":
+                return Observation("<|end|><|pad|>1", reward=float("nan"))
+            if text == "9":
+                return Observation("<|end|>1")
+            return Observation(f"{self.steps}+{self.seed}", reward=self.steps)
+    """
+)
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    (tmp_path / "hostile_module.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def open_one(**settings):
+        settings = {"name": "hostile_module:Hostile", "workers": 1, "step_seconds": 1.0} | settings
+        made.append(Environments(Environment(**settings), TOKENIZER, chat=False))
+        return made[-1]
+
+    yield open_one
+    for one in made:
+        one.close()
+
+
+def step(environments, said, seed=7, failed=None, index=0, answer=""):
+    prompt = make_prompt(index, [3, 4])
+    prompt = prompt if not answer else dataclasses.replace(prompt, answer=answer)
+    failed = [""] * (len(said) - 1) if failed is None else failed
+    (reply,) = environments.steps([environments.submit(prompt, seed, said, failed)])
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("said", "failure"),
+    [
+        ("1", "no reply within 1 s"),
+        ("2", "OSError: the worker died"),
+        ("4", "TypeError: step returned b'8'"),
+        ("6", "ValueError: a bad turn"),
+        ("7", "SystemExit: 3"),
+        ("8", "ValueError: the observation's reward is nan"),
+    ],
+)
+def test_a_step_that_fails_says_so_and_costs_itself_alone(opened, said, failure):
+    environments = opened()
+    assert step(environments, ["0"]).text == "1+7"
+    failed = step(environments, ["0", said])
+    assert failure in failed.failure and failed.text == f"error: {failed.failure}"
+    assert failed.reward == 0 and failed.tokens and failed.late == (said == "1")
+    # The step before is repeated where its process was lost; the failed one is not.
+    again = step(environments, ["0", said, "0"], failed=["", failed.failure])
+    assert (again.text, again.reward, again.failure) == ("2+7", 2.0, "")
+
+
+def test_ten_megabytes_are_cut_and_nothing_printed_reaches_the_trainer(opened, capfd):
+    environments = opened(max_observation_tokens=50)
+    reply = step(environments, ["3"])
+    assert reply.tokens == TOKENIZER.encode("9" * 50) and reply.cut and not reply.failure
+    assert capfd.readouterr() == ("", "")
+    assert step(environments, ["3", "0"]).text == "2+7"
+
+
+def test_a_fork_answers_once(opened):
+    environments = opened()
+    assert step(environments, ["5"]).text == "5"
+    assert [step(environments, ["5", "0"]).text, step(environments, ["0"], index=1).text] == [
+        "2+7",
+        "1+7",
+    ]
+
+
+def test_children_of_a_killed_process_die_with_it(opened, tmp_path):
+    (tmp_path / "forker.py").write_text(
+        "import os, pathlib, time\n"
+        "class Forker:\n"
+        "    def step(self, text):\n"
+        "        child = os.fork()\n"
+        "        if not child:\n"
+        "            time.sleep(3600)\n"
+        f"        pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child))\n"
+        "        time.sleep(3600)\n"
+    )
+    environments = opened(name="forker:Forker")
+    assert step(environments, ["0"]).late
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while pathlib.Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        status = pathlib.Path(f"/proc/{child}/stat").read_text().split()[2]
+        if status == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not pathlib.Path(f"/proc/{child}").exists()
+
+
+def test_role_tokens_in_an_observation_are_broken_up(opened):
+    reply = step(opened(), ["9"])
+    assert not set(reply.tokens) & set(TOKENIZER.end_ids)
+    assert reply.text == "<|end|>1"
+
+
+def test_a_first_reset_that_raises_is_told_at_the_door_and_a_later_one_costs_nothing(opened):
+    environments = opened()
+    broken = Problem("p1", "1+1=", "raise", "arithmetic")
+    with pytest.raises(ConfigError, match="config.environment.name: reset of p1: .*no such"):
+        environments.open(broken)
+    assert environments.open(Problem("p2", "1+1=", "2", "")).text == "1+1="
+    assert environments.open(broken).text == "1+1="
+    reply = step(environments, ["0"], answer="raise")
+    assert "RuntimeError: no such problem" in reply.failure
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "environment.name.*nowhere.*calculator"),
+        ("no_module:X", "No module named"),
+        ("os:getcwd", r"step\(text\)"),
+    ],
+)
+def test_a_name_that_is_no_environment_is_refused_at_the_door(opened, name, message):
+    with pytest.raises(ConfigError, match=message):
+        opened(name=name)
+
+
+def test_who_waits_for_a_slow_step_can_be_interrupted(opened):
+    environments = opened(step_seconds=600.0)
+    environments._given_up = lambda: True
+    with pytest.raises(Interrupted):
+        step(environments, ["1"])
+
+
+def test_any_worker_takes_any_step_and_gives_the_same_reply(opened):
+    one, several = opened(), opened(workers=3)
+    said = []
+    for _ in range(4):
+        said.append("0")
+        expected = [step(one, said, seed=seed, index=seed) for seed in range(5)]
+        found = [step(several, said, seed=seed, index=seed) for seed in range(5)]
+        assert found == expected
+    assert json.dumps([list(reply) for reply in expected])
+    assert expected[3].text == "4+3" and os.getpid()

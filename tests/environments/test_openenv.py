@@ -1,0 +1,94 @@
+"""OpenEnv's environments, unchanged. Slow: the package is installed by hand.
+
+An environment comes from OpenEnv's repository, as a package: `pip install openenv textarena nltk`
+and its folder envs/textarena_env on PYTHONPATH as textarena_env.
+"""
+
+import importlib.util
+
+import pytest
+from conftest import make_prompt
+
+from dapo_jax.config.sections import Environment
+from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.environments.ready import open_factory
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import Problem
+
+GAME = (
+    "openenv:textarena_env.server.environment:TextArenaEnvironment"
+    "?env_id=GuessTheNumber-v0&download_nltk=false"
+)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openenv") is not None, reason="it is installed")
+def test_a_missing_package_is_told_with_its_extra():
+    with pytest.raises(ConfigError, match=r"openenv:a:B.*pip install 'dapo_jax\[openenv\]'"):
+        open_factory("openenv:a:B")
+
+
+def search(environment):
+    """Plays the game by halving; turns that were observed."""
+    low, high, shown = 1, 20, []
+    while not shown or not shown[-1].done:
+        guess = (low + high) // 2
+        shown.append(environment.step(f"I say [{guess}]"))
+        if "higher" in shown[-1].text:
+            low = guess + 1
+        else:
+            high = guess - 1
+    return shown
+
+
+@pytest.mark.slow
+def test_a_published_game_is_played_turn_by_turn():
+    pytest.importorskip("openenv")
+    pytest.importorskip("textarena_env")
+    make, lengths = open_factory(GAME), set()
+    for number in range(8):
+        environment, again = make(), make()
+        problem = Problem(str(number), "Play.", "", "")
+        prompt = environment.reset(problem)
+        assert "between 1 and 20" in prompt and again.reset(problem) == prompt
+        shown = search(environment)
+        assert search(again) == shown
+        assert [one.reward for one in shown] == [0.0] * (len(shown) - 1) + [1.0]
+        assert all("between 1 and 20" not in one.text for one in shown)
+        lengths.add(len(shown))
+    assert len(lengths) > 1
+    environment = make()
+    environment.reset(Problem("0", "Play.", "", ""))
+    wrong = environment.step("no number")
+    assert not wrong.done and "invalid" in wrong.text
+
+
+@pytest.mark.slow
+def test_a_published_game_in_worker_processes(one_device):
+    pytest.importorskip("textarena_env")
+    from dapo_jax.environments.sessions import Environments
+
+    settings = Environment(name=GAME, workers=1, step_seconds=60.0)
+    environments = Environments(settings, arithmetic_tokenizer(), chat=False)
+    try:
+        opened = environments.open(Problem("7", "Play.", "", ""))
+        assert "between 1 and 20" in opened.text
+        (step,) = environments.steps([environments.submit(make_prompt(0, [2]), 1, ["[3]"], [])])
+        assert not step.failure and ("higher" in step.text or "lower" in step.text or step.reward)
+    finally:
+        environments.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("openenv:no_such_env:Environment", "No module named 'no_such_env'"),
+        ("openenv:textarena_env", "must be written module:function"),
+        ("openenv:textarena_env.server.environment:Nothing", "has no attribute 'Nothing'"),
+        ("openenv:json:JSONDecoder", "must name a subclass of OpenEnv's Environment"),
+    ],
+)
+def test_a_name_that_is_none_stops_at_the_door(name, told):
+    pytest.importorskip("textarena_env")
+    with pytest.raises(ConfigError, match=told):
+        open_factory(name)

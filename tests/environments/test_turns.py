@@ -1,0 +1,182 @@
+"""Trajectories of the scheduler: turns, observations, limits, and the silent environment."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from samplers import PROMPTS, make_engine, sample
+
+from dapo_jax.config.sections import Environment
+from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
+from dapo_jax.environments.sessions import Step
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import Scheduler
+
+# One that ends often, so that a tiny policy has many turns.
+TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)
+RULE = SamplingRule(temperature=3.0)
+WINDOW = {"first_window_tokens": 128}  # compiled once
+OBSERVED = TOKENIZER.encode("7+2=9,")
+
+
+@dataclasses.dataclass
+class Scripted:
+    """Environment of a function from what a trajectory has said to a step; asked at once."""
+
+    reply: object
+    settings: Environment = dataclasses.field(default_factory=lambda: Environment(name="x:Y"))
+    asked: list = dataclasses.field(default_factory=list)
+
+    def submit(self, prompt, seed, said, failed):
+        self.asked.append((prompt.index, seed, tuple(said), tuple(failed)))
+        return self.reply(prompt, list(said))
+
+    def steps(self, asked):
+        return asked
+
+
+def silent(prompt, said):
+    return Step([], "")
+
+
+def talks(prompt, said):
+    """Two observations, the second one longer, then the end."""
+    if len(said) > 2:
+        return Step([], "", reward=3.0)
+    return Step(OBSERVED * len(said), "7+2=9," * len(said), reward=float(len(said)))
+
+
+def play(
+    mesh, params, environment, slots=4, burst=3, response=60, samples=3, prompts=PROMPTS, **more
+):
+    engine = make_engine(mesh, slots, burst, response, tokenizer=TOKENIZER, **WINDOW | more)
+    sampler = Scheduler(engine, TOKENIZER, 5, environment)
+    return sample(sampler, params, prompts, samples, RULE), sampler.counts
+
+
+def same(one, other, atol=0.0):
+    assert one.keys() == other.keys()
+    for index, group in one.items():
+        for a, b in zip(group, other[index], strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            # Another number of slots is another shape of the products.
+            np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=atol)
+            left, right = (dataclasses.asdict(c) for c in (a, b))
+            for name in ("text", "truncated", "sample", "turns", "policy_step", "earlier"):
+                assert left[name] == right[name]
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_a_silent_environment_changes_no_bit(cache, tiny_params, one_device):
+    more = {"cache": cache, "page_tokens": 8} if cache == "paged" else {}
+    alone = [play(one_device, tiny_params, None, slots=slots, **more)[0] for slots in (4, 16)]
+    for slots, same_slots in zip((4, 16), alone, strict=True):
+        beside, counts = play(one_device, tiny_params, Scripted(silent), slots=slots, **more)
+        same(same_slots, beside)
+        same(alone[0], beside, 1e-5)
+        assert counts.turns.turns > 0 and counts.turns.observation_tokens == 0
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_what_is_drawn_depends_on_the_trajectory_alone(cache, tiny_params, one_device):
+    more = {"cache": cache, "page_tokens": 8} if cache == "paged" else {}
+    more["prefill_prompts"] = 1
+    found = [
+        play(one_device, tiny_params, Scripted(talks), slots=slots, burst=burst, **more)[0]
+        for slots, burst in ((4, 2), (16, 5))
+    ]
+    same(*found, 1e-5)
+
+
+def test_observations_stand_between_the_turns_and_nothing_is_drawn_there(tiny_params, one_device):
+    environment = Scripted(talks)
+    groups, counts = play(one_device, tiny_params, environment)
+    several = 0
+    for group in groups.values():
+        for done in group:
+            tokens, drawn = done.tokens, done.drawn
+            assert len(tokens) <= 60 and len(done) == drawn.sum() == len(done.drawn_tokens)
+            assert (done.sampler_logprobs[~drawn] == 0).all()
+            if not done.turns:
+                continue
+            several += 1
+            assert sum(turn.tokens for turn in done.turns) == len(tokens)
+            place = 0
+            for number, turn in enumerate(done.turns):
+                part = tokens[place : place + turn.tokens]
+                assert turn.drawn == (number % 2 == 0)
+                if turn.drawn and number + 1 < len(done.turns):
+                    ends = np.isin(part, TOKENIZER.end_ids)
+                    assert ends[-1] and not ends[:-1].any()
+                assert turn.text == TOKENIZER.decode(part.tolist())
+                if not turn.drawn:
+                    assert part.tolist() == OBSERVED * ((number + 1) // 2)
+                place += turn.tokens
+            assert done.text == done.turns[-1].text
+            assert done.rewards == (1.0, 2.0, 3.0)[: len(done.rewards)]
+    assert several > 5
+    observed = sum((~done.drawn).sum() for group in groups.values() for done in group)
+    assert counts.turns.observation_tokens == observed
+    assert counts.tokens == sum(len(done) for group in groups.values() for done in group)
+    seeds = {(index, said[0], len(said)): seed for index, seed, said, _ in environment.asked}
+    assert len({seed for _, seed, _, _ in environment.asked}) >= len(PROMPTS)
+    assert seeds
+
+
+def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
+    def for_ever(prompt, said):
+        return Step(OBSERVED, "7+2=9,")
+
+    turns = Scripted(for_ever, Environment(name="x:Y", max_turns=2))
+    groups, counts = play(one_device, tiny_params, turns)
+    ended = [c for group in groups.values() for c in group if c.rewards]
+    assert counts.turns.ended_by_turns > 0
+    for done in ended:
+        assert done.truncated and sum(turn.drawn for turn in done.turns) <= 2
+    few = Scripted(for_ever, Environment(name="x:Y", max_drawn_tokens=9))
+    groups, counts = play(one_device, tiny_params, few)
+    lengths = [len(c) for group in groups.values() for c in group]
+    assert max(lengths) == 9 and min(lengths) > 5
+    assert all(c.truncated for group in groups.values() for c in group)
+    assert counts.turns.ended_by_tokens < len(lengths)
+
+
+def test_a_limit_of_drawn_tokens_cuts_where_a_shorter_budget_would(tiny_params, one_device):
+    short, _ = play(one_device, tiny_params, None, response=9)
+    limited = Scripted(silent, Environment(name="x:Y", max_drawn_tokens=9))
+    cut, _ = play(one_device, tiny_params, limited)
+    for index, group in short.items():
+        for a, b in zip(group, cut[index], strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist() and a.truncated == b.truncated
+
+
+def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(tiny_params, one_device):
+    whole, _ = play(one_device, tiny_params, Scripted(talks), prefill_prompts=1)
+    engine = make_engine(one_device, 4, 3, 60, tokenizer=TOKENIZER, prefill_prompts=1, **WINDOW)
+    sampler = Scheduler(engine, TOKENIZER, 5, Scripted(talks))
+    sampler.begin(tiny_params, purpose=0, step=2, rule=RULE)
+    for prompt in PROMPTS:
+        sampler.submit(prompt, 3)
+    groups = {}
+    for _ in range(9):
+        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
+    parts = sampler.suspend()
+    assert any(c.turns and not c.turns[-1].drawn for p in parts for c in p.begun)
+    sampler.begin(tiny_params, purpose=0, step=2, rule=RULE)
+    for part in parts:
+        sampler.submit(part.prompt, 3, part)
+    while not sampler.idle:
+        groups.update({prompt.index: done for prompt, done in sampler.decode_burst()})
+    for index, group in whole.items():
+        for a, b in zip(group, groups[index], strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist() and a.turns == b.turns
+            assert a.rewards == b.rewards
+
+
+def test_nothing_is_asked_of_a_response_that_was_cut(tiny_params, one_device):
+    environment = Scripted(silent)
+    play(one_device, tiny_params, environment, response=4)
+    assert all(text.count("") for _, _, (text, *_), _ in environment.asked)
+    groups, _ = play(one_device, tiny_params, None, response=4)
+    ended = sum(not c.truncated for group in groups.values() for c in group)
+    assert len(environment.asked) == ended

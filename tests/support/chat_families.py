@@ -1,0 +1,189 @@
+"""Small model folders whose chat templates have the structure of known families' own.
+
+As a program, with `transformers`: `python chat_families.py FOLDER` writes a folder of each family
+by that library, and beside it what `apply_chat_template` makes of conversations. Templates of
+$CHAT_TEMPLATES (files FAMILY.jinja) take the place of those below.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CALLS = (
+    "{% for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first else '' }}"
+    """{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}"""
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
+)
+RESULTS = (
+    "{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+)
+QWEN = (
+    "{% for m in messages %}" + RESULTS + "{% elif m.role in ('system', 'user', 'assistant') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}" + CALLS + "{{ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}" + OPENS
+)
+# Thoughts stay in the turns behind the last message of the user, in one form.
+THINKING = (
+    "{% set asked = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set asked.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}" + RESULTS + "{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}{% set text = (m.content or '').split('</think>') %}"
+    "{% if loop.index0 > asked.last and text | length > 1 %}"
+    r"{{ '<think>\n' + text[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' }}{% endif %}"
+    r"{{ text[-1].lstrip('\n') }}" + CALLS + "{{ '<|im_end|>\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+) + OPENS
+HERMES = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>tool\n' }}{% endif %}"
+    "{{ '<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{{ '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}" + CALLS + "{{ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}"
+) + OPENS
+LLAMA = (
+    "{% macro head(role) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}"
+    "{% endmacro %}{{ bos_token }}{% for m in messages %}{% if m.role in ('tool', 'ipython') %}"
+    "{{ head('ipython') + (m.content | tojson) }}{% elif m.tool_calls %}{{ head('assistant') }}"
+    """{{ '{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}"""
+    "{{ (m.tool_calls[0].function.arguments | tojson) + '}' }}{% else %}"
+    "{{ head(m.role) + (m.content | trim) }}{% endif %}{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}"
+)
+MISTRAL = (
+    "{% set said = namespace(users=true) %}{% for m in messages %}"
+    "{% if m.role == 'tool' or '[TOOL_CALLS]' in m.content %}{% continue %}{% endif %}"
+    "{% if (m.role == 'user') != said.users %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{% set said.users = not said.users %}{% endfor %}{{ bos_token }}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('an id has nine characters') }}{% endif %}"
+    """{{ '[TOOL_RESULTS]{"content": ' + m.content + ', "call_id": "' + m.tool_call_id }}"""
+    """{{ '"}[/TOOL_RESULTS]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"""
+)
+
+CHATML = ["<|im_end|>", "<|endoftext|>", "<|im_start|>"]
+TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>"]
+# Template, special tokens, of which the first ends a turn, and added ones that are not special.
+FAMILIES = {
+    "qwen": (QWEN, CHATML, TAGS[:2]),
+    "thinking": (THINKING, CHATML, [*TAGS, "</think>"]),
+    "hermes": (HERMES, [*CHATML, "<|begin_of_text|>"], TAGS[:2]),
+    "llama": (
+        LLAMA,
+        ["<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|python_tag|>"]
+        + ["<|start_header_id|>", "<|end_header_id|>"],
+        [],
+    ),
+    "mistral": (
+        MISTRAL,
+        ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+        [],
+    ),
+}
+
+ASKED = {"role": "user", "content": "What is 17 + 25?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
+TAGGED = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+BARE = '{"name": "add", "parameters": {"a": 17, "b": 25}}'
+MISTRALS = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 17, "b": 25}}]'
+
+
+def called(family: str) -> str:
+    """Text of a call, as the family's model draws it."""
+    return {"llama": BARE, "mistral": MISTRALS}.get(family, TAGGED)
+
+
+def _tool(content: str, number: int = 0) -> dict:
+    return {"role": "tool", "content": content, "tool_call_id": f"{number:09}"}
+
+
+def _user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def conversations(family: str) -> dict[str, list[dict]]:
+    """Messages behind the question: turns of the policy, and what is observed behind each."""
+    call = {"role": "assistant", "content": called(family)}
+    answer = {"role": "assistant", "content": "It is 42 , I guess"}
+    several = [_tool('{"sum": 42}'), _tool("é ß  two\nlines", 1), _tool("", 2)]
+    found = {
+        "a user": [answer, _user("No.\n\n Try again"), answer, _user("Once more")],
+        "a tool": [call, _tool("42")],
+        "tools": [call, *several],
+        "tools twice": [call, *several, call, _tool("7")],
+        "tools, then a user": [call, _tool("42"), answer, _user("Sure?")],
+    }
+    if family in ("qwen", "hermes", "llama", "thinking"):
+        system = {"role": "system", "content": "Be brief."}
+        structured = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        found["a system message"] = [answer, system, answer, system, _user("Go on")]
+        found["calls by fields"] = [structured, _tool("42"), answer, _user("Sure?")]
+    if family == "thinking":
+        thought = {"role": "assistant", "content": f"<think>\nWell 17\n</think>\n\n{TAGGED}"}
+        found["thoughts"] = [thought, *several, thought, _tool("7")]
+    return found
+
+
+def make_backend(family: str) -> Backend:
+    """Byte-level tokenizer with a few merges, so that it matters where a text is cut."""
+    template, special, added = FAMILIES[family]
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([template, str(conversations(family))] * 2, trainer)
+    backend.add_tokens(added)
+    return backend
+
+
+def template_of(family: str) -> str:
+    """Chat template of a family: ours, or the one in $CHAT_TEMPLATES."""
+    published = pathlib.Path(os.environ.get("CHAT_TEMPLATES", "/nowhere"), f"{family}.jinja")
+    return published.read_text() if published.exists() else FAMILIES[family][0]
+
+
+def begin_token(family: str) -> str | None:
+    return {"hermes": "<|begin_of_text|>", "llama": "<|begin_of_text|>", "mistral": "<s>"}.get(
+        family
+    )
+
+
+def write_with_transformers(root: pathlib.Path) -> None:
+    """Writes the folders, and `expected.json` in each: ids by name of the conversation."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    for family, (_, special, _) in FAMILIES.items():
+        folder = root / family
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=make_backend(family),
+            eos_token=special[0],
+            bos_token=begin_token(family),
+            chat_template=template_of(family),
+        )
+        made.save_pretrained(folder)
+        ends = made.convert_tokens_to_ids(special[:2])
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": ends}))
+        read = AutoTokenizer.from_pretrained(folder)
+
+        def ids(messages, read=read):
+            text = read.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return read(text, add_special_tokens=False)["input_ids"]
+
+        expected = {name: ids([ASKED, *talk]) for name, talk in conversations(family).items()}
+        (folder / "expected.json").write_text(json.dumps(expected))
+
+
+if __name__ == "__main__":
+    write_with_transformers(pathlib.Path(sys.argv[1]))
