@@ -95,7 +95,6 @@ setup(
         "tpu": ["jax[tpu]>=0.10.2"],
         "wandb": ["wandb>=0.31"],
         "gym": ["reasoning-gym>=0.1.25"],
-        "openenv": ["openenv>=0.10"],
         "docs": [*DOCS],
         "notebooks": [*NOTEBOOKS],
         "test": [

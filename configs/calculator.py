@@ -33,7 +33,7 @@ def get_config(tool: str = "calculator") -> Config:
         algorithm=algorithms.preset("dapo"),
         model=Model(folder="runs/calculator_base"),
         compute=Compute(scan_unroll=3),
-        data=Data(source="sums", max_prompt_tokens=16),
+        data=Data(source="multi_digit_sums", max_prompt_tokens=16),
         rollout=Rollout(prompts_per_step=32, samples_per_prompt=16, updates_per_rollout=4),
         environment=environment,
         sampler=Sampler(slots=128, burst_tokens=4, max_response_tokens=48),

@@ -13,7 +13,7 @@ def get_config() -> SftConfig:
         total_steps=600,
         examples_per_step=64,
         compute=Compute(scan_unroll=3),
-        data=OwnData(source="sums"),
+        data=OwnData(source="multi_digit_sums"),
         examples=Examples(direct_share=0.7),
         max_response_tokens=48,
         optimizer=Optimizer(learning_rate=2e-3, schedule="linear", warmup_steps=10),

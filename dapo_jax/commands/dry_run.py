@@ -4,9 +4,11 @@ The parts are the run's own, up to where it would load its policy and compile. N
 """
 
 import collections
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,11 +16,18 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.environments.sessions import Environments
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.run import memory
-from dapo_jax.run.components import check_lengths, open_decoder, open_tokenizer
+from dapo_jax.run.components import (
+    check_lengths,
+    open_decoder,
+    open_environments,
+    open_prompts,
+    open_tokenizer,
+)
 from dapo_jax.runtime.lasting_output import LastingOutput
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
@@ -40,8 +49,22 @@ def dry_run(config: Config) -> int:
     """
     decoder, mesh, sampling_mesh = open_decoder(config, training=True)
     tokenizer = open_tokenizer(config, decoder)
-    needs_answer = config.reward.needs_answer()
-    prompts = PromptStream(config.data, config.seed, tokenizer, needs_answer=needs_answer)
+    with contextlib.ExitStack() as stack:
+        environments = open_environments(config, tokenizer)
+        if environments:
+            stack.callback(environments.close)
+        _show(config, decoder, (mesh, sampling_mesh), tokenizer, environments)
+    return 0
+
+
+def _show(
+    config: Config,
+    decoder: DecoderConfig,
+    meshes: tuple[Any, Any],
+    tokenizer: Tokenizer,
+    environments: Environments | None,
+) -> None:
+    prompts = open_prompts(config, tokenizer, environments)
     _say(f"data: {prompts.describe()}")
     for complaint in prompts.complaints():
         _say(f"warning: {complaint}")
@@ -58,14 +81,13 @@ def dry_run(config: Config) -> int:
         describe_golds(config, problems),
         describe_rewards(config, groups),
         describe_lengths(config, tokenizer, prompts, problems),
-        describe_memory(config, decoder, mesh, sampling_mesh),
+        describe_memory(config, decoder, *meshes),
     ):
         for line in lines:
             _say(line)
     check_lengths(config, prompts.lengths)
     check_rewards(config, groups)
     _say("nothing was compiled or written; without --dry-run this trains")
-    return 0
 
 
 def _say(text: str) -> None:

@@ -6,7 +6,10 @@ from dapo_jax.runtime.rules import AutoCount, Count, CountOr0, Positive, Range, 
 from dapo_jax.runtime.settings import section, setting
 
 DEFAULT_HELDOUT = 256
-GENERATED = ("arithmetic", "sums")  # values of data.source of a supervised run that are no files
+GENERATED = (
+    "arithmetic",
+    "multi_digit_sums",
+)  # values of data.source of a supervised run that are no files
 SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates without such a message
 
 
@@ -22,7 +25,8 @@ class Examples:
     direct_share: Annotated[float, Range(at_least=0, below=1)] = setting(
         0.0,
         "Share of examples that answer at once. arithmetic: with the sum of the first two "
-        "operands; the others make no mistakes, and ramble. sums: rightly; the others call.",
+        "operands; the others make no mistakes, and ramble. multi_digit_sums: rightly; the others "
+        "call the calculator.",
     )
     min_terms: int = setting(3, "Fewest operands of a sum.")
     max_terms: int = setting(9, "Most operands of a sum.")
@@ -34,9 +38,9 @@ class Data:
 
     source: str = setting(
         "arithmetic",
-        "NAME or NAME=WEIGHT, comma-separated: arithmetic, sums, gym:TASK, or a file, folder or "
-        "glob (also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name is looked "
-        "up in `folder`.",
+        "NAME or NAME=WEIGHT, comma-separated: arithmetic, multi_digit_sums, gym:TASK, or a file, "
+        "folder or glob (also gs://) of jsonl, json, csv (.gz too), parquet or arrow; a bare name "
+        "is looked up in `folder`.",
     )
     heldout_source: str = setting(
         "", "Names as in `source`, evaluated whole; empty: held-out problems of `source` itself."
@@ -97,7 +101,8 @@ class OwnData:
     source: str = setting(
         "arithmetic",
         "A file, folder or glob (also gs://) of jsonl, json, csv, parquet or arrow; a bare name "
-        "is looked up in `folder`. For sft also arithmetic, sums: generated, as `examples` says.",
+        "is looked up in `folder`. For sft also arithmetic, multi_digit_sums: generated, as "
+        "`examples` says.",
     )
     folder: str = setting("data", "Where a bare name is looked up.")
     fields: str = setting(

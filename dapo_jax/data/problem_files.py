@@ -277,7 +277,7 @@ def _why_none(name: str, home: epath.Path) -> str:
         return "no such file" + hint
     names = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
     return (
-        f"must be arithmetic, sums, gym:TASK, a path or glob of {readable}, or the first part of "
-        f"one name in config.data.folder = {str(home)!r}, which holds "
+        "must be arithmetic, multi_digit_sums, gym:TASK, "
+        f"a path or glob of {readable}, or the first part of one name in config.data.folder = {str(home)!r}, which holds "
         f"{', '.join(names) or 'nothing'}"
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data import arithmetic, sums
+from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.file_readers import split_suffix
 from dapo_jax.data.problem_files import Loaded, find_files, read_problems
 from dapo_jax.data.row_formats import KNOWN
@@ -63,7 +63,10 @@ class Generated(Protocol):
 
 # (data settings, split 'train' or 'heldout', seed) -> problems by index
 Generator = Callable[[Data, str, int], Generated]
-GENERATORS: dict[str, Generator] = {"arithmetic": arithmetic.Problems, "sums": sums.Problems}
+GENERATORS: dict[str, Generator] = {
+    "arithmetic": arithmetic.Problems,
+    "multi_digit_sums": multi_digit_sums.Problems,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv (package openenv, an extra), in this process and without a server."""
+"""Environments of the package openenv, in this process and without a server."""
 
 import functools
 import importlib
@@ -69,7 +69,7 @@ def open_openenv(name: str) -> Callable[[], OpenEnv]:
     try:
         base = importlib.import_module("openenv.core.env_server.interfaces").Environment
     except ImportError as error:
-        told = f"needs openenv: pip install 'dapo_jax[openenv]' or pip install openenv ({error})"
+        told = f"needs openenv: pip install openenv ({error})"
         raise ConfigError(f"{setting}: {told}") from None
     path, _, query = name.partition("?")
     found, given = resolve("environment.name", path), urllib.parse.parse_qsl(query)

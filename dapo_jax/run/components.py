@@ -272,6 +272,24 @@ def open_environments(
     return Environments(config.environment, tokenizer, chat, given_up)
 
 
+def open_prompts(
+    config: Config,
+    tokenizer: Tokenizer,
+    environments: Environments | None,
+    training: bool = True,
+) -> PromptStream:
+    """Prompts of the config's problems, as environments begin them. Raises `ConfigError`."""
+    return PromptStream(
+        config.data,
+        config.seed,
+        tokenizer,
+        needs_answer=config.reward.needs_answer(),
+        training=training,
+        opening=environments.open if environments else lambda problem: problem,
+        tools=described_tools(config.environment),
+    )
+
+
 def _build(
     config: Config, progress: Progress, training: bool, given_up: Callable[[], bool]
 ) -> Components:
@@ -279,17 +297,8 @@ def _build(
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     decoder, mesh, sampling_mesh = open_decoder(config, training)
     tokenizer = open_tokenizer(config, decoder)
-    needs = config.reward.needs_answer()
     environments = open_environments(config, tokenizer, given_up)
-    prompts = PromptStream(
-        config.data,
-        config.seed,
-        tokenizer,
-        needs_answer=needs,
-        training=training,
-        opening=environments.open if environments else lambda problem: problem,
-        tools=described_tools(config.environment),
-    )
+    prompts = open_prompts(config, tokenizer, environments, training)
     check_lengths(config, prompts.lengths)
     frozen = load_frozen(config.model.folder, decoder, mesh)
     engine = open_engine(config, decoder, mesh, sampling_mesh, tokenizer, frozen)

@@ -23,7 +23,7 @@ GAME = (
 
 @pytest.mark.skipif(importlib.util.find_spec("openenv") is not None, reason="it is installed")
 def test_a_missing_package_is_told_with_its_extra():
-    with pytest.raises(ConfigError, match=r"openenv:a:B.*pip install 'dapo_jax\[openenv\]'"):
+    with pytest.raises(ConfigError, match=r"openenv:a:B.*pip install openenv"):
         open_factory("openenv:a:B")
 
 

@@ -52,7 +52,7 @@ def test_a_trajectory_is_one_segment_and_its_observations_are_off_the_response()
         assert len(segment.completion) == DRAWN[i]
 
 
-@pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo", "gspo", "luspo", "sapo"])
+@pytest.mark.parametrize("preset", ["dapo", "dr_grpo", "gspo", "luspo", "sapo"])
 def test_weights_count_drawn_tokens_and_the_gradient_of_an_observation_is_zero(preset):
     algorithm = algorithms.preset(preset)
     batch, _ = make_batch(algorithm, rows=4, microbatches=1, segments=SEGMENTS)

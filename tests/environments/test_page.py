@@ -6,8 +6,8 @@ import re
 ROOT = pathlib.Path(__file__).parents[2]
 SMALLER = {
     "STEPS, EXAMPLES = 30, 600": "STEPS, EXAMPLES = 1, 2",
-    'source="sums", max_prompt_tokens=16': (
-        'source="sums", max_prompt_tokens=16, heldout_problems=0'
+    'source="multi_digit_sums", max_prompt_tokens=16': (
+        'source="multi_digit_sums", max_prompt_tokens=16, heldout_problems=0'
     ),
     "environment=dapo_jax.Environment": (
         "rollout=dapo_jax.Rollout(prompts_per_step=4, samples_per_prompt=4, "

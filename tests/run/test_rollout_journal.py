@@ -31,7 +31,7 @@ from dapo_jax.runtime.storage.retries import Storage
 # What a step cost is counted from where it went on.
 COSTS = (
     "decode_ prefills slot_occupancy abandoned_tokens put_back_tokens surplus_groups verdicts/ "
-    "sampled_to_kept_tokens verifier_failures"
+    "environment_ sampled_to_kept_tokens verifier_failures"
 ).split()
 KEEP = Checkpoint(every_steps=1, keep=9, keep_groups=True)
 

@@ -15,7 +15,7 @@ SECTIONS = [
     value
     for name in dapo_jax.__all__
     if dataclasses.is_dataclass(value := getattr(dapo_jax, name))
-    and name not in ("Result", "ModelFolder")
+    and name not in ("Result", "ModelFolder", "Observation")
 ] + [ServeConfig]
 EACH = pytest.mark.parametrize("kind", SECTIONS, ids=lambda kind: kind.__name__)
 

@@ -102,7 +102,8 @@ def test_a_command_that_hears_nothing_is_acknowledged_and_left(seconds, signals,
 
 # A program that calls the library; the second one hears nothing, as in a compiler.
 PROGRAM = """
-import time
+import resource, time
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGQUIT would write one, which may take long
 from dapo_jax.runtime.signals import Signals
 with Signals() as signals:
     print("busy", flush=True)

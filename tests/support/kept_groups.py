@@ -15,6 +15,7 @@ from dapo_jax.config.experiment import (
     Config,
     Critic,
     Data,
+    Environment,
     Log,
     Lora,
     Mesh,
@@ -26,6 +27,7 @@ from dapo_jax.config.experiment import (
 
 STEPS = 2
 ROLLOUT = Rollout(prompts_per_step=6, samples_per_prompt=4, updates_per_rollout=2)
+GAME = Environment(name="guessing", max_turns=4, max_observation_tokens=4, wait_bursts=2)
 # Changes by setting; prompts wait for 8 slots, a model gives the rewards.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,6 +37,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "critic": {"preset": "vapo", "correct": "threshold"},
     "pages": {"sampler": {"cache": "paged", "page_tokens": 8, "pages": 48}},
     "int8 cache": {"sampler": {"cache_dtype": "int8"}},
+    "turns": {"environment": GAME},
+    "turns in pages": {
+        "environment": GAME,
+        "sampler": {"cache": "paged", "page_tokens": 8, "pages": 48},
+    },
+    "turns with lag": {
+        "environment": GAME,
+        "rollout": Rollout(6, 4, updates_per_rollout=2, lag=1),
+    },
+    "turns, int8 cache": {"environment": GAME, "sampler": {"cache_dtype": "int8"}},
     "two devices": {"mesh": Mesh(data=2, fsdp=1, tensor=1)},
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 from dapo_jax.algorithms import sft
 from dapo_jax.config.experiment import Packing, SftConfig
 from dapo_jax.config.inputs import GENERATED
-from dapo_jax.data import arithmetic, sums
+from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised_rows import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
@@ -30,8 +30,8 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
     segments, examples = [], config.examples
     for i in range(config.examples_per_step):
         index = step * config.examples_per_step + i
-        if config.data.source == "sums":
-            text, turns = sums.make_worked_example(config.seed, index, examples)
+        if config.data.source == "multi_digit_sums":
+            text, turns = multi_digit_sums.make_worked_example(config.seed, index, examples)
         else:
             text, worked = arithmetic.make_worked_example(config.seed, index, examples)
             turns = [worked]

@@ -24,7 +24,7 @@ def make_problem(split: str, seed: int, index: int) -> Problem:
         numbers = rng.integers(0, limits)
         text = "+".join(map(str, numbers)) + "="
         if (zlib.crc32(text.encode()) % HELDOUT_SHARE == 0) == (split == "heldout"):
-            return Problem(f"{split}-{index}", text, str(numbers.sum()), "sums")
+            return Problem(f"{split}-{index}", text, str(numbers.sum()), "multi_digit_sums")
 
 
 class Problems:
