@@ -6,10 +6,8 @@ from dapo_jax.runtime.rules import AutoCount, Count, CountOr0, Positive, Range, 
 from dapo_jax.runtime.settings import section, setting
 
 DEFAULT_HELDOUT = 256
-GENERATED = (
-    "arithmetic",
-    "multi_digit_sums",
-)  # values of data.source of a supervised run that are no files
+# Values of data.source of a supervised run that are no files.
+GENERATED = ("arithmetic", "multi_digit_sums")
 SHOW_NO_SYSTEM = ("none", "dapo", "r1", "qwen_math", "few_shot")  # templates without such a message
 
 

@@ -278,6 +278,7 @@ def _why_none(name: str, home: epath.Path) -> str:
     names = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
     return (
         "must be arithmetic, multi_digit_sums, gym:TASK, "
-        f"a path or glob of {readable}, or the first part of one name in config.data.folder = {str(home)!r}, which holds "
+        f"a path or glob of {readable}, or the first part of one name in "
+        f"config.data.folder = {str(home)!r}, which holds "
         f"{', '.join(names) or 'nothing'}"
     )
