@@ -68,7 +68,8 @@ class Transcript:
             left -= min(left, len(ids))
             shortened.append({**message, "content": content})
         if self._chat is None:
-            return self._tokenizer.encode("".join(one["content"] for one in shortened)), cut
+            joined = break_special("".join(one["content"] for one in shortened), self._special)
+            return self._tokenizer.encode(joined), cut
         for role in {message["role"]: None for message in shortened}:
             self._check_role(role)
         return self._behind(self._render(shortened).partition(TURN)[2]), cut

@@ -197,3 +197,10 @@ def test_a_drawn_call_is_read_from_its_decoded_tokens(family):
     for one in {decoded, text.removeprefix("[TOOL_CALLS]")}:
         rest, (call,) = read_calls(one, [describe_tool(add)])
         assert rest == "" and json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
+
+
+def test_contents_that_join_to_a_special_token_are_broken_up_too():
+    tokenizer = arithmetic_tokenizer()
+    halves = [{"role": "user", "content": "1<|e"}, {"role": "user", "content": "nd|>2"}]
+    ids, _ = Transcript(tokenizer, chat=False).tokens(halves, 50)
+    assert not set(ids) & set(tokenizer.end_ids)
