@@ -42,7 +42,7 @@ class Guessing:
         self._guesses = 0
 
     def reset(self, problem: Problem) -> str:
-        """The same prompt for every number."""
+        """Prompt, the same one for every number."""
         self._secret = zlib.crc32(problem.text.encode()) % SECRETS
         return self.PROMPT
 

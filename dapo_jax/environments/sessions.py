@@ -92,11 +92,6 @@ class Environments:
             for _ in range(settings.workers)
         ]
 
-    @property
-    def kills(self) -> int:
-        """Count of worker processes that had to be killed since the start."""
-        return sum(worker.kills for worker, _ in self._lanes)
-
     def submit(
         self, prompt: Prompt, seed: int, said: Sequence[str], failed: Sequence[str]
     ) -> Asked:

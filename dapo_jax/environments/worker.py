@@ -2,8 +2,9 @@
 
     python -m dapo_jax.environments.worker NAME FILE [TOOL ...]
 
-`NAME` is an environment's, `tools` for functions. A job carries all that the policy has said, so
-any worker can take it: one that lacks the trajectory's environment repeats the steps before.
+`NAME` is an environment's, empty for tools; `FILE` has copies of what a program gave. A job
+carries all that the policy has said, so any worker can take it: one that lacks the trajectory's
+environment repeats the steps before.
 """
 
 import collections

@@ -1,6 +1,7 @@
 """Trajectories of the scheduler: turns, observations, limits, and the silent environment."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ from samplers import PROMPTS, make_engine, sample
 from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import Step
+from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.structs import PartialGroup
 
 # One that ends often, so that a tiny policy has many turns.
 TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)
@@ -180,3 +183,18 @@ def test_nothing_is_asked_of_a_response_that_was_cut(tiny_params, one_device):
     groups, _ = play(one_device, tiny_params, None, response=4)
     ended = sum(not c.truncated for group in groups.values() for c in group)
     assert len(environment.asked) == ended
+
+
+def test_what_is_written_of_a_trajectory_is_read_back_whole(tiny_params, one_device):
+    groups, _ = play(one_device, tiny_params, Scripted(talks))
+    partial = [PartialGroup(p, 2, finished=groups[p.index]) for p in PROMPTS]
+    arrays, records = pack_partial(partial)
+    records = json.loads(json.dumps(records))
+    places = {prompt.index: prompt for prompt in PROMPTS}
+    back = unpack_partial(arrays, records, places.__getitem__, TOKENIZER.decode)
+    found = {group.prompt.index: group.finished for group in back}
+    same(groups, found)
+    for index, group in groups.items():
+        for a, b in zip(group, found[index], strict=True):
+            assert (a.rewards, a.failures, len(a)) == (b.rewards, b.failures, len(b))
+    assert any(c.turns for group in groups.values() for c in group)
