@@ -170,6 +170,12 @@ class Sampler:
     """The decoding engine."""
 
     slots: Count = setting(128, "Responses decoded side by side.", may_change=ON_POLICY)
+    keep_turns: bool = setting(
+        False,
+        "Trajectories keep slot and cache while their environment thinks, and decode steps are fed "
+        "what it says; without, they are prefilled again as a whole.",
+        read=IF_ENVIRONMENT,
+    )
     burst_tokens: Count = setting(
         8, "Tokens decoded per call, between two looks from the host.", may_change=ON_POLICY
     )

@@ -72,3 +72,4 @@ class DecodeState(struct.PyTreeNode):
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
     rules: Any = None  # SamplingRules of [S] where each response has its own
+    known: Int[Array, "S"] | None = None  # tokens of the response that are fed, not drawn

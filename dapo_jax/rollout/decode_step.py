@@ -85,7 +85,20 @@ def start_responses(
         generated=place(state.generated, prefix.drawn[rows]),
         active=place(state.active, True),
         key=place(state.key, keys),
+        known=None if state.known is None else place(state.known, prefix.drawn[rows]),
         rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),
+    )
+
+
+def feed_responses(
+    state: DecodeState, slots: Int[Array, "n"], tokens: Int[Array, "n C"], known: Int[Array, "n"]
+) -> DecodeState:
+    """Lets slots go on: the first `known` tokens of their responses are fed, then they draw."""
+    assert state.known is not None
+    return state.replace(
+        tokens=state.tokens.at[slots].set(tokens, mode="drop"),
+        known=state.known.at[slots].set(known, mode="drop"),
+        active=state.active.at[slots].set(True, mode="drop"),
     )
 
 
@@ -125,6 +138,11 @@ def decode_one(
     step = state.active.astype(jnp.int32)
     generated = state.generated + step
     ended = (tokens[:, None] == end_ids).any(axis=-1)
+    if state.known is not None:
+        fed = state.generated < state.known
+        given = jnp.minimum(state.generated, limit - 1)[:, None]
+        given = jnp.take_along_axis(state.tokens, given, axis=1)[:, 0]
+        tokens, ended = jnp.where(fed, given, tokens), ended & ~fed
     return state.replace(
         caches=caches,
         last_token=jnp.where(state.active, tokens, state.last_token),

@@ -50,6 +50,7 @@ class PolicyEngine(Engine):
         rule: how tokens are drawn; `generate` reads it at each call.
         programs: what computes.
         layout, pages: of the caches on devices; their page table, None where there are no pages.
+        keeps_turns: whether `feed` may be called.
         replicas: shares of the slots; so many prompts cost as much as one to prefill.
         prefill_width: most prompts of one `prefill_prompts`.
     """
@@ -77,6 +78,7 @@ class PolicyEngine(Engine):
         self.config, self._mesh, self._slots, self.rule = config, mesh, slots, SamplingRule()
         self._max_prompt_tokens = max_prompt_tokens
         self.max_response_tokens = settings.max_response_tokens
+        self.keeps_turns = settings.keep_turns
         self._tokenizer, self._seed, self._served = tokenizer, seed, itertools.count()
         self._pace = sharding.Pace(mesh)
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
@@ -232,13 +234,21 @@ class PolicyEngine(Engine):
         """Most slots that one `insert` can fill."""
         return self._insert_widths[-1]
 
-    def replica(self, slot: int) -> int:
-        """Replica (share of the slots) of a slot."""
-        return slot * self.replicas // self._slots
+    def claim(self, free: Sequence[int], tokens: int, prompt: Hashable) -> int | None:
+        """Keeps room of the cache for a prompt in the first free slot that has it; None: no slot.
 
-    def claim(self, slot: int, tokens: int, prompt: Hashable) -> bool:
-        """Keeps room of the cache for a prompt in a free slot; False where there is none."""
-        return self.pages is None or self.pages.claim(slot, tokens, prompt)
+        Args:
+            prompt: responses to one prompt share what it fills.
+        """
+        full = set()
+        for slot in free:
+            replica = slot * self.replicas // self._slots
+            if replica in full:
+                continue
+            if self.pages is None or self.pages.claim(slot, tokens, prompt):
+                return slot
+            full.add(replica)
+        return None
 
     def release(self, slot: int) -> None:
         """Gives the room of a response that has ended back."""
@@ -270,16 +280,35 @@ class PolicyEngine(Engine):
         tokens = self.programs.split(tokens)
         return self._pace(self.programs.prefill(params, tokens, lengths, keys, before))
 
-    def make_room(self, state: DecodeState, slots: Sequence[int]) -> tuple[DecodeState, list[int]]:
-        """Room for the next burst; where there is none the youngest of `slots` are stopped.
+    def make_room(
+        self, state: DecodeState, slots: Sequence[int], held: Sequence[int] = ()
+    ) -> tuple[DecodeState, list[int]]:
+        """Room for the next burst; where there is none, slots lose theirs and are stopped.
 
         Args:
             slots: those that draw, the oldest first.
+            held: those of trajectories between two turns, the oldest first.
 
-        Returns the state, and the slots that were stopped, youngest first.
+        Returns the state, and the slots that were stopped: held ones first, then the youngest.
         """
-        stopped = self.pages.make_room(slots, self._burst_tokens) if self.pages else []
+        stopped = self.pages.make_room(slots, self._burst_tokens, held) if self.pages else []
         return self.stop(state, stopped), stopped
+
+    def feed(
+        self, state: DecodeState, slots: Sequence[int], responses: Sequence[np.ndarray]
+    ) -> DecodeState:
+        """State in which slots go on with the tokens of their responses that they lack.
+
+        Args:
+            responses: of each slot, whole: [n] tokens, the first of which are in its cache.
+        """
+        size = 1 << (len(slots) - 1).bit_length()
+        tokens = np.zeros((size, self.max_response_tokens), np.int32)
+        places, known = np.full(size, self._slots, np.int32), np.zeros(size, np.int32)
+        for row, (slot, response) in enumerate(zip(slots, responses, strict=True)):
+            tokens[row, : len(response)] = response
+            places[row], known[row] = slot, len(response)
+        return self.programs.feed(state, places, tokens, known)
 
     def stop(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """State in which those slots draw nothing more."""

@@ -83,6 +83,7 @@ class EnginePrograms:
             donate_argnums=1,
             out_shardings=(state, replicated),
         )
+        self.feed = jax.jit(decode_step.feed_responses, donate_argnums=0, out_shardings=state)
         self.grow = jax.jit(self._grow, static_argnames="window", out_shardings=state)
         self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
         self.rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
@@ -106,8 +107,10 @@ class EnginePrograms:
         caches, pages, slots = self._layout.empty(window), self._layout.pages, self._settings.slots
         tables = None if pages is None else jnp.zeros(pages.tables.shape, jnp.int32)
         rules = repeat_rule(SamplingRule(), slots) if self._rule_per_slot else None
+        known = jnp.zeros(slots, jnp.int32) if self._settings.keep_turns else None
         limit = self._settings.max_response_tokens
-        return decode_step.empty_state(caches, tables, slots, limit).replace(rules=rules)
+        state = decode_step.empty_state(caches, tables, slots, limit)
+        return state.replace(rules=rules, known=known)
 
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=self._layout.grow(state.caches, window))

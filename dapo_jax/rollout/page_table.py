@@ -55,6 +55,7 @@ class PageTable:
         self._shared: dict[tuple[int, Hashable], list[int]] = {}  # full pages of prompts
         self._prompts: dict[int, tuple[int, Hashable]] = {}
         self._fills: dict[int, list[tuple[int, int]]] = {}  # (page, block of the prompt) by slot
+        self._drawing: list[int] = []  # slots that the next burst is for
 
     @property
     def slots(self) -> list[int]:
@@ -131,27 +132,30 @@ class PageTable:
         return Fills(*arrays)
 
     def advance(self, tokens: int) -> None:
-        """Counts the tokens of a burst as drawn, in every slot."""
-        self._tokens += tokens
+        """Counts the tokens of a burst as drawn, in the slots that got room for it."""
+        self._tokens[self._drawing] += tokens
 
-    def make_room(self, slots: Sequence[int], tokens: int) -> list[int]:
+    def make_room(self, slots: Sequence[int], tokens: int, held: Sequence[int] = ()) -> list[int]:
         """Gives slots pages for so many more tokens; where pages run out the youngest lose theirs.
 
         Args:
             slots: the oldest first. The oldest of a replica always gets its pages.
+            held: slots that draw nothing, the oldest first; they lose theirs before all others.
 
-        Returns the slots that lost their pages, youngest first.
+        Returns the slots that lost their pages, in that order.
         """
-        waiting, stopped = list(slots), []
+        waiting, held, stopped = list(slots), list(held), []
         while waiting:
             if self._extend(waiting[0], self._tokens[waiting[0]] + tokens):
                 del waiting[0]
                 continue
             replica = self.replica(waiting[0])
-            youngest = next(slot for slot in reversed(waiting) if self.replica(slot) == replica)
+            others = (slot for slot in reversed([*waiting, *held]) if self.replica(slot) == replica)
+            youngest = next(others)
             self.release(youngest)
-            waiting.remove(youngest)
+            (held if youngest in held else waiting).remove(youngest)
             stopped.append(youngest)
+        self._drawing = [slot for slot in slots if slot not in stopped]
         return stopped
 
     def _extend(self, slot: int, tokens: int) -> bool:

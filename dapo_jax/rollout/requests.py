@@ -38,6 +38,7 @@ class PendingResponses:
     number: int  # names what its responses share in the cache
     padded: np.ndarray
     begun: Completion | None = None  # the only one of them, as far as it was drawn
+    fed: int = 0  # last tokens of it that decode steps are fed, since prefill lacks them
     prefilled: tuple[Prefix, int] | None = None  # with other prompts; its row there
 
     @property
@@ -51,9 +52,20 @@ class PendingResponses:
         return observed + drawn_limit
 
     @property
+    def ahead(self) -> int:
+        """Tokens of the response to prefill."""
+        return self.drawn - self.fed
+
+    @property
     def length(self) -> int:
-        """Tokens to prefill."""
-        return len(self.group.prompt.tokens) + self.drawn
+        """Tokens to prefill, of prompt and response."""
+        return len(self.group.prompt.tokens) + self.ahead
+
+    def going_on(self, begun: Completion, number: int) -> "PendingResponses":
+        """The response further on; what is new of it is fed."""
+        more = {"fed": len(begun.tokens) - self.ahead, "prefilled": None}
+        waiting = collections.deque([begun.sample])
+        return dataclasses.replace(self, waiting=waiting, number=number, begun=begun, **more)
 
 
 def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> np.ndarray:

@@ -12,6 +12,8 @@ from dapo_jax.data.prompts.tokenizer import Decodes
 from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.held_turns import HeldTurns
+from dapo_jax.rollout.prefill_ahead import prefill_ahead
 from dapo_jax.rollout.requests import (
     COARSE,
     PendingGroup,
@@ -22,7 +24,7 @@ from dapo_jax.rollout.requests import (
     split_group,
     with_text,
 )
-from dapo_jax.rollout.sampling import SamplingRule, sample_keys
+from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.trajectories import Steps, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import Completion, PartialGroup, Prompt
@@ -53,6 +55,7 @@ class Scheduler:
         self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
         self._waiting: collections.deque[PendingResponses] = collections.deque()
         self._in_slot: dict[int, tuple[PendingResponses, int]] = {}  # the oldest first
+        self._held = HeldTurns()
         self._submitted = itertools.count()
         self.environments = environments  # read at `begin`
         self._trajectories = Trajectories(None, engine.max_response_tokens)
@@ -115,16 +118,17 @@ class Scheduler:
             waiting, number = collections.deque(samples), next(self._submitted)
             self._waiting.append(PendingResponses(group, waiting, number, padded))
 
-    def _queue_begun(self, group: PendingGroup, begun: Completion, *, first: bool = False) -> None:
+    def _queue_begun(self, group: PendingGroup, begun: Completion) -> None:
         """Queues the rest of a response. One that ended its turn first hears its environment."""
         ended = self._ended(begun.tokens) and not (begun.turns and not begun.turns[-1].drawn)
-        if ended and self._trajectories.ask(group, begun, self.counts.bursts):
-            return
+        if not ended or not self._trajectories.ask(group, begun, self.counts.bursts):
+            self._waiting.append(self._prefilled_whole(group, begun))
+
+    def _prefilled_whole(self, group: PendingGroup, begun: Completion) -> PendingResponses:
         known = np.concatenate([group.prompt.tokens, begun.tokens])
         padded = pad_prompt(known, self._engine.cache_tokens, self._tokenizer.pad_id, COARSE)
         waiting, number = collections.deque([begun.sample]), next(self._submitted)
-        pending = PendingResponses(group, waiting, number, padded, begun)
-        (self._waiting.appendleft if first else self._waiting.append)(pending)
+        return PendingResponses(group, waiting, number, padded, begun)
 
     def _ended(self, tokens: np.ndarray) -> bool:
         """True where the last token ends a response, or a turn."""
@@ -148,7 +152,8 @@ class Scheduler:
     def room(self) -> int:
         """Number of responses that could start beside those that run or wait."""
         waiting = sum(len(pending.waiting) for pending in self._waiting)
-        return self._engine.max_concurrent_decodes - len(self._in_slot) - waiting
+        busy = len(self._in_slot) + len(self._held.slots)
+        return self._engine.max_concurrent_decodes - busy - waiting
 
     def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Refills free slots, decodes one burst, returns the groups that it completed."""
@@ -180,16 +185,37 @@ class Scheduler:
 
     def _place_observations(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Lets trajectories go on whose environments are due; returns groups that this ended."""
-        idle, completed = not self._in_slot and not self._waiting, []
-        going_on = []
+        idle = not self._in_slot and (not self._waiting or bool(self._held.slots))
+        completed, going_on, held_on = [], [], []
         for group, completion, goes_on in self._trajectories.due(self.counts.bursts, idle):
-            if goes_on:
-                going_on.append((group, completion))
-            else:
+            held = self._held.take(group, completion.sample)
+            slot = held and held.slot
+            if not goes_on:
                 completed += self._finish(group, completion)
-        for group, completion in reversed(going_on):
-            self._queue_begun(group, completion, first=True)
+                if slot is not None:
+                    self._engine.release(slot)
+                continue
+            if held is None:
+                pending = self._prefilled_whole(group, completion)
+            else:
+                pending = held.begun_as.going_on(completion, next(self._submitted))
+            if slot is None:
+                known = pending.drawn - completion.turns[-1].tokens
+                self._trajectories.counts.prefilled_again_tokens += known
+                going_on.append(pending)
+            else:
+                self._in_slot[slot] = pending, pending.waiting.popleft()
+                held_on.append(slot)
+        self._waiting.extendleft(reversed(going_on))
+        self._feed(held_on)
         return completed
+
+    def _feed(self, slots: Sequence[int]) -> None:
+        """Feeds the responses in those slots what is not in their caches."""
+        begun = [self._in_slot[slot][0].begun for slot in slots]
+        if begun:
+            tokens = [response.tokens for response in begun if response is not None]
+            self._state = self._engine.feed(self._state, slots, tokens)
 
     def suspend(self) -> list[PartialGroup]:
         """Takes out everything that waits or is decoded, group by group, as far as it was drawn.
@@ -206,7 +232,7 @@ class Scheduler:
             begun = completion_of(pending, sample, *drawn, self._policy_step)
             begun = with_text(begun, self._tokenizer.decode)
             parts.append((pending.group, begun if length else None))
-            self.counts.unfinished_tokens += length - pending.drawn
+            self.counts.unfinished_tokens += max(length - pending.drawn, 0)
         self._clear()
         return carry_groups(parts)
 
@@ -214,13 +240,14 @@ class Scheduler:
         """Forgets everything waiting or being decoded, and counts it."""
         for slot, (pending, _) in self._in_slot.items():
             self.counts.abandoned_responses += 1
-            self.counts.abandoned_tokens += int(self._generated[slot]) - pending.drawn
+            self.counts.abandoned_tokens += self._drawn_here(slot, pending)
         self._clear()
 
     def _clear(self) -> None:
-        for slot in self._in_slot:
+        for slot in [*self._in_slot, *self._held.slots]:
             self._engine.release(slot)
         self._in_slot.clear()
+        self._held.clear()
         self._waiting.clear()
         self._trajectories.take()
 
@@ -238,21 +265,28 @@ class Scheduler:
     def _fill_slots(self) -> None:
         """Gives the first response that waits a free slot that has room for it, and so on."""
         slots = range(self._engine.max_concurrent_decodes)
-        free = [slot for slot in slots if slot not in self._in_slot]
+        held, fed = self._held.slots, []
+        free = [slot for slot in slots if slot not in self._in_slot and slot not in held]
         starting: dict[int, list[tuple[int, int, int]]] = {}  # slot, sample, row by prefix
         prefixes: dict[int, Prefix] = {}
         while free and self._waiting:
             pending = self._waiting[0]
-            slot = self._claim(free, pending)
+            slot = self._engine.claim(free, pending.length, pending.number)
             if slot is None:
                 break
             free.remove(slot)
-            prefix, row = pending.prefilled or self._prefill_ahead()
+            if pending.prefilled is None:
+                key = self._seed, self._purpose
+                prefilled = prefill_ahead(self._engine, self._params, self._waiting, *key)
+                self.counts.prefills += prefilled
+            assert pending.prefilled is not None
+            prefix, row = pending.prefilled
             sample = pending.waiting.popleft()
             self._in_slot[slot] = (pending, sample)
             prefixes[id(prefix)] = prefix
             starting.setdefault(id(prefix), []).append((slot, sample, row))
-            self._generated[slot] = pending.drawn
+            self._generated[slot] = pending.ahead
+            fed += [slot] if pending.fed else []
             if not pending.waiting:
                 self._waiting.popleft().prefilled = None
         width = self._engine.most_inserted
@@ -262,51 +296,20 @@ class Scheduler:
                 self._state = self._engine.insert(
                     prefixes[number], self._state, slots, sample_index=samples, row=rows
                 )
+        self._feed(fed)
 
-    def _claim(self, free: list[int], pending: PendingResponses) -> int | None:
-        """First free slot whose replica has room, claimed; None if none has."""
-        full = set()
-        for slot in free:
-            replica = self._engine.replica(slot)
-            if replica in full:
-                continue
-            if self._engine.claim(slot, pending.length, pending.number):
-                return slot
-            full.add(replica)
-        return None
-
-    def _prefill_ahead(self) -> tuple[Prefix, int]:
-        """Prefills the first prompt that waits, with others of its length that do."""
-        engine, first = self._engine, self._waiting[0]
-        alike = (
-            pending
-            for pending in self._waiting
-            if pending.prefilled is None and len(pending.padded) == len(first.padded)
-        )
-        batch = list(itertools.islice(alike, engine.prefill_width))
-        if len(batch) <= engine.prefill_width // 2:  # most of a wide call would be padding
-            batch = batch[: engine.replicas]
-        self.counts.prefills += len(batch)
-        padding = engine.prefilled_together(len(batch)) - len(batch)
-        groups = [pending.group for pending in [*batch, *[batch[-1]] * padding]]
-        steps, places = [group.step for group in groups], [group.prompt.index for group in groups]
-        prefix = engine.prefill_prompts(
-            self._params,
-            np.stack([pending.padded for pending in batch]),
-            [pending.length for pending in batch],
-            sample_keys(self._seed, self._purpose, steps, places),
-            [pending.drawn for pending in batch],
-        )
-        for row, pending in enumerate(batch):
-            pending.prefilled = (prefix, row)
-        return prefix, 0
+    def _drawn_here(self, slot: int, pending: PendingResponses) -> int:
+        """Tokens that a slot has drawn of its response, those that it was fed not counted."""
+        return max(int(self._generated[slot]) - pending.drawn, 0)
 
     def _make_room(self) -> None:
         """Puts the youngest responses back into the queue where the cache has no room for all."""
-        self._state, stopped = self._engine.make_room(self._state, list(self._in_slot))
-        for slot in stopped:
+        drawing, held = list(self._in_slot), self._held.slots
+        self._state, stopped = self._engine.make_room(self._state, drawing, held)
+        self._held.evict(stopped)
+        for slot in (slot for slot in stopped if slot in self._in_slot):
             pending, sample = self._in_slot.pop(slot)
-            self.counts.put_back_tokens += int(self._generated[slot]) - pending.drawn
+            self.counts.put_back_tokens += self._drawn_here(slot, pending)
             if not pending.waiting:
                 self._waiting.appendleft(pending)
             pending.waiting.appendleft(sample)
@@ -318,22 +321,20 @@ class Scheduler:
         completed = []
         for row, slot in enumerate(slots):
             pending, sample = self._in_slot.pop(slot)
-            self._engine.release(slot)
             most = pending.most_tokens(self._trajectories.drawn_limit)
             length = min(int(self._generated[slot]), most)
-            drawn = tokens[row, :length]
-            completion = completion_of(
-                pending,
-                sample,
-                drawn,
-                logprobs[row, :length],
-                self._policy_step,
-                truncated=not self._ended(drawn),
-            )
+            drawn = tokens[row, :length], logprobs[row, :length]
+            cut = not self._ended(drawn[0])
+            completion = completion_of(pending, sample, *drawn, self._policy_step, truncated=cut)
             completion = with_text(completion, self._tokenizer.decode)
             self.counts.tokens += length - pending.drawn
-            if not self._trajectories.ask(pending.group, completion, self.counts.bursts):
+            asked = self._trajectories.ask(pending.group, completion, self.counts.bursts)
+            if not asked:
                 completed += self._finish(pending.group, completion)
+            if asked and self._engine.keeps_turns:
+                self._held.hold(pending, sample, slot)
+            else:
+                self._engine.release(slot)
         return completed
 
     def _finish(

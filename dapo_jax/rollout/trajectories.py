@@ -135,7 +135,6 @@ class Trajectories:
             counts.ended_by_tokens += not by_turns
             return dataclasses.replace(completion, truncated=True), False
         counts.observation_tokens += len(step.tokens)
-        counts.prefilled_again_tokens += len(completion.tokens)
         logprobs = completion.sampler_logprobs
         return dataclasses.replace(
             completion,

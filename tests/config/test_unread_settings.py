@@ -89,6 +89,7 @@ CHANGES = {
     ),
     "sampler.pages": (64, "dapo", "sampler.cache=paged"),
     "sampler.page_tokens": (16, "dapo", "sampler.cache=paged"),
+    "sampler.keep_turns": (True, "dapo", "environment.name=calculator"),
     "reward.unfinished": ("right", "dapo", "reward.verifier=math"),
     "reward.percent": ("as_asked", "dapo", "reward.verifier=math_box"),
     "reward.threshold": (0.7, "dapo", "reward.correct=threshold"),

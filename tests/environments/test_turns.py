@@ -91,6 +91,38 @@ def test_what_is_drawn_depends_on_the_trajectory_alone(cache, tiny_params, one_d
     same(*found, 1e-5)
 
 
+KEPT = {
+    "slots": {"keep_turns": True},
+    "pages": {"keep_turns": True, "cache": "paged", "page_tokens": 8},
+    "int8 cache": {"keep_turns": True, "cache_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("setting", KEPT)
+def test_kept_trajectories_are_those_that_are_prefilled_again(setting, tiny_params, one_device):
+    keep = KEPT[setting] | {"prefill_prompts": 1}
+    again, counts = play(one_device, tiny_params, Scripted(talks), **keep | {"keep_turns": False})
+    kept, kept_counts = play(one_device, tiny_params, Scripted(talks), **keep)
+    assert counts.turns.prefilled_again_tokens > 0 == kept_counts.turns.prefilled_again_tokens
+    assert kept_counts.prefills == len(PROMPTS)
+    if setting == "int8 cache":  # prefill attends to keys as they are, decoding to rounded ones
+        assert all(len(group) == len(kept[index]) for index, group in again.items())
+    else:
+        same(again, kept, 1e-5)
+    more, _ = play(one_device, tiny_params, Scripted(talks), slots=16, burst=5, **keep)
+    same(kept, more, 1e-5)
+
+
+def test_a_kept_trajectory_whose_pages_others_needed_is_drawn_on_bit_for_bit(
+    tiny_params, one_device
+):
+    keep = KEPT["pages"] | {"prefill_prompts": 1}
+    roomy, _ = play(one_device, tiny_params, Scripted(talks), slots=8, **keep)
+    tight, counts = play(one_device, tiny_params, Scripted(talks), slots=8, pages=14, **keep)
+    assert counts.turns.prefilled_again_tokens > 0 and counts.put_back_tokens > 0
+    same(roomy, tight)
+
+
 def test_observations_stand_between_the_turns_and_nothing_is_drawn_there(tiny_params, one_device):
     environment = Scripted(talks)
     groups, counts = play(one_device, tiny_params, environment)
@@ -153,9 +185,11 @@ def test_a_limit_of_drawn_tokens_cuts_where_a_shorter_budget_would(tiny_params, 
             assert a.tokens.tolist() == b.tokens.tolist() and a.truncated == b.truncated
 
 
-def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(tiny_params, one_device):
-    whole, _ = play(one_device, tiny_params, Scripted(talks), prefill_prompts=1)
-    engine = make_engine(one_device, 4, 3, 60, tokenizer=TOKENIZER, prefill_prompts=1, **WINDOW)
+@pytest.mark.parametrize("keep_turns", [False, True])
+def test_a_suspended_trajectory_goes_on_as_if_it_had_not_been(keep_turns, tiny_params, one_device):
+    more = WINDOW | {"prefill_prompts": 1, "keep_turns": keep_turns}
+    whole, _ = play(one_device, tiny_params, Scripted(talks), **more)
+    engine = make_engine(one_device, 4, 3, 60, tokenizer=TOKENIZER, **more)
     sampler = Scheduler(engine, TOKENIZER, 5, Scripted(talks))
     sampler.begin(tiny_params, purpose=0, step=2, rule=RULE)
     for prompt in PROMPTS:

@@ -47,6 +47,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout": Rollout(6, 4, updates_per_rollout=2, lag=1),
     },
     "turns, int8 cache": {"environment": GAME, "sampler": {"cache_dtype": "int8"}},
+    "turns kept in pages": {
+        "environment": GAME,
+        "sampler": {"cache": "paged", "page_tokens": 8, "pages": 48, "keep_turns": True},
+    },
     "two devices": {"mesh": Mesh(data=2, fsdp=1, tensor=1)},
 }
 
