@@ -22,7 +22,14 @@ from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.settings import require
-from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards, split_devices
+from dapo_jax.runtime.sharding import (
+    DECODING,
+    TRAINING,
+    by_slice,
+    make_mesh,
+    shards,
+    split_devices,
+)
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
@@ -62,7 +69,7 @@ def open_meshes(
     if sampling is learning:
         return mesh, mesh
     cut = {"tensor": settings.tensor, "decode_tensor": settings.decode_tensor}
-    return mesh, make_mesh(1, -1, devices=sampling, **cut)
+    return mesh, make_mesh(len(by_slice(sampling)), -1, devices=sampling, **cut)
 
 
 def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:

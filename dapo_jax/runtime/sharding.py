@@ -71,20 +71,38 @@ def make_mesh(
 ) -> Mesh:
     """Device mesh of the sizes that `mesh_shape` gives.
 
-    On TPU, neighbours in the mesh are neighbours in the torus. Axes are Auto: the compiler places
-    the collectives (jax.make_mesh would make them Explicit).
+    On TPU, neighbours in the mesh are neighbours in the torus, and `data` goes across slices, so
+    that only sums of gradients do. Axes are Auto: the compiler places the collectives
+    (jax.make_mesh would make them Explicit).
+
+    Raises `ConfigError` as `mesh_shape` does, and where slices don't divide `data`.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(data, fsdp, tensor, len(devices), decode_tensor=decode_tensor)
-    if devices[0].platform == "tpu" and _fills_a_box(devices):
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    slices = by_slice(devices)
+    allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"
+    require(shape[0] % len(slices) == 0, "mesh.data", shape[0], allowed)
+    each = (shape[0] // len(slices), *shape[1:])
+    if devices[0].platform == "tpu" and all(map(_fills_a_box, slices)):
+        arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
+        grids = [arrange(each, chips) for chips in slices]
     else:
-        grid = np.asarray(devices).reshape(shape)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        grids = [np.asarray(chips).reshape(each) for chips in slices]
+    return Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def by_slice(devices: Sequence) -> list[list]:
+    """Devices of each TPU slice, in order; elsewhere all are one."""
+    slices: dict[int, list] = {}
+    for device in devices:
+        # GPUs have the attribute too: there it is the host.
+        number = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        slices.setdefault(number, []).append(device)
+    return [slices[number] for number in sorted(slices)]
 
 
 def _fills_a_box(devices: Sequence) -> bool:
-    """True if chips lie without gaps in their torus, so that neighbours are known."""
+    """True if chips of a slice lie without gaps in their torus, so that neighbours are known."""
     coordinates = np.array([device.coords for device in devices])
     extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
@@ -121,7 +139,7 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
         sampling += mine[-count:]
     flat = devices[0].platform == "tpu" and "lite" in devices[0].device_kind  # a torus of two axes
     require(
-        not flat or (_fills_a_box(learning) and _fills_a_box(sampling)),
+        not flat or all(map(_fills_a_box, by_slice(learning) + by_slice(sampling))),
         "mesh.sampler_share",
         share,
         f"0 on several hosts of {devices[0].device_kind}, whose compiler joins no chips with gaps "

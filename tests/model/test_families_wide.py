@@ -33,7 +33,7 @@ def run_writer(*arguments):
 def folders(request, tmp_path_factory):
     """Folders of every family, of real proportions (positions from 9,000) or small."""
     root = tmp_path_factory.mktemp("models")
-    run_writer("write", root, f"--seed={SEED}", *["--wide"] * request.param)
+    run_writer("write", root, "--all", f"--seed={SEED}", *["--wide"] * request.param)
     return sorted(root.iterdir())
 
 

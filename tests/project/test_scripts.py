@@ -134,6 +134,12 @@ def test_seconds_go_to_kinds_of_operations():
     assert "| matrix products |" in told and "| waiting |" in told
 
 
+def test_rollouts_of_several_turns_are_timed():
+    _, _, *rows = run("tests/benchmarks/turns.py", "--smoke").splitlines()
+    assert [row.split("|")[3].strip() for row in rows] == ["prefilled", "kept"]
+    assert [float(row.split("|")[6].split()[0]) > 0 for row in rows] == [True, False]
+
+
 def test_fused_products_are_timed():
     assert run("tests/benchmarks/fused.py", "--calls", 2).count("x)") == 4
 

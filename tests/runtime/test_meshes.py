@@ -1,6 +1,7 @@
 """The same devices used differently while training and while decoding, and what goes between."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.model import decoder
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.run.compute import check_divisible, open_mesh
+from dapo_jax.run.compute import check_divisible, open_mesh, open_meshes
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh
@@ -123,3 +124,51 @@ def test_few_prefills_and_inserts_are_under_way_on_devices_of_a_cpu(
         prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
         state = engine.insert(prefix, state, slot=0)
     assert len(waited) == waits
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """TPU chip that need not be there."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    platform = "tpu"
+    device_kind = "TPU v5p"
+    core_on_chip = 0
+
+    @property
+    def process_index(self) -> int:
+        return self.id // 4
+
+
+def two_slices(holes=()):
+    """Chips of two slices of v5p 2x2x2, which repeat coordinates, in no order."""
+    places = list(itertools.product(range(2), range(2), range(2)))
+    return [
+        Chip(len(places) * number + i, number, place)
+        for i, place in enumerate(places)
+        for number in range(2)
+        if place not in holes
+    ]
+
+
+@pytest.mark.parametrize("holes, sizes", [((), (2, 4, 2)), ([(0, 0, 0), (1, 1, 1)], (2, 3, 2))])
+def test_only_data_goes_across_slices(holes, sizes):
+    grid = make_mesh(*sizes, two_slices(holes)).devices
+    assert grid.shape == (sizes[0], sizes[1], 1, sizes[2])
+    numbers = [{chip.slice_index for chip in half.flat} for half in grid]
+    assert numbers == [{0}, {1}]
+    assert len({chip.id for chip in grid.flat}) == grid.size
+
+
+def test_slices_that_data_does_not_fill_are_refused():
+    with pytest.raises(ConfigError, match="mesh.data = 1: must be a multiple of the 2 slices"):
+        make_mesh(1, -1, 1, two_slices())
+
+
+def test_samplers_of_two_slices_have_a_mesh_of_their_own():
+    sizes = Mesh(data=2, fsdp=-1, tensor=2, sampler_share=0.5)
+    learning, sampling = open_meshes(sizes, 8, devices=two_slices())
+    assert learning.devices.shape == sampling.devices.shape == (2, 2, 1, 2)
+    assert [{chip.slice_index for chip in half.flat} for half in sampling.devices] == [{0}, {1}]

@@ -1,0 +1,113 @@
+"""Rollouts of trajectories with turns: how long environments and caches make them take.
+
+    python tests/benchmarks/turns.py
+    python tests/benchmarks/turns.py --seconds 0 0.1 --workers 16 --wait 1 8
+
+The embedded policy solves a problem, is given another one, and so on for three turns. Rows differ
+in what a step of the environment takes, in the bursts that decoding goes on without it, and in
+whether trajectories keep their caches meanwhile. They take turns, round after round; the median of
+a row counts. `--smoke` is over in seconds.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import time
+
+from dapo_jax import Observation
+from dapo_jax.commands import checks
+from dapo_jax.config.experiment import Config, Data, Environment, Log, Model, Rollout, Sampler
+from dapo_jax.rollout.counts import SamplerCounts
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.run.components import build
+
+TURNS, SECONDS = 3, "TALK_SECONDS"
+
+
+class Talk:
+    """Environment that gives another problem after each turn, a fixed time later."""
+
+    def reset(self, problem):
+        self._turns = 0
+
+    def step(self, text: str) -> Observation:
+        self._turns += 1
+        time.sleep(float(os.environ[SECONDS]))
+        return Observation("12+7+25=", done=self._turns == TURNS)
+
+
+def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:
+    return Config(
+        model=Model(folder="dapo_jax:arithmetic_base"),
+        data=Data(max_prompt_tokens=16, heldout_problems=0),
+        rollout=Rollout(args.prompts, args.samples, updates_per_rollout=1),
+        environment=Environment(
+            name="turns:Talk",
+            max_turns=TURNS,
+            max_observation_tokens=16,
+            workers=args.workers,
+            wait_bursts=wait,
+        ),
+        sampler=Sampler(slots=args.slots, burst_tokens=4, max_response_tokens=192, keep_turns=keep),
+        log=Log(console=False),
+    )
+
+
+def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
+    """Seconds and counts of one rollout, after one that compiles."""
+    os.environ[SECONDS] = str(step_seconds)
+    checks.check(config)
+    with contextlib.ExitStack() as stack:
+        components = build(config)
+        stack.callback(components.close)
+        sampler, params = components.sampler, components.first_params()
+        drawn = itertools.islice(components.prompts, config.rollout.prompts_per_step)
+        prompts = [prompt for prompt in drawn if prompt is not None]
+        for step in range(2):
+            began = time.perf_counter()
+            sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
+            for prompt in prompts:
+                sampler.submit(prompt, config.rollout.samples_per_prompt)
+            while not sampler.idle:
+                sampler.decode_burst()
+            taken, counts = time.perf_counter() - began, sampler.counts
+            sampler.release()
+    return taken, counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times rollouts of several turns.")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.1], help="of a step")
+    parser.add_argument("--wait", type=int, nargs="+", default=[1, 8], help="bursts")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    if args.smoke:
+        small = {"seconds": [0.01], "wait": [1], "prompts": 2, "samples": 2, "slots": 4}
+        vars(args).update(small, workers=1, rounds=1)
+    rows = list(itertools.product(args.seconds, args.wait, (False, True)))
+    found = {row: [] for row in rows}
+    for _ in range(args.rounds):
+        for seconds, wait, keep in rows:
+            found[seconds, wait, keep].append(rollout(make_config(args, wait, keep), seconds))
+    print("| a step | waits | caches | slots busy | waited | prefilled again | rollout |")
+    print("|---|---|---|---|---|---|---|")
+    for (seconds, wait, keep), runs in found.items():
+        taken, counts = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+        turns = counts.turns
+        assert turns is not None
+        again = turns.prefilled_again_tokens / counts.responses
+        print(
+            f"| {seconds:g} s | {wait} bursts | {'kept' if keep else 'prefilled'} | "
+            f"{counts.occupancy:.2f} | {turns.wait_seconds:.1f} s | {again:.0f} tokens each | "
+            f"{taken:.1f} s |"
+        )
+
+
+if __name__ == "__main__":
+    main()
