@@ -4,7 +4,8 @@ import re
 import zlib
 
 from dapo_jax.environments.interface import Observation
-from dapo_jax.rewards.gym import tasks
+from dapo_jax.rewards.gym.tasks import PREFIX
+from dapo_jax.runtime.workers.parent import START_SECONDS, RestartingWorker
 from dapo_jax.structs import Problem
 from dapo_jax.verifier.algebra_process import is_equivalent
 from dapo_jax.verifier.extraction import extract
@@ -12,6 +13,7 @@ from dapo_jax.verifier.extraction import extract
 NUMBER = re.compile(r"\d+")
 CALL = re.compile(r"\s*(\d{1,9}(?:\+\d{1,9}){1,7})=?\s*")
 SECRETS = 10
+_scorer = RestartingWorker("dapo_jax.rewards.worker", "gym")  # with its limits, as for rewards
 
 
 class Calculator:
@@ -55,24 +57,30 @@ class Guessing:
         return Observation(self.LARGER if guess < self._secret else self.SMALLER)
 
 
-def _is_right(problem: Problem, text: str) -> bool:
-    """By the problem's own scorer where it has one, as reasoning-gym's do; else by value."""
-    if problem.metadata and problem.source.startswith(tasks.PREFIX):
-        task = problem.source.removeprefix(tasks.PREFIX)
-        return tasks.gym_score(task, problem.metadata, extract(text).text) >= 1
-    return is_equivalent(text, problem.answer)
-
-
 class SecondTry:
     """A wrong answer is told, and may be corrected; rewards judge the last turn."""
 
     FEEDBACK = "That is not right. Try again, and end with the answer in the same form."
 
     def reset(self, problem: Problem) -> None:
-        self._problem = problem
+        """Makes the problem's own scorer ready, where it has one: that can take seconds."""
+        self._problem, self._scored = problem, problem.source.startswith(PREFIX)
+        if self._scored:
+            _scorer.ask({"source": problem.source}, START_SECONDS)
 
     def step(self, text: str) -> Observation:
         """Feedback on a wrong answer; a right one ends the trajectory."""
-        if _is_right(self._problem, text):
+        if self._score(text) >= 1:
             return Observation(reward=1.0, done=True)
         return Observation(self.FEEDBACK)
+
+    def _score(self, text: str) -> float:
+        """By the problem's own scorer, as reasoning-gym's have one; else by value."""
+        problem, answer = self._problem, extract(text).text
+        if not self._scored or answer is None:
+            return float(not self._scored and is_equivalent(text, problem.answer))
+        job = {"source": problem.source, "metadata": problem.metadata, "answer": answer.strip()}
+        try:
+            return _scorer.ask(job, START_SECONDS)["score"]  # the step's own limit is shorter
+        except (OSError, ValueError):  # it computed for too long, or died: the reward is 0 too
+            return 0.0
