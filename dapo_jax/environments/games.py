@@ -1,19 +1,18 @@
 """Ready environments: a calculator, a guessing game, a second try after a wrong answer."""
 
+import functools
 import re
 import zlib
+from typing import Any
 
+from dapo_jax.config.sections import Reward
 from dapo_jax.environments.interface import Observation
-from dapo_jax.rewards.gym.tasks import PREFIX
-from dapo_jax.runtime.workers.parent import START_SECONDS, RestartingWorker
+from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.structs import Problem
-from dapo_jax.verifier.algebra_process import is_equivalent
-from dapo_jax.verifier.extraction import extract
 
 NUMBER = re.compile(r"\d+")
 CALL = re.compile(r"\s*(\d{1,9}(?:\+\d{1,9}){1,7})=?\s*")
 SECRETS = 10
-_scorer = RestartingWorker("dapo_jax.rewards.worker", "gym")  # with its limits, as for rewards
 
 
 class Calculator:
@@ -57,30 +56,35 @@ class Guessing:
         return Observation(self.LARGER if guess < self._secret else self.SMALLER)
 
 
+@functools.cache
+def _pool(**reward: Any) -> RewardPool:
+    return RewardPool(Reward(**reward))
+
+
 class SecondTry:
-    """A wrong answer is told, and may be corrected; rewards judge the last turn."""
+    """A wrong answer is told, and may be corrected; rewards judge the last turn.
+
+    Args:
+        reward: settings of the section by which answers are right.
+    """
 
     FEEDBACK = "That is not right. Try again, and end with the answer in the same form."
 
+    def __init__(self, verifier: str = "math", **reward: str):
+        self._pool = _pool(verifier=verifier, **reward)
+
     def reset(self, problem: Problem) -> None:
         """Makes the problem's own scorer ready, where it has one: that can take seconds."""
-        self._problem, self._scored = problem, problem.source.startswith(PREFIX)
-        if self._scored:
-            _scorer.ask({"source": problem.source}, START_SECONDS)
+        self._problem = problem
+        self._is_right("")
 
     def step(self, text: str) -> Observation:
         """Feedback on a wrong answer; a right one ends the trajectory."""
-        if self._score(text) >= 1:
+        if self._is_right(text):
             return Observation(reward=1.0, done=True)
         return Observation(self.FEEDBACK)
 
-    def _score(self, text: str) -> float:
-        """By the problem's own scorer, as reasoning-gym's have one; else by value."""
-        problem, answer = self._problem, extract(text).text
-        if not self._scored or answer is None:
-            return float(not self._scored and is_equivalent(text, problem.answer))
-        job = {"source": problem.source, "metadata": problem.metadata, "answer": answer.strip()}
-        try:
-            return _scorer.ask(job, START_SECONDS)["score"]  # the step's own limit is shorter
-        except (OSError, ValueError):  # it computed for too long, or died: the reward is 0 too
-            return 0.0
+    def _is_right(self, text: str) -> bool:
+        problem = self._problem
+        place = problem.answer, problem.source, problem.metadata
+        return self._pool.submit(problem.text, text, *place).result().correct

@@ -11,6 +11,7 @@ from dapo_jax.config.experiment import Data, Environment, Reward
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.environments.games import SecondTry
+from dapo_jax.environments.ready import judged_by
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.rewards.pool import RewardPool
 
@@ -36,9 +37,10 @@ class factory:
 def opened():
     made = []
 
-    def open_one(**settings):
-        settings = {"name": "second_try", "workers": 1} | settings
-        made.append(Environments(Environment(**settings), TOKENIZER, chat=False))
+    def open_one(verifier="math", **settings):
+        settings = Environment(name="second_try", workers=1, **settings)
+        settings = judged_by(settings, Reward(verifier=verifier))
+        made.append(Environments(settings, TOKENIZER, chat=False))
         return made[-1]
 
     yield open_one
@@ -60,10 +62,17 @@ def replies(environments, prompt, *said):
 WRONG, RIGHT = (SecondTry.FEEDBACK, 0.0, ""), ("", 1.0, "")
 
 
-def test_a_wrong_answer_is_told_and_a_right_one_ends_by_value(opened):
-    said = ["\\boxed{3}", "none", "so \\boxed{\\frac{1}{2}}"]
-    prompt = make_prompt(0, [3, 4], "0.5")
-    assert replies(opened(), prompt, *said) == [WRONG, WRONG, RIGHT]
+@pytest.mark.parametrize(
+    ("verifier", "wrong", "right"),
+    [
+        ("math", ["\\boxed{3}", "none", "1-0.5"], "so \\boxed{\\frac{1}{2}}"),
+        ("final_number", ["#### 5", "4"], "it is #### 4"),
+    ],
+)
+def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right, opened):
+    prompt = make_prompt(0, [3, 4], "0.5" if verifier == "math" else "4")
+    found = replies(opened(verifier), prompt, *wrong, right)
+    assert found == [WRONG] * len(wrong) + [RIGHT]
 
 
 def test_a_gym_task_is_asked_again_by_its_own_scorer(opened, tmp_path, monkeypatch):
