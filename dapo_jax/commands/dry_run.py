@@ -16,7 +16,7 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.sessions import Environments
+from dapo_jax.environments.sessions import Environments, Step
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
@@ -74,12 +74,14 @@ def _show(
         for source in prompts.sources
         for problem in source.sample(MOST_GENERATED if source.generated else MOST_LOOKED_AT)
     ]
-    groups = judge(config, tokenizer, shown)
+    replies = [play(config, environments, prompt) for prompt in shown]
+    groups = judge(config, tokenizer, shown, replies)
     for lines in (
         describe_passes(config, prompts),
         describe_prompts(config, tokenizer, shown),
         describe_golds(config, problems),
         describe_rewards(config, groups),
+        describe_replies(config, shown[0], replies[0]),
         describe_lengths(config, tokenizer, prompts, problems),
         describe_memory(config, decoder, *meshes),
     ):
@@ -170,16 +172,44 @@ def model_free_answers(config: Config, prompt: Prompt) -> dict[str, str]:
     return answers if gold else {"the problem again": prompt.problem, "nothing": ""}
 
 
-def judge(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[Group]:
-    """Groups of model-free answers, judged in workers as a run's responses are."""
+def play(config: Config, environments: Environments | None, prompt: Prompt) -> list[Step]:
+    """Replies of the environment to model-free answers as first turns; none without one."""
+    if environments is None:
+        return []
+    answers = enumerate(model_free_answers(config, prompt).values())
+    return environments.steps([environments.submit(prompt, i, [text], []) for i, text in answers])
+
+
+def describe_replies(config: Config, prompt: Prompt, steps: Sequence[Step]) -> Iterator[str]:
+    """Lines of a table: the environment's replies to model-free answers to a prompt."""
+    if steps:
+        yield "\nreplies of the environment to these as first turns, to the first prompt:"
+    answers = model_free_answers(config, prompt) if steps else {}
+    for (name, text), step in zip(answers.items(), steps, strict=True):
+        reply = f"{len(step.tokens)} tokens: {_short(step.text, 200)}" if step.tokens else "the end"
+        yield f"  {name:<22}{_short(text, 20):<22}{step.reward:>+7.2f}  {reply}"
+
+
+def judge(
+    config: Config,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    replies: Sequence[Sequence[Step]],
+) -> list[Group]:
+    """Groups of model-free answers, judged in workers as a run's responses are.
+
+    Args:
+        replies: of the environment, to every answer to every prompt; empty without one.
+    """
     pool, groups = RewardPool(config.reward, tokenizer.split), []
     try:
-        for prompt in prompts:
+        for prompt, steps in zip(prompts, replies, strict=True):
             texts = list(model_free_answers(config, prompt).values())
             tokens = [np.asarray(tokenizer.encode(text), np.int32) for text in texts]
+            rewards = [(step.reward,) for step in steps] or [()] * len(texts)
             completions = tuple(
-                Completion(ids, np.zeros(len(ids), np.float32), False, 0, text)
-                for ids, text in zip(tokens, texts, strict=True)
+                Completion(ids, np.zeros(len(ids), np.float32), False, 0, text, rewards=given)
+                for ids, text, given in zip(tokens, texts, rewards, strict=True)
             )
             futures = pool.submit_group(prompt, completions)
             verdicts = tuple(future.result() for future in futures)

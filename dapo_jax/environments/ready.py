@@ -1,11 +1,13 @@
 """Environments by name: the ready ones, a user's class, functions as tools."""
 
+import dataclasses
 import functools
 import importlib
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dapo_jax.config.sections import Environment
+from dapo_jax.config.sections import Environment, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.environments.tools import ToolUse, describe_tool
 from dapo_jax.rewards import given
@@ -40,15 +42,25 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Any]:
         from dapo_jax.environments.of_openenv import open_openenv
 
         return open_openenv(name.removeprefix(OPENENV))
-    if name in READY:
-        module, attribute = READY[name]
-        return getattr(importlib.import_module(module), attribute)
+    ready, _, arguments = name.partition("?")
+    if ready in READY:
+        module, attribute = READY[ready]
+        found = getattr(importlib.import_module(module), attribute)
+        return functools.partial(found, **dict(urllib.parse.parse_qsl(arguments)))
     allowed = f"{', '.join(READY)}, {OPENENV}module:Class or module:Class"
     require(":" in name, "environment.name", name, allowed)
     factory = _find("environment.name", name)
     allowed = "a class whose instances have the method step(text)"
     require(callable(getattr(factory, "step", None)), "environment.name", name, allowed)
     return factory
+
+
+def judged_by(settings: Environment, reward: Reward) -> Environment:
+    """Settings by which `second_try` calls the same answers right as the rewards do."""
+    if settings.name != "second_try":
+        return settings
+    rule = {name: getattr(reward, name) for name in ("verifier", "percent", "unfinished")}
+    return dataclasses.replace(settings, name=f"second_try?{urllib.parse.urlencode(rule)}")
 
 
 def tool_names(settings: Environment) -> list[str]:

@@ -72,6 +72,7 @@ class Environments:
         given_up: Callable[[], bool] = lambda: False,
     ):
         self.settings, self._given_up, self._begun = settings, given_up, False
+        self._first: dict[str, dict[str, Any]] = {}  # problem of a source, whose reset comes first
         names = tool_names(settings)
         open_factory(settings.name, names)  # a wrong name stops here, not in a worker
         self._role = "tool" if names else "user"
@@ -120,7 +121,7 @@ class Environments:
         late, seconds = False, self.settings.step_seconds
         reply: dict[str, Any]
         try:
-            reply = worker.ask(job, seconds * len(job["said"]))
+            reply = self._ask(worker, job, seconds * len(job["said"]))
         except TimeoutError:
             reply, late = {"failure": f"no reply within {seconds:g} s"}, True
         except (OSError, ValueError) as error:
@@ -137,6 +138,17 @@ class Environments:
         tokens, cut = self._transcript.tokens(messages, self.settings.max_observation_tokens)
         cut = cut or reply.get("cut", False)
         return Step(tokens, shown, reply.get("reward", 0.0), failure, cut, late)
+
+    def _ask(self, worker: RestartingWorker, job: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Reply of a process; a reset comes first, in no time of the job's: it may load things."""
+        problem = job["problem"]
+        source, first = problem["source"], {"problem": problem}
+        try:
+            first = None if self.settings.tools else self._first.setdefault(source, first)
+            return worker.ask(job, seconds, first=first)
+        except TimeoutError:
+            self._first.pop(source, None)  # another problem's may end
+            raise
 
     def steps(self, asked: Sequence[Asked]) -> list[Step]:
         """Replies, in order, on every process. Raises `Interrupted`."""
@@ -166,7 +178,7 @@ class Environments:
             return problem
         known = {name: getattr(problem, name) for name in PROBLEM_FIELDS}
         try:
-            reply = self._lanes[0][0].ask({"problem": known}, self.settings.step_seconds)
+            reply = self._ask(self._lanes[0][0], {"problem": known}, self.settings.step_seconds)
             opened = with_prompt(problem, reply.get("prompt"))
         except (OSError, ValueError, TypeError) as error:
             reply, opened = {"failure": f"{type(error).__name__}: {error}"}, problem

@@ -1,5 +1,6 @@
 """Pool of reward workers: threads that judge, and processes that can be killed."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -88,10 +89,10 @@ class RewardPool:
         self._here = {name: parts[name] for name in parts if name.startswith(HERE)}
         named = [name for name in parts if name not in self._here]
         self._names = [name for name in named if not waits(parts[name])]
-        self._files = tempfile.TemporaryDirectory(prefix="dapo_jax_", ignore_cleanup_errors=True)
-        self._copies = ""
+        self._files, self._copies = contextlib.ExitStack(), ""
         if any(name.startswith(GIVEN) for name in named):
-            self._copies = os.path.join(self._files.name, "functions")
+            folder = tempfile.TemporaryDirectory(prefix="dapo_jax_", ignore_cleanup_errors=True)
+            self._copies = os.path.join(self._files.enter_context(folder), "functions")
             write_copies(named, pathlib.Path(self._copies))
         self._waiting = None
         self._waiting_names = [name for name in named if name not in self._names]
@@ -294,4 +295,4 @@ class RewardPool:
             self._close_workers()
         if self._waiting:
             self._waiting.close()
-        self._files.cleanup()
+        self._files.close()

@@ -13,7 +13,7 @@ from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
-from dapo_jax.environments.ready import described_tools
+from dapo_jax.environments.ready import described_tools, judged_by
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import Learners
@@ -269,7 +269,8 @@ def open_environments(
         return None
     chat = config.data.template == "chat"
     check_chat(config.data.template, tokenizer.chat)
-    return Environments(config.environment, tokenizer, chat, given_up)
+    settings = judged_by(config.environment, config.reward)
+    return Environments(settings, tokenizer, chat, given_up)
 
 
 def open_prompts(

@@ -26,6 +26,13 @@ def fails(prompt, response, answer):
 
 def fails_on_nothing(prompt, response, answer):
     return float(response[0] == "#")
+
+class Hints:
+    def step(self, text):
+        from dapo_jax import Observation
+        if text[0] == "#":
+            return Observation(reward=2.0, done=True)
+        return Observation(f"{len(text)} without its mark", reward=-0.5)
 """
 
 
@@ -112,6 +119,19 @@ def test_a_reward_function_that_fails_is_named(dry_run):
     assert error.startswith("error: config.reward.parts") and len(error.splitlines()) == 1
     code, said, _ = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails_on_nothing=1")
     assert code == 0 and "warning: reward functions fail on 3 of these" in said
+
+
+def test_an_environment_is_played_for_a_turn(dry_run):
+    flags = ["--config.environment.name=dry_rewards:Hints", "--config.reward.correct=spread"]
+    flags += ["--config.reward.parts=environment=3", "--config.environment.workers=1"]
+    code, said, error = dry_run(ROWS, *flags)
+    assert code == 0, error
+    rewards, replies = said.split("\nreplies of the environment ")
+    assert "environment +6.00" in row(rewards, "gold in its form")
+    assert "environment -1.50" in row(rewards, "the problem again")
+    assert row(replies, "gold in its form").endswith("+2.00  the end")
+    assert re.search(r"-0.50  \d+ tokens: \d without its mark$", row(replies, "gold alone"))
+    assert re.search(r"  nothing +\+0.00  \d+ tokens: error: .*dry_rewards.py:18: ", replies)
 
 
 def test_the_page_shows_what_the_command_says(alone, tmp_path, monkeypatch, capsys):

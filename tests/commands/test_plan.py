@@ -18,7 +18,7 @@ from dapo_jax.commands.plan.main import main
 from dapo_jax.commands.plan.programs import lay_out, training_programs
 from dapo_jax.commands.plan.published_shapes import NAMES, config_values, read_shape
 from dapo_jax.commands.plan.step_estimate import measure_lengths
-from dapo_jax.config.experiment import Config
+from dapo_jax.config.experiment import Config, Environment
 from dapo_jax.model.decoder import abstract_params
 from dapo_jax.reporting.notices import describe_saving
 from dapo_jax.run.memory import checkpoint_bytes
@@ -181,6 +181,9 @@ def test_the_report_says_what_was_found(made, settings):
     assert step["dollars_step"] == pytest.approx(2.0 * 8 * step["seconds_step"] / 3600)
     assert step["seconds_step"] == pytest.approx(sum(step["phases"].values()), rel=1e-6)
     assert "rollout.carry_over=all" in tables.simulations(made, settings)
+    turns = dataclasses.replace(made.layout.config, environment=Environment(name="calculator"))
+    played = dataclasses.replace(made, layout=dataclasses.replace(made.layout, config=turns))
+    assert tables.ONE_TURN in tables.tables(played, settings) and tables.ONE_TURN not in text
 
 
 def test_results_are_kept_and_read_again(made, config, settings, monkeypatch):
@@ -237,8 +240,9 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_fits(folder, 
     flags = [RL, f"--model={folder}", "--topology=cpu:8", "--json"]
     flags += [f"--cache={tmp_path}", "--config.packing.rows_per_microbatch=8"]
     flags += ["--config.packing.row_tokens=96", "--config.sampler.slots=16"]
-    done = run(*flags)
+    done = run(*flags, "--config.environment.name=calculator")
     assert done.returncode == 0, done.stderr
+    assert f"warning: {tables.ONE_TURN}" in done.stderr
     assert json.loads(done.stdout)["fits"] and "compiled update" in done.stderr
     done = run(
         *flags, "--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"

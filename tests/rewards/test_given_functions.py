@@ -193,7 +193,7 @@ def test_closing_a_pool_ends_calls_that_wait_and_leaves_no_copy():
         await asyncio.Event().wait()
 
     pool = RewardPool(Reward(parts=f"{given.name_of(ever, False)}=1", timeout_seconds=100))
-    future, folder = pool.submit("", "a", "7"), pool._files.name
+    future, folder = pool.submit("", "a", "7"), os.path.dirname(pool._copies)
     assert os.path.exists(folder)
     pool.close()
     assert future.cancelled() or future.result(timeout=10).broken

@@ -58,8 +58,10 @@ def main() -> int:
     """Runs the command; returns the exit code."""
     config, settings = load()
     from dapo_jax.commands.checks import guarded
-    from dapo_jax.commands.plan import plan, search
+    from dapo_jax.commands.plan import plan, search, tables
 
+    if config.environment.used:
+        plan.say(f"warning: {tables.ONE_TURN}")
     return guarded(lambda: (search.search if settings.search else plan.plan)(config, settings))
 
 

@@ -29,6 +29,11 @@ WEAKER = (
     "than for TPU."
 )
 
+ONE_TURN = (
+    "of an environment nothing is counted: a response is one turn, without observations, without "
+    "prefilling what the turns before it left, without a wait for steps"
+)
+
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
     """Markdown table, its columns aligned."""
@@ -195,6 +200,7 @@ def assumptions(plan: Any, settings: PlanSettings) -> str:
             "- what a program writes to memory is read once more; a decode step has "
             f"{DECODE_OVERHEAD_SECONDS * 1e3:g} ms of overhead; every slot is at half of a mean "
             "response; verdicts, hosts and checkpoints cost nothing",
+            *([f"- {ONE_TURN}"] if plan.layout.config.environment.used else []),
         ]
     )
 
