@@ -82,9 +82,13 @@ class Config:
         """Packing whose rows are compiled first: the shortest with packing.row_tokens 'auto'."""
         if self.packing.row_tokens > 0:
             return self.packing
-        longest = self.data.max_prompt_tokens + self.sampler.max_response_tokens
+        longest = self.longest_tokens()
         unit = 128 if longest > 512 else 8  # a TPU's attention takes multiples of 128
         return dataclasses.replace(self.packing, row_tokens=-(-longest // unit) * unit)
+
+    def longest_tokens(self) -> int:
+        """Most tokens of a prompt and its response."""
+        return self.data.max_prompt_tokens + self.sampler.max_response_tokens
 
     def drawn_budget(self) -> int:
         """Most tokens that the policy draws for a response, or for a trajectory."""

@@ -97,8 +97,7 @@ def validate(config: Any) -> None:
         _check_serving(config, check)
     elif isinstance(config, Config):
         _check_terms("data", config.data, check)
-        longest = config.data.max_prompt_tokens + config.sampler.max_response_tokens
-        _check_rows(config, longest, check)
+        _check_rows(config, config.longest_tokens(), check)
         _check_heldout(config, check)
         check_combinations(config, check)
     elif isinstance(config, SftConfig) and config.data.source in GENERATED:

@@ -18,6 +18,9 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 ATTENTION_RESIDUALS = "attention"  # name of the arrays that the remat policy 'attention' keeps
 
 
+Reach = Int[Array, ""] | None  # tokens that a token sees, itself counted; None: all before it
+
+
 class Blocks(NamedTuple):
     """Attention inputs cut into n blocks of b tokens; g = H / K query heads share a key head."""
 
@@ -63,7 +66,7 @@ def _blocks(queries, keys, values, segment_ids) -> Blocks:
     )
 
 
-def _scores(blocks: Blocks, i: Array, j: Array) -> Float[Array, "B K g b c"]:
+def _scores(blocks: Blocks, reach: Reach, i: Array, j: Array) -> Float[Array, "B K g b c"]:
     """Scores of query block i with key block j; float32, LOWEST where a key is masked."""
     scores = jnp.einsum(
         "bkgqe,bkce->bkgqc", blocks.queries[i], blocks.keys[j], preferred_element_type=jnp.float32
@@ -71,18 +74,20 @@ def _scores(blocks: Blocks, i: Array, j: Array) -> Float[Array, "B K g b c"]:
     size = scores.shape[-1]
     position = jnp.arange(size)
     causal = (i - j) * size + position[:, None] >= position[None, :]
+    if reach is not None:
+        causal &= (i - j) * size + position[:, None] < position[None, :] + reach
     same_segment = blocks.segment_ids[i][:, :, None] == blocks.segment_ids[j][:, None, :]
     return jnp.where((same_segment & causal[None])[:, None, None], scores, LOWEST)
 
 
-def _forward(blocks: Blocks):
+def _forward(blocks: Blocks, reach: Reach):
     """Attention output [n, B, K, g, b, E] and each query's log-sum-exp [n, B, K, g, b]."""
-    count = blocks.queries.shape[0]
+    count, size = blocks.queries.shape[0], blocks.keys.shape[3]
 
     def attend_block(i):
         def add_keys(j, carry):
             mixed, largest, total = carry
-            scores = _scores(blocks, i, j)
+            scores = _scores(blocks, reach, i, j)
             new = jnp.maximum(largest, scores.max(axis=-1))
             powers, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
             more = jnp.einsum(
@@ -96,16 +101,17 @@ def _forward(blocks: Blocks):
         shape = blocks.queries.shape[1:]
         # Masked keys before a query's first visible one count, and shrink to 0 once it comes.
         start = (jnp.zeros(shape), jnp.full(shape[:-1], LOWEST), jnp.zeros(shape[:-1]))
-        mixed, largest, total = jax.lax.fori_loop(0, i + 1, add_keys, start)
+        first = 0 if reach is None else jnp.maximum(i * size + 1 - reach, 0) // size
+        mixed, largest, total = jax.lax.fori_loop(first, i + 1, add_keys, start)
         mixed = (mixed / total[..., None]).astype(blocks.values.dtype)
         return mixed, largest + jnp.log(total)
 
     return jax.lax.map(attend_block, jnp.arange(count))
 
 
-def _backward(blocks: Blocks, mixed, log_total, upstream):
+def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
     """Gradients of scaled queries, keys and values, in blocks; float32."""
-    count = blocks.queries.shape[0]
+    count, size = blocks.queries.shape[0], blocks.keys.shape[3]
     # The softmax's own term, sum over keys of probability * its gradient (section 3.1).
     own = jnp.sum(upstream.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -114,7 +120,7 @@ def _backward(blocks: Blocks, mixed, log_total, upstream):
     def block_gradients(queries_gradient, j):
         def add_queries(i, carry):
             queries_gradient, keys_gradient, values_gradient = carry
-            probability = jnp.exp(_scores(blocks, i, j) - log_total[i][..., None])
+            probability = jnp.exp(_scores(blocks, reach, i, j) - log_total[i][..., None])
             over = dot("bkgqe,bkce->bkgqc", upstream[i], blocks.values[j])
             change = (probability * (over - own[i][..., None])).astype(dtype)
             values_gradient += dot("bkgqc,bkgqe->bkce", probability.astype(dtype), upstream[i])
@@ -124,7 +130,10 @@ def _backward(blocks: Blocks, mixed, log_total, upstream):
 
         zeros = jnp.zeros(blocks.keys.shape[1:])
         carry = (queries_gradient, zeros, zeros)
-        queries_gradient, *gradients = jax.lax.fori_loop(j, count, add_queries, carry)
+        end = count
+        if reach is not None:  # past the last query that sees the block's last key
+            end = jnp.minimum(((j + 1) * size + reach - 2) // size + 1, count)
+        queries_gradient, *gradients = jax.lax.fori_loop(j, end, add_queries, carry)
         return queries_gradient, tuple(gradients)
 
     zeros = jnp.zeros(blocks.queries.shape)
@@ -138,30 +147,36 @@ def blocked_attention(
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
+    reach: Reach = None,
 ) -> Float[Array, "B T H E"]:
-    """Causal attention inside segments; adjacent query heads share a key head."""
-    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids))
+    """Causal attention inside segments; adjacent query heads share a key head.
+
+    Args:
+        reach: tokens that a token sees, at most T; blocks out of reach are not computed.
+    """
+    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids), reach)
     return _join_queries(mixed, queries.shape[1])
 
 
-def _keep(queries, keys, values, segment_ids):
-    mixed, log_total = _forward(_blocks(queries, keys, values, segment_ids))
+def _keep(queries, keys, values, segment_ids, reach=None):
+    mixed, log_total = _forward(_blocks(queries, keys, values, segment_ids), reach)
     mixed = checkpoint_name(_join_queries(mixed, queries.shape[1]), ATTENTION_RESIDUALS)
     log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
-    return mixed, (queries, keys, values, segment_ids, mixed, log_total)
+    return mixed, (queries, keys, values, segment_ids, reach, mixed, log_total)
 
 
 def _gradients(kept, upstream):
-    queries, keys, values, segment_ids, mixed, log_total = kept
+    queries, keys, values, segment_ids, reach, mixed, log_total = kept
     blocks = _blocks(queries, keys, values, segment_ids)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], queries.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
-    d_queries, d_keys, d_values = _backward(blocks, cut(mixed), log_total, cut(upstream))
+    d_queries, d_keys, d_values = _backward(blocks, reach, cut(mixed), log_total, cut(upstream))
     d_queries = _join_queries(d_queries, length) * queries.shape[-1] ** -0.5
     return (
         d_queries.astype(queries.dtype),
         _join(d_keys.swapaxes(2, 3), length).astype(keys.dtype),
         _join(d_values.swapaxes(2, 3), length).astype(values.dtype),
+        None,
         None,
     )
 

@@ -22,9 +22,18 @@ NUMBERS: dict[str, tuple[type, Range]] = {
     "intermediate_size": (int, Range(at_least=1, at_most=2**22)),
     "rms_norm_eps": (float, Range(above=0, at_most=1)),
     "rope_theta": (float, Range(at_least=1, at_most=1e15)),
+    "sliding_window": (int, Range(at_least=1, at_most=2**31 - 1)),
+    "max_window_layers": (int, Range(at_least=0, at_most=2**10)),
+    "max_position_embeddings": (int, Range(at_least=1, at_most=2**31 - 1)),
     "factor": (float, _FACTOR),
     "low_freq_factor": (float, _FACTOR),
     "high_freq_factor": (float, _FACTOR),
+    "beta_fast": (float, _FACTOR),
+    "beta_slow": (float, _FACTOR),
+    "attention_factor": (float, _FACTOR),
+    "mscale": (float, _FACTOR),
+    "mscale_all_dim": (float, _FACTOR),
+    "llama_4_scaling_beta": (float, Range(at_least=0, at_most=1e6)),
     "original_max_position_embeddings": (int, Range(at_least=1, at_most=2**31 - 1)),
 }
 

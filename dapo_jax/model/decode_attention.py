@@ -1,7 +1,8 @@
 """Decoding attention: over a prompt being prefilled, over caches of slots, over pages.
 
-`Block` calls `attend(queries, keys, values, context, cache)` with [batch, time, heads, head_dim].
-It writes the new keys and values into the cache, reads the cache, and returns output and cache.
+`Block` calls `attend(queries, keys, values, context, cache, window)` with [batch, time, heads,
+head_dim]. It writes the new keys and values into the cache, reads the cache, and returns output and
+cache. The cache of a layer with a window holds all tokens; those out of reach are masked.
 Every write is in place: compiled programs hold no second cache (tests read them).
 """
 
@@ -15,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
-from dapo_jax.model.training_attention import grouped_attention
+from dapo_jax.model.training_attention import Window, grouped_attention
 from dapo_jax.runtime import sharding
 
 LARGEST_INT8 = 127
@@ -51,8 +52,20 @@ def quantise(x: Array, dtype: Any, axis: int | tuple[int, ...] = -1) -> tuple[Ar
     return whole.astype(jnp.int8), scale
 
 
+def _seen(length: int, positions: Int[Array, "B Q"], window: Window | None) -> Bool[Array, "B Q T"]:
+    """Mask of the cached tokens that queries at `positions` see."""
+    place, last = jnp.arange(length), positions[:, :, None]
+    mask = place <= last
+    return mask if window is None else mask & (place > last - window.tokens)
+
+
 def attend_prompt(
-    queries, keys, values, context: PromptContext, cache: PromptCache | None
+    queries,
+    keys,
+    values,
+    context: PromptContext,
+    cache: PromptCache | None,
+    window: Window | None = None,
 ) -> tuple[Array, PromptCache]:
     """Prefill attention over whole prompts (without a cache) or over their next chunk."""
     if cache is None:
@@ -63,7 +76,7 @@ def attend_prompt(
             jax.lax.dynamic_update_slice(cache.keys, keys, at),
             jax.lax.dynamic_update_slice(cache.values, values, at),
         )
-    mask = jnp.arange(cache.keys.shape[1]) <= context.positions[:, :, None]
+    mask = _seen(cache.keys.shape[1], context.positions, window)
     mixed = grouped_attention(queries, cache.keys, cache.values, mask, ("btke", "btke"))
     return mixed, cache
 
@@ -91,7 +104,7 @@ def at_each(array: Array, where: tuple, new: Array) -> Array:
 
 
 def attend_slots(
-    queries, keys, values, context: SlotContext, cache: KVCache
+    queries, keys, values, context: SlotContext, cache: KVCache, window: Window | None = None
 ) -> tuple[Array, KVCache]:
     """Decoding attention of one token per slot, over slot caches of one length."""
     at = context.positions[:, 0]
@@ -121,7 +134,7 @@ def attend_slots(
         key_scale=scaled(cache.key_scale, key_scale),
         value_scale=scaled(cache.value_scale, value_scale),
     )
-    mask = (jnp.arange(cache.values.shape[2]) <= context.positions)[:, None]
+    mask = _seen(cache.values.shape[2], context.positions, window)
     scales = (cache.key_scale, cache.value_scale)
     return grouped_attention(queries, cache.keys, cache.values, mask, axes, scales), cache
 
@@ -140,7 +153,7 @@ def has_kernel(platform: str, head_dim: int, page_tokens: int) -> bool:
     return platform == "tpu" and head_dim % LANES == 0 and page_tokens % 8 == 0
 
 
-def _gather_pages(queries, cache: PageCache, tables, lengths) -> Array:
+def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | None) -> Array:
     """Attention over a gathered copy of the pages, for any platform and shape."""
     slots, width = tables.shape
     _, page_tokens, double, head_dim = cache.pages.shape
@@ -149,13 +162,13 @@ def _gather_pages(queries, cache: PageCache, tables, lengths) -> Array:
     if cache.scales is not None:
         by_head = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
         scales = (by_head[:, 0::2], by_head[:, 1::2])
-    mask = (jnp.arange(pages.shape[1]) < lengths[:, None])[:, None]
+    mask = _seen(pages.shape[1], lengths[:, None] - 1, window)
     keys, values = pages[:, :, 0::2], pages[:, :, 1::2]
     axes = ("btke", "btke")
     return grouped_attention(queries[:, None], keys, values, mask, axes, scales)[:, 0]
 
 
-def _read_by_kernel(queries, cache: PageCache, tables, lengths) -> Array:
+def _read_by_kernel(queries, cache: PageCache, tables, lengths, window: Window | None) -> Array:
     """Attention by the TPU's ragged kernel, which reads only the pages that a slot has."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -168,6 +181,7 @@ def _read_by_kernel(queries, cache: PageCache, tables, lengths) -> Array:
         jnp.arange(slots + 1, dtype=jnp.int32),  # one query each
         jnp.array([slots], jnp.int32),
         sm_scale=queries.shape[-1] ** -0.5,
+        sliding_window=None if window is None else window.tokens,
         num_kv_pages_per_block=min(PAGES_AT_A_TIME, width),
         num_queries_per_block=min(SLOTS_AT_A_TIME, slots),
         vmem_limit_bytes=KERNEL_BYTES,
@@ -175,7 +189,7 @@ def _read_by_kernel(queries, cache: PageCache, tables, lengths) -> Array:
 
 
 def _attend_pages_of_replica(
-    queries, keys, values, cache: PageCache, tables, positions, active, *, kernel: bool
+    queries, keys, values, cache: PageCache, tables, positions, active, *, kernel, window
 ):
     """Decoding attention of one token per slot of a replica, over the replica's own pages."""
     _, page_tokens, *heads = cache.pages.shape
@@ -191,7 +205,7 @@ def _attend_pages_of_replica(
         cache = cache.replace(scales=flat.reshape(cache.scales.shape))
     lengths = jnp.where(active, positions + 1, 1)
     read = _read_by_kernel if kernel else _gather_pages
-    return read(queries, cache, tables, lengths), cache
+    return read(queries, cache, tables, lengths, window), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +215,20 @@ class PagedAttention:
     mesh: jax.sharding.Mesh
     kernel: bool
 
-    def __call__(self, queries, keys, values, context: SlotContext, cache: PageCache):
+    def __call__(
+        self,
+        queries,
+        keys,
+        values,
+        context: SlotContext,
+        cache: PageCache,
+        window: Window | None = None,
+    ):
         spec = functools.partial(sharding.spec, column=sharding.DECODING)
         heads, slot = spec("batch", "kv_heads"), spec("batch")
         pages = page_specs(cache)
         mixed, cache = jax.shard_map(
-            functools.partial(_attend_pages_of_replica, kernel=self.kernel),
+            functools.partial(_attend_pages_of_replica, kernel=self.kernel, window=window),
             mesh=self.mesh,
             in_specs=(heads, heads, heads, pages, slot, slot, slot),
             out_specs=(heads, pages),

@@ -1,6 +1,6 @@
-"""Decoder-only transformer as a Flax Linen module, for Qwen2, Qwen3 and Llama 3.
+"""Decoder-only transformer as a Flax Linen module, for the families of model/families.py.
 
-Families are switches of `DecoderConfig` (see model/families.py). Training scans one `Block` over
+Families are switches of `DecoderConfig`. Training scans one `Block` over
 stacked layers; `inference.py` applies the same `Block` layer by layer.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
-from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context
+from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
+from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
 from dapo_jax.runtime.sharding import constrain
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
@@ -37,16 +37,6 @@ REMAT_POLICIES = {
         offload_dst="pinned_host",
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's slower rotations, for positions beyond the context of the first training."""
-
-    factor: float  # long wavelengths are stretched by this
-    low_freq_factor: float  # turns over `original_tokens` below which a wavelength is long
-    high_freq_factor: float  # turns above which a wavelength is kept; in between, a blend
-    original_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +59,11 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     mlp: int
+    family: str = "qwen2"  # `model_type` of config.json, a row of model/families.py
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    window: int | None = None  # tokens that a token of a sliding layer sees, itself counted
+    sliding: tuple[bool, ...] = ()  # of each layer; empty: all slide where there is a window
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
@@ -85,34 +78,16 @@ class DecoderConfig:
     adapters: Adapters | None = None  # if any, only they are trained (see model/trainable.py)
     scalar_head: bool = False  # one scalar per token instead of logits: critics, reward models
 
+    def of_layer(self, number: int) -> "DecoderConfig":
+        """Config of a decoder whose layers are all as this one."""
+        return self._all_sliding(self.sliding[number]) if self.sliding else self
 
-def rope_frequencies(config: DecoderConfig) -> Float[np.ndarray, "E/2"]:
-    """Rotary frequencies, in radians per position, of each pair of a head's dimensions; float32.
+    def _all_sliding(self, slides: bool) -> "DecoderConfig":
+        return dataclasses.replace(self, sliding=(), window=self.window if slides else None)
 
-    Rounded to float32 step by step, where the published models round: at position 100,000 the
-    last bit of a frequency is an angle that changes logits.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    wavelengths = np.power(config.rope_theta, exponents, dtype=np.float64).astype(np.float32)
-    frequencies = np.float32(1.0) / wavelengths
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_tokens / (np.float32(2 * math.pi) / frequencies)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * frequencies / np.float32(scaling.factor) + kept * frequencies
-
-
-def rotate(
-    x: Float[Array, "B T H E"], positions: Int[Array, "B T"], config: DecoderConfig
-) -> Float[Array, "B T H E"]:
-    """Rotary position embedding (arXiv 2104.09864); halves are paired as in published weights."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    left, right = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+    def window_of(self, slides: Bool[Array, ""] | None) -> Window | None:
+        """Window of a layer; `slides` is for configs whose layers differ."""
+        return None if self.window is None else Window(self.window, slides)
 
 
 def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
@@ -206,8 +181,26 @@ class Block(nn.Module):
         """
         return constrain(x + constrain(more, "batch", None, None), "batch", "length", None)
 
+    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"]):
+        c, factor = self.config, 1.0
+        frequencies = rope_frequencies(c.rope_theta, c.head_dim, c.rope_scaling)
+        of_queries: Any = factor
+        if c.rope_scaling is not None:
+            of_queries = factor = c.rope_scaling.attention_factor
+            if c.rope_scaling.query_growth:
+                of_queries = factor * query_growth(positions, c.rope_scaling)
+        queries = rotate(queries, positions, frequencies, of_queries)
+        return queries, rotate(keys, positions, frequencies, factor)
+
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], context: Any, cache: Any):
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        context: Any,
+        cache: Any,
+        slides: Bool[Array, ""] | None = None,
+    ):
+        """Output and cache of a layer; `slides` is for configs whose layers differ."""
         c = self.config
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
@@ -216,9 +209,9 @@ class Block(nn.Module):
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
         if c.qk_norm:
             queries, keys = self._norm("query_norm")(queries), self._norm("key_norm")(keys)
-        queries = rotate(queries, context.positions, c)
-        keys = rotate(keys, context.positions, c)
-        mixed, cache = self.attend(queries, keys, values, context, cache)
+        queries, keys = self._rotated(queries, keys, context.positions)
+        window = c.window_of(slides)
+        mixed, cache = self.attend(queries, keys, values, context, cache, window)
         mixed = constrain(mixed, "batch", None, "heads", None)
         axes, biased = ("heads", "head_dim", "embed"), {"use_bias": c.mlp_bias}
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
@@ -271,17 +264,20 @@ class Decoder(nn.Module):
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
         context = Context(positions, segment_ids)
+        first, axes = 0, (nn.broadcast, nn.broadcast, 0)  # of context, cache and slides
         for name, length in layer_stacks(c).items():
+            slides = jnp.asarray(c.sliding[first : first + length]) if c.sliding else None
+            first += length
             layers = nn.scan(
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]: declared as an int
+                in_axes=axes,  # pyright: ignore[reportArgumentType]: declared as an int
                 length=length,
                 unroll=min(c.scan_unroll, length),
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )(c, TRAINING_ATTENTION[c.attention], name=name)
-            x, _ = layers(x, context, None)
+            x, _ = layers(x, context, None, slides)
         return rms_norm(c, name="final_norm")(x)
 
 

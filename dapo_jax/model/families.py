@@ -1,19 +1,47 @@
 """Model families: config.json of a model folder to switches of the decoder, and back.
 
-Qwen2 and Qwen2.5, Qwen3, and Llama 3.x differ in which projections have a bias, in the norm of
-queries and keys, and in the scaling of rotations.
+A family is a row of `FAMILIES`. Families differ in which projections have a bias, in the norm of
+queries and keys, in rotations, and in which layers see a window.
 """
 
 import reprlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_jax.model.config_fields import check_number, read_number, read_switch, read_table
-from dapo_jax.model.decoder import DecoderConfig, RopeScaling
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.rope_settings import read_rope, read_tables, scaling_json
 from dapo_jax.runtime.settings import ConfigError
 
-CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # by model_type
-QWEN3_HEAD_DIM = 128  # default of head_dim; other families divide hidden_size by the heads
 MAX_POSITION_EMBEDDINGS = 32_768  # of new folders, made from no other one
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
+
+
+class Family(NamedTuple):
+    """How `transformers` reads the config.json of a family."""
+
+    name: str  # of its classes
+    head_dim: int = 0  # where config.json has none; 0: hidden_size by the heads
+    qkv_bias: bool = False
+    attention_bias: bool = False  # attention_bias is read: of all four projections
+    mlp_bias: bool = False  # mlp_bias is read
+    qk_norm: bool = False
+    slides: bool = False  # sliding_window is read
+    gated: bool = False  # ... where use_sliding_window is true
+    window: int | None = 4096  # where config.json has no sliding_window
+    typed: bool = False  # layer_types says which layers slide; else all do
+    query_growth: bool = False
+
+
+_QWEN = Family("Qwen", slides=True, gated=True, typed=True)
+_MISTRAL = Family("Mistral", slides=True)
+FAMILIES = {  # by model_type
+    "qwen2": _QWEN._replace(name="Qwen2", qkv_bias=True),
+    "qwen3": _QWEN._replace(name="Qwen3", head_dim=128, attention_bias=True, qk_norm=True),
+    "llama": Family("Llama", attention_bias=True, mlp_bias=True),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL._replace(name="Ministral", typed=True),
+    "ministral3": Family("Ministral3", head_dim=128, slides=True, window=None, query_growth=True),
+}
 
 SIZES = {
     "vocab": "vocab_size",
@@ -23,22 +51,12 @@ SIZES = {
     "mlp": "intermediate_size",
 }
 
-ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
-
 # Settings that would change the numbers, with the only value that is supported.
 UNSUPPORTED = {
-    "use_sliding_window": False,
     "hidden_act": "silu",
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
-
-
-def family(config: DecoderConfig) -> str:
-    """Name of the family (`model_type`) that has the decoder's switches."""
-    if config.qk_norm:
-        return "qwen3"
-    return "qwen2" if config.qkv_bias and not config.out_bias else "llama"
 
 
 def _sizes(values: dict[str, Any]) -> dict[str, int]:
@@ -48,57 +66,63 @@ def _sizes(values: dict[str, Any]) -> dict[str, int]:
     sizes["kv_heads"] = read_number(values, "num_key_value_heads", heads)
     if heads % sizes["kv_heads"]:
         raise ValueError(f"num_key_value_heads = {sizes['kv_heads']}: must divide {heads} heads")
-    usual = QWEN3_HEAD_DIM if values["model_type"] == "qwen3" else sizes["embed"] // heads
+    usual = FAMILIES[values["model_type"]].head_dim or sizes["embed"] // heads
     sizes["head_dim"] = check_number("head_dim", read_number(values, "head_dim", usual))
     if sizes["head_dim"] % 2:
         raise ValueError(f"head_dim = {sizes['head_dim']}: must be even")
     return sizes
 
 
-def _switches(values: dict[str, Any]) -> dict[str, bool]:
+def _switches(values: dict[str, Any], family: Family) -> dict[str, bool]:
     """Optional parts: biases, norms of queries and keys, one matrix for embedding and head."""
-    kind, bias = values["model_type"], read_switch(values, "attention_bias")
+    bias = family.attention_bias and read_switch(values, "attention_bias")
     return {
-        "qk_norm": kind == "qwen3",
-        "qkv_bias": kind == "qwen2" or bias,
-        "out_bias": kind != "qwen2" and bias,
-        "mlp_bias": kind == "llama" and read_switch(values, "mlp_bias"),
+        "qk_norm": family.qk_norm,
+        "qkv_bias": family.qkv_bias or bias,
+        "out_bias": bias,
+        "mlp_bias": family.mlp_bias and read_switch(values, "mlp_bias"),
         "tie_embeddings": read_switch(values, "tie_word_embeddings"),
     }
 
 
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Base and scaling of rotations; newer folders keep both in rope_parameters, older apart."""
-    rope = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_scaling of type {kind!r}: must be 'default' or 'llama3'")
-    theta = read_number(values | rope, "rope_theta", 10_000.0)
-    if kind == "default":
-        return {"rope_theta": theta}
-    factors = {name: read_number(rope, name) for name in ROPE_FACTORS}
-    low, high = factors["low_freq_factor"], factors["high_freq_factor"]
-    if low >= high:
-        raise ValueError(f"high_freq_factor = {high}: must be above low_freq_factor = {low}")
-    original_tokens = read_number(rope, "original_max_position_embeddings")
-    scaling = RopeScaling(**factors, original_tokens=original_tokens)
-    return {"rope_theta": theta, "rope_scaling": scaling}
+def _window(values: dict[str, Any], family: Family) -> int | None:
+    """Tokens that a sliding layer sees; None where config.json asks for no window."""
+    if not family.slides or family.gated and not read_switch(values, "use_sliding_window"):
+        return None
+    if values.get("sliding_window", family.window) is None:
+        return None
+    return read_number(values, "sliding_window", family.window)
+
+
+def _windows(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Window, and which layers slide. Raises ValueError for layers that are not so."""
+    window, layers = _window(values, family), read_number(values, "num_hidden_layers")
+    first = read_number(values, "max_window_layers", 28) if family.gated and family.typed else 0
+    usual = [FULL if window is None or number < first else SLIDING for number in range(layers)]
+    free = family.typed and window is not None
+    allowed = [FULL, SLIDING] if free else usual[:1]
+    types = values.get("layer_types") or usual
+    known = isinstance(types, list) and all(kind in allowed for kind in types)
+    if not known or len(types) != layers:
+        expected = f"{' or '.join(allowed)}, each of {layers}"
+        raise ValueError(f"layer_types {reprlib.repr(types)}: must be {expected}")
+    slides = tuple(kind == SLIDING for kind in types)
+    if not any(slides):
+        return {}
+    return {"window": window, "sliding": () if all(slides) else slides}
 
 
 def _check_supported(values: dict[str, Any]) -> None:
     """Raises ValueError for a family or a setting that is not supported."""
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in CLASSES:
-        allowed = " or ".join(CLASSES)
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        allowed = " or ".join(FAMILIES)
         raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
     newer = read_table(values, "rope_parameters")
     for name, plain in UNSUPPORTED.items():
         value = values.get(name, newer.get(name, plain))
         if value != plain:
             raise ValueError(f"{name} {reprlib.repr(value)}: must be {plain!r}")
-    layers = values.get("layer_types") or []
-    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
-        raise ValueError(f"layer_types {reprlib.repr(layers)}: must be full_attention, each")
 
 
 def decoder_config(
@@ -111,11 +135,14 @@ def decoder_config(
     """
     try:
         _check_supported(values)
+        family = FAMILIES[values["model_type"]]
         return DecoderConfig(
             **_sizes(values),
+            family=values["model_type"],
             norm_eps=read_number(values, "rms_norm_eps", 1e-6),
-            **_rope(values),
-            **_switches(values),
+            **read_rope(values, read_tables(values), family.query_growth),
+            **_windows(values, family),
+            **_switches(values, family),
             **numerics,
         )
     except KeyError as missing:
@@ -126,10 +153,10 @@ def decoder_config(
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a config.json for a decoder that came from no folder."""
-    kind = family(config)
+    family, scaling = FAMILIES[config.family], config.rope_scaling
     values = {
         "architectures": architectures(config),
-        "model_type": kind,
+        "model_type": config.family,
         "hidden_act": "silu",
         "vocab_size": config.vocab,
         "num_hidden_layers": config.layers,
@@ -143,21 +170,30 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
     }
-    if kind != "qwen2":
+    if family.attention_bias:
         values["attention_bias"] = config.qkv_bias
-    if kind == "llama":
+    if family.mlp_bias:
         values["mlp_bias"] = config.mlp_bias
-    scaling = config.rope_scaling
     if scaling is not None:
-        values["rope_scaling"] = {
-            "rope_type": "llama3",
-            **{name: getattr(scaling, name) for name in ROPE_FACTORS},
-            "original_max_position_embeddings": scaling.original_tokens,
-        }
-    return values
+        values["rope_scaling"] = scaling_json(scaling, family.query_growth)
+        if scaling.kind == "dynamic":
+            values["max_position_embeddings"] = scaling.original_tokens
+    return values | _windows_json(config, family)
+
+
+def _windows_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    """Fields of a config.json about windows; none where a family has none anyway."""
+    if config.window is None:
+        return {"sliding_window": None} if family.slides and not family.gated else {}
+    slides = config.sliding or (True,) * config.layers
+    return {
+        "sliding_window": config.window,
+        **({"use_sliding_window": True} if family.gated else {}),
+        **({"layer_types": [SLIDING if one else FULL for one in slides]} if family.typed else {}),
+    }
 
 
 def architectures(config: DecoderConfig) -> list[str]:
     """Name of the class by which `transformers` loads the folder."""
     head = "ForSequenceClassification" if config.scalar_head else "ForCausalLM"
-    return [CLASSES[family(config)] + head]
+    return [FAMILIES[config.family].name + head]

@@ -19,8 +19,9 @@ from dapo_jax.model.decoder import SCALE, Block, DecoderConfig, head_kernel, rms
 def _run_layers(
     params: Any, config: DecoderConfig, attend: Callable, x: Array, context: Any, caches: tuple
 ) -> tuple[Array, tuple]:
-    block, new_caches = Block(config, attend), []
-    for layer, cache in zip(params["layers"], caches, strict=True):
+    new_caches = []
+    for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        block = Block(config.of_layer(number), attend)
         x, cache = block.apply({"params": layer}, x, context, cache)
         new_caches.append(cache)
     return x, tuple(new_caches)

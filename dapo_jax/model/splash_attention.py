@@ -45,16 +45,20 @@ def splash_attention(
     segment_ids: Int[Array, "B T"],
     *,
     interpret: bool,
+    window: int | None = None,
 ) -> Float[Array, "B T H E"]:
     """Causal attention inside segments; T is a multiple of 128.
 
     Args:
         interpret: runs the kernel as plain operations, slowly, where there is no TPU (for tests).
+        window: tokens that a token sees, itself counted; None: all before it.
     """
     _, length, heads, width = queries.shape
-    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    mask = splash.CausalMask((length, length))
+    if window is not None and window < length:
+        mask = splash.LocalMask((length, length), (window - 1, 0), offset=0)
     kernel = splash.make_splash_mha(
-        mask,
+        splash.MultiHeadMask([mask] * heads),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=_block_sizes(length),

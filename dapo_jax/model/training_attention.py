@@ -1,9 +1,9 @@
 """Training attention over packed rows: plain, blockwise or by the TPU's splash kernel.
 
-`Block` calls `attend(queries, keys, values, context, cache)` with [batch, time, heads, head_dim];
-it returns the attention output in that shape and the cache, which is None in training. Layers share
-one segment number per token; only `attend_plain` builds a dense mask of it. `decode_attention.py`
-has the attention of the sampler.
+`Block` calls `attend(queries, keys, values, context, cache, window)` with [batch, time, heads,
+head_dim]; it returns the attention output in that shape and the cache, which is None in training.
+Layers share one segment number per token; only `attend_plain` builds a dense mask of it.
+`decode_attention.py` has the attention of the sampler.
 """
 
 import functools
@@ -30,10 +30,29 @@ class Context:
     segment_ids: Int[Array, "B T"]
 
 
-def packed_mask(segment_ids: Int[Array, "R T"]) -> Bool[Array, "R T T"]:
+@struct.dataclass
+class Window:
+    """Sliding window of a layer: each token sees so many, itself counted."""
+
+    tokens: int = struct.field(pytree_node=False)
+    slides: Bool[Array, ""] | None = None  # False: the layer sees everything; None: it slides
+
+    def reach(self, length: int) -> Int[Array, ""]:
+        """Number of tokens that a token sees in a row of `length`."""
+        tokens = jnp.int32(min(self.tokens, length))
+        return tokens if self.slides is None else jnp.where(self.slides, tokens, length)
+
+
+def packed_mask(
+    segment_ids: Int[Array, "R T"], window: Window | None = None
+) -> Bool[Array, "R T T"]:
     """Causal mask inside segments; padding (segment 0) sees padding, so no row of it is empty."""
     same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
-    causal = jnp.tril(jnp.ones(segment_ids.shape[-1:] * 2, bool))
+    length = segment_ids.shape[-1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    if window is not None:
+        place = jnp.arange(length)
+        causal &= place[:, None] - place[None, :] < window.reach(length)
     return same_segment & causal[None]
 
 
@@ -82,37 +101,59 @@ def grouped_attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads, width)
 
 
-def attend_plain(queries, keys, values, context: Context, cache):
+def attend_plain(queries, keys, values, context: Context, cache, window: Window | None = None):
     """Training attention with all scores at once, for short rows."""
     keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
-    mask = packed_mask(context.segment_ids)
+    mask = packed_mask(context.segment_ids, window)
     return grouped_attention(queries, keys, values, mask, ("bket", "bkte")), cache
 
 
-def _on_each_device(attention: Callable, queries, keys, values, segment_ids):
-    """Runs `attention` on every device over its own rows and heads; nothing is exchanged."""
+def _on_each_device(attention: Callable, queries, keys, values, *shared):
+    """Runs `attention` on every device over its own rows and heads; nothing is exchanged.
+
+    Args:
+        shared: segment numbers of the rows, and what all devices have alike.
+    """
     if sharding.active_mesh() is None:
-        return attention(queries, keys, values, segment_ids)
+        return attention(queries, keys, values, *shared)
     heads = sharding.spec("batch", None, "heads", None)
     kv_heads, rows = sharding.spec("batch", None, "kv_heads", None), sharding.spec("batch", None)
+    whole = (sharding.spec(),) * (len(shared) - 1)
     return jax.shard_map(
-        attention, in_specs=(heads, kv_heads, kv_heads, rows), out_specs=heads, check_vma=False
-    )(queries, keys, values, segment_ids)
+        attention,
+        in_specs=(heads, kv_heads, kv_heads, rows, *whole),
+        out_specs=heads,
+        check_vma=False,
+    )(queries, keys, values, *shared)
 
 
-def attend_blocked(queries, keys, values, context: Context, cache):
+def attend_blocked(queries, keys, values, context: Context, cache, window: Window | None = None):
     """Training attention in blocks, without a [T, T] array; for every platform."""
-    return _on_each_device(blocked_attention, queries, keys, values, context.segment_ids), cache
+    shared = [context.segment_ids]
+    if window is not None:
+        shared.append(window.reach(queries.shape[1]))
+    return _on_each_device(blocked_attention, queries, keys, values, *shared), cache
 
 
-def attend_splash(queries, keys, values, context: Context, cache):
+def attend_splash(queries, keys, values, context: Context, cache, window: Window | None = None):
     """Training attention by the TPU's splash kernel; plain where no mesh names the platform."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return attend_plain(queries, keys, values, context, cache)
+        return attend_plain(queries, keys, values, context, cache, window)
     interpret = mesh.abstract_device.platform != "tpu"
-    attention = functools.partial(splash_attention, interpret=interpret)
-    return _on_each_device(attention, queries, keys, values, context.segment_ids), cache
+    full = functools.partial(splash_attention, interpret=interpret)
+    arrays = queries, keys, values, context.segment_ids
+    if window is None:
+        return _on_each_device(full, *arrays), cache
+    local = functools.partial(full, window=window.tokens)
+    if window.slides is None:
+        return _on_each_device(local, *arrays), cache
+
+    def either(*arrays):  # a kernel's mask is known when it is compiled
+        *arrays, slides = arrays
+        return jax.lax.cond(slides, local, full, *arrays)
+
+    return _on_each_device(either, *arrays, window.slides), cache
 
 
 TRAINING_ATTENTION = {

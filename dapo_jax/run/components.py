@@ -34,7 +34,13 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import open_source
-from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_meshes
+from dapo_jax.run.compute import (
+    check_divisible,
+    check_rotations,
+    numerics,
+    open_engine,
+    open_meshes,
+)
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
 from dapo_jax.runtime import processes
@@ -188,6 +194,7 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(folder, field=field, **numbers)
     check_divisible(decoder, mesh)
+    check_rotations(decoder, config.longest_tokens(), field, folder)
     decoder = scalar_config(decoder)
     return RewardModel(
         load_huggingface.load_params(folder, decoder, mesh, field=field, cast=True),
@@ -243,6 +250,7 @@ def open_decoder(
     decoder = load_huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
+    check_rotations(decoder, config.longest_tokens(), "model.folder", config.model.folder)
     if training and has_teacher(config):
         folders = config.teacher.folder, config.model.folder
         check_same_model("teacher.folder", *folders, lambda shape: None)

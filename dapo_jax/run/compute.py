@@ -118,6 +118,23 @@ def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
         )
 
 
+def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, folder: str) -> None:
+    """Raises `ConfigError` for sequences past the positions at which rotations are known.
+
+    Args:
+        longest_tokens: of prompt and response.
+        field: setting that names the model folder.
+    """
+    scaling = decoder.rope_scaling
+    require(
+        scaling is None or scaling.kind != "dynamic" or longest_tokens <= scaling.original_tokens,
+        field,
+        folder,
+        f"a model without rope_scaling of type 'dynamic' for sequences of {longest_tokens} tokens: "
+        "beyond max_position_embeddings its rotations depend on a batch's longest sequence",
+    )
+
+
 def open_engine(
     config: Config,
     decoder: DecoderConfig,
@@ -138,7 +155,7 @@ def open_engine(
     """
     settings = config.sampler
     if config.checkpoint.keep_groups:
-        longest = config.data.max_prompt_tokens + settings.max_response_tokens
+        longest = config.longest_tokens()
         settings = dataclasses.replace(settings, first_window_tokens=longest, prefill_prompts=1)
     return PolicyEngine(
         decoder,

@@ -16,7 +16,7 @@ from dapo_jax.learner.policy import TEACHER, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.decoder import SCALE, DecoderConfig, abstract_params, forward_dtype, summed_axes
-from dapo_jax.run.compute import check_divisible, numerics, open_learners
+from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_learners
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.settings import require
@@ -52,6 +52,7 @@ def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any
         f"{decoder.vocab}, and what it lacks would have no probability",
     )
     check_divisible(decoder, mesh)
+    check_rotations(decoder, config.longest_tokens(), FIELD, folder)
     return decoder
 
 

@@ -37,20 +37,21 @@ def inputs(length: int = LENGTH):
     return [jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def results(name: str, arrays, ids, mesh=None):
-    """Output and gradients of one kind of training attention."""
+def results(name: str, arrays, ids, mesh=None, window=None):
+    """Output and gradients of one kind of training attention; `window` as arrays of one program."""
     queries, keys, values, weights = arrays
     context = training_attention.Context(jnp.zeros_like(ids), jnp.asarray(ids))
 
-    def loss(*arrays):
-        mixed, _ = training_attention.TRAINING_ATTENTION[name](*arrays, context, None)
+    def loss(queries, keys, values, window):
+        arrays = queries, keys, values, context, None, window
+        mixed, _ = training_attention.TRAINING_ATTENTION[name](*arrays)
         return jnp.sum(jnp.sin(mixed) * weights), mixed
 
     run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
     if mesh is None:
-        return run(queries, keys, values)
+        return run(queries, keys, values, window)
     with sharding.activate(mesh):
-        return run(queries, keys, values)
+        return run(queries, keys, values, window)
 
 
 def assert_equal(actual, expected, tolerance=2e-6):
@@ -90,6 +91,45 @@ def test_each_device_attends_with_its_own_rows_and_heads(name, sizes, monkeypatc
     mesh = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
     arrays, ids, expected = by_plain
     assert_equal(results(name, arrays, ids, mesh), expected)
+
+
+def loop_mask(ids: np.ndarray, window: int) -> np.ndarray:
+    """Pairs of query and key in the same segment, the key at most `window` - 1 before."""
+    mask = np.zeros((*ids.shape, ids.shape[1]), bool)
+    for row, query, key in np.ndindex(mask.shape):
+        mask[row, query, key] = 0 <= query - key < window and ids[row, query] == ids[row, key]
+    return mask
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_a_window_masks_what_a_loop_masks(tokens):
+    ids = ragged_ids(32)
+    for slides, seen in ((None, tokens), (jnp.array(True), tokens), (jnp.array(False), 32)):
+        window = training_attention.Window(tokens, slides)
+        np.testing.assert_array_equal(
+            training_attention.packed_mask(jnp.asarray(ids), window), loop_mask(ids, seen)
+        )
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(50, 7), (50, 16), (50, 33), (50, 1), (9, 3)])
+def test_blocked_attention_with_a_window_equals_plain(length, tokens, monkeypatch):
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 16)
+    ids = ragged_ids(length) if length > 16 else np.ones((ROWS, length), np.int32)
+    arrays, window = inputs(length), training_attention.Window(tokens)
+    expected = results("plain", arrays, ids, window=window)
+    assert_equal(results("blocked", arrays, ids, window=window), expected)
+
+
+@pytest.mark.parametrize("name", ["blocked", "splash"])
+def test_one_program_attends_in_sliding_layers_and_in_full_ones(name, monkeypatch, by_plain):
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 64)
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    arrays, ids, full = by_plain
+    sliding = results("plain", arrays, ids, window=training_attention.Window(100))
+    mesh = make_mesh(2, 2, 2)
+    for slides, expected in ((True, sliding), (False, full)):
+        window = training_attention.Window(100, jnp.array(slides))
+        assert_equal(results(name, arrays, ids, mesh, window), expected)
 
 
 def gradient_program(config: decoder.DecoderConfig, length: int, mesh):

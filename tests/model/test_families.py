@@ -96,13 +96,18 @@ def test_settings_as_older_folders_spell_them_mean_the_same():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*'default' or 'llama3'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope.*'default' or"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "no 'factor'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "no 'low_freq_factor'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"use_sliding_window": True}, "use_sliding_window True"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": "yes"},
+            "use_sliding_window = 'yes'",
+        ),
+        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "each"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"model_type": "mistral"}, "mistral.*qwen2 or qwen3 or llama"),
+        ({"model_type": "gemma2"}, "gemma2.*qwen2 or qwen3 or llama"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0: must be a whole number from 1"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0: must be a whole"),
         ({"vocab_size": None}, "vocab_size = None: must be a whole number"),

@@ -213,11 +213,29 @@ def test_a_hostile_folder_is_one_clear_error_or_none(name, tiny_folder, tmp_path
     assert message.count("\n") <= 1002 and len(message) < 100_000
 
 
+def _yarn(changes: dict, **values) -> dict:
+    return values | {"rope_scaling": LLAMA3 | {"rope_type": "yarn", "mscale": 1.0} | changes}
+
+
+# What a folder says beside a number that not every one reads.
+WHERE_READ = {
+    "sliding_window": lambda changes: changes | {"model_type": "mistral"},
+    "max_window_layers": lambda changes: changes | {"use_sliding_window": True},
+    "max_position_embeddings": lambda changes: (
+        changes | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}
+    ),
+    "llama_4_scaling_beta": lambda changes: _yarn(changes, model_type="ministral3"),
+    "mscale_all_dim": _yarn,
+    "mscale": lambda changes: _yarn({"mscale_all_dim": 1.0} | changes),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), _yarn),
+}
+
+
 def wrong_numbers(name: str) -> list:
     kind, allowed = NUMBERS[name]
     beyond = [-1, -math.inf, math.nan, math.inf, 10**18, 1e300, "1", True, [1], {}]
-    beyond += [allowed.at_most * 2] if kind is float else [allowed.at_most + 1, 2.0, 0]
-    return beyond
+    beyond += [allowed.at_most * 2] if kind is float else [allowed.at_most + 1, 2.0]
+    return beyond + [0] * (not allowed(0))
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -230,6 +248,7 @@ def test_a_number_is_checked_as_a_setting_is(name, tiny_folder, tmp_path):
         changes = {name: wrong}
         if name in LLAMA3:
             changes = {"rope_scaling": LLAMA3 | changes}
+        changes = WHERE_READ.get(name, lambda changes: changes)(changes)
         (folder / CONFIG).write_text(json.dumps(values | changes))  # Python writes NaN too
         with pytest.raises(ConfigError, match="config.model.folder") as caught:
             load_huggingface.read_config(folder)

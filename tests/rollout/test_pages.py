@@ -16,6 +16,7 @@ from dapo_jax.commands.serve import jetstream_driver, server
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model import decode_attention
 from dapo_jax.model.caches import PageCache
+from dapo_jax.model.training_attention import Window
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageTable
 from dapo_jax.rollout.sampling import SamplingRule
@@ -217,7 +218,8 @@ def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byt
     held_pages(engine.pages)
 
 
-def test_gathered_pages_mean_what_the_kernels_reference_says():
+@pytest.mark.parametrize("window", [None, Window(5)])
+def test_gathered_pages_mean_what_the_kernels_reference_says(window):
     """Which head is whose, how far a slot reads, the scale: as the TPU's kernel is told them."""
     rng = np.random.default_rng(0)
     slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
@@ -227,14 +229,15 @@ def test_gathered_pages_mean_what_the_kernels_reference_says():
     queries = jnp.asarray(rng.normal(size=(slots, heads, head_dim)))
     told = {}
 
-    def reference(*args, sm_scale, **options):
+    def reference(*args, sm_scale, sliding_window, **options):
         told.update(options)
-        return kernel.ref_ragged_paged_attention(*args, sm_scale=sm_scale)
+        options = {"sm_scale": sm_scale, "sliding_window": sliding_window}
+        return kernel.ref_ragged_paged_attention(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
-        expected = decode_attention._read_by_kernel(queries, cache, tables, lengths)
-    found = decode_attention._gather_pages(queries, cache, tables, lengths)
+        expected = decode_attention._read_by_kernel(queries, cache, tables, lengths, window)
+    found = decode_attention._gather_pages(queries, cache, tables, lengths, window)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert told["num_kv_pages_per_block"] == width and told["num_queries_per_block"] == slots
 

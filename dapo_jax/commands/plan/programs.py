@@ -22,7 +22,13 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
-from dapo_jax.run.compute import check_divisible, numerics, open_engine, open_meshes
+from dapo_jax.run.compute import (
+    check_divisible,
+    check_rotations,
+    numerics,
+    open_engine,
+    open_meshes,
+)
 from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
@@ -113,6 +119,7 @@ def lay_out(config: Config, topology: Topology, devices: list | None = None) -> 
     decoder = read_shape(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
     check_divisible(decoder, mesh)
+    check_rotations(decoder, config.longest_tokens(), "model.folder", config.model.folder)
     frozen = {}
     if decoder.adapters or decoder.frozen_layers:
         frozen = _abstract(decoder, mesh, lambda path: not is_trained(path, decoder))

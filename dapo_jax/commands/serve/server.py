@@ -48,7 +48,7 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     from dapo_jax.commands.serve.engine import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
-    from dapo_jax.run.compute import check_divisible, numerics
+    from dapo_jax.run.compute import check_divisible, check_rotations, numerics
     from dapo_jax.runtime.sharding import make_mesh
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
@@ -61,6 +61,8 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     if tokenizer.chat is not None:
         tokenizer.chat.check(f"config.model = {config.model!r}")
     config, context = budgets.resolve(config, decoder, mesh)
+    longest = config.max_prompt_tokens + config.max_response_tokens
+    check_rotations(decoder, longest, "model", config.model)
     budgets.check_slots_fit(config, decoder, mesh)
     engine = ServedEngine(
         decoder,

@@ -17,7 +17,7 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.reporting.console import Progress
-from dapo_jax.run.compute import check_divisible, numerics
+from dapo_jax.run.compute import check_divisible, check_rotations, numerics
 from dapo_jax.run.supervised.resume import Stopped
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import require
@@ -58,6 +58,7 @@ def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
         folder = config.start
         decoder = load_huggingface.read_config(folder, field="start", **numbers)
         check_divisible(decoder, mesh)
+        check_rotations(decoder, config.packing.row_tokens, "start", folder)
         tokenizer = Tokenizer.from_folder(folder, "start")
         tokenizer.check_fits(decoder.vocab, "start", folder)
 

@@ -1,0 +1,90 @@
+"""Rotary position embedding (arXiv 2104.09864) and its scalings for longer contexts."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotations, for positions beyond the context of the first training.
+
+    'linear' slows all of them. 'llama3' (Llama 3.1) and 'yarn' (arXiv 2309.00071) slow the long
+    wavelengths, keep the short ones and blend in between. 'dynamic' slows none up to
+    `original_tokens`; beyond, its rotations depend on a batch's longest sequence, and are refused.
+    """
+
+    factor: float  # slow rotations take so many times as long
+    low_turns: float = 0.0  # turns over `original_tokens` below which a wavelength is long
+    high_turns: float = 0.0  # turns above which a wavelength is kept
+    original_tokens: int = 0
+    kind: str = "llama3"  # 'linear', 'llama3', 'yarn' or 'dynamic'
+    attention_factor: float = 1.0  # of rotated queries and of rotated keys
+    truncate: bool = True  # yarn: its blend begins and ends at whole numbers of a frequency
+    query_growth: float = 0.0  # queries are longer after each `original_tokens` (Llama 4)
+
+
+def _yarn_kept(theta: float, head_dim: int, scaling: RopeScaling) -> Float[np.ndarray, "E/2"]:
+    """Share of each frequency that YaRN keeps: a ramp over their numbers."""
+
+    def number_of(turns: float) -> float:
+        wavelength = scaling.original_tokens / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    first, last = number_of(scaling.high_turns), number_of(scaling.low_turns)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first or 0.001
+    numbers = np.arange(head_dim // 2, dtype=np.float32)
+    return 1 - np.clip((numbers - np.float32(first)) / np.float32(width), 0, 1)
+
+
+def rope_frequencies(
+    theta: float, head_dim: int, scaling: RopeScaling | None
+) -> Float[np.ndarray, "E/2"]:
+    """Rotary frequencies, in radians per position, of each pair of a head's dimensions; float32.
+
+    Rounded to float32 step by step, where the published models round: at position 100,000 the
+    last bit of a frequency is an angle that changes logits.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    wavelengths = np.power(theta, exponents, dtype=np.float64).astype(np.float32)
+    frequencies = np.float32(1.0) / wavelengths
+    if scaling is None or scaling.kind == "dynamic":
+        return frequencies
+    factor = np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return frequencies / factor
+    if scaling.kind == "yarn":
+        kept = _yarn_kept(theta, head_dim, scaling)
+        return np.float32(1.0) / (factor * wavelengths) * (1 - kept) + frequencies * kept
+    low, high = scaling.low_turns, scaling.high_turns
+    turns = scaling.original_tokens / (np.float32(2 * math.pi) / frequencies)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+def rotate(
+    x: Float[Array, "B T H E"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array | np.ndarray, "E/2"],
+    factor: Array | float = 1.0,
+) -> Float[Array, "B T H E"]:
+    """Vectors rotated by position, times `factor`; halves are paired as in published weights."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if not isinstance(factor, float) or factor != 1:
+        cos, sin = cos * factor, sin * factor
+    left, right = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+
+
+def query_growth(positions: Int[Array, "B T"], scaling: RopeScaling) -> Float[Array, "B T 1 1"]:
+    """Factor of queries that grows with the logarithm of their position (Llama 4)."""
+    contexts = jnp.floor(positions.astype(jnp.float32) / scaling.original_tokens)
+    return (1 + scaling.query_growth * jnp.log1p(contexts))[..., None, None]
