@@ -116,6 +116,7 @@ class SftConfig:
         100, "Steps between saves of where the run is, beside `out`, until that is written."
     )
     architecture: Architecture = part(Architecture, read=When("start", lambda start: not start))
+    lora: Lora = part(Lora)
     compute: Compute = part(Compute)
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
@@ -140,6 +141,7 @@ class DpoConfig:
     start: str = setting("", "Model folder to go on from.")
     reference: str = setting("", "The frozen reference policy; empty: `start` as it is.")
     beta: Positive = setting(0.1, "How hard a margin pulls, in 1 / nats.")
+    lora: Lora = part(Lora)
     total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
     pairs_per_step: Count = setting(32, "Pairs per optimizer step.")
     save_every_steps: Count = setting(

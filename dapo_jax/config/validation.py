@@ -104,6 +104,9 @@ def validate(config: Any) -> None:
         _check_generated_examples(config, check)
     elif isinstance(config, SftConfig | DpoConfig):
         _check_own_examples(config, check)
+    if isinstance(config, SftConfig):
+        base = "0 without start: there is no base model to adapt"
+        check("lora.rank", config.lora.rank == 0 or config.start != "", base)
     if "mesh.data" in settings:
         rest = "above 0, or -1 where mesh.data is not"
         check("mesh.fsdp", settings["mesh.fsdp"] > 0 or settings["mesh.data"] > 0, rest)

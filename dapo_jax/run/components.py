@@ -177,11 +177,19 @@ def load_reference(
     if folder and folder != policy:
         field = "model.reference_folder"
         check_same_model(field, folder, policy, lambda shape: shape)
-        frozen = load_frozen(folder, decoder, mesh, field)
-    else:
-        folder, field = policy, "model.folder"
-    rest = load_trained(folder, decoder, mesh, config.seed, field=field, cast=True)
-    return join(frozen, rest)
+        return load_whole(folder, decoder, mesh, config.seed, field)
+    return join(frozen, load_trained(policy, decoder, mesh, config.seed, cast=True))
+
+
+def load_whole(
+    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, field: str
+) -> Any:
+    """All parameters of another model of the policy's shape, for a forward pass.
+
+    Its adapters, where the policy has some, change nothing.
+    """
+    frozen = load_frozen(folder, decoder, mesh, field)
+    return join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
 
 
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -66,25 +66,26 @@ def merged_layer(
 
 
 def policy_layers(
-    policy: SavedPolicy, decoder: DecoderConfig, source: str
+    trained: Collection[str], read: Callable[[str], Any], decoder: DecoderConfig, source: str
 ) -> Iterator[tuple[str, save_huggingface.Layers]]:
-    """Layers of all parameters: trained ones of the checkpoint, others of the folder `source`.
+    """Layers of all parameters, with adapters merged; those not trained are of folder `source`.
 
-    Adapters are merged.
+    Args:
+        trained: paths of the parameters that `read` returns whole.
     """
-    base, trained = without_adapters(decoder), policy.shapes()
+    base = without_adapters(decoder)
     paths = [path for path in weight_names.param_shapes(base) if path not in trained]
     for path, layer in load_huggingface.read_layers(source, paths, base):
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
-            down, up = map(policy.read, adapter)
+            down, up = map(read, adapter)
             layer = functools.partial(
                 merged_layer, kernel=layer, down=down, up=up, adapters=decoder.adapters
             )
         yield path, layer
     if not decoder.adapters:
         for path in trained:
-            yield path, save_huggingface.layers_of(path, policy.read(path))
+            yield path, save_huggingface.layers_of(path, read(path))
 
 
 def export(config: ExportConfig) -> pathlib.Path:
@@ -108,7 +109,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
     with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
         folder = present(folder, "folder")  # the command runs in one process
-        layers = policy_layers(policy, decoder, source)
+        layers = policy_layers(policy.shapes(), policy.read, decoder, source)
         save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
         save_huggingface.save_settings_of(source, folder, dtype)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))

@@ -30,7 +30,7 @@ OFFLINE_ROOMS = (
     "run.supervised.common run.supervised.training run.supervised.resume "
     "data.supervised_rows data.supervised_examples run.compute learner.update learner.policy "
     "learner.optimizer runtime.sharding "
-    "model.training_attention model.decoder"
+    "model.training_attention model.decoder model.trainable"
 ).split()
 ROOMS_OF = {
     SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],

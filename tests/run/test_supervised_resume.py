@@ -6,7 +6,8 @@ import signal
 import pytest
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
-from dapo_jax.config.experiment import DpoConfig, SftConfig
+from dapo_jax.config.experiment import DpoConfig, Lora, SftConfig
+from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.supervised import common, dpo, training
 from dapo_jax.run.supervised.sft import make_base
 
@@ -17,7 +18,7 @@ class Killed(BaseException):
     """Ends a run as a kill would: nothing is saved any more."""
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo"])
+@pytest.mark.parametrize("command", ["sft", "dpo", "dpo of adapters"])
 @pytest.mark.parametrize(
     "end",
     ["kill", *(pytest.param(e, marks=pytest.mark.slow) for e in ("signal", "while it measures"))],
@@ -26,12 +27,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     end, command, tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):
     kind, rows = (SftConfig, example_rows()) if command == "sft" else (DpoConfig, pair_rows())
-    size = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
+    size: dict = {"examples_per_step": 14} if command == "sft" else {"pairs_per_step": 14}
     work = make_base if command == "sft" else dpo.prefer
+    size["lora"] = Lora(rank=3 * ("adapters" in command))
 
-    def config_in(folder, **changes):
+    def config_in(folder):
         folder.mkdir(exist_ok=True)
-        return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size | changes))
+        return kind(**settings(folder, rows, tiny_folder, save_every_steps=3, **size))
 
     # Else a run as short as this one measures after every step.
     monkeypatch.setattr(training.TrainingLog, "is_due", lambda self, step: step in (8, self._total))
@@ -59,6 +61,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     if end != "kill":
         assert raised.value.step == last
     assert halfway.is_dir() and not (tmp_path / "stopped/out").exists()
+    parts = {path.split("/")[-1] for path in SavedPolicy(halfway).shapes()}
+    assert parts == {"lora_a", "lora_b"} or "adapters" not in command
     monkeypatch.setattr(training, "learning_rate", rate)
     work(stopped)
     assert not halfway.exists()

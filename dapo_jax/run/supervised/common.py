@@ -16,7 +16,9 @@ from dapo_jax.learner.packing import Segment, pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.model.trainable import choose_trained
 from dapo_jax.reporting.console import Progress
+from dapo_jax.run.components import load_frozen, load_trained
 from dapo_jax.run.compute import check_divisible, check_rotations, numerics
 from dapo_jax.run.supervised.resume import Stopped
 from dapo_jax.runtime import processes
@@ -27,12 +29,18 @@ from dapo_jax.structs import Completion, Prompt
 
 
 class Start(NamedTuple):
-    """Policy to train: shape, tokenizer, mesh, and a function that loads or makes parameters."""
+    """Policy to train: shape, tokenizer, mesh, and how it begins.
+
+    Attributes:
+        load: loads or makes the parameters to train.
+        frozen: parameters under adapters, which are never trained; empty without adapters.
+    """
 
     decoder: DecoderConfig
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh
     load: Callable[[], Any]
+    frozen: Any
 
 
 def own_segments(examples: Sequence[Example]) -> list[Segment]:
@@ -57,15 +65,17 @@ def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
     if config.start or not isinstance(config, SftConfig):
         folder = config.start
         decoder = load_huggingface.read_config(folder, field="start", **numbers)
+        decoder = choose_trained(decoder, 0.0, config.lora)
         check_divisible(decoder, mesh)
         check_rotations(decoder, config.packing.row_tokens, "start", folder)
         tokenizer = Tokenizer.from_folder(folder, "start")
         tokenizer.check_fits(decoder.vocab, "start", folder)
 
         def load() -> Any:
-            return load_huggingface.load_params(folder, decoder, mesh, field="start")
+            return load_trained(folder, decoder, mesh, config.seed, field="start")
 
-        return Start(decoder, tokenizer, mesh, load)
+        frozen = load_frozen(folder, decoder, mesh, "start")
+        return Start(decoder, tokenizer, mesh, load, frozen)
     shape, tokenizer = config.architecture, arithmetic_tokenizer()
     decoder = DecoderConfig(
         vocab=tokenizer.padded_vocab,
@@ -80,7 +90,7 @@ def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
     )
     check_divisible(decoder, mesh)
     key = jax.random.key(config.seed)
-    return Start(decoder, tokenizer, mesh, lambda: unbox(init_params(decoder, key)))
+    return Start(decoder, tokenizer, mesh, lambda: unbox(init_params(decoder, key)), {})
 
 
 def open_examples(

@@ -19,9 +19,8 @@ from dapo_jax.data.supervised_rows import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
 from dapo_jax.learner.update import Learner
-from dapo_jax.model import load_huggingface
 from dapo_jax.reporting.metrics import feedback_metrics
-from dapo_jax.run.components import check_same_model
+from dapo_jax.run.components import check_same_model, load_whole
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
 from dapo_jax.run.supervised.resume import model_digests
 from dapo_jax.run.supervised.training import Task, train_supervised
@@ -138,9 +137,8 @@ def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -
     pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
     params = reference = start.load()
     if config.reference:
-        reference = load_huggingface.load_params(
-            config.reference, start.decoder, start.mesh, field="reference", cast=True
-        )
+        model = config.reference, start.decoder, start.mesh
+        reference = load_whole(*model, config.seed, field="reference")
 
     def logprobs(params: Any, pairs: Sequence[Example]) -> list[np.ndarray]:
         scored = score_responses(learner, params, pairs, size, packing, signals)

@@ -24,10 +24,12 @@ from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.run.components import check_processes
 from dapo_jax.run.compute import open_mesh
+from dapo_jax.run.export import policy_layers
 from dapo_jax.run.supervised.common import Start, open_start
 from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped, forget, model_digests
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
+from dapo_jax.runtime.sharding import flatten, to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.structs import Mean, TrainBatch, TrainState
@@ -91,7 +93,9 @@ def train_supervised(
     with Signals() as signals, replace("out", config.out, kind, WRITTEN) as folder:
         start = open_start(config, open_mesh(config.mesh, config.packing.rows_per_microbatch))
         numbers = algorithm, config.compute, config.optimizer
-        learner: Learner = keep(policy_learner, *numbers, start.decoder, start.mesh)
+        learner: Learner = keep(
+            policy_learner, *numbers, start.decoder, start.mesh, frozen=start.frozen
+        )
         task = open_task(config, start, learner, signals)
         with ResumePoint(config, {**task.digests, **model_digests(config.start)}) as resume:
             state = resume.begin(learner.abstract_state, lambda: learner.start(task.first_params()))
@@ -216,13 +220,18 @@ def write_policy(
     start: str,
     resume: ResumePoint,
 ) -> None:
-    """Writes weights, settings, tokenizer and metrics.jsonl into `folder`.
+    """Writes weights (adapters merged), settings, tokenizer and metrics.jsonl into `folder`.
 
     Args:
         folder: exists and is empty; None on a process that does not write.
         start: model folder whose tokenizer files are copied; empty: none.
     """
-    save_huggingface.save_folder(folder, params, decoder, tokenizer.end_ids)
+    if decoder.adapters:
+        trained = flatten(params)
+        layers = policy_layers(trained, lambda path: to_host(trained[path]), decoder, start)
+        save_huggingface.save_weights(folder, layers, decoder)
+    else:
+        save_huggingface.save_folder(folder, params, decoder, tokenizer.end_ids)
     if folder is None or resume.folder is None:
         return
     shutil.copyfile(resume.folder / METRICS, folder / METRICS)

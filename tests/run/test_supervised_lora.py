@@ -1,0 +1,98 @@
+"""Supervised training and offline pairs with low-rank adapters: learning, folders, settings."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from supervised_runs import example_rows, pair_rows, read_metrics, settings
+
+from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, SftConfig
+from dapo_jax.config.files import read_config
+from dapo_jax.config.validation import validate
+from dapo_jax.run.evaluation.evaluate import evaluate
+from dapo_jax.run.supervised.dpo import prefer
+from dapo_jax.run.supervised.sft import make_base
+from dapo_jax.runtime.settings import ConfigError
+
+LORA = Lora(rank=4, alpha=8.0, targets="query,value,out,down")
+COMMANDS = {"sft": (SftConfig, example_rows), "dpo": (DpoConfig, pair_rows)}
+
+
+def make_config(command, path, folder, **changes):
+    kind, rows = COMMANDS[command]
+    size = {"examples_per_step" if command == "sft" else "pairs_per_step": 28}
+    quick = {"lora": LORA, "optimizer": Optimizer(learning_rate=2e-2, warmup_steps=2)}
+    return kind(**settings(path, rows(), folder, **quick | size | changes))
+
+
+def stored(folder) -> dict[str, np.ndarray]:
+    return load_file(pathlib.Path(folder) / "model.safetensors")
+
+
+def assert_merged(folder, base):
+    """What has an adapter moved; everything else is the base's, bit for bit."""
+    after, before = stored(folder), stored(base)
+    assert after.keys() == before.keys()
+    moved = {name.split(".")[-2] for name in after if not np.array_equal(after[name], before[name])}
+    assert moved == {"q_proj", "v_proj", "o_proj", "down_proj"}
+
+
+def test_adapters_learn_examples_and_the_folder_has_them_merged(tiny_folder, alone, tmp_path):
+    config = make_config("sft", tmp_path, tiny_folder)
+    make_base(config)
+    rows = read_metrics(config.out)
+    assert rows[-1]["heldout_nll"] < 0.9 * rows[0]["heldout_nll"]
+    assert_merged(config.out, tiny_folder)
+    again = dataclasses.replace(config, start=config.out, lora=Lora(), out=str(tmp_path / "again"))
+    again.total_steps, again.optimizer.learning_rate = 1, 1e-12
+    make_base(again)
+    measured = read_metrics(again.out)[0]["heldout_nll"]
+    assert measured == pytest.approx(rows[-1]["heldout_nll"], abs=1e-5)
+
+
+def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path):
+    config = make_config("dpo", tmp_path, tiny_folder)
+    config.data.passes = 8.0
+    prefer(config)
+    rows = read_metrics(config.out)
+    assert rows[0]["heldout_preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
+    assert rows[-1]["heldout_preference_accuracy"] > 0.5
+    assert_merged(config.out, tiny_folder)
+    # With the merged folder as start and the base as reference, the margins are those of the end.
+    again = make_config("dpo", tmp_path, config.out, reference=str(tiny_folder))
+    again.out, again.total_steps, again.optimizer.learning_rate = str(tmp_path / "b"), 1, 1e-12
+    prefer(again)
+    margins = [rows[-1], read_metrics(again.out)[0]]
+    losses = [row["heldout_preference_loss"] for row in margins]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [Lora(rank=2), Lora(rank=-1), Lora(alpha=1.0)])
+def test_adapters_of_nothing_are_refused(lora):
+    config = SftConfig(total_steps=1, lora=lora)
+    with pytest.raises(ConfigError, match=f"lora.*{lora.rank or 'alpha'}.*must be"):
+        validate(config)
+
+
+def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alone, tmp_path):
+    config = make_config("sft", tmp_path, tiny_folder, lora=Lora(rank=2, targets="q_proj"))
+    with pytest.raises(ConfigError, match="lora.targets = 'q_proj': must be some of query"):
+        make_base(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
+
+
+@pytest.mark.slow
+def test_adapters_learn_the_embedded_task(tmp_path):
+    config = read_config(SftConfig, "arithmetic_sft")
+    config.out, config.total_steps, config.lora = str(tmp_path / "out"), 60, Lora(rank=16)
+    config.optimizer.learning_rate = 5e-3
+    make_base(config)
+    rl = read_config(Config, "arithmetic")
+    rl.data.heldout_problems, scores = 128, []
+    for number, folder in enumerate((config.start, config.out)):
+        rl.model.folder, rl.run_dir = folder, str(tmp_path / f"run{number}")
+        scores.append(evaluate(rl, from_folder=True)["heldout_accuracy"])
+    print("held-out accuracy before and after:", scores)
+    assert scores[0] < 0.65 and scores[1] > 0.8
