@@ -13,6 +13,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.959964  # of (1 + CONFIDENCE) / 2
 RIGHT = 0  # class of right answers
+POLICY, ENVIRONMENT = "policy", "environment"  # speakers of turns
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 
 # (prediction, answer) -> whether both mean the same
@@ -46,6 +48,12 @@ class Response:
     failure: str | None = None  # error or time-out of the verifier
     subject: str = ""
     level: str = ""
+    turns: Sequence[Any] = ()  # of a trajectory with several: [speaker, tokens, text] each
+
+    @property
+    def policy_turns(self) -> int:
+        """Number of turns that the policy drew."""
+        return max(1, sum(speaker == POLICY for speaker, *_ in self.turns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +103,7 @@ class Report:
     response_tokens: float
     response_tokens_right: float | None
     response_tokens_wrong: float | None
+    turns: float | None  # that the policy drew; None where no response has several
     truncated_fraction: float
     answer_not_found_rate: float
     verifier_failures: int
@@ -317,6 +326,9 @@ def make_report(
         response_tokens=tokens / len(responses),
         response_tokens_right=_mean(lengths[correct]) if correct.any() else None,
         response_tokens_wrong=_mean(lengths[~correct]) if not correct.all() else None,
+        turns=_mean([one.policy_turns for one in responses])
+        if any(one.turns for one in responses)
+        else None,
         truncated_fraction=_mean([response.truncated for response in responses]),
         answer_not_found_rate=_mean([response.extracted is None for response in responses]),
         verifier_failures=sum(response.failure is not None for response in responses),

@@ -53,6 +53,8 @@ def _of_responses(report: Report) -> Iterable[tuple[str, str]]:
         f"{report.response_tokens:.1f} on average: right "
         f"{_number(report.response_tokens_right)}, wrong {_number(report.response_tokens_wrong)}",
     )
+    if report.turns is not None:
+        yield "turns", f"{report.turns:.2f} of the policy on average"
     yield "cut off", f"{report.truncated_fraction:.1%} by the budget"
     yield "no answer", f"{report.answer_not_found_rate:.1%}"
     if report.verifier_failures:

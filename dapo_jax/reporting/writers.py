@@ -15,6 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
@@ -125,7 +126,7 @@ def trajectory_fields(completion: Completion) -> dict[str, list]:
     """Turns of a trajectory as (speaker, tokens, text), and rewards and failures of its steps."""
     if not (completion.turns or completion.rewards):
         return {}
-    turns = [["policy" if t.drawn else "environment", t.tokens, t.text] for t in completion.turns]
+    turns = [[POLICY if t.drawn else ENVIRONMENT, t.tokens, t.text] for t in completion.turns]
     own = {"environment_rewards": list(completion.rewards), "turns": turns}
     failures = list(filter(None, completion.failures))
     return own | ({"environment_failures": failures} if failures else {})

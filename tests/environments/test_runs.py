@@ -60,6 +60,14 @@ def test_the_report_page_shows_turns(played, tmp_path):
 def test_an_evaluation_plays_whole_trajectories(base, played):
     scores = evaluate(make_game(base, played[0]), from_folder=False)
     assert 0 <= scores["heldout_accuracy"] <= 1
+    (path,) = played[0].rglob("responses.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    several = [one for one in found if "turns" in one]
+    drawn = [sum(who == "policy" for who, _, _ in one["turns"]) for one in several]
+    assert several and min(drawn) > 1
+    assert all(one["turns"][-1][2] == one["response"] for one in several)
+    turns = sum(drawn) + len(found) - len(several)
+    assert scores["heldout_turns"] == pytest.approx(turns / len(found))
 
 
 def test_a_run_goes_on_in_its_environment_alone(base, played):

@@ -102,6 +102,7 @@ def heldout_metrics(report: Report) -> dict[str, float]:
         "heldout_answer_not_found_rate": report.answer_not_found_rate,
         "heldout_truncated_fraction": report.truncated_fraction,
         "heldout_response_tokens": report.response_tokens,
+        "heldout_turns": report.turns,
         "heldout_repetition": report.repetition,
         "heldout_reflection_fraction": report.reflection_fraction,
         "heldout_entropy": report.entropy,
