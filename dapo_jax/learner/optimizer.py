@@ -7,7 +7,7 @@ import jax
 import optax
 
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.model.decoder import ADAPTER_NAMES
+from dapo_jax.model.layers import ADAPTER_NAMES
 
 MATRICES = ("kernel", "embedding", "head", "score", *ADAPTER_NAMES)
 

@@ -6,7 +6,6 @@ stacked layers; `inference.py` applies the same `Block` layer by layer.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, named
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
 from dapo_jax.runtime.sharding import constrain
-
-ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
-SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
 
 LAYER_INPUT = "layer_input"
 REMAT_POLICIES = {
@@ -37,15 +34,6 @@ REMAT_POLICIES = {
         offload_dst="pinned_host",
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapters:
-    """Low-rank adapters of matrices: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
-
-    rank: int
-    scale: float  # alpha / rank
-    targets: tuple[str, ...]  # names of projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +52,18 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     window: int | None = None  # tokens that a token of a sliding layer sees, itself counted
     sliding: tuple[bool, ...] = ()  # of each layer; empty: all slide where there is a window
+    sliding_rope_theta: float | None = None  # of sliding layers that rotate faster than others
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
     out_bias: bool = False  # of the attention's last projection
     mlp_bias: bool = False
     qk_norm: bool = False  # an RMS norm over every head's query and key, before they are rotated
+    out_norms: bool = False  # after attention and MLP too, each before it is added to x
+    norm_offset: bool = False  # norms multiply by 1 + scale
+    query_scalar: int | None = None  # scores are divided by its root; None: by head_dim's
+    scale_embeddings: bool = False  # by the root of `embed`
+    activation: str = "silu"  # a key of ACTIVATIONS
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
@@ -80,76 +74,54 @@ class DecoderConfig:
 
     def of_layer(self, number: int) -> "DecoderConfig":
         """Config of a decoder whose layers are all as this one."""
-        return self._all_sliding(self.sliding[number]) if self.sliding else self
+        return self.all_sliding(self.sliding[number]) if self.sliding else self
 
-    def _all_sliding(self, slides: bool) -> "DecoderConfig":
-        return dataclasses.replace(self, sliding=(), window=self.window if slides else None)
+    def all_sliding(self, slides: bool) -> "DecoderConfig":
+        """Config of a decoder whose layers are all as the sliding ones, or as the others."""
+        changes: dict[str, Any] = {"sliding": (), "sliding_rope_theta": None}
+        if not slides:
+            changes["window"] = None
+        elif self.sliding_rope_theta is not None:
+            changes |= {"rope_theta": self.sliding_rope_theta, "rope_scaling": None}
+        return dataclasses.replace(self, **changes)
 
     def window_of(self, slides: Bool[Array, ""] | None) -> Window | None:
         """Window of a layer; `slides` is for configs whose layers differ."""
         return None if self.window is None else Window(self.window, slides)
 
 
-def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Initialiser whose parameter carries these logical axis names; `self.param` unboxes it."""
-    return nn.with_logical_partitioning(init, axes)
-
-
-def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm:
+def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm | OffsetNorm:
     """RMS norm with float32 statistics in every compute dtype."""
+    if config.norm_offset:
+        return OffsetNorm(config.norm_eps, config.dtype, name=name)
     scale = named(nn.initializers.ones, ("norm",))
     return nn.RMSNorm(config.norm_eps, dtype=config.dtype, scale_init=scale, name=name)
 
 
-class Projection(nn.Module):
-    """Linear layer over the last `contracted` axes of x, as one product of two matrices.
-
-    The axes are merged because XLA:CPU transposes and recomputes the gradient of a product over
-    several axes, which took a third of the backward pass.
-    """
-
-    features: tuple[int, ...]
-    axes: tuple[str, ...]  # logical names of the kernel's dimensions
-    dtype: Any
-    contracted: int = 1
-    use_bias: bool = False
-    adapters: Adapters | None = None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-        inputs = x.shape[-self.contracted :]
-        inner = math.prod(inputs)
-        init = named(nn.initializers.normal(inner**-0.5), self.axes)
-        kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
-        flat = x.reshape(-1, inner)
-        product = flat @ kernel.reshape(inner, -1)
-        if self.has_variable("params", "kernel" + SCALE):
-            scale = self.get_variable("params", "kernel" + SCALE)
-            product = (product * scale.reshape(1, -1)).astype(self.dtype)
-        if self.adapters:
-            product += self._low_rank(self.adapters, flat, inputs)
-        product = product.reshape(*x.shape[: -self.contracted], *self.features)
-        if self.use_bias:
-            axes = self.axes[self.contracted :]
-            init = named(nn.initializers.zeros, axes)
-            product += self.param("bias", init, self.features).astype(self.dtype)
-        return product
-
-    def _low_rank(
-        self, adapters: Adapters, flat: Float[Array, "N I"], inputs: tuple[int, ...]
-    ) -> Array:
-        """The adapters' term, scale (x A) B; B starts at zero, so training starts at the base."""
-        rank, inner, into = adapters.rank, flat.shape[1], self.axes[: self.contracted]
-        init = named(nn.initializers.normal(inner**-0.5), (*into, "rank"))
-        down = self.param(ADAPTER_NAMES[0], init, (*inputs, rank)).astype(self.dtype)
-        axes = ("rank", *self.axes[self.contracted :])
-        init = named(nn.initializers.zeros, axes)
-        up = self.param(ADAPTER_NAMES[1], init, (rank, *self.features)).astype(self.dtype)
-        return adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
+def _rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[Any, Any]:
+    """Frequencies, and factor of rotated vectors; `slides` is for configs whose layers differ."""
+    kinds = [config]
+    if slides is not None:
+        kinds = [config.all_sliding(False), config.all_sliding(True)]
+    found = []
+    for kind in kinds:
+        scaling = kind.rope_scaling
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        found.append((rope_frequencies(kind.rope_theta, kind.head_dim, scaling), factor))
+    if slides is None or config.sliding_rope_theta is None:
+        return found[0]
+    (full, full_factor), (sliding, sliding_factor) = found
+    factor = full_factor
+    if full_factor != sliding_factor:
+        factor = jnp.where(slides, sliding_factor, full_factor)
+    return jnp.where(slides, sliding, full), factor
 
 
 class Block(nn.Module):
-    """Transformer layer: attention and gated MLP, each after an RMS norm, each added to x."""
+    """Transformer layer: attention and gated MLP, each after an RMS norm, each added to x.
+
+    With `out_norms` each is normed before it is added, too.
+    """
 
     config: DecoderConfig
     attend: Callable  # see model/training_attention.py and model/decode_attention.py
@@ -181,14 +153,14 @@ class Block(nn.Module):
         """
         return constrain(x + constrain(more, "batch", None, None), "batch", "length", None)
 
-    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"]):
-        c, factor = self.config, 1.0
-        frequencies = rope_frequencies(c.rope_theta, c.head_dim, c.rope_scaling)
-        of_queries: Any = factor
-        if c.rope_scaling is not None:
-            of_queries = factor = c.rope_scaling.attention_factor
-            if c.rope_scaling.query_growth:
-                of_queries = factor * query_growth(positions, c.rope_scaling)
+    def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], slides: Any):
+        c = self.config
+        frequencies, factor = _rotation(c, slides)
+        of_queries = factor
+        if c.query_scalar is not None:  # attention divides by the root of head_dim
+            of_queries *= (c.head_dim / c.query_scalar) ** 0.5
+        if c.rope_scaling is not None and c.rope_scaling.query_growth:
+            of_queries *= query_growth(positions, c.rope_scaling)
         queries = rotate(queries, positions, frequencies, of_queries)
         return queries, rotate(keys, positions, frequencies, factor)
 
@@ -209,25 +181,30 @@ class Block(nn.Module):
         values = self._heads("value", c.kv_heads, "kv_heads")(h)
         if c.qk_norm:
             queries, keys = self._norm("query_norm")(queries), self._norm("key_norm")(keys)
-        queries, keys = self._rotated(queries, keys, context.positions)
+        queries, keys = self._rotated(queries, keys, context.positions, slides)
         window = c.window_of(slides)
         mixed, cache = self.attend(queries, keys, values, context, cache, window)
         mixed = constrain(mixed, "batch", None, "heads", None)
         axes, biased = ("heads", "head_dim", "embed"), {"use_bias": c.mlp_bias}
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
-        x = self._add(x, out)
+        x = self._add(x, self._norm("attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
         gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
         up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        product = constrain(nn.silu(gate) * up, "batch", None, "mlp")
+        product = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", None, "mlp")
         down = self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
-        return self._add(x, down), cache
+        return self._add(x, self._norm("mlp_out_norm")(down) if c.out_norms else down), cache
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:
     """Number of layers in each stack of a parameter tree, by name, first layers first."""
     frozen = {"frozen_layers": config.frozen_layers} if config.frozen_layers else {}
     return frozen | {"layers": config.layers - config.frozen_layers}
+
+
+def scaled_embeddings(x: Float[Array, "... D"], config: DecoderConfig) -> Float[Array, "... D"]:
+    """Embeddings of tokens as layers take them; the factor is rounded to their dtype."""
+    return x * jnp.asarray(config.embed**0.5, x.dtype) if config.scale_embeddings else x
 
 
 class Decoder(nn.Module):
@@ -259,7 +236,7 @@ class Decoder(nn.Module):
         # by length in a table sharded by vocabulary gathers the table.
         table = constrain(embedding.astype(c.dtype), "vocab", None)
         x = constrain(table[tokens], "batch", None, None)
-        x = constrain(x, "batch", "length", None)
+        x = constrain(scaled_embeddings(x, c), "batch", "length", None)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)

@@ -7,13 +7,18 @@ queries and keys, in rotations, and in which layers see a window.
 import reprlib
 from typing import Any, NamedTuple
 
-from dapo_jax.model.config_fields import check_number, read_number, read_switch, read_table
+from dapo_jax.model.config_fields import check_number, read_number, read_switch
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.rope_settings import read_rope, read_tables, scaling_json
+from dapo_jax.model.rope_settings import (
+    FULL,
+    SLIDING,
+    read_one_rope,
+    read_two_ropes,
+    scaling_json,
+)
 from dapo_jax.runtime.settings import ConfigError
 
 MAX_POSITION_EMBEDDINGS = 32_768  # of new folders, made from no other one
-FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 
 
 class Family(NamedTuple):
@@ -29,7 +34,10 @@ class Family(NamedTuple):
     gated: bool = False  # ... where use_sliding_window is true
     window: int | None = 4096  # where config.json has no sliding_window
     typed: bool = False  # layer_types says which layers slide; else all do
+    pattern: bool = False  # sliding_window_pattern says so where layer_types does not
     query_growth: bool = False
+    gemma: bool = False  # norms around both halves of a layer, GeGLU, scaled embeddings
+    scalar_name: str = ""  # of the class with a scalar head, where it differs
 
 
 _QWEN = Family("Qwen", slides=True, gated=True, typed=True)
@@ -41,8 +49,21 @@ FAMILIES = {  # by model_type
     "mistral": _MISTRAL,
     "ministral": _MISTRAL._replace(name="Ministral", typed=True),
     "ministral3": Family("Ministral3", head_dim=128, slides=True, window=None, query_growth=True),
+    "gemma3_text": Family(
+        "Gemma3",
+        head_dim=256,
+        attention_bias=True,
+        qk_norm=True,
+        slides=True,
+        typed=True,
+        pattern=True,
+        gemma=True,
+        scalar_name="Gemma3Text",
+    ),
 }
 
+TIED = "tie_word_embeddings"
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ours, and theirs
 SIZES = {
     "vocab": "vocab_size",
     "layers": "num_hidden_layers",
@@ -52,10 +73,13 @@ SIZES = {
 }
 
 # Settings that would change the numbers, with the only value that is supported.
-UNSUPPORTED = {
-    "hidden_act": "silu",
+UNSUPPORTED: dict[str, Any] = {"hidden_act": "silu", "quantization_config": None}
+UNSUPPORTED_OF_GEMMA: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh",
     "quantization_config": None,
-    "partial_rotary_factor": 1.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
 }
 
 
@@ -73,15 +97,21 @@ def _sizes(values: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _switches(values: dict[str, Any], family: Family) -> dict[str, bool]:
+def _switches(values: dict[str, Any], family: Family) -> dict[str, Any]:
     """Optional parts: biases, norms of queries and keys, one matrix for embedding and head."""
     bias = family.attention_bias and read_switch(values, "attention_bias")
+    tied = family.gemma if values.get(TIED) is None else read_switch(values, TIED)
+    of_gemma: dict[str, Any] = dict.fromkeys(("out_norms", "norm_offset", "scale_embeddings"), True)
+    if family.gemma:
+        of_gemma["query_scalar"] = read_number(values, "query_pre_attn_scalar", 256)
+        of_gemma["activation"] = "gelu_tanh"
     return {
+        **(of_gemma if family.gemma else {}),
         "qk_norm": family.qk_norm,
         "qkv_bias": family.qkv_bias or bias,
         "out_bias": bias,
         "mlp_bias": family.mlp_bias and read_switch(values, "mlp_bias"),
-        "tie_embeddings": read_switch(values, "tie_word_embeddings"),
+        "tie_embeddings": tied,
     }
 
 
@@ -98,7 +128,11 @@ def _windows(values: dict[str, Any], family: Family) -> dict[str, Any]:
     """Window, and which layers slide. Raises ValueError for layers that are not so."""
     window, layers = _window(values, family), read_number(values, "num_hidden_layers")
     first = read_number(values, "max_window_layers", 28) if family.gated and family.typed else 0
-    usual = [FULL if window is None or number < first else SLIDING for number in range(layers)]
+    period = read_number(values, "sliding_window_pattern", 6) if family.pattern else layers + 1
+    usual = [
+        FULL if window is None or number < first or (number + 1) % period == 0 else SLIDING
+        for number in range(layers)
+    ]
     free = family.typed and window is not None
     allowed = [FULL, SLIDING] if free else usual[:1]
     types = values.get("layer_types") or usual
@@ -112,16 +146,25 @@ def _windows(values: dict[str, Any], family: Family) -> dict[str, Any]:
     return {"window": window, "sliding": () if all(slides) else slides}
 
 
+def _layers(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Windows and rotations of the layers."""
+    windows = _windows(values, family)
+    if not family.gemma:
+        return windows | read_one_rope(values, family.query_growth)
+    some = bool(windows.get("sliding"))
+    return windows | read_two_ropes(values, some, bool(windows) and not some)
+
+
 def _check_supported(values: dict[str, Any]) -> None:
     """Raises ValueError for a family or a setting that is not supported."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         allowed = " or ".join(FAMILIES)
         raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
-    newer = read_table(values, "rope_parameters")
-    for name, plain in UNSUPPORTED.items():
-        value = values.get(name, newer.get(name, plain))
-        if value != plain:
+    table = UNSUPPORTED_OF_GEMMA if FAMILIES[kind].gemma else UNSUPPORTED
+    for name, plain in table.items():
+        value = values.get(name, plain)
+        if value != plain and (value, plain) != (None, False):
             raise ValueError(f"{name} {reprlib.repr(value)}: must be {plain!r}")
 
 
@@ -140,8 +183,7 @@ def decoder_config(
             **_sizes(values),
             family=values["model_type"],
             norm_eps=read_number(values, "rms_norm_eps", 1e-6),
-            **read_rope(values, read_tables(values), family.query_growth),
-            **_windows(values, family),
+            **_layers(values, family),
             **_switches(values, family),
             **numerics,
         )
@@ -157,7 +199,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     values = {
         "architectures": architectures(config),
         "model_type": config.family,
-        "hidden_act": "silu",
+        "hidden_activation" if family.gemma else "hidden_act": ACTIVATIONS[config.activation],
         "vocab_size": config.vocab,
         "num_hidden_layers": config.layers,
         "hidden_size": config.embed,
@@ -178,6 +220,9 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         values["rope_scaling"] = scaling_json(scaling, family.query_growth)
         if scaling.kind == "dynamic":
             values["max_position_embeddings"] = scaling.original_tokens
+    if family.gemma:
+        values["query_pre_attn_scalar"] = config.query_scalar
+        values["rope_local_base_freq"] = config.sliding_rope_theta or config.rope_theta
     return values | _windows_json(config, family)
 
 
@@ -196,4 +241,5 @@ def _windows_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
 def architectures(config: DecoderConfig) -> list[str]:
     """Name of the class by which `transformers` loads the folder."""
     head = "ForSequenceClassification" if config.scalar_head else "ForCausalLM"
-    return [FAMILIES[config.family].name + head]
+    family = FAMILIES[config.family]
+    return [(config.scalar_head and family.scalar_name or family.name) + head]

@@ -13,7 +13,18 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.caches import PromptCache
 from dapo_jax.model.decode_attention import PromptContext, SlotContext, attend_prompt
-from dapo_jax.model.decoder import SCALE, Block, DecoderConfig, head_kernel, rms_norm
+from dapo_jax.model.decoder import (
+    Block,
+    DecoderConfig,
+    head_kernel,
+    rms_norm,
+    scaled_embeddings,
+)
+from dapo_jax.model.layers import SCALE
+
+
+def _embedded(params: Any, config: DecoderConfig, tokens: Int[Array, "..."]) -> Array:
+    return scaled_embeddings(params["embedding"][tokens].astype(config.dtype), config)
 
 
 def _run_layers(
@@ -45,7 +56,7 @@ def prefill(
     batch, width = tokens.shape
 
     def feed(tokens, start, caches):
-        x = params["embedding"][tokens].astype(config.dtype)
+        x = _embedded(params, config, tokens)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         context = PromptContext(positions, start)
         return _run_layers(params, config, attend_prompt, x, context, caches)[1]
@@ -76,7 +87,7 @@ def decode_step(
     caches: tuple,
 ) -> tuple[Float[Array, "S V"], tuple]:
     """Feeds one token per slot; returns float32 logits of the next token, and the new caches."""
-    x = params["embedding"][tokens][:, None].astype(config.dtype)
+    x = _embedded(params, config, tokens)[:, None]
     x, caches = _run_layers(params, config, attend, x, context, caches)
     return _logits(params, config, x[:, 0]), caches
 
@@ -115,7 +126,7 @@ def score(
             jax.lax.dynamic_slice(x, (start,), (chunk_tokens,)) for x in (tokens, following)
         )
         positions = (start + jnp.arange(chunk_tokens))[None]
-        x = params["embedding"][piece][None].astype(config.dtype)
+        x = _embedded(params, config, piece)[None]
         context = PromptContext(positions, start)
         x, caches = _run_layers(params, config, attend_prompt, x, context, caches)
         logprobs = jax.nn.log_softmax(_logits(params, config, x[0]), axis=-1)

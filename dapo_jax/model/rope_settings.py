@@ -1,11 +1,13 @@
 """Rotations as config.json describes them, by type: read, checked, and written."""
 
 import math
+import reprlib
 from typing import Any
 
 from dapo_jax.model.config_fields import read_number, read_switch, read_table
 from dapo_jax.model.rotary import RopeScaling
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 # Fields of a type in config.json, and what a RopeScaling calls them.
 _ORIGINAL = {"original_max_position_embeddings": "original_tokens"}
 FIELDS: dict[str, dict[str, str]] = {
@@ -64,6 +66,9 @@ def read_rope(values: dict[str, Any], rope: dict[str, Any], grows: bool = False)
 
     Raises KeyError for a missing field, ValueError for a wrong one.
     """
+    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if share is not None and share != 1:
+        raise ValueError(f"partial_rotary_factor {reprlib.repr(share)}: must be 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" and (not isinstance(kind, str) or kind not in FIELDS):
         allowed = "', '".join(FIELDS)
@@ -95,9 +100,28 @@ def read_rope(values: dict[str, Any], rope: dict[str, Any], grows: bool = False)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def read_tables(values: dict[str, Any]) -> dict[str, Any]:
-    """Table of rotations of a folder, newer or older; empty without one."""
-    return read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
+def read_one_rope(values: dict[str, Any], grows: bool) -> dict[str, Any]:
+    """Rotations of a family whose layers all rotate alike; raises as `read_rope`."""
+    table = read_table(values, "rope_parameters") or read_table(values, "rope_scaling")
+    return read_rope(values, table, grows)
+
+
+def read_two_ropes(values: dict[str, Any], some_slide: bool, all_slide: bool) -> dict[str, Any]:
+    """Rotations of a family whose sliding layers have a base of their own; raises as `read_rope`.
+
+    Newer folders have a table for each kind of layer, older ones a scaling of full layers only.
+    """
+    tables = read_table(values, "rope_parameters")
+    full = read_table(tables, FULL) | read_table(values, "rope_scaling")
+    base = {"rope_theta": read_number(values, "rope_theta", 1e6)}
+    found = read_rope(values | base, full)
+    base = {"rope_theta": read_number(values, "rope_local_base_freq", 10_000.0)}
+    sliding = read_rope(values | base, read_table(tables, SLIDING))
+    if "rope_scaling" in sliding:
+        raise ValueError(f"rope_parameters of {SLIDING}: must be of type 'default'")
+    if all_slide:
+        return sliding
+    return found | ({"sliding_rope_theta": sliding["rope_theta"]} if some_slide else {})
 
 
 def scaling_json(scaling: RopeScaling, grows: bool) -> dict[str, Any]:

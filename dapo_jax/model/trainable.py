@@ -14,12 +14,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dapo_jax.config.experiment import Lora
 from dapo_jax.model.decoder import (
-    ADAPTER_NAMES,
-    Adapters,
     DecoderConfig,
     abstract_params,
     init_params,
 )
+from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 

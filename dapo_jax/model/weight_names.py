@@ -32,6 +32,12 @@ LAYER_NAMES = {
     "down/kernel": "mlp.down_proj.weight",
     "down/bias": "mlp.down_proj.bias",
 }
+# ... of layers that are normed after attention and MLP, too
+OUT_NORM_NAMES = {
+    "attention_out_norm/scale": "post_attention_layernorm.weight",
+    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
+}
 TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
@@ -59,7 +65,8 @@ def published_names(path: str, config: DecoderConfig) -> list[str]:
         return [TOP_NAMES[path]]
     frozen = path.startswith("frozen_layers")
     numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
-    return [f"model.layers.{i}.{LAYER_NAMES[below]}" for i in numbers]
+    names = LAYER_NAMES | (OUT_NORM_NAMES if config.out_norms else {})
+    return [f"model.layers.{i}.{names[below]}" for i in numbers]
 
 
 def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from jaxtyping import Array
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decoder
 from dapo_jax.model.decode_attention import quantise
+from dapo_jax.model.layers import SCALE
 from dapo_jax.runtime import sharding
 
 # Of [embed, heads, head_dim].
@@ -92,7 +93,7 @@ class Loader:
             specs: dict[str, tuple[PartitionSpec, ...]]
             specs = {path: (PartitionSpec(*there), _halfway(here, there))}
             if summed := self._summed(path):  # what is left is a scale's
-                name = path + decoder.SCALE
+                name = path + SCALE
                 specs[name] = tuple(PartitionSpec(*spec[summed:]) for spec in specs[path])
                 self._paths[name] = decoder.layer_paths(name, config)
             for name, (place, halfway) in specs.items():
@@ -170,7 +171,7 @@ class Loader:
                 arrays |= self._layers(path, some)
             return arrays
 
-        names = (name for path in paths for name in (path, path + decoder.SCALE))
+        names = (name for path in paths for name in (path, path + SCALE))
         places = {name: [self._places[name]] * count for name in names if name in self._places}
         return jax.jit(load, out_shardings=places)
 
@@ -178,7 +179,7 @@ class Loader:
         """Layers of a stack in the intermediate layout, and by the name beside it their scales."""
         if summed := self._summed(path):
             whole, scale = quantise(stack, jnp.int8, tuple(range(1, 1 + summed)))
-            stacks = {path: whole, path + decoder.SCALE: scale}
+            stacks = {path: whole, path + SCALE: scale}
         else:
             stacks = {path: stack.astype(decoder.forward_dtype(path, self._config))}
         constrain = jax.lax.with_sharding_constraint

@@ -12,7 +12,8 @@ import numpy as np
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import load_huggingface, save_huggingface, weight_names
-from dapo_jax.model.decoder import ADAPTER_NAMES, Adapters, DecoderConfig
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.checkpointing.same_run import check_frozen

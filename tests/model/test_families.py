@@ -15,8 +15,8 @@ from tokenizers import processors
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface
-from dapo_jax.model.decoder import RopeScaling
 from dapo_jax.model.families import config_json, decoder_config
+from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.settings import ConfigError
 
 MODELS = sorted((pathlib.Path(__file__).parents[1] / "fixtures/models").iterdir())

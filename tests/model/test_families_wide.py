@@ -49,6 +49,21 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(folders, one_device)
         assert actual == expected_tokens, folder.name
 
 
+def test_gradients_of_a_batch_are_those_of_torch(folders, one_device):
+    for folder in folders:
+        if (folder / "gradients.npz").exists():
+            found = families.packed_gradients(folder, one_device)
+            with np.load(folder / "gradients.npz") as expected:
+                assert found.keys() == set(expected)
+                differences = {
+                    name: np.abs(found[name] - wanted).max() / np.abs(wanted).max()
+                    for name, wanted in expected.items()
+                }
+            worst = max(differences, key=lambda name: differences[name])
+            print(f"{folder.name}: largest relative difference {differences[worst]:.1e} ({worst})")
+            assert differences[worst] < 1e-4, folder.name
+
+
 def check_logits(written, folders):
     """Checks that `transformers` computes the same logits as before from folders in `written`."""
     for folder in folders:

@@ -225,6 +225,10 @@ WHERE_READ = {
         changes | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}
     ),
     "llama_4_scaling_beta": lambda changes: _yarn(changes, model_type="ministral3"),
+    **dict.fromkeys(
+        ("rope_local_base_freq", "query_pre_attn_scalar", "sliding_window_pattern"),
+        lambda changes: changes | {"model_type": "gemma3_text"},
+    ),
     "mscale_all_dim": _yarn,
     "mscale": lambda changes: _yarn({"mscale_all_dim": 1.0} | changes),
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), _yarn),

@@ -10,6 +10,8 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
+from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.model.weight_names import published_names, to_published
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
@@ -33,6 +35,30 @@ def packed_logits(folder, mesh, dtype=jnp.float32):
     logits = np.zeros((*tokens.shape, config.vocab), np.float32)
     logits[used] = jax.jit(of_rows)(params, *rows)[0]
     return logits, used
+
+
+def packed_gradients(folder, mesh):
+    """Gradients of the summed log-probability of all tokens but first ones, by published name."""
+    with np.load(folder / "expected.npz") as expected:
+        tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
+    config = load_huggingface.read_config(folder)
+    params = load_huggingface.load_params(folder, config, mesh)
+    used = np.arange(tokens.shape[1]) < lengths[:, None]
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)
+    arrays = (tokens, segments, places + first)
+    rows = [jnp.asarray(array[used][None], jnp.int32) for array in arrays]
+
+    def loss(params):
+        options = {"temperature": 1.0, "chunk_tokens": 1 << 20}
+        logprobs, _ = token_logprobs(params, config, *rows, **options)
+        return jnp.sum(logprobs * (places[used] > 0)[None])
+
+    found = {}
+    for path, layer in save_huggingface.flatten(jax.jit(jax.grad(loss))(params)):
+        for number, name in enumerate(published_names(path, config)):
+            found[name] = to_published(path, np.asarray(layer(number)))
+    return found
 
 
 def greedy_tokens(folder, mesh):

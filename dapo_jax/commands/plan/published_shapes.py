@@ -1,6 +1,7 @@
-"""Published shapes of Qwen2.5, Qwen3 and Llama 3.x: a plan needs no weights.
+"""Published shapes of Qwen2.5, Qwen3, Llama 3.x and Gemma 3: a plan needs no weights.
 
-Values are those of each model's own config.json (huggingface.co/Qwen, huggingface.co/meta-llama).
+Values are those of each model's own config.json (huggingface.co/Qwen, huggingface.co/meta-llama,
+huggingface.co/google); of Gemma's models with images, those of the text part.
 """
 
 import difflib
@@ -21,6 +22,12 @@ _COLUMNS = (
 _QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 _QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
 _LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_GEMMA_1B = {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}
+_GEMMA = _GEMMA_1B | {
+    "sliding_window": 1024,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+_GEMMA_27B = _GEMMA | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
 def _scaled(factor: float) -> dict[str, Any]:
@@ -51,6 +58,10 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "Llama-3.2-1B": (_LLAMA | _scaled(32.0), (2_048, 16, 32, 8, 8_192, 128_256, True)),
     "Llama-3.2-3B": (_LLAMA | _scaled(32.0), (3_072, 28, 24, 8, 8_192, 128_256, True)),
     "Llama-3.3-70B": (_LLAMA | _scaled(8.0), (8_192, 80, 64, 8, 28_672, 128_256, False)),
+    "gemma-3-1b": (_GEMMA_1B, (1_152, 26, 4, 1, 6_912, 262_144, True)),
+    "gemma-3-4b": (_GEMMA, (2_560, 34, 8, 4, 10_240, 262_208, True)),
+    "gemma-3-12b": (_GEMMA, (3_840, 48, 16, 8, 15_360, 262_208, True)),
+    "gemma-3-27b": (_GEMMA_27B, (5_376, 62, 32, 16, 21_504, 262_208, True)),
 }
 NAMES = tuple(_SHAPES)
 # Versions of a model that share its shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.

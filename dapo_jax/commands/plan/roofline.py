@@ -8,7 +8,8 @@ import dataclasses
 import math
 
 from dapo_jax.commands.plan.chips import Chip
-from dapo_jax.model.decoder import ADAPTER_NAMES, DecoderConfig, abstract_params
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.layers import ADAPTER_NAMES
 from dapo_jax.runtime import sharding
 
 REMAT_ATTENTION = ("full", "offload")  # what recomputes attention in the backward pass

@@ -1,0 +1,91 @@
+"""Parts of a transformer layer: linear layers with low-rank adapters, norms, activations."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
+SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
+ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of matrices: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
+
+    rank: int
+    scale: float  # alpha / rank
+    targets: tuple[str, ...]  # names of projections
+
+
+def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """Initialiser whose parameter carries these logical axis names; `self.param` unboxes it."""
+    return nn.with_logical_partitioning(init, axes)
+
+
+class OffsetNorm(nn.Module):
+    """RMS norm times 1 + scale, as Gemma's."""
+
+    epsilon: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        scale = self.param("scale", named(nn.initializers.zeros, ("norm",)), x.shape[-1:])
+        x = x.astype(jnp.float32)
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * (1 + scale)).astype(self.dtype)
+
+
+class Projection(nn.Module):
+    """Linear layer over the last `contracted` axes of x, as one product of two matrices.
+
+    The axes are merged because XLA:CPU transposes and recomputes the gradient of a product over
+    several axes, which took a third of the backward pass.
+    """
+
+    features: tuple[int, ...]
+    axes: tuple[str, ...]  # logical names of the kernel's dimensions
+    dtype: Any
+    contracted: int = 1
+    use_bias: bool = False
+    adapters: Adapters | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        inputs = x.shape[-self.contracted :]
+        inner = math.prod(inputs)
+        init = named(nn.initializers.normal(inner**-0.5), self.axes)
+        kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
+        flat = x.reshape(-1, inner)
+        product = flat @ kernel.reshape(inner, -1)
+        if self.has_variable("params", "kernel" + SCALE):
+            scale = self.get_variable("params", "kernel" + SCALE)
+            product = (product * scale.reshape(1, -1)).astype(self.dtype)
+        if self.adapters:
+            product += self._low_rank(self.adapters, flat, inputs)
+        product = product.reshape(*x.shape[: -self.contracted], *self.features)
+        if self.use_bias:
+            axes = self.axes[self.contracted :]
+            init = named(nn.initializers.zeros, axes)
+            product += self.param("bias", init, self.features).astype(self.dtype)
+        return product
+
+    def _low_rank(
+        self, adapters: Adapters, flat: Float[Array, "N I"], inputs: tuple[int, ...]
+    ) -> Array:
+        """The adapters' term, scale (x A) B; B starts at zero, so training starts at the base."""
+        rank, inner, into = adapters.rank, flat.shape[1], self.axes[: self.contracted]
+        init = named(nn.initializers.normal(inner**-0.5), (*into, "rank"))
+        down = self.param(ADAPTER_NAMES[0], init, (*inputs, rank)).astype(self.dtype)
+        axes = ("rank", *self.axes[self.contracted :])
+        init = named(nn.initializers.zeros, axes)
+        up = self.param(ADAPTER_NAMES[1], init, (rank, *self.features)).astype(self.dtype)
+        return adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
