@@ -142,7 +142,7 @@ def export(run: File, out: File, **settings: Any) -> pathlib.Path:
     Args:
         run: the run_dir of the run.
         out: the folder to write; new, empty, or an earlier export, which is replaced.
-        settings: `step`, `model`, `dtype`, `max_shard_gb` of `dapo_jax.ExportConfig`.
+        settings: `step`, `model`, `weights`, `dtype`, ... of `dapo_jax.ExportConfig`.
 
     Returns:
         the folder.

@@ -99,6 +99,12 @@ def check_models(config: Any) -> None:
     for name, _, folder in leaves(config):
         if name in FOLDERS and folder and not is_remote(folder):
             check_weights(folder, name)
+    if config.lora.folder:
+        from dapo_jax.model import load_huggingface, peft_adapters
+        from dapo_jax.model.trainable import choose_trained
+
+        base = load_huggingface.read_config(config.model.folder)
+        peft_adapters.read_adapters(config.lora.folder, choose_trained(base, 0.0, config.lora))
 
 
 def guarded(work: Callable[[], int | None]) -> int:

@@ -48,7 +48,12 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
     from dapo_jax.runtime.storage.ownership import PREFERRING, TRAINED, check_free
 
     check_warmup(config)
-    check_free("out", config.out, TRAINED if isinstance(config, SftConfig) else PREFERRING)
+    kind = TRAINED if isinstance(config, SftConfig) else PREFERRING
+    check_free("out", config.out, kind)
+    if config.lora.rank:
+        from dapo_jax.run.export import adapter_folder
+
+        check_free("out", adapter_folder(config.out), kind)
     if isinstance(config, DpoConfig) or config.data.source not in GENERATED:
         find_source(config.data)
 

@@ -81,7 +81,7 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     learner = present(programs.critic, "critic") if of_critic else programs.policy
     before = [saved for saved in saved_steps(run_dir) if saved < record["step"]]
     if model or not (step or before):
-        params = load_trained(folder, decoder, mesh, config.seed)
+        params = load_trained(folder, decoder, mesh, config.seed, config.lora.folder)
         return learner, params, folder
     saved = SavedPolicy(run_dir, step or before[-1], "critic" if of_critic else "state")
     flat = {path: saved.read(path) for path in saved.shapes()}

@@ -43,6 +43,7 @@ CONSTANT_RATES = When(
     "optimizer.schedule algorithm.critic critic.optimizer.schedule",
     lambda policy, has_critic, critic: policy == "constant" == (critic if has_critic else policy),
 )
+IF_MERGED = When("weights", "merged")
 SMALLEST_PAGE_MB = 6.0  # the plotting library and little else
 GENERATES = When("data.source", " ".join(GENERATED))
 READS_FILES = When("data.source", lambda source: source not in GENERATED)
@@ -166,11 +167,18 @@ class ExportConfig:
     )
     step: CountOr0 = setting(0, "Of which step; 0: the newest checkpoint.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
+    weights: Literal["merged", "adapter"] = setting(
+        "merged",
+        "Of a run with adapters: 'merged' into a model folder, beside which OUT.adapter has them "
+        "as PEFT saves them, or that 'adapter' folder alone, as OUT.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "'float32' (exact), 'bfloat16', 'float16' or 'auto': that of the model folder."
+        "auto",
+        "'float32' (exact), 'bfloat16', 'float16' or 'auto': that of the model folder.",
+        read=IF_MERGED,
     )
     max_shard_gb: Positive = setting(
-        5.0, "A weight file ends before it exceeds 10^9 bytes times this."
+        5.0, "A weight file ends before it exceeds 10^9 bytes times this.", read=IF_MERGED
     )
 
 

@@ -67,6 +67,9 @@ class Lora:
         "Matrices with an adapter, comma-separated.",
         read=When("lora.rank"),
     )
+    folder: str = setting(
+        "", "Adapters to go on from, as PEFT saves them; empty: new ones, which change nothing yet."
+    )
 
 
 @section

@@ -104,6 +104,9 @@ def validate(config: Any) -> None:
         _check_generated_examples(config, check)
     elif isinstance(config, SftConfig | DpoConfig):
         _check_own_examples(config, check)
+    if "lora.rank" in settings:
+        of_folder = f"r of {settings['lora.folder']}/adapter_config.json, with lora.folder"
+        check("lora.rank", settings["lora.rank"] != 0 or not settings["lora.folder"], of_folder)
     if isinstance(config, SftConfig):
         base = "0 without start: there is no base model to adapt"
         check("lora.rank", config.lora.rank == 0 or config.start != "", base)

@@ -49,6 +49,14 @@ def _published(
             yield name, array
 
 
+def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    """Writes a safetensors file with the mode that any new file has."""
+    path.touch()
+    mode = path.stat().st_mode  # the library sets 0600 regardless of the umask
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def save_weights(
     folder: pathlib.Path | None,
     leaves: Iterable[tuple[str, Layers]],
@@ -77,11 +85,7 @@ def save_weights(
     total = size = 0
 
     def write() -> None:
-        path = folder / f"{len(files)}.unfinished"
-        path.touch()
-        mode = path.stat().st_mode  # the library sets 0600 regardless of the umask
-        save_file(part, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        save_tensors(part, folder / f"{len(files)}.unfinished")
         files.append(list(part))
         part.clear()
 

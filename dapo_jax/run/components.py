@@ -19,7 +19,7 @@ from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import Learners
 from dapo_jax.learner.minibatches import TokenWeights
 from dapo_jax.learner.reward_model import RewardModel
-from dapo_jax.model import load_huggingface
+from dapo_jax.model import load_huggingface, peft_adapters
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import (
     choose_trained,
@@ -67,6 +67,7 @@ def check_processes(config: Any) -> None:
         settings = {name: value for name, _, value in leaves(config)}
         read: dict[str, Callable[[str], str]]
         read = {name: load_huggingface.fingerprint for name in MODEL_FOLDERS}
+        read["lora.folder"] = peft_adapters.fingerprint
         read["data.template"] = lambda name: open_template(name).digest
         found = {name: content(read[name], settings[name]) for name in read if settings.get(name)}
         return (
@@ -120,7 +121,8 @@ class Components:
     def first_params(self) -> Any:
         """Trained parameters before the first step, on the mesh."""
         folder, mesh = self.config.model.folder, self.learners.policy.mesh
-        return load_trained(folder, self.decoder, mesh, self.config.seed)
+        adapters = self.config.lora.folder
+        return load_trained(folder, self.decoder, mesh, self.config.seed, adapters)
 
     def critic_params(self) -> Any:
         """The critic's parameters before training: a policy's folder, or a reward model's."""
@@ -138,9 +140,16 @@ class Components:
 
 
 def load_trained(
-    folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, **options: Any
+    folder: str,
+    decoder: DecoderConfig,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    adapters: str = "",
+    **options: Any,
 ) -> Any:
-    """Trained parameters of a folder, or fresh adapters where adapters are trained; float32."""
+    """Trained parameters of a folder; where adapters are trained, those or fresh ones; float32."""
+    if decoder.adapters and adapters:
+        return peft_adapters.load_adapters(adapters, decoder, mesh)
     if decoder.adapters:
         return fresh_adapters(decoder, mesh, seed)
     return load_huggingface.load_params(
@@ -178,7 +187,8 @@ def load_reference(
         field = "model.reference_folder"
         check_same_model(field, folder, policy, lambda shape: shape)
         return load_whole(folder, decoder, mesh, config.seed, field)
-    return join(frozen, load_trained(policy, decoder, mesh, config.seed, cast=True))
+    start = config.seed, config.lora.folder
+    return join(frozen, load_trained(policy, decoder, mesh, *start, cast=True))
 
 
 def load_whole(

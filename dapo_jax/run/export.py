@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.data.policies import model_path
-from dapo_jax.model import load_huggingface, save_huggingface, weight_names
+from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface, weight_names
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
@@ -89,6 +89,30 @@ def policy_layers(
             yield path, save_huggingface.layers_of(path, read(path))
 
 
+def adapter_folder(out: str) -> str:
+    """Folder beside a merged one, with its adapters."""
+    return f"{pathlib.Path(out)}.adapter"
+
+
+def write_adapters(
+    out: str,
+    kind: str,
+    trained: Collection[str],
+    read: Callable[[str], Any],
+    decoder: DecoderConfig,
+    source: str,
+) -> None:
+    """Writes adapters as a folder of their own; every process calls it.
+
+    Args:
+        kind: of the folder, a key of `ownership.ALLOWED`.
+        trained, read: as for `policy_layers`.
+        source: folder of the model that they adapt; the new one holds its name, no path.
+    """
+    with replace("out", out, kind, peft_adapters.WRITTEN) as folder:
+        peft_adapters.save_adapters(folder, trained, read, decoder, model_path(source).name)
+
+
 def export(config: ExportConfig) -> pathlib.Path:
     """Writes the model folder and returns its path.
 
@@ -104,17 +128,24 @@ def export(config: ExportConfig) -> pathlib.Path:
     decoder = read_decoder(settings, source)
     check_same_shapes(policy.shapes(), decoder, source)
     check_frozen(settings, source, "model")
+    merged = config.weights == "merged"
+    allowed = "'merged': the run trained no adapters"
+    require(merged or bool(decoder.adapters), "weights", config.weights, allowed)
     dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
     needed = out.exists() and os.path.samefile(out, model_path(source))
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
-    with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
-        folder = present(folder, "folder")  # the command runs in one process
-        layers = policy_layers(policy.shapes(), policy.read, decoder, source)
-        save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
-        save_huggingface.save_settings_of(source, folder, dtype)
+    trained = policy.shapes(), policy.read, decoder
+    if decoder.adapters:
+        adapters = adapter_folder(config.out) if merged else config.out
+        write_adapters(adapters, EXPORTED, *trained, source)
+    if merged:
+        with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
+            folder = present(folder, "folder")  # the command runs in one process
+            layers = policy_layers(*trained, source)
+            save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
+            save_huggingface.save_settings_of(source, folder, dtype)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(
-        f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {dtype} written to {config.out}"
-    )
+    kind = dtype if merged else "float32"
+    print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
     return out

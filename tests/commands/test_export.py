@@ -80,6 +80,10 @@ def test_dtype_step_and_file_size_are_as_asked_for(run, tmp_path):
     [
         ({"run": "nowhere"}, "config.run = 'nowhere': must be the run_dir of a run that has saved"),
         ({"step": 9}, "config.step = 9: must be 0 or one of 1, 2"),
+        (
+            {"weights": "adapter"},
+            "config.weights = 'adapter': must be 'merged': the run trained no",
+        ),
         ({"dtype": "int8"}, "config.dtype = 'int8': must be one of auto, float32"),
         (
             {"model": str(OTHER)},

@@ -70,6 +70,11 @@ FLAGS = [
     ),
     ("train", [MAIN, "--config.data.source=a=0"], ["data.source", "a=0", "above 0"]),
     ("train", [MAIN, MODEL, "--config.data.source=gym:nothing"], ["gym:nothing"]),
+    (
+        "train",
+        [MAIN, MODEL, "--config.lora.rank=2", "--config.lora.folder=full"],
+        ["config.lora.folder", "full/adapter_config.json can't be read"],
+    ),
     ("train", [MAIN, "--config.run_dir=full"], ["run_dir", "'full'"]),
     ("train", [MAIN, "--config.run_dir=notes.txt"], ["run_dir", "'notes.txt'"]),
     ("train", [MAIN, "--help=smapler"], ["--help=smapler", "sampler"]),
@@ -86,6 +91,11 @@ FLAGS = [
     ("export", ["--run=nowhere", "--out=x"], ["run", "'nowhere'"]),
     ("export", ["--run=", "--out=x"], ["config.run = ''"]),
     ("export", ["--run=a", "--out=x", "--dtype=int8"], ["dtype", "'int8'", "bfloat16"]),
+    (
+        "export",
+        ["--run=a", "--out=x", "--weights=adapter", "--dtype=bfloat16"],
+        ["config.dtype = 'bfloat16'", "'auto' with weights = 'adapter'", "nothing reads it"],
+    ),
     ("export", ["--rum=a"], ["--rum: there is no such flag", "did you mean run"]),
     ("train", [MAIN, "--seed=3"], ["--seed: there is no such flag", "did you mean seed"]),
     ("serve", [], ["dapo-jax serve --model=FOLDER"]),

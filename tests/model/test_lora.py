@@ -19,6 +19,7 @@ from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface
+from dapo_jax.model.peft_adapters import read_adapters
 from dapo_jax.model.trainable import MATRICES, choose_trained, fresh_adapters, merge
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
@@ -238,6 +239,42 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
             assert trained == exported != base
 
 
+def test_an_export_has_the_adapters_beside_it_or_alone(run, tmp_path):
+    config, states, _ = run
+    for name, weights in (("out", "merged"), ("alone", "adapter")):
+        export(ExportConfig(run=config.run_dir, out=str(tmp_path / name), weights=weights))
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/adapter*"))
+    assert [name for name in names if name.startswith("alone")] == [
+        "alone/adapter_config.json",
+        "alone/adapter_model.safetensors",
+    ]
+    for folder in ("out.adapter", "alone"):
+        read = read_adapters(str(tmp_path / folder), DECODER)
+        for path, array in flatten_dict(states[-1].params, sep="/").items():
+            np.testing.assert_array_equal(read[path], array)
+    assert not list(tmp_path.glob("out/adapter*")) + list(tmp_path.glob("alone/model*"))
+    assert not list(tmp_path.glob("alone.adapter"))
+
+
+def test_a_run_goes_on_from_adapters_which_its_reference_has_too(run, tmp_path):
+    config, states, _ = run
+    export(ExportConfig(run=config.run_dir, out=str(tmp_path / "old"), weights="adapter"))
+    lora = dataclasses.replace(LORA, folder=str(tmp_path / "old"))
+    config = make_lora_config(config.model.folder, tmp_path / "new", lora=lora)
+    with open_run(config) as begun:
+        first = begun.state.learners.policy.params
+        assert equal(jax.device_get(first), states[-1].params)
+        reference = begun.components.learners.reference["layers"]
+        for name, pair in states[-1].params["layers"].items():
+            assert all(np.array_equal(reference[name][part], array) for part, array in pair.items())
+        begun.state = dataclasses.replace(begun.state, step=1)
+        begun._save()
+    changed = tmp_path / "old/adapter_config.json"
+    changed.write_text(changed.read_text() + " ")
+    with pytest.raises(ConfigError, match="config.lora.folder .content. = .* was made with"):
+        open_run(config).__enter__()
+
+
 @pytest.mark.slow
 def test_the_evaluation_of_a_run_is_that_of_its_exported_folder(run, tmp_path):
     config, _, _ = run
@@ -291,6 +328,7 @@ def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
         ({"lora": Lora(rank=2, alpha=0.0)}, "lora.alpha = 0.0: must be above 0"),
         ({"lora": Lora(2, targets="query,q_proj")}, "lora.targets = 'query,q_proj': must be some"),
         ({"lora": Lora(2, targets="up,up")}, "lora.targets = 'up,up': must be some of query"),
+        ({"lora": Lora(folder="old")}, "lora.rank = 0: must be r of old/adapter_config.json"),
         ({"lora": Lora(2), "model": None}, "model.freeze_layers = 0.5: must be 0 with lora.rank"),
     ],
 )

@@ -1,6 +1,7 @@
 """Supervised training and offline pairs with low-rank adapters: learning, folders, settings."""
 
 import dataclasses
+import json
 import pathlib
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from supervised_runs import example_rows, pair_rows, read_metrics, settings
 
+from dapo_jax.commands.model_folders import check_folder
 from dapo_jax.config.experiment import Config, DpoConfig, Lora, Optimizer, SftConfig
 from dapo_jax.config.files import read_config
 from dapo_jax.config.validation import validate
@@ -60,13 +62,16 @@ def test_adapters_come_to_prefer_the_chosen_answers(tiny_folder, alone, tmp_path
     assert rows[0]["heldout_preference_loss"] == pytest.approx(np.log(2), abs=1e-12)
     assert rows[-1]["heldout_preference_accuracy"] > 0.5
     assert_merged(config.out, tiny_folder)
-    # With the merged folder as start and the base as reference, the margins are those of the end.
-    again = make_config("dpo", tmp_path, config.out, reference=str(tiny_folder))
+    # With the adapters as start and the base as reference, the margins are those of the end.
+    again = make_config("dpo", tmp_path, tiny_folder, reference=str(tiny_folder))
+    again.lora = dataclasses.replace(LORA, folder=f"{config.out}.adapter")
     again.out, again.total_steps, again.optimizer.learning_rate = str(tmp_path / "b"), 1, 1e-12
     prefer(again)
     margins = [rows[-1], read_metrics(again.out)[0]]
     losses = [row["heldout_preference_loss"] for row in margins]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    values = json.loads((tmp_path / "out.adapter/adapter_config.json").read_text())
+    assert values["base_model_name_or_path"] == tiny_folder.name and values["r"] == 4
 
 
 @pytest.mark.parametrize("lora", [Lora(rank=2), Lora(rank=-1), Lora(alpha=1.0)])
@@ -80,7 +85,25 @@ def test_an_unknown_matrix_is_refused_before_anything_is_loaded(tiny_folder, alo
     config = make_config("sft", tmp_path, tiny_folder, lora=Lora(rank=2, targets="q_proj"))
     with pytest.raises(ConfigError, match="lora.targets = 'q_proj': must be some of query"):
         make_base(config)
+    config.lora = Lora(rank=2, folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="config.lora.folder: .*adapter_config.json can't be re"):
+        make_base(config)
     assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_for_adapters_that_holds_something_else_is_refused(command, tmp_path):
+    (tmp_path / "out.adapter").mkdir()
+    (tmp_path / "out.adapter/mine.txt").write_text("keep")
+    config = make_config(command, tmp_path, "nowhere")
+    with pytest.raises(ConfigError, match="config.out = '.*out.adapter': must be a new or empty"):
+        check_folder(config)
+
+
+def test_a_folder_of_adapters_asks_for_its_rank():
+    config = SftConfig(total_steps=1, start="base", lora=Lora(folder="adapters"))
+    with pytest.raises(ConfigError, match="lora.rank = 0: must be r of adapters/adapter_config"):
+        validate(config)
 
 
 @pytest.mark.slow

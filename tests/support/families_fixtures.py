@@ -17,12 +17,15 @@ from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 
 
-def packed_logits(folder, mesh, dtype=jnp.float32):
-    """Ours of the expected tokens, the ragged batch packed into one row; [B, T, V], 0 beyond."""
+def packed_logits(folder, mesh, dtype=jnp.float32, config=None, params=None):
+    """Ours of the expected tokens, the ragged batch packed into one row; [B, T, V], 0 beyond.
+
+    Of the folder's config and parameters, where no others are given.
+    """
     with np.load(folder / "expected.npz") as expected:
         tokens, lengths, first = (expected[name] for name in ("tokens", "lengths", "first"))
-    config = load_huggingface.read_config(folder, dtype=dtype)
-    params = load_huggingface.load_params(folder, config, mesh)
+    config = config or load_huggingface.read_config(folder, dtype=dtype)
+    params = params or load_huggingface.load_params(folder, config, mesh)
     used = np.arange(tokens.shape[1]) < lengths[:, None]
     places = np.broadcast_to(np.arange(tokens.shape[1]) + first, tokens.shape)
     segments = np.broadcast_to(1 + np.arange(len(tokens))[:, None], tokens.shape)

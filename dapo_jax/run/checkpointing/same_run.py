@@ -6,6 +6,7 @@ from typing import Any
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.templates import open_template
+from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.rules import Rule, When
 from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
@@ -78,6 +79,8 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
         folders["model.reference_folder"] = model.reference_folder or model.folder
     folders["teacher.folder"] = config.teacher.folder
     content = {name: fingerprint(folder, name) for name, folder in folders.items() if folder}
+    if config.algorithm.reference and config.lora.folder:
+        content["lora.folder"] = peft_adapters.fingerprint(config.lora.folder)
     if digest := open_template(config.data.template).digest:
         content["data.template"] = digest
     settings = {name: value for name, _, value in leaves(config)}

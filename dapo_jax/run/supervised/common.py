@@ -16,6 +16,7 @@ from dapo_jax.learner.packing import Segment, pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
+from dapo_jax.model.peft_adapters import read_adapters
 from dapo_jax.model.trainable import choose_trained
 from dapo_jax.reporting.console import Progress
 from dapo_jax.run.components import load_frozen, load_trained
@@ -72,8 +73,11 @@ def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
         tokenizer.check_fits(decoder.vocab, "start", folder)
 
         def load() -> Any:
-            return load_trained(folder, decoder, mesh, config.seed, field="start")
+            start = config.seed, config.lora.folder
+            return load_trained(folder, decoder, mesh, *start, field="start")
 
+        if config.lora.folder:
+            read_adapters(config.lora.folder, decoder)  # refuses it before the base is loaded
         frozen = load_frozen(folder, decoder, mesh, "start")
         return Start(decoder, tokenizer, mesh, load, frozen)
     shape, tokenizer = config.architecture, arithmetic_tokenizer()

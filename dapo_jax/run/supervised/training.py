@@ -13,18 +13,17 @@ from rich.markup import escape
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import DpoConfig, SftConfig
-from dapo_jax.data.prompts.tokenizer import END, PAD, Tokenizer
+from dapo_jax.data.prompts.tokenizer import END, PAD
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
-from dapo_jax.model import save_huggingface
-from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.run.components import check_processes
 from dapo_jax.run.compute import open_mesh
-from dapo_jax.run.export import policy_layers
+from dapo_jax.run.export import adapter_folder, policy_layers, write_adapters
 from dapo_jax.run.supervised.common import Start, open_start
 from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped, forget, model_digests
 from dapo_jax.runtime.kept_programs import keep
@@ -97,12 +96,15 @@ def train_supervised(
             policy_learner, *numbers, start.decoder, start.mesh, frozen=start.frozen
         )
         task = open_task(config, start, learner, signals)
-        with ResumePoint(config, {**task.digests, **model_digests(config.start)}) as resume:
+        digests = {**task.digests, **model_digests(config.start)}
+        if config.lora.folder:
+            digests[config.lora.folder] = peft_adapters.fingerprint(config.lora.folder)
+        with ResumePoint(config, digests) as resume:
             state = resume.begin(learner.abstract_state, lambda: learner.start(task.first_params()))
             task = dataclasses.replace(task, first_params=dict)  # frees what the other one holds
             log = TrainingLog(name, resume, task, config.optimizer.max_skipped_steps)
             state = _learn(config, task, learner, state, resume, log, signals)
-            write_policy(folder, state.params, start.decoder, start.tokenizer, config.start, resume)
+            write_policy(config, kind, start, folder, state.params, resume)
     forget(config.out)
     Progress().say(f"policy written to {escape(config.out)}")
     return pathlib.Path(config.out)
@@ -213,30 +215,34 @@ class TrainingLog:
 
 
 def write_policy(
+    config: SftConfig | DpoConfig,
+    kind: str,
+    start: Start,
     folder: pathlib.Path | None,
     params: Any,
-    decoder: DecoderConfig,
-    tokenizer: Tokenizer,
-    start: str,
     resume: ResumePoint,
 ) -> None:
-    """Writes weights (adapters merged), settings, tokenizer and metrics.jsonl into `folder`.
+    """Writes weights, settings, tokenizer and metrics.jsonl into `folder`.
+
+    Adapters are merged, and written beside it.
 
     Args:
+        kind: of the folder, a key of `ownership.ALLOWED`.
         folder: exists and is empty; None on a process that does not write.
-        start: model folder whose tokenizer files are copied; empty: none.
     """
+    decoder, tokenizer = start.decoder, start.tokenizer
     if decoder.adapters:
-        trained = flatten(params)
-        layers = policy_layers(trained, lambda path: to_host(trained[path]), decoder, start)
-        save_huggingface.save_weights(folder, layers, decoder)
+        flat = flatten(params)
+        trained = flat, lambda path: to_host(flat[path]), decoder, config.start
+        write_adapters(adapter_folder(config.out), kind, *trained)
+        save_huggingface.save_weights(folder, policy_layers(*trained), decoder)
     else:
         save_huggingface.save_folder(folder, params, decoder, tokenizer.end_ids)
     if folder is None or resume.folder is None:
         return
     shutil.copyfile(resume.folder / METRICS, folder / METRICS)
-    if start:
-        save_huggingface.save_settings_of(start, folder, "float32")
+    if config.start:
+        save_huggingface.save_settings_of(config.start, folder, "float32")
     else:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_SETTINGS, indent=2))

@@ -1,0 +1,240 @@
+"""Adapter folders in PEFT's format: names, numbers, what is refused, and PEFT itself (slow)."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import families_fixtures as families
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.config.experiment import Lora
+from dapo_jax.model import load_huggingface, peft_adapters, weight_names
+from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join, merge
+from dapo_jax.run.components import load_frozen
+from dapo_jax.runtime.settings import ConfigError
+
+LORA = Lora(rank=3, alpha=7.5, targets="key,out,down")
+DECODER = choose_trained(TINY, 0.0, LORA)
+ROOT = pathlib.Path(__file__).parents[1]
+MODELS = sorted(p.parent for p in ROOT.glob("fixtures/models/*/config.json"))
+
+
+def random_adapters(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Adapters as after some training, by path."""
+    random, shapes = np.random.default_rng(5), weight_names.param_shapes(config)
+    trained = {path: shape for path, shape in shapes.items() if is_trained(path, config)}
+    return {path: random.normal(0, 0.2, shape).astype("f4") for path, shape in trained.items()}
+
+
+def save(folder: pathlib.Path, adapters, config: DecoderConfig, base="base") -> pathlib.Path:
+    folder.mkdir(exist_ok=True)
+    peft_adapters.save_adapters(folder, adapters, adapters.__getitem__, config, base)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(tmp_path / "adapter", random_adapters(DECODER), DECODER)
+
+
+def test_names_and_shapes_are_those_of_peft(folder):
+    shapes = {
+        name: array.shape for name, array in load_file(folder / "adapter_model.safetensors").items()
+    }
+    expected = {}
+    for layer in (0, 1):
+        below = f"base_model.model.model.layers.{layer}"
+        expected |= {
+            f"{below}.self_attn.k_proj.lora_A.weight": (3, 32),
+            f"{below}.self_attn.k_proj.lora_B.weight": (16, 3),
+            f"{below}.self_attn.o_proj.lora_A.weight": (3, 32),
+            f"{below}.self_attn.o_proj.lora_B.weight": (32, 3),
+            f"{below}.mlp.down_proj.lora_A.weight": (3, 64),
+            f"{below}.mlp.down_proj.lora_B.weight": (32, 3),
+        }
+    assert shapes == expected
+    values = json.loads((folder / "adapter_config.json").read_text())
+    assert (values["r"], values["lora_alpha"], values["peft_type"]) == (3, 7.5, "LORA")
+    assert values["target_modules"] == ["down_proj", "k_proj", "o_proj"]
+    assert (folder / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_published_product_is_what_a_merge_adds(folder):
+    """alpha / r B A of the file, [out, in], layer by layer."""
+    tensors, adapters = (
+        load_file(folder / "adapter_model.safetensors"),
+        random_adapters(DECODER),
+    )
+    shapes = weight_names.param_shapes(TINY)
+    for target in ("key", "out", "down"):
+        path = f"layers/{target}/kernel"
+        for layer, name in enumerate(weight_names.published_names(path, TINY)):
+            pair = (adapters[f"layers/{target}/{part}"][layer] for part in ("lora_a", "lora_b"))
+            ours = merge(np.zeros(shapes[path][1:]), *pair, DECODER.adapters)
+            name = f"base_model.model.{name.removesuffix('.weight')}"
+            theirs = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 7.5 / 3
+            np.testing.assert_allclose(weight_names.to_published(path, ours), theirs, atol=1e-6)
+
+
+def test_adapters_come_back_bit_for_bit_on_any_mesh(folder, one_device, eight_devices):
+    written = random_adapters(DECODER)
+    for mesh in (one_device, eight_devices):
+        read = flatten_dict(peft_adapters.load_adapters(str(folder), DECODER, mesh), sep="/")
+        assert read.keys() == written.keys()
+        for path, array in read.items():
+            np.testing.assert_array_equal(array, written[path])
+            assert array.sharding.mesh == mesh
+
+
+def change_config(folder: pathlib.Path, **changes) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"rank_pattern": {"q_proj": 8}},
+        {"alpha_pattern": {"q_proj": 8}},
+        {"init_lora_weights": "pissa"},
+        {"layers_to_transform": [0]},
+        {"layer_replication": [[0, 1]]},
+        {"trainable_token_indices": [1]},
+        {"target_parameters": ["experts.down_proj"]},
+        {"an_option_of_next_year": 3},
+        {"peft_type": "IA3"},
+        {"r": 0},
+        {"r": True},
+        {"lora_alpha": "8"},
+        {"lora_alpha": float("nan")},
+    ],
+    ids=str,
+)
+def test_an_option_that_changes_the_numbers_is_refused_by_name(changes, folder):
+    change_config(folder, **changes)
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match="lora.folder") as raised:
+        peft_adapters.read_adapters(str(folder), DECODER)
+    assert f"adapter_config.json: {name} = {value!r}: " in str(raised.value)
+
+
+def test_what_changes_no_number_is_read(folder):
+    change_config(folder, lora_dropout=0.1, task_type=None, peft_version="9", target_modules=".*k")
+    change_config(folder, base_model_name_or_path="/home/me/base", use_qalora=False, eva_config={})
+    exact = peft_adapters.read_adapters(str(folder), DECODER)
+    path = folder / "adapter_model.safetensors"
+    save_file({n: array.astype(jnp.bfloat16) for n, array in load_file(path).items()}, path)
+    for name, array in peft_adapters.read_adapters(str(folder), DECODER).items():
+        np.testing.assert_array_equal(array, exact[name].astype(jnp.bfloat16))
+
+
+def change_tensors(folder: pathlib.Path, **changes) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | changes, path)
+
+
+LAYER = "base_model.model.model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("base_model.model.lm_head.lora_A.weight", np.zeros((3, 32)), "unknown"),
+        (f"{LAYER}.self_attn.k_proj.lora_magnitude_vector", np.zeros(3), "unknown"),
+        (
+            f"{LAYER}.self_attn.k_proj.lora_A.weight",
+            np.zeros((3, 31)),
+            "shape (3, 31), expected (3, 32)",
+        ),
+        (f"{LAYER}.mlp.down_proj.lora_B.weight", np.zeros((32, 3), np.int8), "dtype int8"),
+        (f"{LAYER}.mlp.down_proj.lora_B.weight", np.full((32, 3), np.nan), "not finite"),
+    ],
+)
+def test_a_tensor_that_fits_no_matrix_is_named(name, value, problem, folder):
+    value = value if value.dtype == np.int8 else value.astype(np.float32)
+    change_tensors(folder, **{name: value})
+    with pytest.raises(ConfigError) as raised:
+        peft_adapters.read_adapters(str(folder), DECODER)
+    assert f"{name}: " in str(raised.value) and problem in str(raised.value)
+
+
+def test_a_missing_tensor_is_named(folder):
+    path, name = folder / "adapter_model.safetensors", f"{LAYER}.mlp.down_proj.lora_B.weight"
+    save_file({n: array for n, array in load_file(path).items() if n != name}, path)
+    with pytest.raises(ConfigError, match=f"{name}: missing"):
+        peft_adapters.read_adapters(str(folder), DECODER)
+
+
+@pytest.mark.parametrize("broken", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"\xff\xfe"])
+def test_a_file_that_is_missing_or_torn_is_named(broken, content, folder):
+    (folder / broken).unlink()
+    if content is not None:
+        (folder / broken).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"config.lora.folder: .*{broken}"):
+        peft_adapters.read_adapters(str(folder), DECODER)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"rank": 2}, {"alpha": 8.0}, {"targets": "key,out"}, {"targets": "query,key,out,down"}]
+)
+def test_other_settings_are_answered_with_those_of_the_folder(lora, folder):
+    decoder = choose_trained(TINY, 0.0, dataclasses.replace(LORA, **lora))
+    flags = "--config.lora.rank=3 --config.lora.alpha=7.5 --config.lora.targets=down,key,out"
+    with pytest.raises(ConfigError, match=flags):
+        peft_adapters.read_adapters(str(folder), decoder)
+
+
+def run_peft(task: str, pairs: dict) -> None:
+    python = os.environ.get("PEFT_PYTHON", sys.executable)
+    if python == sys.executable and importlib.util.find_spec("peft") is None:
+        pytest.skip("needs peft: set PEFT_PYTHON")
+    line = [python, ROOT / "fixtures/peft_models.py", task, *(f"{b}={a}" for b, a in pairs.items())]
+    subprocess.run(line, check=True)
+
+
+def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, mesh) -> None:
+    """Ours and PEFT's, of an adapter folder on a base, whose own logits are others."""
+    config = choose_trained(load_huggingface.read_config(base), 0.0, lora)
+    trained = peft_adapters.load_adapters(str(adapters), config, mesh)
+    params = join(load_frozen(str(base), config, mesh), trained)
+    ours, used = families.packed_logits(base, mesh, config=config, params=params)
+    theirs = np.load(adapters / "logits.npy")
+    print(f"{base.name}: largest difference {np.abs(ours - theirs)[used].max():.1e}")
+    np.testing.assert_allclose(ours[used], theirs[used], atol=1e-5, rtol=0)
+    with np.load(base / "expected.npz") as expected:
+        assert np.abs(theirs - expected["logits"])[used].max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["query,value", ",".join(MATRICES)])
+def test_logits_of_an_adapter_of_ours_are_those_of_peft(targets, tmp_path, one_device):
+    lora, pairs = Lora(rank=5, alpha=8.0, targets=targets), {}
+    for base in MODELS:
+        config = choose_trained(load_huggingface.read_config(base), 0.0, lora)
+        pairs[base] = save(tmp_path / base.name, random_adapters(config), config)
+    run_peft("logits", pairs)
+    for base, adapters in pairs.items():
+        assert_logits_alike(base, adapters, lora, one_device)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_peft_saved_is_read(tmp_path, one_device):
+    pairs = {base: tmp_path / base.name for base in MODELS}
+    run_peft("write", pairs)
+    for base, adapters in pairs.items():
+        assert_logits_alike(base, adapters, Lora(rank=4, alpha=6.0), one_device)
