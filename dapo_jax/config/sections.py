@@ -175,8 +175,7 @@ class Sampler:
     slots: Count = setting(128, "Responses decoded side by side.", may_change=ON_POLICY)
     keep_turns: bool = setting(
         False,
-        "Trajectories keep slot and cache while their environment thinks, and decode steps are fed "
-        "what it says; without, they are prefilled again as a whole.",
+        "Trajectories keep slot and cache between turns; else each turn prefills the whole again.",
         read=IF_ENVIRONMENT,
     )
     burst_tokens: Count = setting(
