@@ -47,6 +47,10 @@ PARAMETERS = {
     "Llama-3.2-1B": 1.24,
     "Llama-3.2-3B": 3.21,
     "Llama-3.3-70B": 70.6,
+    "gemma-3-1b": 1.000,
+    "gemma-3-4b": 3.880,
+    "gemma-3-12b": 11.77,
+    "gemma-3-27b": 27.01,
 }
 
 
