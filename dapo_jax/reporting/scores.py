@@ -46,6 +46,7 @@ class Response:
     failure: str | None = None  # error or time-out of the verifier
     subject: str = ""
     level: str = ""
+    turns: Sequence = ()  # as rollouts/ has those of a trajectory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dapo_jax.reporting.scores import REFLECTION, Response
+from dapo_jax.reporting.writers import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
@@ -42,6 +43,7 @@ def responses_of(group: Group) -> Iterator[Response]:
             failure=verdict.broken or verdict.failure,
             subject=prompt.subject,
             level=prompt.level,
+            turns=trajectory_fields(completion).get("turns", ()),
         )
 
 
@@ -54,7 +56,10 @@ def write_responses(path: Folder, responses: Iterable[Response], stamp: dict[str
 
 
 def _line(response: Response, stamp: dict[str, Any]) -> bytes:
-    return json.dumps(dataclasses.asdict(response) | stamp).encode() + b"\n"
+    fields = dataclasses.asdict(response)
+    if not response.turns:
+        del fields["turns"]
+    return json.dumps(fields | stamp).encode() + b"\n"
 
 
 def _read(path: Folder) -> tuple[list[Response], list[int]]:
