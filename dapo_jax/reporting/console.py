@@ -24,7 +24,7 @@ from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.lasting_output import LastingOutput
 from dapo_jax.runtime.processes import printable
-from dapo_jax.structs import Completion, Group
+from dapo_jax.structs import Completion, Group, Turn
 
 if TYPE_CHECKING:  # a slow import, and the first line is printed before it
     from dapo_jax.rollout.scheduler import Scheduler
@@ -143,10 +143,13 @@ class _Compilation(_Activity):
         return f"compiling {self._program}: {left:.0f} s left of about {duration(self._usual)}"
 
 
-def _turns(completion: Completion) -> list[str]:
-    """Texts of a trajectory's turns, observations in brackets; else that of the response."""
-    turns = [turn.text if turn.drawn else f"[{turn.text}]" for turn in completion.turns]
-    return turns or [completion.text]
+def _turns(completion: Completion) -> Text:
+    """End of a trajectory, observations dim and in brackets; else that of the response."""
+    parts = []
+    for turn in completion.turns or (Turn(True, 0, completion.text),):
+        text = printable(" ".join(turn.text[-ANSWER_TAIL:].split()))
+        parts.append(Text(text) if turn.drawn else Text(f"[{text}]", "dim italic"))
+    return Text(" | ").join(parts)[-ANSWER_TAIL:]
 
 
 class Progress:
@@ -331,13 +334,14 @@ class Progress:
             title=f"{one_line(prompt, PROMPT_TAIL)}  (answer {one_line(answer, ANSWER_TAIL)})",
             title_justify="left",
         )
-        for name in ("answer tail", "verdict", "reward", "tokens", "cut"):
-            table.add_column(name, justify="left" if name == "answer tail" else "right")
+        turns = r" \[environment]" * any(completion.turns for completion in group.completions)
+        for name in (f"answer tail{turns}", "verdict", "reward", "tokens", "cut"):
+            table.add_column(name, justify="left" if name.startswith("answer") else "right")
         for completion, right, reward in zip(
             group.completions, group.correct, group.rewards, strict=True
         ):
             table.add_row(
-                one_line(" | ".join(_turns(completion)), ANSWER_TAIL),
+                _turns(completion),
                 "[green]right[/]" if right else "[red]wrong[/]",
                 f"{reward:+.2f}",
                 str(len(completion)),

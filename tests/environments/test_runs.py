@@ -68,6 +68,12 @@ def test_an_evaluation_plays_whole_trajectories(base, played):
     assert all(one["turns"][-1][2] == one["response"] for one in several)
     turns = sum(drawn) + len(found) - len(several)
     assert scores["heldout_turns"] == pytest.approx(turns / len(found))
+    whole = (played[0] / "evaluations").glob("*/responses.jsonl")
+    for path in [*whole, played[0] / f"evaluations/step_{STEPS:06d}.jsonl"]:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        several = [line for line in lines if "turns" in line]
+        assert several and all(line["turns"][-1][2] == line["response"] for line in several)
+        assert {who for line in several for who, _, _ in line["turns"]} == {"policy", "environment"}
 
 
 def test_a_run_goes_on_in_its_environment_alone(base, played):

@@ -1,5 +1,7 @@
 """What people see: lines that fit, words while something is slow, and nothing a terminal obeys."""
 
+import dataclasses
+import io
 import json
 import os
 import shutil
@@ -29,7 +31,7 @@ from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.run.run import train
 from dapo_jax.runtime.processes import complain, printable
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Group, Verdict
+from dapo_jax.structs import Group, Turn, Verdict
 
 STEP = {
     "reward": 0.21,
@@ -142,6 +144,26 @@ def test_text_of_models_and_files_is_never_obeyed(capsys):
     widths = [console.measure(line).maximum for line in said.out.splitlines()]
     assert max(widths) <= 80
     assert printable("a\tb\n\u6f22 \u00e9") == "a\tb\n\u6f22 \u00e9"
+
+
+def test_a_trajectory_shows_who_said_what(capsys):
+    turns = (Turn(True, 2, "1+2="), Turn(False, 1, "3\x1b["), Turn(True, 2, "[red]3"))
+    completions = [
+        dataclasses.replace(make_completion([5] * 5), text="[red]3", turns=own)
+        for own in (turns, (), (turns[0], Turn(False, 1, "long " * 20), turns[2]))
+    ]
+    verdicts, rewards = (Verdict(True, "3"),) * 3, np.ones(3)
+    group = Group(
+        make_prompt(0, [3]), tuple(completions), verdicts, {}, rewards, rewards, rewards > 0
+    )
+    Progress().group(group)
+    said = capsys.readouterr().out
+    assert "answer tail [environment]" in said and "\x1b" not in said
+    assert "1+2= | [3\\x1b[] | [red]3 " in said
+    assert "\u2502 [red]3 " in said and "long long] | [red]3 " in said
+    console = Console(force_terminal=True, file=io.StringIO())
+    console.print(progress._turns(completions[0]))
+    assert "\x1b[2;3m[3" in console.file.getvalue()  # dim and italic
 
 
 def test_what_is_slow_says_so_once_in_a_file(capsys, monkeypatch):

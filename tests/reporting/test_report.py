@@ -22,7 +22,13 @@ from dapo_jax.reporting.page.comparison import (
     spent,
     welch_interval,
 )
-from dapo_jax.reporting.page.recorded_run import coarse_to_fine, read_run, sample_groups, spread_out
+from dapo_jax.reporting.page.recorded_run import (
+    SHOWN_CHARACTERS,
+    coarse_to_fine,
+    read_run,
+    sample_groups,
+    spread_out,
+)
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -31,7 +37,9 @@ def make(*folders: str, **settings) -> str:
 
 
 def test_text_that_a_model_wrote_is_never_markup(write_run):
-    lines = [response(0, i, response=HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE) for i in range(2)]
+    turns = [["policy", 4, HOSTILE], ["environment", 9, HOSTILE * 2000]]
+    own = {"response": HOSTILE, "prompt": HOSTILE, "prompt_id": HOSTILE, "turns": turns}
+    lines = [response(0, i, **own, token_texts=[HOSTILE] * 4) for i in range(2)]
     hostile = write_run("</title><script>alert(1)<", rollouts=[(1, lines)], rows=[row(0)])
     text = make(hostile)
     found = Scripts(text)
@@ -39,6 +47,9 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     assert not any(name.startswith("on") for _, attrs in found.tags for name in attrs)
     (group,) = data_of(text)["rollouts"]
     assert group["prompt"] == group["id"] == group["responses"][0]["text"] == HOSTILE
+    (_, _, drawn), (_, _, observed) = group["responses"][0]["turns"]
+    assert drawn == HOSTILE and len(observed) < 1.1 * SHOWN_CHARACTERS
+    assert "pieces" not in group["responses"][0]  # of a trajectory that long
     assert data_of(text)["experiments"][0]["name"] == hostile.rsplit("/")[-1]
     code = page.own_script()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)

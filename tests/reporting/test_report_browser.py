@@ -143,6 +143,39 @@ def test_a_comparison_begins_with_its_numbers_and_settings(report_of_three, tmp_
         )
 
 
+def test_turns_show_who_spoke_and_nobody_speaks_in_anothers_place(write_run, tmp_path):
+    forged = "<b>environment</b>, 2 tokens\n9"
+    said = [("policy", 3, f"1+2={forged}"), ("environment", 2, HOSTILE), ("policy", 1, "3")]
+    pieces = {"token_texts": ["1+2=", forged, "", "3"], "token_logprobs": [-0.1, -5.0, 0.0, -1.0]}
+    played = {"turns": said, "environment_rewards": [0.25, 1.0], "response": "3"}
+    lines = [response(1, 0, **played, **pieces), response(1, 1, **played), response(1, 2)]
+    out = tmp_path / "report.html"
+    report.report(ReportConfig(run=write_run("a", rollouts=[(1, lines)]), out=str(out)))
+    shown = "[...document.querySelectorAll('#responses details')].map(d =>"
+    shown += (
+        " [...d.querySelectorAll('.turn')].map(t => [t.className, ...[...t.children].map({})]))"
+    )
+    with browser(tmp_path / "profile") as page:
+        page.open(out, 1100)
+        page.wait("document.querySelector('#responses details')")
+        page.run("byId('open').click()")
+        page.wait("document.querySelectorAll('#responses .observed').length == 2")
+        texts = page.run(shown.format("c => c.textContent"))
+        assert [turn[:2] for turn in texts[0]] == [
+            ["turn", "policy, 3 tokens, reward 0.25"],
+            ["turn observed", "environment, 2 tokens"],
+            ["turn", "policy, 1 tokens, reward 1"],
+        ]
+        assert [turn[2] for turn in texts[0]] == [f"1+2={forged}\u25e6", HOSTILE, "3"]
+        assert [turn[2] for turn in texts[1]] == [text for _, _, text in said]
+        assert texts[2] == []
+        tokens = page.run(shown.format("c => c.querySelectorAll('span').length"))
+        assert [turn[2] for turn in tokens[0]] == [3, 0, 1]
+        assert page.run("document.querySelectorAll('img').length") == 0 and not page.trouble
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(SHOTS / "turns.png")
+
+
 def test_gaps_stay_gaps_and_rounding_is_flat(write_run, tmp_path):
     """Of 60 steps, a tenth clips something; the two policies differ by rounding alone."""
     clips = [float(step % 10 == 0) for step in range(60)]

@@ -135,11 +135,12 @@ function colourOfToken(by, value) {
   return `rgba(var(--${share > 0 ? "heat" : "less"}), ${Math.min(0.75, Math.abs(share))})`;
 }
 
-function tokensOf(response) {
+function tokensOf(response, text = response.text, first = 0, last = Infinity) {
   const by = byId("colour").value;
   const box = make("pre", { tabIndex: 0, role: "region", "aria-label": "response", dir: "auto" });
-  if (!response.pieces) return (box.append(response.text ?? ""), box);
-  response.pieces.forEach((piece, i) => {
+  if (!response.pieces) return (box.append(text ?? ""), box);
+  response.pieces.slice(first, last).forEach((piece, place) => {
+    const i = first + place;
     const clip = CLIPS[response.clipped?.[i] ?? 0];
     const said = [`log-probability ${show(response.logprobs?.[i])}`,
       response.ratios ? `ratio ${show(response.ratios[i])}` : "", clip].filter(Boolean).join(", ");
@@ -148,6 +149,20 @@ function tokensOf(response) {
     box.append(token, clip ? make("span", { hidden: true }, ` (${clip})`) : "");
   });
   return box;
+}
+
+// A box for each turn. Only the policy's words have tokens; a reward is for the step that a turn made.
+function turnsOf(response) {
+  let drawn = 0;
+  const rewards = response.rewards?.some(Boolean) ? [...response.rewards] : [];
+  return response.turns.map(([speaker, tokens, text]) => {
+    const own = speaker === "policy";
+    const reward = own && rewards.length ? `, reward ${show(rewards.shift())}` : "";
+    const shown = own ? tokensOf(response, text, drawn, drawn + tokens) : make("pre", { tabIndex: 0, role: "region", "aria-label": "observation", dir: "auto" }, text);
+    drawn += own ? tokens : 0;
+    return make("div", { className: own ? "turn" : "turn observed" },
+      make("p", { className: "note" }, make("b", {}, own ? "policy" : "environment"), `, ${tokens} tokens${reward}`), shown);
+  });
 }
 
 function drawResponse(response, number) {
@@ -161,9 +176,7 @@ function drawResponse(response, number) {
   const fill = () => details.open && details.replaceChildren(details.firstChild,
     make("p", { className: "note", dir: "auto" }, `read as ${JSON.stringify(response.extracted ?? null)}; reward parts: ${parts || "none"}`
       + (response.failure ? `; the verdict failed: ${response.failure}` : "")),
-    ...(response.turns ?? []).map(([speaker, tokens, text]) => make("div", { className: `turn ${speaker}` },
-      make("p", { className: "note" }, `${speaker}, ${tokens} tokens`), make("pre", { dir: "auto" }, text))),
-    response.turns?.length && !response.pieces ? "" : tokensOf(response));
+    ...(response.turns?.length ? turnsOf(response) : [tokensOf(response)]));
   details.addEventListener("toggle", fill);
   return details;
 }

@@ -34,6 +34,7 @@ FIELDS = {
     "advantage": "advantage",
     "failure": "failure",
     "turns": "turns",
+    "environment_rewards": "rewards",
     "token_texts": "pieces",
     "token_logprobs": "logprobs",
     "token_ratios": "ratios",
@@ -111,7 +112,11 @@ def _response(line: dict[str, Any]) -> dict[str, Any]:
     fields = {new: line[name] for name, new in FIELDS.items() if line.get(name) is not None}
     if "advantage" in line:  # null where no update saw the response; older runs don't say
         fields["advantage"] = line["advantage"]
-    if len(str(fields.get("text", ""))) > SHOWN_CHARACTERS:
+    turns = [[speaker, tokens, str(text)] for speaker, tokens, text in fields.pop("turns", ())]
+    text = "".join(text for _, _, text in turns) or str(fields.get("text", ""))
+    if turns:
+        fields["turns"] = [[speaker, tokens, shorten(text)] for speaker, tokens, text in turns]
+    if len(text) > SHOWN_CHARACTERS:
         for name in ("pieces", "logprobs", "ratios", "clipped"):
             fields.pop(name, None)
     return fields | {
