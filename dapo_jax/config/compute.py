@@ -53,13 +53,17 @@ class Packing:
 
 @section
 class OneMesh:
-    """Device mesh. Batch is split over data x fsdp, weights over fsdp x tensor."""
+    """Device mesh. Batch is split over data x fsdp x expert, weights over fsdp x expert x
+    tensor."""
 
     data: SizeOrRest = setting(1, "Replicas of the weights; -1 takes what is left.")
     fsdp: SizeOrRest = setting(
         -1, "Shards of weights and optimizer along embed; -1 takes what is left."
     )
     tensor: Count = setting(1, "Shards along heads, mlp and vocabulary.")
+    expert: Count = setting(
+        1, "Shards along the experts of a mixture; elsewhere the same devices join fsdp."
+    )
     decode_tensor: Count = setting(
         1, "More shards of that kind while decoding; in training the same devices join fsdp."
     )

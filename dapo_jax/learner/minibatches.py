@@ -133,7 +133,7 @@ def choose_packing(
         config.rows(),
         shards(mesh, "batch"),
         longest=SHORT_ROW_TOKENS if decoder.attention == "plain" else sys.maxsize,
-        attention_tokens=(matrices + 3 * decoder.embed * decoder.mlp) / width,
+        attention_tokens=(matrices + 3 * decoder.embed * decoder.active_mlp) / width,
     )
 
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.experts import Experts
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, named
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
@@ -64,6 +65,9 @@ class DecoderConfig:
     query_scalar: int | None = None  # scores are divided by its root; None: by head_dim's
     scale_embeddings: bool = False  # by the root of `embed`
     activation: str = "silu"  # a key of ACTIVATIONS
+    experts: int = 0  # MLPs of width `mlp` in each layer, of which a token takes a few; 0: one MLP
+    experts_per_token: int = 0
+    normalise_experts: bool = False  # the weights of a token's experts add up to one
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
@@ -71,6 +75,11 @@ class DecoderConfig:
     frozen_layers: int = 0  # number of first layers in the subtree `frozen_layers`
     adapters: Adapters | None = None  # if any, only they are trained (see model/trainable.py)
     scalar_head: bool = False  # one scalar per token instead of logits: critics, reward models
+
+    @property
+    def active_mlp(self) -> int:
+        """Width of the MLPs that a token goes through, together."""
+        return self.mlp * (self.experts_per_token if self.experts else 1)
 
     def of_layer(self, number: int) -> "DecoderConfig":
         """Config of a decoder whose layers are all as this one."""
@@ -164,6 +173,13 @@ class Block(nn.Module):
         queries = rotate(queries, positions, frequencies, of_queries)
         return queries, rotate(keys, positions, frequencies, factor)
 
+    def _mlp(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        c, biased = self.config, {"use_bias": self.config.mlp_bias}
+        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
+        up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
+        product = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", None, "mlp")
+        return self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
+
     @nn.compact
     def __call__(
         self,
@@ -185,14 +201,11 @@ class Block(nn.Module):
         window = c.window_of(slides)
         mixed, cache = self.attend(queries, keys, values, context, cache, window)
         mixed = constrain(mixed, "batch", None, "heads", None)
-        axes, biased = ("heads", "head_dim", "embed"), {"use_bias": c.mlp_bias}
+        axes = ("heads", "head_dim", "embed")
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
         x = self._add(x, self._norm("attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
-        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        product = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", None, "mlp")
-        down = self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
+        down = Experts(c, name="moe")(h) if c.experts else self._mlp(h)
         return self._add(x, self._norm("mlp_out_norm")(down) if c.out_norms else down), cache
 
 
@@ -288,6 +301,21 @@ def summed_axes(path: str) -> int:
     if path.endswith("/kernel"):
         return 2 if path.endswith("/out/kernel") else 1
     return int(path == "head")
+
+
+def has_experts(path: str) -> bool:
+    """True for a parameter with one matrix for each expert."""
+    return "/expert_" in path
+
+
+def scaled_axes(path: str) -> tuple[int, ...]:
+    """Axes of a layer's parameter over which an int8 one has a scale; none of one that stays.
+
+    A router stays as it is: the nearest of its logits decide which expert a token takes.
+    """
+    if path.endswith("router/kernel"):
+        return ()
+    return (1,) if has_experts(path) else tuple(range(summed_axes(path)))
 
 
 def layer_paths(path: str, config: DecoderConfig) -> list[str]:

@@ -37,6 +37,7 @@ class Family(NamedTuple):
     pattern: bool = False  # sliding_window_pattern says so where layer_types does not
     query_growth: bool = False
     gemma: bool = False  # norms around both halves of a layer, GeGLU, scaled embeddings
+    experts: bool = False
     scalar_name: str = ""  # of the class with a scalar head, where it differs
 
 
@@ -45,6 +46,9 @@ _MISTRAL = Family("Mistral", slides=True)
 FAMILIES = {  # by model_type
     "qwen2": _QWEN._replace(name="Qwen2", qkv_bias=True),
     "qwen3": _QWEN._replace(name="Qwen3", head_dim=128, attention_bias=True, qk_norm=True),
+    "qwen3_moe": _QWEN._replace(
+        name="Qwen3Moe", attention_bias=True, qk_norm=True, typed=False, experts=True
+    ),
     "llama": Family("Llama", attention_bias=True, mlp_bias=True),
     "mistral": _MISTRAL,
     "ministral": _MISTRAL._replace(name="Ministral", typed=True),
@@ -72,8 +76,18 @@ SIZES = {
     "mlp": "intermediate_size",
 }
 
+EXPERT_SIZES = {
+    "mlp": "moe_intermediate_size",
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+
 # Settings that would change the numbers, with the only value that is supported.
 UNSUPPORTED: dict[str, Any] = {"hidden_act": "silu", "quantization_config": None}
+UNSUPPORTED_OF_EXPERTS: dict[str, Any] = UNSUPPORTED | {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 UNSUPPORTED_OF_GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "quantization_config": None,
@@ -83,14 +97,22 @@ UNSUPPORTED_OF_GEMMA: dict[str, Any] = {
 }
 
 
-def _sizes(values: dict[str, Any]) -> dict[str, int]:
+def _sizes(values: dict[str, Any], family: Family) -> dict[str, int]:
     """Sizes of the decoder. Raises KeyError for a missing one, ValueError for a wrong one."""
-    sizes = {name: read_number(values, key) for name, key in SIZES.items()}
+    names = SIZES | (EXPERT_SIZES if family.experts else {})
+    if family.experts and "num_experts" not in values:  # as newer folders call it
+        names = names | {"experts": "num_local_experts"}
+    sizes = {name: read_number(values, key) for name, key in names.items()}
     heads = sizes["heads"]
+    if family.experts and sizes["experts_per_token"] > sizes["experts"]:
+        raise ValueError(
+            f"num_experts_per_tok = {sizes['experts_per_token']}: must be at most num_experts = "
+            f"{sizes['experts']}"
+        )
     sizes["kv_heads"] = read_number(values, "num_key_value_heads", heads)
     if heads % sizes["kv_heads"]:
         raise ValueError(f"num_key_value_heads = {sizes['kv_heads']}: must divide {heads} heads")
-    usual = FAMILIES[values["model_type"]].head_dim or sizes["embed"] // heads
+    usual = family.head_dim or sizes["embed"] // heads
     sizes["head_dim"] = check_number("head_dim", read_number(values, "head_dim", usual))
     if sizes["head_dim"] % 2:
         raise ValueError(f"head_dim = {sizes['head_dim']}: must be even")
@@ -112,6 +134,7 @@ def _switches(values: dict[str, Any], family: Family) -> dict[str, Any]:
         "out_bias": bias,
         "mlp_bias": family.mlp_bias and read_switch(values, "mlp_bias"),
         "tie_embeddings": tied,
+        "normalise_experts": family.experts and read_switch(values, "norm_topk_prob"),
     }
 
 
@@ -161,10 +184,12 @@ def _check_supported(values: dict[str, Any]) -> None:
     if not isinstance(kind, str) or kind not in FAMILIES:
         allowed = " or ".join(FAMILIES)
         raise ValueError(f"model_type {reprlib.repr(kind)}: must be {allowed}")
-    table = UNSUPPORTED_OF_GEMMA if FAMILIES[kind].gemma else UNSUPPORTED
+    family = FAMILIES[kind]
+    table = UNSUPPORTED_OF_EXPERTS if family.experts else UNSUPPORTED
+    table = UNSUPPORTED_OF_GEMMA if family.gemma else table
     for name, plain in table.items():
         value = values.get(name, plain)
-        if value != plain and (value, plain) != (None, False):
+        if value != plain and not (value is None and not plain):
             raise ValueError(f"{name} {reprlib.repr(value)}: must be {plain!r}")
 
 
@@ -180,7 +205,7 @@ def decoder_config(
         _check_supported(values)
         family = FAMILIES[values["model_type"]]
         return DecoderConfig(
-            **_sizes(values),
+            **_sizes(values, family),
             family=values["model_type"],
             norm_eps=read_number(values, "rms_norm_eps", 1e-6),
             **_layers(values, family),
@@ -220,6 +245,9 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         values["rope_scaling"] = scaling_json(scaling, family.query_growth)
         if scaling.kind == "dynamic":
             values["max_position_embeddings"] = scaling.original_tokens
+    if family.experts:
+        values |= {name: getattr(config, ours) for ours, name in EXPERT_SIZES.items()}
+        values["norm_topk_prob"] = config.normalise_experts
     if family.gemma:
         values["query_pre_attn_scalar"] = config.query_scalar
         values["rope_local_base_freq"] = config.sliding_rope_theta or config.rope_theta

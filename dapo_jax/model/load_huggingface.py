@@ -7,6 +7,7 @@ such folders.
 
 import functools
 import hashlib
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
+EXPERT_BYTES = 256 << 20  # of experts on the host at once, as float32
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 Layers = Callable[[int], Any]  # layer of a parameter by number; 0 for one outside layers
 SHOWN_PROBLEMS = 1000  # of a folder, in one error
@@ -143,7 +145,7 @@ def _check_names(
     if tensors.shapes.get(head, head_shape) != head_shape:
         problems.append(f"{head}: shape {tensors.shapes[head]}, expected {head_shape}")
     for path, shape in shapes.items():
-        layer_shape = shape[1:] if weight_names.below_stack(path) else shape
+        layer_shape = shape[weight_names.stacked_axes(path) :]
         expected = weight_names.published_shape(path, layer_shape)
         for name in weight_names.published_names(path, config):
             known.add(name)
@@ -203,8 +205,11 @@ def _to_devices(
     return jax.make_array_from_callback(shape, layout, part).block_until_ready()
 
 
-def _set_layer(stack: jax.Array, layer: jax.Array, number: int) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
+def _set_part(stack: jax.Array, part: jax.Array, *where: int) -> jax.Array:
+    """Stack with `part` written at the first of its indices `where`."""
+    at = (*where, *[0] * (stack.ndim - len(where)))
+    part = part.reshape((1,) * (stack.ndim - part.ndim) + part.shape)
+    return jax.lax.dynamic_update_slice(stack, part, at)
 
 
 def _load_stack(
@@ -215,19 +220,36 @@ def _load_stack(
     dtype: Any,
     config: DecoderConfig,
 ) -> jax.Array:
-    """Stack of layers, filled in place on the devices, one layer after another."""
-    layer_sharding = jax.sharding.NamedSharding(layout.mesh, jax.P(*layout.spec[1:]))
-    set_layer = jax.jit(_set_layer, donate_argnums=0, out_shardings=layout)
+    """Stack of layers, filled in place on the devices, one layer after another.
+
+    Experts are read in blocks of at most EXPERT_BYTES, or one by one.
+    """
+    axes, names = weight_names.stacked_axes(path), weight_names.published_names(path, config)
+    own = shape[axes:]  # of a published tensor, in our layout
+    count = 1
+    if axes > 1:
+        count = max(n for n in range(1, shape[1] + 1) if shape[1] % n == 0 and _fits(n, own))
+    part_shape = (count, *own) if axes > 1 else own
+    spec = [None] * (axes > 1) + list(layout.spec[axes:])
+    place = jax.sharding.NamedSharding(layout.mesh, jax.P(*spec))
+    set_part = jax.jit(_set_part, donate_argnums=0, out_shardings=layout)
     stack = jnp.zeros(shape, dtype, device=layout)
-    for number, name in enumerate(weight_names.published_names(path, config)):
-        layer = _to_devices(
-            shape[1:],
-            layer_sharding,
-            dtype,
-            lambda index, name=name: _read_part(tensors, name, path, shape[1:], index),
-        )
-        stack = set_layer(stack, layer, number).block_until_ready()
+
+    def read(index: tuple[slice, ...], first: int) -> np.ndarray:
+        if axes == 1:
+            return _read_part(tensors, names[first], path, own, index)
+        block = names[first : first + count]
+        return np.stack([_read_part(tensors, name, path, own, index[1:]) for name in block])
+
+    for first in range(0, len(names), count):
+        part = _to_devices(part_shape, place, dtype, functools.partial(read, first=first))
+        where = np.unravel_index(first, shape[:axes])
+        stack = set_part(stack, part, *map(int, where)).block_until_ready()
     return stack
+
+
+def _fits(count: int, shape: tuple[int, ...]) -> bool:
+    return count == 1 or 4 * count * math.prod(shape) <= EXPERT_BYTES
 
 
 def load_params(
@@ -287,7 +309,7 @@ def read_layers(
     tensors, shapes = _Tensors(folder), weight_names.param_shapes(config)
 
     def layer(path: str, number: int) -> np.ndarray:
-        shape = shapes[path][1:] if weight_names.below_stack(path) else shapes[path]
+        shape = shapes[path][weight_names.stacked_axes(path) :]
         name = weight_names.published_names(path, config)[number]
         return _read_part(tensors, name, path, shape, (slice(None),) * len(shape))
 

@@ -30,9 +30,10 @@ KEPT_FILES = (
 WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
 
 
-@jax.jit
-def _layer(stack: jax.Array, number: int) -> jax.Array:
-    return stack[number]
+@functools.partial(jax.jit, static_argnames="axes")
+def _layer(stack: jax.Array, number: int, axes: int) -> jax.Array:
+    """Published tensor of that number, of a stack whose leading `axes` count tensors."""
+    return stack[jnp.unravel_index(number, stack.shape[:axes])]
 
 
 def _published(
@@ -109,7 +110,8 @@ def save_weights(
 
 def layers_of(path: str, array: Any) -> Layers:
     """Function that returns single layers of a parameter in memory."""
-    return functools.partial(_layer, array) if weight_names.below_stack(path) else lambda _: array
+    axes = weight_names.stacked_axes(path)
+    return functools.partial(_layer, array, axes=axes) if axes else lambda _: array
 
 
 def flatten(params: Any) -> Iterator[tuple[str, Layers]]:

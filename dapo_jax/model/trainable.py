@@ -68,6 +68,9 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> D
     require(known, "lora.targets", lora.targets, allowed)
     if not lora.rank:
         return config
+    fits = not config.experts or set(targets) <= set(MATRICES[:4])
+    allowed = f"some of {','.join(MATRICES[:4])}: experts have no adapters"
+    require(fits, "lora.targets", lora.targets, allowed)
     adapters = Adapters(lora.rank, lora.alpha / lora.rank, targets)
     return dataclasses.replace(config, adapters=adapters)
 

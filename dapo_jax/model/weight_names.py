@@ -1,14 +1,15 @@
 """Name table between parameter paths and published tensors, with shapes and layouts.
 
-A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors; any other path is
-one tensor. Published matrices are [out, in] with heads merged; ours are [in, out] with heads apart.
+A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors, and one with
+experts a stack [L, X, ...] of L * X, layer after layer; any other is one tensor. Published matrices
+are [out, in] with heads merged; ours are [in, out] with heads apart.
 """
 
 import math
 
 import numpy as np
 
-from dapo_jax.model.decoder import DecoderConfig, abstract_params, summed_axes
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, has_experts, summed_axes
 from dapo_jax.runtime.sharding import flatten, unbox
 
 # our path below a stack of layers: published name below `model.layers.N`
@@ -25,6 +26,10 @@ LAYER_NAMES = {
     "out/kernel": "self_attn.o_proj.weight",
     "out/bias": "self_attn.o_proj.bias",
     "mlp_norm/scale": "post_attention_layernorm.weight",
+    "moe/router/kernel": "mlp.gate.weight",
+    "moe/expert_gate/kernel": "mlp.experts.{}.gate_proj.weight",
+    "moe/expert_up/kernel": "mlp.experts.{}.up_proj.weight",
+    "moe/expert_down/kernel": "mlp.experts.{}.down_proj.weight",
     "gate/kernel": "mlp.gate_proj.weight",
     "gate/bias": "mlp.gate_proj.bias",
     "up/kernel": "mlp.up_proj.weight",
@@ -66,7 +71,13 @@ def published_names(path: str, config: DecoderConfig) -> list[str]:
     frozen = path.startswith("frozen_layers")
     numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
     names = LAYER_NAMES | (OUT_NORM_NAMES if config.out_norms else {})
-    return [f"model.layers.{i}.{names[below]}" for i in numbers]
+    experts = range(config.experts if has_experts(path) else 1)
+    return [f"model.layers.{i}.{names[below].format(e)}" for i in numbers for e in experts]
+
+
+def stacked_axes(path: str) -> int:
+    """Number of leading axes of a parameter that count published tensors."""
+    return 0 if below_stack(path) is None else 1 + has_experts(path)
 
 
 def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

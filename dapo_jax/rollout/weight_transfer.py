@@ -94,7 +94,10 @@ class Loader:
             specs = {path: (PartitionSpec(*there), _halfway(here, there))}
             if summed := self._summed(path):  # what is left is a scale's
                 name = path + SCALE
-                specs[name] = tuple(PartitionSpec(*spec[summed:]) for spec in specs[path])
+                specs[name] = tuple(
+                    PartitionSpec(*(axes for i, axes in enumerate(spec) if i not in summed))
+                    for spec in specs[path]
+                )
                 self._paths[name] = decoder.layer_paths(name, config)
             for name, (place, halfway) in specs.items():
                 self._places[name] = _as_read(NamedSharding(mesh, place), name)
@@ -148,8 +151,8 @@ class Loader:
     def _is_stacked(self, path: str) -> bool:
         return self._paths[path] != [path]
 
-    def _summed(self, path: str) -> int:
-        return decoder.summed_axes(path) if self._int8 else 0
+    def _summed(self, path: str) -> tuple[int, ...]:
+        return decoder.scaled_axes(path) if self._int8 else ()
 
     def _calls(self, params: Any):
         """Calls as (paths, first layer, layers, arrays); what is no stack goes alone."""
@@ -178,7 +181,7 @@ class Loader:
     def _layers(self, path: str, stack: Array) -> dict[str, list[Array]]:
         """Layers of a stack in the intermediate layout, and by the name beside it their scales."""
         if summed := self._summed(path):
-            whole, scale = quantise(stack, jnp.int8, tuple(range(1, 1 + summed)))
+            whole, scale = quantise(stack, jnp.int8, tuple(1 + axis for axis in summed))
             stacks = {path: whole, path + SCALE: scale}
         else:
             stacks = {path: stack.astype(decoder.forward_dtype(path, self._config))}

@@ -32,7 +32,8 @@ from dapo_jax.runtime.sharding import (
 )
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
-SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab")  # decoder fields = logical names
+# Fields of the decoder, which are logical names too.
+SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab", "experts")
 
 
 def open_mesh(
@@ -40,14 +41,15 @@ def open_mesh(
 ) -> jax.sharding.Mesh:
     """The mesh that learns, of all devices or these, checked against the rows it has to split."""
     sizes = settings.data, settings.fsdp, settings.tensor
-    mesh = make_mesh(*sizes, devices, decode_tensor=settings.decode_tensor)
+    cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
+    mesh = make_mesh(*sizes, devices, **cut)
     pieces = shards(mesh, "batch")
     require(
         rows_per_microbatch % pieces == 0,
         "packing.rows_per_microbatch",
         rows_per_microbatch,
-        f"a multiple of data x fsdp x decode_tensor = {pieces}, or take the config's variant for "
-        f"{mesh.size} devices where it has one",
+        f"a multiple of data x fsdp x expert x decode_tensor = {pieces}, or take the config's "
+        f"variant for {mesh.size} devices where it has one",
     )
     return mesh
 
@@ -62,14 +64,15 @@ def open_meshes(
 
     The same one without `sampler_share`, and where nothing is learned.
     """
-    block = settings.decode_tensor * settings.tensor
+    block = settings.expert * settings.decode_tensor * settings.tensor
     devices = jax.devices() if devices is None else devices
     learning, sampling = split_devices(devices, settings.sampler_share if training else 0, block)
     mesh = open_mesh(settings, rows_per_microbatch, learning)
     if sampling is learning:
         return mesh, mesh
-    cut = {"tensor": settings.tensor, "decode_tensor": settings.decode_tensor}
-    return mesh, make_mesh(len(by_slice(sampling)), -1, devices=sampling, **cut)
+    cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
+    slices = len(by_slice(sampling))
+    return mesh, make_mesh(slices, -1, settings.tensor, sampling, **cut)
 
 
 def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def update_bytes(
     tokens, tensor = rows * packing.row_tokens, sharding.shards(mesh, "heads")
     kept = decoder.embed
     if decoder.remat == "none":
-        inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.mlp
+        inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.active_mlp
         kept += inner / tensor
     layers = decoder.layers * (decoder.remat != "offload")
     scores = rows * decoder.heads / tensor * packing.row_tokens**2 * number

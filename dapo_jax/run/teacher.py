@@ -15,7 +15,7 @@ from dapo_jax.learner.learners import Learners
 from dapo_jax.learner.policy import TEACHER, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decode_attention import quantise
-from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype, summed_axes
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype, scaled_axes
 from dapo_jax.model.layers import SCALE
 from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_learners
 from dapo_jax.runtime import sharding
@@ -77,9 +77,13 @@ def abstract_teacher(
     places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
         dtype, place = forward_dtype(path, decoder), places[path]
-        if config.teacher.weights_dtype == "int8" and path.endswith("/kernel"):
-            dtype, rest = jnp.int8, 1 + summed_axes(path)  # the first axis is that of layers
-            shape, spec = ((one[0], *one[rest:]) for one in (leaf.shape, place.spec))
+        summed = scaled_axes(path) if path.endswith("/kernel") else ()
+        if config.teacher.weights_dtype == "int8" and summed:
+            dtype = jnp.int8
+            shape, spec = (  # the first axis is that of layers
+                tuple(size for axis, size in enumerate(one) if axis - 1 not in summed)
+                for one in (leaf.shape, place.spec)
+            )
             own = jax.sharding.NamedSharding(mesh, jax.P(*spec))
             flat[path + SCALE] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=own)
         flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
@@ -108,7 +112,7 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     wanted = sharding.flatten(found.params)
     for path in list(flat):  # one after another, so that what is replaced is freed
         names = [name for name in (path, path + SCALE) if name in wanted]
-        made = _convert(flat.pop(path), [wanted[name] for name in names])
+        made = _convert(path, flat.pop(path), [wanted[name] for name in names])
         flat |= zip(names, made, strict=True)
     return Teacher(found.decoder, unflatten_dict(flat, sep="/"))
 
@@ -137,10 +141,10 @@ def open_programs(
     return Learners(*programs, teacher=scorer, teacher_params=teacher.params)
 
 
-def _convert(leaf: jax.Array, wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def _convert(path: str, leaf: jax.Array, wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """The array cut to a shape, or as int8 and the scales beside it."""
     shape = wanted[0].shape
-    summed = tuple(range(1, 1 + len(shape) - len(wanted[-1].shape)))
+    summed = tuple(1 + axis for axis in scaled_axes(path))
 
     def convert(array):
         if len(wanted) > 1:

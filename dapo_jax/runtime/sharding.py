@@ -4,6 +4,7 @@ Modules name their axes; nothing else in the project knows what a mesh axis is c
 decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
 them layer by layer, decoding keeps them whole there (a gather per token would dominate). The axis
 `decode_tensor` is the same devices used differently: it joins fsdp in training, tensor in decoding.
+The axis `expert` cuts experts, and joins fsdp elsewhere.
 """
 
 import contextlib
@@ -24,13 +25,18 @@ from jaxtyping import Array
 
 from dapo_jax.runtime.settings import require
 
-AXES = ("data", "fsdp", "decode_tensor", "tensor")
+AXES = ("data", "fsdp", "expert", "decode_tensor", "tensor")
 
 # logical name: (while training, while decoding)
 RULES = {
-    "batch": (("data", "fsdp", "decode_tensor"), ("data", "fsdp")),  # rows, decode slots
+    "batch": (  # rows, decode slots
+        ("data", "fsdp", "expert", "decode_tensor"),
+        ("data", "fsdp", "expert"),
+    ),
     "length": ("tensor", None),  # of the residual stream, which would else be repeated
-    "embed": (("fsdp", "decode_tensor"), None),
+    "embed": (("fsdp", "expert", "decode_tensor"), None),
+    "experts": ("expert", "expert"),
+    "expert_embed": (("fsdp", "decode_tensor"), None),  # of matrices that are cut by experts, too
     "heads": ("tensor", ("tensor", "decode_tensor")),
     "kv_heads": ("tensor", ("tensor", "decode_tensor")),
     "mlp": ("tensor", ("tensor", "decode_tensor")),
@@ -44,18 +50,18 @@ TRAINING, DECODING = 0, 1
 
 
 def mesh_shape(
-    data: int, fsdp: int, tensor: int, devices: int, *, decode_tensor: int = 1
-) -> tuple[int, int, int, int]:
+    data: int, fsdp: int, tensor: int, devices: int, *, decode_tensor: int = 1, expert: int = 1
+) -> tuple[int, int, int, int, int]:
     """Sizes of AXES; `data` or `fsdp` = -1 takes the devices that the others leave.
 
     Raises `ConfigError` where the product is not the number of devices.
     """
-    cut = decode_tensor * tensor
+    cut = expert * decode_tensor * tensor
     if data == -1:
         data = max(1, devices // (fsdp * cut))
     if fsdp == -1:
         fsdp = max(1, devices // (data * cut))
-    shape = (data, fsdp, decode_tensor, tensor)
+    shape = (data, fsdp, expert, decode_tensor, tensor)
     allowed = f"a factorisation of the {devices} devices"
     require(data * fsdp * cut == devices, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
     return shape
@@ -68,6 +74,7 @@ def make_mesh(
     devices: Sequence | None = None,
     *,
     decode_tensor: int = 1,
+    expert: int = 1,
 ) -> Mesh:
     """Device mesh of the sizes that `mesh_shape` gives.
 
@@ -78,7 +85,8 @@ def make_mesh(
     Raises `ConfigError` as `mesh_shape` does, and where slices don't divide `data`.
     """
     devices = jax.devices() if devices is None else devices
-    shape = mesh_shape(data, fsdp, tensor, len(devices), decode_tensor=decode_tensor)
+    cut = {"decode_tensor": decode_tensor, "expert": expert}
+    shape = mesh_shape(data, fsdp, tensor, len(devices), **cut)
     slices = by_slice(devices)
     allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"
     require(shape[0] % len(slices) == 0, "mesh.data", shape[0], allowed)
@@ -132,8 +140,8 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
             and count % block == (len(mine) - count) % block == 0,
             "mesh.sampler_share",
             share,
-            f"0, or a share that gives learner and sampler multiples of decode_tensor x tensor = "
-            f"{block} of a process's {len(mine)} devices",
+            "0, or a share that gives learner and sampler multiples of expert x decode_tensor x "
+            f"tensor = {block} of a process's {len(mine)} devices",
         )
         learning += mine[:-count]
         sampling += mine[-count:]
@@ -206,6 +214,19 @@ def active_mesh() -> Any:
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
+def _dividing(shape: Sequence[int], names: Sequence[str | None]) -> list[str | None]:
+    """Names whose axes divide their dimension, by the active mesh and table; None for others."""
+    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
+
+    def divides(size: int, name: str | None) -> bool:
+        axes = (table.get(name) if name else None) or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        return size % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
+
+    sized = zip(shape, names, strict=True)
+    return [name if divides(size, name) else None for size, name in sized]
+
+
 def constrain(array: Array, *names: str | None) -> Array:
     """Constrains an array's sharding by the table, inside jit.
 
@@ -213,19 +234,15 @@ def constrain(array: Array, *names: str | None) -> Array:
 
     Does nothing without an active mesh of several devices.
     """
-    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
-    if mesh is None or not table:
+    if active_mesh() is None or not nn.get_logical_axis_rules():
         return array
+    return spmd.with_logical_constraint(array, tuple(_dividing(array.shape, names)))
 
-    def divides(size: int, name: str | None) -> bool:
-        axes = (table.get(name) if name else None) or ()
-        axes = (axes,) if isinstance(axes, str) else axes
-        return size % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
 
-    kept = (
-        name if divides(size, name) else None for size, name in zip(array.shape, names, strict=True)
-    )
-    return spmd.with_logical_constraint(array, tuple(kept))
+def active_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
+    """Partition by the active mesh and table; an axis that does not divide is left out."""
+    table = dict(nn.get_logical_axis_rules())
+    return PartitionSpec(*(name and table.get(name) for name in _dividing(shape, names)))
 
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:

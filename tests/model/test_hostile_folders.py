@@ -217,6 +217,8 @@ def _yarn(changes: dict, **values) -> dict:
     return values | {"rope_scaling": LLAMA3 | {"rope_type": "yarn", "mscale": 1.0} | changes}
 
 
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 8}
+MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
 # What a folder says beside a number that not every one reads.
 WHERE_READ = {
     "sliding_window": lambda changes: changes | {"model_type": "mistral"},
@@ -228,6 +230,13 @@ WHERE_READ = {
     **dict.fromkeys(
         ("rope_local_base_freq", "query_pre_attn_scalar", "sliding_window_pattern"),
         lambda changes: changes | {"model_type": "gemma3_text"},
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+        lambda changes: MOE | changes,
+    ),
+    "num_local_experts": lambda changes: (
+        {k: v for k, v in MOE.items() if k != "num_experts"} | changes
     ),
     "mscale_all_dim": _yarn,
     "mscale": lambda changes: _yarn({"mscale_all_dim": 1.0} | changes),

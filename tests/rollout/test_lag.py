@@ -169,7 +169,7 @@ def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
     ("mesh", "message"),
     [
         ({"sampler_share": 0.3}, "mesh.sampler_share = 0.3: must be 0, or .* of a process's 8"),
-        ({"sampler_share": 0.25, "tensor": 4}, "multiples of decode_tensor x tensor = 4"),
+        ({"sampler_share": 0.25, "tensor": 4}, "multiples of expert x decode_tensor x tensor = 4"),
         ({"sampler_share": 1.0}, "mesh.sampler_share = 1.0: must be at least 0 and below 1"),
     ],
 )

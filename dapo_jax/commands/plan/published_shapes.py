@@ -22,6 +22,9 @@ _COLUMNS = (
 _QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 _QWEN3 = {"model_type": "qwen3", "rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 128}
 _LLAMA = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_QWEN3_MOE = _QWEN3 | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+_QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8}
+_A3B, _A22B = (_QWEN3_MOE | {"moe_intermediate_size": width} for width in (768, 1536))
 _GEMMA_1B = {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}
 _GEMMA = _GEMMA_1B | {
     "sliding_window": 1024,
@@ -51,6 +54,8 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "Qwen3-8B": (_QWEN3, (4_096, 36, 32, 8, 12_288, 151_936, False)),
     "Qwen3-14B": (_QWEN3, (5_120, 40, 40, 8, 17_408, 151_936, False)),
     "Qwen3-32B": (_QWEN3, (5_120, 64, 64, 8, 25_600, 151_936, False)),
+    "Qwen3-30B-A3B": (_A3B, (2_048, 48, 32, 4, 6_144, 151_936, False)),
+    "Qwen3-235B-A22B": (_A22B, (4_096, 94, 64, 4, 12_288, 151_936, False)),
     "Llama-3-8B": (_LLAMA, (4_096, 32, 32, 8, 14_336, 128_256, False)),
     "Llama-3-70B": (_LLAMA, (8_192, 80, 64, 8, 28_672, 128_256, False)),
     "Llama-3.1-8B": (_LLAMA | _scaled(8.0), (4_096, 32, 32, 8, 14_336, 128_256, False)),

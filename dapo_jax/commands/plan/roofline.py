@@ -51,7 +51,8 @@ class Work:
 def matrix_weights(config: DecoderConfig, *, head: bool = True) -> int:
     """Weights that every token is multiplied by; the embedding is looked up."""
     attention = config.embed * config.head_dim * 2 * (config.heads + config.kv_heads)
-    layers = config.layers * (attention + 3 * config.embed * config.mlp)
+    mlp = 3 * config.embed * config.active_mlp + config.embed * config.experts
+    layers = config.layers * (attention + mlp)
     return layers + (config.embed * config.vocab if head else 0)
 
 

@@ -34,7 +34,8 @@ def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
     Raises `ConfigError` where the product is not the number of chips.
     """
     sizes = settings.data, settings.fsdp, settings.tensor
-    shape = sharding.mesh_shape(*sizes, chips, decode_tensor=settings.decode_tensor)
+    cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
+    shape = sharding.mesh_shape(*sizes, chips, **cut)
     devices = np.empty(chips, object)
     devices[:] = [_Chip(i, platform) for i in range(chips)]
     return jax.sharding.Mesh(devices.reshape(shape), sharding.AXES)

@@ -52,7 +52,7 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     from dapo_jax.runtime.sharding import make_mesh
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = make_mesh(*sizes, decode_tensor=config.mesh.decode_tensor)
+    mesh = make_mesh(*sizes, decode_tensor=config.mesh.decode_tensor, expert=config.mesh.expert)
     compute = Compute(dtype=config.dtype)
     decoder = load_huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
     check_divisible(decoder, mesh)

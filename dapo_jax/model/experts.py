@@ -1,0 +1,170 @@
+"""Mixture of experts: gated MLPs of which each token takes the likeliest few; none is dropped.
+
+Tokens are sorted by expert and multiplied in groups (`jax.lax.ragged_dot`), so no array has a place
+for each pair of token and expert. On a mesh each device computes its own experts: tokens are
+gathered over the mesh axis that cuts experts, and what they add up to is scattered back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.model.layers import ACTIVATIONS, SCALE, named
+from dapo_jax.runtime import sharding
+
+NAMES = ("expert_gate", "expert_up", "expert_down")  # parameters with one matrix for each expert
+
+
+def route(
+    logits: Float[Array, "B T X"], count: int, normalise: bool
+) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
+    """Weights and numbers of each token's `count` likeliest experts; float32.
+
+    Args:
+        normalise: weights of a token add up to one; else they are probabilities among all experts.
+    """
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+    return weights / weights.sum(axis=-1, keepdims=True) if normalise else weights, chosen
+
+
+def _grouped(
+    rows: Float[Array, "n I"], matrices: dict[str, Array], name: str, sizes: Array, group: Array
+) -> Float[Array, "n O"]:
+    """Product of sorted rows with the matrices of their experts."""
+    product = jax.lax.ragged_dot(rows, matrices[name].astype(rows.dtype), sizes)
+    scale = matrices.get(name + SCALE)
+    if scale is None:
+        return product
+    return (product * scale[jnp.minimum(group, len(sizes) - 1)]).astype(rows.dtype)
+
+
+def mix(
+    x: Float[Array, "N D"],
+    weights: Float[Array, "N k"],
+    chosen: Int[Array, "N k"],
+    matrices: dict[str, Array],
+    activation: Callable,
+    first: Array | int = 0,
+) -> Float[Array, "N D"]:
+    """Weighted sum of each token's experts, of those from number `first` on that are here.
+
+    Args:
+        matrices: by NAMES [x, I, O], and the scales of int8 ones [x, O].
+    """
+    (tokens, per_token), count = chosen.shape, matrices[NAMES[0]].shape[0]
+    local = chosen.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < count), local, count)  # `count`: of other devices
+    order = jnp.argsort(local, stable=True)
+    group = local[order]
+    sizes = jnp.bincount(local, length=count).astype(jnp.int32)
+    rows = x[order // per_token]
+    gate, up = (_grouped(rows, matrices, name, sizes, group) for name in NAMES[:2])
+    out = _grouped(activation(gate) * up, matrices, NAMES[2], sizes, group)
+    # Rows past the groups are other devices': a kernel may leave anything there.
+    out = jnp.where((group < count)[:, None], out, 0)
+    back = out[jnp.argsort(order)].reshape(tokens, per_token, -1)
+    return jnp.sum(back * weights[:, :, None], axis=1).astype(x.dtype)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _spread(
+    x: Float[Array, "B T D"],
+    weights: Float[Array, "B T k"],
+    chosen: Int[Array, "B T k"],
+    matrices: dict[str, Array],
+    activation: Callable,
+) -> Float[Array, "B T D"]:
+    """Weighted sums on every device for its own experts, added up over the mesh."""
+
+    def flat(x, weights, chosen, matrices, first):
+        def merged(array):
+            return array.reshape(-1, array.shape[-1])
+
+        mixed = mix(merged(x), merged(weights), merged(chosen), matrices, activation, first)
+        return mixed.reshape(x.shape)
+
+    if sharding.active_mesh() is None:
+        return flat(x, weights, chosen, matrices, 0)
+    rows = sharding.active_spec(x.shape, "batch", None, None)
+    names = {name: ("experts", None, "mlp") for name in NAMES[:2]}
+    names |= {NAMES[2]: ("experts", "mlp", None)}
+    names |= {name + SCALE: (axes[0], axes[2]) for name, axes in names.items()}
+    specs = {
+        name: sharding.active_spec(array.shape, *names[name]) for name, array in matrices.items()
+    }
+    gate = specs[NAMES[0]]
+    of_experts, of_mlp = _axes(gate[0]), _axes(gate[2])
+    shared = tuple(axis for axis in of_experts if axis in _axes(rows[0]))
+    rest = tuple(axis for axis in of_experts if axis not in shared) + of_mlp
+
+    def on_device(x, weights, chosen, matrices):
+        first: Array | int = 0
+        if of_experts:
+            first = jax.lax.axis_index(of_experts) * matrices[NAMES[0]].shape[0]
+        if shared:
+            x, weights, chosen = (
+                jax.lax.all_gather(array, shared, tiled=True) for array in (x, weights, chosen)
+            )
+        mixed = flat(x, weights, chosen, matrices, first)
+        if shared:
+            mixed = jax.lax.psum_scatter(mixed, shared, tiled=True)
+        return jax.lax.psum(mixed, rest) if rest else mixed
+
+    return jax.shard_map(
+        on_device, in_specs=(rows, rows, rows, specs), out_specs=rows, check_vma=False
+    )(x, weights, chosen, matrices)
+
+
+class Experts(nn.Module):
+    """Router and experts of a layer, in place of its MLP.
+
+    Args:
+        config: of a decoder, with `experts` matrices of width `mlp`.
+    """
+
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        c = self.config
+        router = self._matrix("router", (c.embed, c.experts), ("embed", None), c.embed)["router"]
+        logits = jnp.dot(x, router.astype(c.dtype), preferred_element_type=jnp.float32)
+        weights, chosen = route(logits, c.experts_per_token, c.normalise_experts)
+        inward = ("experts", "expert_embed", "mlp")
+        outward = ("experts", "mlp", "expert_embed")
+        matrices: dict[str, Array] = {}
+        for name in NAMES[:2]:
+            matrices |= self._matrix(name, (c.experts, c.embed, c.mlp), inward, c.embed)
+        matrices |= self._matrix(NAMES[2], (c.experts, c.mlp, c.embed), outward, c.mlp)
+        return _spread(x, weights, chosen, matrices, ACTIVATIONS[c.activation])
+
+    def _matrix(
+        self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], summed: int
+    ) -> dict[str, Array]:
+        """Kernel of that name, and its scale where it is int8."""
+        kernel = _Kernel(shape, axes, summed, name=name)
+        found, scale = kernel()
+        return {name: found} | ({} if scale is None else {name + SCALE: scale})
+
+
+class _Kernel(nn.Module):
+    """Parameter `kernel` below a name of its own, as linear layers have it."""
+
+    shape: tuple[int, ...]
+    axes: tuple[Any, ...]
+    summed: int
+
+    @nn.compact
+    def __call__(self) -> tuple[Array, Array | None]:
+        init = named(nn.initializers.normal(self.summed**-0.5), self.axes)
+        kernel = self.param("kernel", init, self.shape)
+        if not self.has_variable("params", "kernel" + SCALE):
+            return kernel, None
+        return kernel, self.get_variable("params", "kernel" + SCALE)
