@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if args.smoke:
-        small = {"seconds": [0.01], "wait": [1], "prompts": 2, "samples": 2, "slots": 4}
+        small = {"seconds": [0.01], "wait": [1], "prompts": 1, "samples": 2, "slots": 2}
         vars(args).update(small, workers=1, rounds=1)
     rows = list(itertools.product(args.seconds, args.wait, (False, True)))
     found = {row: [] for row in rows}

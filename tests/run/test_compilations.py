@@ -17,6 +17,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 WARM_STEPS, STEPS = 6, 20
 
 
+@pytest.mark.slow
 def test_twenty_steps_of_varied_lengths_compile_in_the_first_ones_only(
     base, tmp_path, alone, fresh_programs
 ):
