@@ -141,9 +141,10 @@ class Environment:
     max_observation_tokens: Count = setting(
         256, "Tokens of one observation; of a longer one the beginning.", read=IF_ENVIRONMENT
     )
-    rewards: Literal["sum", "last"] = setting(
+    rewards: Literal["sum", "last", "steps"] = setting(
         "sum",
-        "Of its steps, as the reward part 'environment': their 'sum' or the 'last' one's.",
+        "Of its steps, as the reward part 'environment': their 'sum', the 'last' one's, or the sum "
+        "with each on the last token of its own turn ('steps').",
         read=IF_ENVIRONMENT,
     )
     step_seconds: Positive = setting(

@@ -45,10 +45,8 @@ RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
     ),
     "format": lambda config, completion, verdict: float(verdict.extracted is not None),
     "repetition": lambda config, completion, verdict: -repetition(completion.drawn_tokens),
-    "environment": lambda config, completion, verdict: (
-        sum(completion.rewards)
-        if config.environment.rewards == "sum"
-        else sum(completion.rewards[-1:])
+    "environment": lambda config, completion, verdict: sum(
+        completion.rewards[-1:] if config.environment.rewards == "last" else completion.rewards
     ),
 }
 
@@ -78,6 +76,18 @@ def reward_parts(
     return parts
 
 
+def _with_steps(verdict: Verdict, completion: Completion, weight: float) -> Verdict:
+    """Verdict whose token rewards hold those of the environment's steps, on their turns' ends."""
+    if not len(completion):
+        return verdict
+    turns = [turn.tokens for turn in completion.turns if turn.drawn] or [len(completion)]
+    ends, rewards = np.cumsum(turns)[: len(completion.rewards)], np.zeros(len(completion))
+    rewards[ends - 1] = weight * np.array(completion.rewards)
+    if verdict.token_rewards is not None:
+        rewards += verdict.token_rewards
+    return dataclasses.replace(verdict, token_rewards=rewards.tolist())
+
+
 def reward_group(
     config: Config,
     prompt: Prompt,
@@ -94,6 +104,10 @@ def reward_group(
         verdict if len(completion) else dataclasses.replace(verdict, correct=False, extracted=None)
         for completion, verdict in zip(completions, verdicts, strict=True)
     )
+    weight = config.reward.weights().get("environment")
+    if weight is not None and config.environment.rewards == "steps":
+        pairs = zip(verdicts, completions, strict=True)
+        verdicts = tuple(_with_steps(*pair, weight) for pair in pairs)
     parts = reward_parts(config, completions, verdicts, model_scores)
     nothing = np.zeros(len(verdicts))
     raw = sum((v for name, v in parts.items() if name not in SHAPING), nothing)

@@ -10,10 +10,12 @@ from conftest import make_prompt
 from learners import ADVANTAGES, logprobs_alone, make_batch, make_learner, place
 
 from dapo_jax import algorithms
+from dapo_jax.config.experiment import Config, Environment, Reward
 from dapo_jax.learner.advantages import estimate, gather_feedback
-from dapo_jax.learner.packing import Segment, pack, take_tokens
+from dapo_jax.learner.packing import Segment, pack, place_tokens, take_tokens
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import Completion, Turn
+from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.structs import Completion, Turn, Verdict
 
 RNG = np.random.default_rng(11)
 # Tokens of each trajectory's turns: drawn, observed, drawn, ...
@@ -151,3 +153,50 @@ def test_estimators_step_over_observations(advantage):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     if returns is not None:
         assert not returns[index < 0].any()
+
+
+def test_rewards_of_steps_stand_on_the_ends_of_their_turns():
+    """And are what `reward_to_go` adds up; what a function gave tokens is added to them."""
+    config = Config(
+        environment=Environment(name="x:Y", rewards="steps"),
+        reward=Reward(parts="environment=2,rule=1"),
+    )
+    completions, given, expected = [], [], []
+    for segment, counts in zip(SEGMENTS, TURNS, strict=True):
+        drawn = counts[::2]
+        rewards = RNG.normal(size=len(drawn) - (len(drawn) == 3))  # the last turn of some was cut
+        own = RNG.normal(size=sum(drawn)) if len(drawn) == 2 else None
+        placed = np.zeros(sum(drawn)) if own is None else own.copy()
+        for i, reward in enumerate(rewards):
+            placed[sum(drawn[: i + 1]) - 1] += 2 * reward
+        completions.append(dataclasses.replace(segment.completion, rewards=tuple(rewards)))
+        given.append(Verdict(True, "1", token_rewards=None if own is None else own.tolist()))
+        expected.append(placed)
+    group = reward_group(config, SEGMENTS[0].prompt, tuple(completions), tuple(given))
+    sums = [2 * sum(completion.rewards) for completion in completions]
+    np.testing.assert_allclose(group.reward_parts["environment"], sums)
+    for found, placed in zip(group.token_rewards, expected, strict=True):
+        np.testing.assert_allclose(found, placed)
+    rollouts, _ = pack(SEGMENTS, 20, 2)
+    index = np.asarray(rollouts.response_index)
+    feedback = gather_feedback(
+        index,
+        group.rewards,
+        earned_by_tokens=place_tokens(group.token_rewards, index),
+        groups=np.arange(len(TURNS)) // 2,
+        correct=group.correct,
+    )
+    changes = {"advantage": "reward_to_go", "gamma": 1.0, "whiten": False}
+    algorithm = dataclasses.replace(algorithms.reinforce_pp(), **changes)
+    found = by_trajectory(estimate(algorithm, feedback)[0], index)
+    for own, placed, reward in zip(found, expected, group.rewards, strict=True):
+        placed[-1] += reward - placed.sum()  # the verifier's
+        np.testing.assert_allclose(own, placed[::-1].cumsum()[::-1], atol=1e-6)
+
+
+def test_an_empty_response_has_no_turn_to_reward():
+    config = Config(environment=Environment(name="x:Y", rewards="steps"))
+    config.reward.parts = "environment=1"
+    nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), False, 0, "", rewards=(3,))
+    group = reward_group(config, SEGMENTS[0].prompt, (nothing,), (Verdict(True, "1"),))
+    assert group.rewards.tolist() == [3] and group.token_rewards is None
