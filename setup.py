@@ -72,6 +72,7 @@ setup(
         "filelock>=4.2",
         "google-jetstream==0.2.2",  # its last release; the package called jetstream is another
         "grain>=0.2.18",
+        "huggingface-hub>=2.4",  # tokenizers brings it too
         "ml-collections>=1.1.0",
         "absl-py>=2.3",
         "cloudpickle>=3.1.2",

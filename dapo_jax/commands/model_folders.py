@@ -38,7 +38,8 @@ Writes the policy of a run as a model folder in the Hugging Face layout.
 
 takes the newest checkpoint, whatever mesh it was written on, and needs no accelerator. The folder
 has config.json, tokenizer and generation settings of the model that the run began with, so that
-`transformers` and servers load it like that one.
+`transformers` and servers load it like that one. README.md is its model card; --push_to_hub=NAME
+sends the folder to a hub, and nothing is sent without.
 """
 
 

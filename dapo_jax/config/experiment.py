@@ -180,6 +180,17 @@ class ExportConfig:
     max_shard_gb: Positive = setting(
         5.0, "A weight file ends before it exceeds 10^9 bytes times this.", read=IF_MERGED
     )
+    base_model: str = setting(
+        "", "OWNER/NAME on the hub of the model that the run began with, for the model card."
+    )
+    datasets: str = setting("", "Data sets on the hub, comma-separated, for the model card.")
+    license: str = setting("", "Licence for the model card, as apache-2.0; empty: none is said.")
+    push_to_hub: str = setting(
+        "", "NAME or OWNER/NAME of the repository to send the folder to; empty: nothing is sent."
+    )
+    private: bool = setting(
+        True, "Whether only its owners see that repository.", read=When("push_to_hub")
+    )
 
 
 @section

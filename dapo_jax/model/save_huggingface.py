@@ -143,6 +143,7 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
     """Copies config.json (with `dtype`), tokenizer and generation settings of folder `source`."""
     source = model_path(source)
     values = json.loads((source / "config.json").read_text())
+    values.pop("_name_or_path", None)  # where it lay on somebody's machine
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in KEPT_FILES:

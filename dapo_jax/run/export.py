@@ -15,12 +15,22 @@ from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface, we
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
+from dapo_jax.reporting import model_card
+from dapo_jax.run import hub
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime.settings import ConfigError, check_values, require
 from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
 from dapo_jax.structs import present
+
+# Names of all files that the command may write into its folder.
+WRITTEN = (
+    *save_huggingface.WRITTEN,
+    *peft_adapters.WRITTEN,
+    model_card.CARD,
+    model_card.SETTINGS,
+)
 
 
 def check(config: ExportConfig) -> None:
@@ -29,6 +39,7 @@ def check(config: ExportConfig) -> None:
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
     check_free("out", config.out, EXPORTED)
+    hub.check_names(config)
 
 
 def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
@@ -100,21 +111,21 @@ def write_adapters(
     trained: Collection[str],
     read: Callable[[str], Any],
     decoder: DecoderConfig,
-    source: str,
+    base: str,
 ) -> None:
-    """Writes adapters as a folder of their own; every process calls it.
+    """Writes adapters into the folder beside `out`; every process calls it.
 
     Args:
         kind: of the folder, a key of `ownership.ALLOWED`.
         trained, read: as for `policy_layers`.
-        source: folder of the model that they adapt; the new one holds its name, no path.
+        base: name of the model that they adapt.
     """
-    with replace("out", out, kind, peft_adapters.WRITTEN) as folder:
-        peft_adapters.save_adapters(folder, trained, read, decoder, model_path(source).name)
+    with replace("out", adapter_folder(out), kind, peft_adapters.WRITTEN) as folder:
+        peft_adapters.save_adapters(folder, trained, read, decoder, base)
 
 
 def export(config: ExportConfig) -> pathlib.Path:
-    """Writes the model folder and returns its path.
+    """Writes the model folder with its card, sends it where it is to go, and returns its path.
 
     The host holds one parameter's stack of layers and the tensors of one file.
 
@@ -135,17 +146,24 @@ def export(config: ExportConfig) -> pathlib.Path:
     out = pathlib.Path(config.out).absolute()
     needed = out.exists() and os.path.samefile(out, model_path(source))
     require(not needed, "out", config.out, "another folder than the model's, which the run needs")
+    repository = hub.check_repository(config)
     trained = policy.shapes(), policy.read, decoder
-    if decoder.adapters:
-        adapters = adapter_folder(config.out) if merged else config.out
-        write_adapters(adapters, EXPORTED, *trained, source)
-    if merged:
-        with replace("out", config.out, EXPORTED, save_huggingface.WRITTEN) as folder:
-            folder = present(folder, "folder")  # the command runs in one process
+    base = config.base_model or model_path(source).absolute().name
+    if merged and decoder.adapters:
+        write_adapters(config.out, EXPORTED, *trained, base)
+    with replace("out", config.out, EXPORTED, WRITTEN) as folder:
+        folder = present(folder, "folder")  # the command runs in one process
+        if merged:
             layers = policy_layers(*trained, source)
             save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
             save_huggingface.save_settings_of(source, folder, dtype)
+        else:
+            peft_adapters.save_adapters(folder, *trained, base)
+        run = model_card.recorded(config.run, settings, policy.step)
+        model_card.write_card(folder, config, run, policy.step, base)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     kind = dtype if merged else "float32"
     print(f"{config.run} step {policy.step}: {size / 1e9:.3g} GB in {kind} written to {config.out}")
+    if repository:
+        print(f"sent to {hub.push(out, config, repository, WRITTEN)}")
     return out

@@ -96,6 +96,12 @@ FLAGS = [
         ["--run=a", "--out=x", "--weights=adapter", "--dtype=bfloat16"],
         ["config.dtype = 'bfloat16'", "'auto' with weights = 'adapter'", "nothing reads it"],
     ),
+    ("export", ["--run=a", "--out=x", "--push_to_hub=a/b/c"], ["push_to_hub", "'a/b/c'", "OWNER"]),
+    (
+        "export",
+        ["--run=a", "--out=x", "--private=false"],
+        ["config.private = False", "True with push_to_hub = ''", "nothing reads it"],
+    ),
     ("export", ["--rum=a"], ["--rum: there is no such flag", "did you mean run"]),
     ("train", [MAIN, "--seed=3"], ["--seed: there is no such flag", "did you mean seed"]),
     ("serve", [], ["dapo-jax serve --model=FOLDER"]),

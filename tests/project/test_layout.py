@@ -35,7 +35,7 @@ OFFLINE_ROOMS = (
 ROOMS_OF = {
     SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],
     DpoConfig: ["run.supervised.dpo", *OFFLINE_ROOMS],
-    ExportConfig: ["run.export"],
+    ExportConfig: ["run.export", "run.hub", "reporting.model_card"],
     ServeConfig: ["commands.serve.server", "commands.serve.access", "commands.serve.budgets"],
     ReportConfig: ["commands.report", "reporting.page.page"],
 }

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import DpoConfig, SftConfig
+from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.policy import policy_learner
@@ -23,7 +24,7 @@ from dapo_jax.reporting.metrics import add_up
 from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.run.components import check_processes
 from dapo_jax.run.compute import open_mesh
-from dapo_jax.run.export import adapter_folder, policy_layers, write_adapters
+from dapo_jax.run.export import policy_layers, write_adapters
 from dapo_jax.run.supervised.common import Start, open_start
 from dapo_jax.run.supervised.resume import METRICS, ResumePoint, Stopped, forget, model_digests
 from dapo_jax.runtime.kept_programs import keep
@@ -233,9 +234,10 @@ def write_policy(
     decoder, tokenizer = start.decoder, start.tokenizer
     if decoder.adapters:
         flat = flatten(params)
-        trained = flat, lambda path: to_host(flat[path]), decoder, config.start
-        write_adapters(adapter_folder(config.out), kind, *trained)
-        save_huggingface.save_weights(folder, policy_layers(*trained), decoder)
+        trained = flat, lambda path: to_host(flat[path]), decoder
+        write_adapters(config.out, kind, *trained, model_path(config.start).absolute().name)
+        layers = policy_layers(*trained, config.start)
+        save_huggingface.save_weights(folder, layers, decoder)
     else:
         save_huggingface.save_folder(folder, params, decoder, tokenizer.end_ids)
     if folder is None or resume.folder is None:
