@@ -143,8 +143,7 @@ class Environment:
     )
     rewards: Literal["sum", "last", "steps"] = setting(
         "sum",
-        "Of its steps, as the reward part 'environment': their 'sum', the 'last' one's, or the sum "
-        "with each on the last token of its own turn ('steps').",
+        "Part 'environment': their sum, the last one, or each on its own turn's last token.",
         read=IF_ENVIRONMENT,
     )
     step_seconds: Positive = setting(

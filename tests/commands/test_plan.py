@@ -47,6 +47,8 @@ PARAMETERS = {
     "Llama-3.2-1B": 1.24,
     "Llama-3.2-3B": 3.21,
     "Llama-3.3-70B": 70.6,
+    "Qwen3-30B-A3B": 30.53,
+    "Qwen3-235B-A22B": 235.1,
     "gemma-3-1b": 1.000,
     "gemma-3-4b": 3.880,
     "gemma-3-12b": 11.77,
