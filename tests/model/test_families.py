@@ -108,7 +108,7 @@ def test_settings_as_older_folders_spell_them_mean_the_same():
         ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "each"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"model_type": "gemma2"}, "gemma2.*qwen2 or qwen3 or llama"),
+        ({"model_type": "gemma2"}, "gemma2.*qwen2 or qwen3.* or llama"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0: must be a whole number from 1"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0: must be a whole"),
         ({"vocab_size": None}, "vocab_size = None: must be a whole number"),
