@@ -8,6 +8,7 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 from small_runs import make_quick_config
 
 import dapo_jax
