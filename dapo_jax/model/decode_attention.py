@@ -52,9 +52,11 @@ def quantise(x: Array, dtype: Any, axis: int | tuple[int, ...] = -1) -> tuple[Ar
     return whole.astype(jnp.int8), scale
 
 
-def _seen(length: int, positions: Int[Array, "B Q"], window: Window | None) -> Bool[Array, "B Q T"]:
-    """Mask of the cached tokens that queries at `positions` see."""
-    place, last = jnp.arange(length), positions[:, :, None]
+def _seen(
+    length: int, last: Int[Array, "B ... 1"], window: Window | None
+) -> Bool[Array, "B ... T"]:
+    """Mask of the cached tokens that queries at positions `last` see."""
+    place = jnp.arange(length)
     mask = place <= last
     return mask if window is None else mask & (place > last - window.tokens)
 
@@ -76,7 +78,7 @@ def attend_prompt(
             jax.lax.dynamic_update_slice(cache.keys, keys, at),
             jax.lax.dynamic_update_slice(cache.values, values, at),
         )
-    mask = _seen(cache.keys.shape[1], context.positions, window)
+    mask = _seen(cache.keys.shape[1], context.positions[:, :, None], window)
     mixed = grouped_attention(queries, cache.keys, cache.values, mask, ("btke", "btke"))
     return mixed, cache
 
@@ -134,7 +136,7 @@ def attend_slots(
         key_scale=scaled(cache.key_scale, key_scale),
         value_scale=scaled(cache.value_scale, value_scale),
     )
-    mask = _seen(cache.values.shape[2], context.positions, window)
+    mask = _seen(cache.values.shape[2], context.positions, window)[:, None]
     scales = (cache.key_scale, cache.value_scale)
     return grouped_attention(queries, cache.keys, cache.values, mask, axes, scales), cache
 
@@ -162,7 +164,7 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | N
     if cache.scales is not None:
         by_head = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
         scales = (by_head[:, 0::2], by_head[:, 1::2])
-    mask = _seen(pages.shape[1], lengths[:, None] - 1, window)
+    mask = _seen(pages.shape[1], lengths[:, None] - 1, window)[:, None]
     keys, values = pages[:, :, 0::2], pages[:, :, 1::2]
     axes = ("btke", "btke")
     return grouped_attention(queries[:, None], keys, values, mask, axes, scales)[:, 0]
