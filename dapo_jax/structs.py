@@ -102,6 +102,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()  # none where nothing was observed
     rewards: tuple[float, ...] = ()  # from the environment, a step each
     failures: tuple[str, ...] = ()  # of the environment's steps
+    routes: np.ndarray | None = None  # [m, L, k] experts of the first tokens, from the prompt on
 
     def __len__(self) -> int:
         """Drawn tokens."""
@@ -249,7 +250,7 @@ class Rollouts(struct.PyTreeNode):
 
     `segment_ids` is 0 on padding and counts from 1 inside a row; a segment is one prompt with
     one response and never crosses a row. `response_index` is the response's place in the rollout
-    batch, -1 off the response.
+    batch, -1 off the response. `routes` is None unless the algorithm replays them.
     """
 
     tokens: Int[Array, "*M R T"]
@@ -257,6 +258,7 @@ class Rollouts(struct.PyTreeNode):
     positions: Int[Array, "*M R T"]
     response_index: Int[Array, "*M R T"]
     sampler_logprobs: Float[Array, "*M R T"]
+    routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1 where not known
 
 
 class ScoredBatch(struct.PyTreeNode):

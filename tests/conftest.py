@@ -1,5 +1,6 @@
 """Shared fixtures: eight virtual devices, a tiny model folder, a mesh of one device."""
 
+import dataclasses
 import fcntl
 import gc
 import os
@@ -113,6 +114,23 @@ def tiny_folder(tmp_path_factory, tiny_params):
     tokenizer = arithmetic_tokenizer()
     save_huggingface.save_folder(folder, tiny_params, TINY, tokenizer.end_ids)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+MOE = dataclasses.replace(
+    TINY, mlp=16, experts=8, experts_per_token=2, qkv_bias=False, qk_norm=True, family="qwen3_moe"
+)
+
+
+@pytest.fixture(scope="session")
+def moe_folder(tmp_path_factory, tiny_folder):
+    """A model folder of experts with the embedded task's tokenizer."""
+    folder = tmp_path_factory.mktemp("moe")
+    params = nn.unbox(init_params(MOE, jax.random.key(0)))
+    save_huggingface.save_folder(
+        folder, params | {"embedding": params["embedding"] * 20}, MOE, (1,)
+    )
+    shutil.copy(tiny_folder / "tokenizer.json", folder)
     return folder
 
 

@@ -208,6 +208,14 @@ class Algorithm:
         "Of the policy before the step: 'recompute' by a forward pass, or those of the 'sampler'.",
         read=READS_OLD_LOGPROBS,
     )
+    router_replay: Literal["none", "old", "sampler"] = setting(
+        "none",
+        "Experts that tokens take while the policy learns: those that its router chooses then, or "
+        "had chosen in the forward pass of 'old_logprobs' or in the 'sampler'.",
+    )
+    router_balance_coefficient: PositiveOr0 = setting(
+        0.0, "Weight of the routers' load-balance loss."
+    )
     importance_cap: Annotated[float, Range(at_least=1, also=0)] = setting(
         0.0, "Tokens weigh min(p_trainer / p_sampler, cap); 0 switches the correction off."
     )

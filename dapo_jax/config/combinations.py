@@ -122,6 +122,12 @@ def _check_ratio(algorithm: Algorithm, sampler: Sampler, check: Check) -> None:
         "0 with algorithm.old_logprobs = 'sampler': the ratio already is against the sampler",
     )
     check(
+        "algorithm.router_replay",
+        algorithm.router_replay != "old" or not of_sampler,
+        "'none' or 'sampler' with algorithm.old_logprobs = 'sampler': no forward pass is made "
+        "before the update",
+    )
+    check(
         "algorithm.rejection_of",
         algorithm.rejection == "none" or not of_sampler or algorithm.rejection_of == "new",
         "'new' with algorithm.old_logprobs = 'sampler': the sampler is the policy before the step",

@@ -109,9 +109,28 @@ def pack(
             logprobs[row, response:end] = completion.sampler_logprobs
             start = end
     # Of the host, until a program takes them.
-    arrays: tuple[Any, ...] = (tokens, segment_ids, positions, response_index, logprobs)
-    split = (microbatches, rows_per_microbatch, row_tokens)
-    return Rollouts(*(array.reshape(split) for array in arrays)), used
+    arrays: list[Any] = [tokens, segment_ids, positions, response_index, logprobs]
+    arrays += _pack_routes(segments, rows, shape)
+    split = (microbatches, rows_per_microbatch)
+    return Rollouts(*(array.reshape(*split, *array.shape[1:]) for array in arrays)), used
+
+
+def _pack_routes(
+    segments: Sequence[Segment], rows: Sequence[Sequence[int]], shape: tuple[int, int]
+) -> list[np.ndarray]:
+    """Routes in rows of that shape; none where none were recorded."""
+    recorded = [s.completion.routes for s in segments if s.completion.routes is not None]
+    if not recorded:
+        return []
+    packed = np.full((*shape, *recorded[0].shape[1:]), -1, recorded[0].dtype)
+    for row, members in enumerate(rows):
+        start = 0
+        for segment in (segments[member] for member in members):
+            routes = segment.completion.routes
+            if routes is not None:
+                packed[row, start : start + len(routes)] = routes
+            start += segment.length
+    return [packed]
 
 
 def choose_rows(

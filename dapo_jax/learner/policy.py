@@ -1,5 +1,6 @@
 """The policy's loss: every term that an algorithm may have, weighted, added up, and measured."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
+from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, present
 
@@ -111,6 +113,20 @@ def policy_objective(
     return loss, metrics
 
 
+def router_terms(
+    batch: TrainBatch, records: dict[str, Float[Array, "L R T"]]
+) -> tuple[Array, dict[str, Mean]]:
+    """The load-balance loss of a microbatch, and means of the routers' records.
+
+    A token is drawn with what routers did at the token before it. Loads are those of the
+    microbatch, and a token's part weighs as its loss does.
+    """
+    trained = (batch.loss_weights > 0).astype(jnp.float32)
+    seen = {name: jnp.roll(by_layer.mean(axis=0), 1, axis=1) for name, by_layer in records.items()}
+    means = {name: weighted(value, trained) for name, value in seen.items()}
+    return jnp.sum(batch.loss_weights * seen[BALANCE]), means
+
+
 def policy_learner(
     algorithm: Algorithm,
     compute: Compute,
@@ -131,16 +147,23 @@ def policy_learner(
         teacher: that the loss diverges from; its parameters are `frozen[TEACHER]`.
     """
     chunk_tokens = compute.logprob_chunk_tokens
+    routers = [BALANCE] if config.experts else []
+    routers += [REPLACED] if config.experts and algorithm.router_replay != "none" else []
 
-    def states_of(params, shape: DecoderConfig, rows: Rollouts):
-        return hidden_states(params, shape, rows.tokens, rows.segment_ids, rows.positions)
+    def states_of(params, shape: DecoderConfig, rows: Rollouts, **options: Any):
+        arrays = rows.tokens, rows.segment_ids, rows.positions
+        return hidden_states(params, shape, *arrays, **options)
 
-    def of_rows(params, rows: Rollouts):
-        hidden = states_of(params, config, rows)
-        return hidden, *logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
+    def of_rows(params, rows: Rollouts, record: Sequence[str] = ()):
+        hidden, records = states_of(params, config, rows, routes=rows.routes, record=record)
+        pair = logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
+        return hidden, *pair, records
 
     def score(params, rows: Rollouts):
-        return of_rows(params, rows)[1]
+        if algorithm.router_replay != "old" or rows.routes is not None:
+            return of_rows(params, rows)[1]
+        _, logprobs, _, records = of_rows(params, rows, record=[ROUTES])
+        return logprobs, jnp.moveaxis(records[ROUTES], 0, 2)
 
     def divergence_of(params, hidden, shape: DecoderConfig, rows: Rollouts):
         given = params[TEACHER]
@@ -149,14 +172,18 @@ def policy_learner(
             algorithm.distillation_top_k,
             algorithm.distillation_temperature,
         )
-        both = params, hidden, given, states_of(given, shape, rows)
+        both = params, hidden, given, states_of(given, shape, rows)[0]
         return divergences_of(*both, kind, chunk_tokens)
 
     def loss(params, batch: TrainBatch):
         rows = batch.scored.rollouts
-        hidden, logprobs, entropy = of_rows(params, rows)
+        hidden, logprobs, entropy, records = of_rows(params, rows, routers)
         divergence = divergence_of(params, hidden, teacher, rows) if teacher else None
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
+        if records:
+            balance, of_routers = router_terms(batch, records)
+            value += algorithm.router_balance_coefficient * balance
+            metrics |= of_routers
         kept: dict[str, Any] = {TOKEN_LOGPROBS: logprobs} if keep_logprobs else {}
         return value, metrics | kept
 

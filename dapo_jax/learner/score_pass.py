@@ -16,7 +16,7 @@ from dapo_jax.learner.packing import nth, place_tokens, trained_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Group, ScoredBatch, present
+from dapo_jax.structs import Group, Rollouts, ScoredBatch, present
 
 
 @timed("score")
@@ -28,10 +28,12 @@ def score_pass(
     Returns when the devices are done.
     """
     algorithm, rollouts = config.algorithm, minibatches.rollouts
+    unrouted = rollouts.replace(routes=None)  # routes are the policy's alone
 
-    def over_minibatches(learner: Learner, params: Any) -> jax.Array:
+    def over_minibatches(learner: Learner, params: Any, rollouts: Rollouts = unrouted) -> Any:
         used = enumerate(minibatches.microbatches)
-        return jnp.stack([learner.score(params, nth(rollouts, u), count) for u, count in used])
+        each = [learner.score(params, nth(rollouts, u), count) for u, count in used]
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
     old = reference = values = teacher = None
     distilled = algorithm.distillation == "reverse"
@@ -44,9 +46,14 @@ def score_pass(
         or algorithm.trained_responses == "pairs"
         or distilled
     ):
-        old = over_minibatches(learners.policy, states.policy.params)
+        old = over_minibatches(learners.policy, states.policy.params, rollouts)
+        if algorithm.router_replay == "old":
+            old, routes = old
+            rollouts = rollouts.replace(routes=routes)
     if algorithm.reference:
         reference = over_minibatches(learners.policy, learners.reference)
+        if algorithm.router_replay == "old":
+            reference, _ = reference
     if learners.critic and states.critic:
         values = over_minibatches(learners.critic, states.critic.params)
     if distilled and learners.teacher:

@@ -34,7 +34,7 @@ class Learner:
     """Compiled score pass and update of a model, with their shardings; policy and critic are two.
 
     Args:
-        score: (params, rollouts [R, T]) -> what the model says of each token, [R, T].
+        score: (params, rollouts [R, T]) -> what the model says of each token, [R, T, ...].
         loss: (params, batch [R, T]) -> the loss and its metrics; both only add over microbatches.
         boxed_params: shapes and logical axis names of all parameters.
         settings: the optimizer.
@@ -45,7 +45,7 @@ class Learner:
 
     def __init__(
         self,
-        score: Callable[[Any, Rollouts], Float[Array, "R T"]],
+        score: Callable[[Any, Rollouts], Any],
         loss: Callable[[Any, TrainBatch], tuple[Array, dict[str, Mean]]],
         boxed_params: Any,
         settings: Optimizer,
@@ -73,8 +73,10 @@ class Learner:
             self._update_fn, donate_argnums=0, out_shardings=(self.shardings, None)
         )
 
-    def score(self, params: Any, rollouts: Rollouts, microbatches: int) -> Float[Array, "M R T"]:
+    def score(self, params: Any, rollouts: Rollouts, microbatches: int) -> Any:
         """Log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
+
+        A policy that records routes returns them too [M, R, T, L, k].
 
         `params` are those of a state, or all of them where the frozen ones are others.
         """
@@ -134,12 +136,18 @@ class Learner:
     def _fresh_state(self, params: Any) -> TrainState:
         return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    def _score_fn(self, params: Any, rollouts: Rollouts, microbatches) -> Float[Array, "M R T"]:
-        def body(i, scores):
-            rows = self._score_rows(params, _microbatch(rollouts, i))
-            return jax.lax.dynamic_update_index_in_dim(scores, rows, i, 0)
+    def _score_fn(self, params: Any, rollouts: Rollouts, microbatches) -> Any:
+        def of_microbatch(i):
+            return self._score_rows(params, _microbatch(rollouts, i))
 
-        zeros = jnp.zeros(rollouts.tokens.shape, jnp.float32)
+        def body(i, scores):
+            def place(all_rows, rows):
+                return jax.lax.dynamic_update_index_in_dim(all_rows, rows, i, 0)
+
+            return jax.tree.map(place, scores, of_microbatch(i))
+
+        many, shapes = len(rollouts.tokens), jax.eval_shape(of_microbatch, 0)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((many, *leaf.shape), leaf.dtype), shapes)
         return jax.lax.fori_loop(0, microbatches, body, zeros)
 
     def _gradient_fn(self, params, frozen, batch: TrainBatch, microbatches):

@@ -54,6 +54,7 @@ class Prefix(struct.PyTreeNode):
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
     drawn: Int[Array, "B"]  # how many of the last tokens are a response's that goes on
+    routes: Int[Array, "B P L k"] | None = None  # where the engine records them
     rules: Any = None  # SamplingRules of [B] where each response has its own
 
 
@@ -72,4 +73,5 @@ class DecodeState(struct.PyTreeNode):
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
     rules: Any = None  # SamplingRules of [S] where each response has its own
+    routes: Int[Array, "S T L k"] | None = None  # of cached tokens, where they are recorded
     known: Int[Array, "S"] | None = None  # tokens of the response that are fed, not drawn

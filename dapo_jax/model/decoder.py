@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
-from dapo_jax.model.experts import Experts
+from dapo_jax.model.experts import RECORDS, Experts
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, named
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
@@ -74,6 +74,7 @@ class DecoderConfig:
     scan_unroll: int = 1  # layers per iteration of the training scan
     frozen_layers: int = 0  # number of first layers in the subtree `frozen_layers`
     adapters: Adapters | None = None  # if any, only they are trained (see model/trainable.py)
+    records_routes: bool = False  # decoding records which experts tokens take
     scalar_head: bool = False  # one scalar per token instead of logits: critics, reward models
 
     @property
@@ -187,8 +188,14 @@ class Block(nn.Module):
         context: Any,
         cache: Any,
         slides: Bool[Array, ""] | None = None,
+        routes: Int[Array, "B T k"] | None = None,
     ):
-        """Output and cache of a layer; `slides` is for configs whose layers differ."""
+        """Output and cache of a layer.
+
+        Args:
+            slides: for configs whose layers differ.
+            routes: experts to take; None: the likeliest.
+        """
         c = self.config
         x = checkpoint_name(x, LAYER_INPUT)
         h = self._whole("attention_norm", x)
@@ -205,7 +212,7 @@ class Block(nn.Module):
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
         x = self._add(x, self._norm("attention_out_norm")(out) if c.out_norms else out)
         h = self._whole("mlp_norm", x)
-        down = Experts(c, name="moe")(h) if c.experts else self._mlp(h)
+        down = Experts(c, name="moe")(h, context, routes) if c.experts else self._mlp(h)
         return self._add(x, self._norm("mlp_out_norm")(down) if c.out_norms else down), cache
 
 
@@ -234,7 +241,9 @@ class Decoder(nn.Module):
         tokens: Int[Array, "R T"],
         segment_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
+        routes: Int[Array, "R T L k"] | None = None,
     ) -> Float[Array, "R T D"]:
+        """Final hidden states; `routes` are experts to take, where they are not -1."""
         c = self.config
         init = named(nn.initializers.normal(0.02), ("vocab", "embed"))
         embedding = self.param("embedding", init, (c.vocab, c.embed))
@@ -254,20 +263,24 @@ class Decoder(nn.Module):
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
         context = Context(positions, segment_ids)
-        first, axes = 0, (nn.broadcast, nn.broadcast, 0)  # of context, cache and slides
+        first, axes = 0, (nn.broadcast, nn.broadcast, 0, 0)  # of context, cache, slides, routes
+        by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
+        stacked = dict.fromkeys(("params", *RECORDS), 0)
         for name, length in layer_stacks(c).items():
-            slides = jnp.asarray(c.sliding[first : first + length]) if c.sliding else None
+            part = slice(first, first + length)
+            slides = jnp.asarray(c.sliding[part]) if c.sliding else None
+            taken = None if by_layer is None else by_layer[part]
             first += length
             layers = nn.scan(
                 block,
-                variable_axes={"params": 0},
+                variable_axes=stacked,  # pyright: ignore[reportArgumentType]: invariant keys
                 split_rngs={"params": True},
                 in_axes=axes,  # pyright: ignore[reportArgumentType]: declared as an int
                 length=length,
                 unroll=min(c.scan_unroll, length),
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )(c, TRAINING_ATTENTION[c.attention], name=name)
-            x, _ = layers(x, context, None, slides)
+            x, _ = layers(x, context, None, slides, taken)
         return rms_norm(c, name="final_norm")(x)
 
 

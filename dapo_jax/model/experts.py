@@ -3,6 +3,8 @@
 Tokens are sorted by expert and multiplied in groups (`jax.lax.ragged_dot`), so no array has a place
 for each pair of token and expert. On a mesh each device computes its own experts: tokens are
 gathered over the mesh axis that cuts experts, and what they add up to is scattered back.
+
+Routes are the experts that tokens took: recorded in one pass, they may be replayed in another.
 """
 
 from collections.abc import Callable
@@ -17,18 +19,63 @@ from dapo_jax.model.layers import ACTIVATIONS, SCALE, named
 from dapo_jax.runtime import sharding
 
 NAMES = ("expert_gate", "expert_up", "expert_down")  # parameters with one matrix for each expert
+# Collections of a router's records; a layer fills those that its caller asks for.
+ROUTES = "routes"  # [B, T, k] numbers of experts
+REPLACED = "replaced_routes"  # [B, T] share of replayed experts that it would not have taken
+BALANCE = "router_balance"  # [B, T] its probabilities by the experts' load; 1 where that is even
+RECORDS = (ROUTES, REPLACED, BALANCE)
+
+
+def route_dtype(experts: int) -> Any:
+    """Smallest integers for numbers of experts, and -1 where the route is not known."""
+    return jnp.int8 if experts <= 128 else jnp.int16
 
 
 def route(
-    logits: Float[Array, "B T X"], count: int, normalise: bool
-) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
-    """Weights and numbers of each token's `count` likeliest experts; float32.
+    logits: Float[Array, "B T X"],
+    count: int,
+    normalise: bool,
+    replayed: Int[Array, "B T k"] | None = None,
+) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"], Int[Array, "B T k"]]:
+    """Weights (float32) and numbers of each token's experts, and of its `count` likeliest ones.
 
     Args:
         normalise: weights of a token add up to one; else they are probabilities among all experts.
+        replayed: experts to take; the likeliest where it is -1.
     """
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
-    return weights / weights.sum(axis=-1, keepdims=True) if normalise else weights, chosen
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, likeliest = jax.lax.top_k(probabilities, count)
+    chosen = likeliest
+    if replayed is not None:
+        chosen = jnp.where(replayed < 0, likeliest, replayed)
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+    if normalise:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    return weights, chosen, likeliest
+
+
+def _replaced(chosen: Int[Array, "B T k"], likeliest: Int[Array, "B T k"]) -> Float[Array, "B T"]:
+    """Share of a token's experts that are not among its likeliest."""
+    same = (chosen[..., :, None] == likeliest[..., None, :]).any(axis=-1)
+    return 1.0 - same.mean(axis=-1)
+
+
+def _balance(
+    logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], real: Array
+) -> Float[Array, "B T"]:
+    """Probabilities of a token, each times its expert's load over the mean load.
+
+    Its mean over tokens is the load-balance loss of Switch Transformers (2101.03961, equation 4);
+    loads have no gradient.
+
+    Args:
+        real: [B, T] bool, false on padding, which is no load.
+    """
+    experts = logits.shape[-1]
+    taken = jnp.where(real[..., None], chosen, experts)  # a number past the last is dropped
+    loads = jnp.zeros(experts).at[taken.reshape(-1)].add(1.0, mode="drop")
+    relative = loads * experts / jnp.maximum(loads.sum(), 1.0)
+    return jax.nn.softmax(logits, axis=-1) @ relative
 
 
 def _grouped(
@@ -132,11 +179,21 @@ class Experts(nn.Module):
     config: Any
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        context: Any = None,
+        replayed: Int[Array, "B T k"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Weighted sum of each token's experts: its likeliest, or the `replayed` ones."""
         c = self.config
         router = self._matrix("router", (c.embed, c.experts), ("embed", None), c.embed)["router"]
         logits = jnp.dot(x, router.astype(c.dtype), preferred_element_type=jnp.float32)
-        weights, chosen = route(logits, c.experts_per_token, c.normalise_experts)
+        counts = c.experts_per_token, c.normalise_experts
+        weights, chosen, likeliest = route(logits, *counts, replayed)
+        self._record(ROUTES, lambda: chosen.astype(route_dtype(c.experts)))
+        self._record(REPLACED, lambda: _replaced(chosen, likeliest))
+        self._record(BALANCE, lambda: _balance(logits, chosen, context.segment_ids > 0))
         inward = ("experts", "expert_embed", "mlp")
         outward = ("experts", "mlp", "expert_embed")
         matrices: dict[str, Array] = {}
@@ -144,6 +201,10 @@ class Experts(nn.Module):
             matrices |= self._matrix(name, (c.experts, c.embed, c.mlp), inward, c.embed)
         matrices |= self._matrix(NAMES[2], (c.experts, c.mlp, c.embed), outward, c.mlp)
         return _spread(x, weights, chosen, matrices, ACTIVATIONS[c.activation])
+
+    def _record(self, name: str, value: Callable[[], Array]) -> None:
+        if self.is_mutable_collection(name) and not self.is_initializing():
+            self.variable(name, "layer", value)
 
     def _matrix(
         self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], summed: int

@@ -20,6 +20,7 @@ from dapo_jax.model.decoder import (
     rms_norm,
     scaled_embeddings,
 )
+from dapo_jax.model.experts import ROUTES, route_dtype
 from dapo_jax.model.layers import SCALE
 
 
@@ -29,13 +30,16 @@ def _embedded(params: Any, config: DecoderConfig, tokens: Int[Array, "..."]) -> 
 
 def _run_layers(
     params: Any, config: DecoderConfig, attend: Callable, x: Array, context: Any, caches: tuple
-) -> tuple[Array, tuple]:
-    new_caches = []
+) -> tuple[Array, tuple, Int[Array, "B T L k"] | None]:
+    """Output and caches of all layers, and their routes where the config records them."""
+    new_caches, routes, mutable = [], [], [ROUTES] if config.records_routes else []
     for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         block = Block(config.of_layer(number), attend)
-        x, cache = block.apply({"params": layer}, x, context, cache)
+        (x, cache), record = block.apply({"params": layer}, x, context, cache, mutable=mutable)
         new_caches.append(cache)
-    return x, tuple(new_caches)
+        if mutable:
+            routes.append(record[ROUTES]["moe"]["layer"])
+    return x, tuple(new_caches), jnp.stack(routes, axis=2) if routes else None
 
 
 def prefill(
@@ -44,8 +48,8 @@ def prefill(
     tokens: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     chunk_tokens: int = 0,
-) -> tuple[PromptCache, ...]:
-    """Prefills prompts that are padded on the right: keys and values of every layer.
+) -> tuple[tuple[PromptCache, ...], Int[Array, "B P L k"] | None]:
+    """Prefills prompts that are padded on the right: keys and values of every layer, and routes.
 
     Padding never reaches earlier positions; the caller masks the keys that it leaves.
 
@@ -59,7 +63,7 @@ def prefill(
         x = _embedded(params, config, tokens)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         context = PromptContext(positions, start)
-        return _run_layers(params, config, attend_prompt, x, context, caches)[1]
+        return _run_layers(params, config, attend_prompt, x, context, caches)[1:]
 
     if not 0 < chunk_tokens < width:
         return feed(tokens, 0, (None,) * config.layers)
@@ -67,15 +71,25 @@ def prefill(
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk_tokens - width)))
     empty = jnp.zeros((*tokens.shape, config.kv_heads, config.head_dim), config.dtype)
 
-    def body(i, caches):
-        start = i * chunk_tokens
+    def body(i, carry):
+        start, (caches, routes) = i * chunk_tokens, carry
         piece = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk_tokens))
-        return feed(piece, start, caches)
+        caches, new = feed(piece, start, caches)
+        if new is not None:
+            routes = jax.lax.dynamic_update_slice_in_dim(routes, new, start, axis=1)
+        return caches, routes
 
     needed = -(-jnp.max(lengths) // chunk_tokens)
     empties = tuple(PromptCache(empty, empty) for _ in range(config.layers))
-    filled = jax.lax.fori_loop(0, needed, body, empties)
+    routes = empty_routes(config, *tokens.shape) if config.records_routes else None
+    filled = jax.lax.fori_loop(0, needed, body, (empties, routes))
     return jax.tree.map(lambda leaf: leaf[:, :width], filled)
+
+
+def empty_routes(config: DecoderConfig, batch: int, length: int) -> Int[Array, "B T L k"]:
+    """Routes that are not known yet."""
+    shape = batch, length, config.layers, config.experts_per_token
+    return jnp.full(shape, -1, route_dtype(config.experts))
 
 
 def decode_step(
@@ -85,11 +99,12 @@ def decode_step(
     tokens: Int[Array, "S"],
     context: SlotContext,
     caches: tuple,
-) -> tuple[Float[Array, "S V"], tuple]:
-    """Feeds one token per slot; returns float32 logits of the next token, and the new caches."""
+) -> tuple[Float[Array, "S V"], tuple, Int[Array, "S L k"] | None]:
+    """Feeds one token per slot; float32 logits of the next token, new caches, and routes."""
     x = _embedded(params, config, tokens)[:, None]
-    x, caches = _run_layers(params, config, attend, x, context, caches)
-    return _logits(params, config, x[:, 0]), caches
+    x, caches, routes = _run_layers(params, config, attend, x, context, caches)
+    routes = None if routes is None else routes[:, 0]
+    return _logits(params, config, x[:, 0]), caches, routes
 
 
 def _logits(params: Any, config: DecoderConfig, x: Float[Array, "n D"]) -> Float[Array, "n V"]:
@@ -128,7 +143,7 @@ def score(
         positions = (start + jnp.arange(chunk_tokens))[None]
         x = _embedded(params, config, piece)[None]
         context = PromptContext(positions, start)
-        x, caches = _run_layers(params, config, attend_prompt, x, context, caches)
+        x, caches, _ = _run_layers(params, config, attend_prompt, x, context, caches)
         logprobs = jax.nn.log_softmax(_logits(params, config, x[0]), axis=-1)
         chosen = jnp.take_along_axis(logprobs, wanted[:, None], axis=-1)[:, 0]
         return caches, (chosen, *jax.lax.top_k(logprobs, likeliest))

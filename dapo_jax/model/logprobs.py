@@ -1,11 +1,12 @@
 """Log-probabilities, entropies and scalar values of packed tokens under a decoder."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel
+from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel, layer_stacks
 from dapo_jax.model.divergence import Divergence, head_divergence
 from dapo_jax.model.lm_head import head_logprobs
 
@@ -24,7 +25,7 @@ def token_logprobs(
 
     The first token of a segment has no past: both numbers are meaningless there and must be masked.
     """
-    hidden = hidden_states(params, config, tokens, segment_ids, positions)
+    hidden, _ = hidden_states(params, config, tokens, segment_ids, positions)
     return logprobs_of(params, hidden, tokens, temperature, chunk_tokens)
 
 
@@ -34,9 +35,22 @@ def hidden_states(
     tokens: Int[Array, "R T"],
     segment_ids: Int[Array, "R T"],
     positions: Int[Array, "R T"],
-) -> Float[Array, "R T D"]:
-    """Final hidden states, of the compute dtype: at t of tokens[<=t]."""
-    return cast(Array, Decoder(config).apply({"params": params}, tokens, segment_ids, positions))
+    routes: Int[Array, "R T L k"] | None = None,
+    record: Sequence[str] = (),
+) -> tuple[Float[Array, "R T D"], dict[str, Shaped[Array, "L R T ..."]]]:
+    """Final hidden states, of the compute dtype: at t of tokens[<=t]; and records of the routers.
+
+    Args:
+        routes: experts to take, where they are not -1.
+        record: some of `experts.RECORDS`.
+    """
+    arrays = tokens, segment_ids, positions, routes
+    hidden, records = Decoder(config).apply({"params": params}, *arrays, mutable=list(record))
+    by_layer = {}
+    for name in record:
+        stacks: list[Any] = [records[name][stack] for stack in layer_stacks(config)]
+        by_layer[name] = jnp.concatenate([stack["moe"]["layer"] for stack in stacks])
+    return cast(Array, hidden), by_layer
 
 
 def logprobs_of(

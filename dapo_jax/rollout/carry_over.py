@@ -5,6 +5,7 @@ others go on in the next step, and a step waits for those that are `carry_over_m
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -126,8 +127,9 @@ def carry_on(
 
 # --- checkpoint format: tokens and log-probs as arrays, the rest as JSON --------------------------
 
-IN_ARRAYS = ("tokens", "sampler_logprobs")
-NOT_SAVED = (*IN_ARRAYS, "text")  # which the tokens say again
+IN_ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32}
+ROUTES = "routes"  # of all responses that have some, flat
+NOT_SAVED = (*IN_ARRAYS, ROUTES, "text")  # which the tokens say again
 
 
 def _responses(group: PartialGroup) -> tuple[Completion, ...]:
@@ -145,6 +147,9 @@ def pack_partial(
     arrays = {}
     if any(map(len, responses)):
         arrays = {name: np.concatenate([getattr(r, name) for r in responses]) for name in IN_ARRAYS}
+    routes = [response.routes.ravel() for response in responses if response.routes is not None]
+    if routes:
+        arrays[ROUTES] = np.concatenate(routes)
     return arrays, [_record(group) for group in groups]
 
 
@@ -169,12 +174,22 @@ def _record(partial: PartialGroup) -> dict[str, Any]:
 
 def _response_record(response: Completion) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(Completion) if field.name not in NOT_SAVED]
-    return {name: getattr(response, name) for name in names} | {"length": len(response.tokens)}
+    record = {name: getattr(response, name) for name in names} | {"length": len(response.tokens)}
+    if (routes := response.routes) is not None:
+        record[ROUTES] = [routes.dtype.name, *routes.shape]
+    return record
 
 
-def packed_tokens(records: list[dict[str, Any]]) -> int:
-    """Length of the arrays that belong to a record."""
-    return sum(response["length"] for group in records for response in group["responses"])
+def empty_arrays(records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Zeros of the shapes of the arrays that belong to a record."""
+    responses = [response for group in records for response in group["responses"]]
+    tokens = sum(response["length"] for response in responses)
+    arrays = {name: np.zeros(tokens, dtype) for name, dtype in IN_ARRAYS.items()}
+    routes = [response[ROUTES] for response in responses if ROUTES in response]
+    if routes:
+        size = sum(math.prod(shape) for _, *shape in routes)
+        arrays[ROUTES] = np.zeros(size, routes[0][0])
+    return arrays
 
 
 def unpack_partial(
@@ -189,7 +204,7 @@ def unpack_partial(
         read_prompt: the prompt at a place in the data.
         decode: text of a response's tokens.
     """
-    start, groups = 0, []
+    start, first_route, groups = 0, 0, []
     for record in records:
         responses, judged, ended = [], record["judged"], record["finished"]
         for saved in record["responses"]:
@@ -199,6 +214,11 @@ def unpack_partial(
             fields["turns"] = tuple(Turn(*turn) for turn in fields["turns"])
             fields |= {name: tuple(fields[name]) for name in ("rewards", "failures")}
             fields |= {name: arrays[name][start:end] for name in IN_ARRAYS}
+            if ROUTES in fields:
+                shape = fields[ROUTES][1:]
+                last_route = first_route + math.prod(shape)
+                fields[ROUTES] = arrays[ROUTES][first_route:last_route].reshape(shape)
+                first_route = last_route
             response = Completion(**fields, text="")
             text = decode(response.last_turn.tolist())
             responses.append(dataclasses.replace(response, text=text))

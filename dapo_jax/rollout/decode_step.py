@@ -15,8 +15,10 @@ from dapo_jax.rollout.page_table import Fills
 from dapo_jax.rollout.sampling import SamplingRule, draw, draw_each
 
 
-def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int) -> DecodeState:
-    """Decode state with every slot free."""
+def empty_state(
+    caches: tuple, tables: Any, slots: int, max_response_tokens: int, **options: Any
+) -> DecodeState:
+    """Decode state with every slot free; `options` are its optional fields."""
     counts = jnp.zeros(slots, jnp.int32)
     return DecodeState(
         caches=caches,
@@ -30,6 +32,7 @@ def empty_state(caches: tuple, tables: Any, slots: int, max_response_tokens: int
         logprobs=jnp.zeros((slots, max_response_tokens), jnp.float32),
         busy_slot_steps=jnp.zeros((), jnp.int32),
         slot_steps=jnp.zeros((), jnp.int32),
+        **options,
     )
 
 
@@ -43,9 +46,9 @@ def prefill_prefix(
     drawn: Int[Array, "B"],
 ) -> Prefix:
     """Keys and values of prompts padded on the right; the last `drawn` tokens are a response's."""
-    caches = inference.prefill(params, config, tokens, lengths, chunk_tokens)
+    caches, routes = inference.prefill(params, config, tokens, lengths, chunk_tokens)
     last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-    return Prefix(caches, last, lengths, keys, drawn)
+    return Prefix(caches, last, lengths, keys, drawn, routes=routes)
 
 
 def start_responses(
@@ -78,6 +81,10 @@ def start_responses(
         if in_turn and caches:
             new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
         caches.append(take_up(cache, new, slots, rows, fills))
+    routes = state.routes
+    if routes is not None and prefix.routes is not None:
+        prefilled = prefix.routes[rows, : routes.shape[1]]
+        routes = routes.at[slots, : prefilled.shape[1]].set(prefilled, mode="drop")
     return state.replace(
         caches=tuple(caches),
         last_token=place(state.last_token, prefix.last_token[rows]),
@@ -85,6 +92,7 @@ def start_responses(
         generated=place(state.generated, prefix.drawn[rows]),
         active=place(state.active, True),
         key=place(state.key, keys),
+        routes=routes,
         known=None if state.known is None else place(state.known, prefix.drawn[rows]),
         rules=jax.tree.map(lambda old, new: place(old, new[rows]), state.rules, prefix.rules),
     )
@@ -126,7 +134,7 @@ def decode_one(
     """
     tables = None if state.tables is None else state.tables[:, :columns]
     context = SlotContext(state.length[:, None], state.active, tables)
-    logits, caches = inference.decode_step(
+    logits, caches, routes = inference.decode_step(
         params, config, attend, state.last_token, context, state.caches
     )
     if state.rules is None:
@@ -143,8 +151,12 @@ def decode_one(
         given = jnp.minimum(state.generated, limit - 1)[:, None]
         given = jnp.take_along_axis(state.tokens, given, axis=1)[:, 0]
         tokens, ended = jnp.where(fed, given, tokens), ended & ~fed
+    if routes is not None and state.routes is not None:
+        place = jnp.where(state.active, state.length, state.routes.shape[1])
+        routes = at_each(state.routes, (place,), routes)
     return state.replace(
         caches=caches,
+        routes=routes,
         last_token=jnp.where(state.active, tokens, state.last_token),
         length=state.length + step,
         generated=generated,

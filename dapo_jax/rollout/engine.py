@@ -26,6 +26,7 @@ from dapo_jax.rollout.jetstream_api import (
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
 )
 from dapo_jax.rollout.paged_cache import choose_layout
+from dapo_jax.rollout.requests import Drawn
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
@@ -318,13 +319,15 @@ class PolicyEngine(Engine):
         padded[: len(slots)] = slots
         return self.programs.stop(state, padded)
 
-    def harvest(self, state: DecodeState, slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Drawn tokens and log-probs [len(slots), max_response_tokens] of those slots, on host."""
+    def harvest(self, state: DecodeState, slots: Sequence[int]) -> list[Drawn]:
+        """Responses of those slots, on host."""
+        if not slots:
+            return []
         padded = np.zeros(1 << (len(slots) - 1).bit_length(), np.int32)
         padded[: len(slots)] = slots
-        rows = (self.programs.rows(array, padded) for array in (state.tokens, state.logprobs))
-        tokens, logprobs = (np.asarray(array)[: len(slots)] for array in rows)
-        return tokens, logprobs
+        arrays = state.tokens, state.logprobs, state.routes
+        rows: Any = jax.tree.map(lambda x: np.asarray(self.programs.rows(x, padded)), arrays)
+        return [Drawn(*jax.tree.map(lambda x, i=i: x[i], rows)) for i in range(len(slots))]
 
     def _fit(self, state: DecodeState, needed: int) -> DecodeState:
         caches = cast(Any, state.caches)  # which are of the layout's kind

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decoder
 from dapo_jax.model.caches import DecodeState, Prefix
+from dapo_jax.model.inference import empty_routes
 from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
@@ -29,6 +30,7 @@ class EnginePrograms:
         mesh: the devices that decode.
         layout: of the caches.
         settings: sizes, and how parameters are loaded and prompts prefilled.
+        cache_tokens: most tokens of a slot.
         end_ids: tokens that end a response.
         rule_per_slot: whether each response has a sampling rule of its own.
         frozen: parameters that never change, of which one decoding copy is made.
@@ -47,12 +49,14 @@ class EnginePrograms:
         layout: SlotLayout | PagedLayout,
         settings: Sampler,
         *,
+        cache_tokens: int,
         end_ids: tuple[int, ...],
         rule_per_slot: bool,
         frozen: Any,
         trained_on: jax.sharding.Mesh,
     ):
         self._config, self._mesh, self._settings = config, mesh, settings
+        self._cache_tokens = cache_tokens
         self._layout: Any = layout  # whose caches are of its own kind
         self._end_ids, self._rule_per_slot = jnp.asarray(end_ids, jnp.int32), rule_per_slot
         self._frozen, self.held = frozen, None
@@ -70,7 +74,7 @@ class EnginePrograms:
         self.prefill = jax.jit(
             functools.partial(decode_step.prefill_prefix, config, settings.prefill_chunk_tokens),
             in_shardings=(None, place("batch"), None, None, None),
-            out_shardings=Prefix(self.prefix_sharding, *[replicated] * 4),
+            out_shardings=Prefix(self.prefix_sharding, *[replicated] * 4, routes=place("batch")),
         )
         on_tpu = mesh.devices.flat[0].platform == "tpu"
         start = decode_step.start_responses
@@ -108,9 +112,11 @@ class EnginePrograms:
         tables = None if pages is None else jnp.zeros(pages.tables.shape, jnp.int32)
         rules = repeat_rule(SamplingRule(), slots) if self._rule_per_slot else None
         known = jnp.zeros(slots, jnp.int32) if self._settings.keep_turns else None
-        limit = self._settings.max_response_tokens
-        state = decode_step.empty_state(caches, tables, slots, limit)
-        return state.replace(rules=rules, known=known)
+        routes = None
+        if self._config.records_routes:
+            routes = empty_routes(self._config, slots, self._cache_tokens)
+        limit, options = self._settings.max_response_tokens, {"rules": rules, "known": known}
+        return decode_step.empty_state(caches, tables, slots, limit, routes=routes, **options)
 
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=self._layout.grow(state.caches, window))
@@ -142,11 +148,11 @@ def engine_programs(
 ) -> EnginePrograms:
     """Programs of an engine: those of an earlier one that is like it, where nothing is frozen.
 
-    Args:
-        cache_tokens: most tokens of a slot; the others are as for `EnginePrograms`.
+    The arguments are as for `EnginePrograms`.
     """
     if frozen:
-        return EnginePrograms(config, mesh, layout, settings, frozen=frozen, **options)
+        options |= {"frozen": frozen, "cache_tokens": cache_tokens}
+        return EnginePrograms(config, mesh, layout, settings, **options)
     return keep(_for_any_engine, config, mesh, settings, cache_tokens, **options)
 
 
@@ -159,4 +165,5 @@ def _for_any_engine(
 ) -> EnginePrograms:
     """Programs with a layout of their own: an engine's has the state of its pages."""
     layout = choose_layout(config, mesh, settings, cache_tokens)
-    return EnginePrograms(config, mesh, layout, settings, frozen={}, **options)
+    options |= {"frozen": {}, "cache_tokens": cache_tokens}
+    return EnginePrograms(config, mesh, layout, settings, **options)

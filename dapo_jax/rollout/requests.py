@@ -7,7 +7,7 @@ what was drawn, and its key that of the step which began it, so that the same dr
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,14 @@ from dapo_jax.structs import Completion, PartialGroup, Prompt, Turn
 
 SMALLEST_PROMPT_BUCKET = 16
 COARSE = 4  # between padded lengths of responses that go on, which have many
+
+
+class Drawn(NamedTuple):
+    """A slot's response; what stands after its end, or was not drawn there, means nothing."""
+
+    tokens: np.ndarray  # [C] int32
+    logprobs: np.ndarray  # [C] float32
+    routes: np.ndarray | None  # [T, L, k] of prompt and response, where they are recorded
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,19 +101,25 @@ def split_group(
 def completion_of(
     pending: PendingResponses,
     sample: int,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
+    drawn: Drawn,
+    length: int,
     policy_step: int,
     **known: Any,
 ) -> Completion:
     """Response with what it had before it started here.
 
     Args:
-        tokens, logprobs: of the whole response; what stands where it was not drawn here is ignored.
+        length: tokens of the whole response.
         known: the other fields.
     """
-    before = pending.begun
+    before, routes = pending.begun, drawn.routes
+    tokens, logprobs = drawn.tokens[:length], drawn.logprobs[:length]
     fields: dict[str, Any] = {"truncated": False, "text": ""} | known
+    if routes is not None:  # the last token was not fed
+        routes = routes[: len(pending.group.prompt.tokens) + length - 1].copy()
+        if before and before.routes is not None:
+            routes[: len(before.routes)] = before.routes
+        fields["routes"] = routes
     if before:
         held = len(before.tokens)
         tokens = np.concatenate([before.tokens, tokens[held:]])

@@ -225,11 +225,9 @@ class Scheduler:
         parts = [(pending.group, pending.begun) for pending in self._waiting]
         parts += self._trajectories.take()
         slots = list(self._in_slot)
-        rows = self._engine.harvest(self._state, slots) if slots else ((), ())
-        for slot, tokens, logprobs in zip(slots, *rows, strict=True):
+        for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
             (pending, sample), length = self._in_slot[slot], int(self._generated[slot])
-            drawn = tokens[:length], logprobs[:length]
-            begun = completion_of(pending, sample, *drawn, self._policy_step)
+            begun = completion_of(pending, sample, drawn, length, self._policy_step)
             begun = with_text(begun, self._tokenizer.decode)
             parts.append((pending.group, begun if length else None))
             self.counts.unfinished_tokens += max(length - pending.drawn, 0)
@@ -315,17 +313,13 @@ class Scheduler:
             pending.waiting.appendleft(sample)
 
     def _collect(self, slots: list[int]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        if not slots:
-            return []
-        tokens, logprobs = self._engine.harvest(self._state, slots)
         completed = []
-        for row, slot in enumerate(slots):
+        for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
             pending, sample = self._in_slot.pop(slot)
             most = pending.most_tokens(self._trajectories.drawn_limit)
             length = min(int(self._generated[slot]), most)
-            drawn = tokens[row, :length], logprobs[row, :length]
-            cut = not self._ended(drawn[0])
-            completion = completion_of(pending, sample, *drawn, self._policy_step, truncated=cut)
+            cut, by = not self._ended(drawn.tokens[:length]), self._policy_step
+            completion = completion_of(pending, sample, drawn, length, by, truncated=cut)
             completion = with_text(completion, self._tokenizer.decode)
             self.counts.tokens += length - pending.drawn
             asked = self._trajectories.ask(pending.group, completion, self.counts.bursts)

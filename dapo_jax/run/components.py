@@ -37,6 +37,7 @@ from dapo_jax.rollout.source import open_source
 from dapo_jax.run.compute import (
     check_divisible,
     check_rotations,
+    choose_recording,
     numerics,
     open_engine,
     open_meshes,
@@ -121,8 +122,7 @@ class Components:
     def first_params(self) -> Any:
         """Trained parameters before the first step, on the mesh."""
         folder, mesh = self.config.model.folder, self.learners.policy.mesh
-        adapters = self.config.lora.folder
-        return load_trained(folder, self.decoder, mesh, self.config.seed, adapters)
+        return load_trained(folder, self.decoder, mesh, self.config.seed, self.config.lora.folder)
 
     def critic_params(self) -> Any:
         """The critic's parameters before training: a policy's folder, or a reward model's."""
@@ -267,6 +267,7 @@ def open_decoder(
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
+    decoder = choose_recording(config.algorithm, decoder, training)
     check_divisible(decoder, mesh)
     check_rotations(decoder, config.longest_tokens(), "model.folder", config.model.folder)
     if training and has_teacher(config):
@@ -295,8 +296,7 @@ def open_environments(
         return None
     chat = config.data.template == "chat"
     check_chat(config.data.template, tokenizer.chat)
-    settings = judged_by(config.environment, config.reward)
-    return Environments(settings, tokenizer, chat, given_up)
+    return Environments(judged_by(config.environment, config.reward), tokenizer, chat, given_up)
 
 
 def open_prompts(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
 from dapo_jax.data.prompts.tokenizer import Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
@@ -136,6 +137,19 @@ def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, fol
         f"a model without rope_scaling of type 'dynamic' for sequences of {longest_tokens} tokens: "
         "beyond max_position_embeddings its rotations depend on a batch's longest sequence",
     )
+
+
+def choose_recording(algorithm: Algorithm, decoder: DecoderConfig, training: bool) -> DecoderConfig:
+    """Decoder that records routes in the sampler where they are to be replayed.
+
+    Raises `ConfigError` where the algorithm has settings of routers and the policy has none.
+    """
+    for name, off in ("router_replay", "none"), ("router_balance_coefficient", 0):
+        value = getattr(algorithm, name)
+        fits = value == off or decoder.experts > 0
+        require(fits, f"algorithm.{name}", value, f"{off!r}: the policy has no experts")
+    records = training and algorithm.router_replay == "sampler"
+    return dataclasses.replace(decoder, records_routes=records)
 
 
 def open_engine(

@@ -4,12 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
 from dapo_jax.reporting.notices import SPOT_SECONDS, describe_saving, saving_seconds
-from dapo_jax.rollout.carry_over import IN_ARRAYS, pack_partial, packed_tokens, unpack_partial
+from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.components import Components
@@ -17,8 +16,6 @@ from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
 from dapo_jax.runtime import processes
 from dapo_jax.structs import PartialGroup, Prompt
 from dapo_jax.train import TrainerState
-
-DTYPES = dict(zip(IN_ARRAYS, (np.int32, np.float32), strict=True))
 
 
 @dataclasses.dataclass
@@ -66,9 +63,8 @@ def restore(
 def _restore_partial(
     components: Components, checkpoints: Checkpoints, records: list[dict[str, Any]]
 ) -> tuple[PartialGroup, ...]:
-    size = packed_tokens(records)
-    arrays: Any = {name: np.zeros(size, dtype) for name, dtype in DTYPES.items()}
-    if size:  # these only say what to read
+    arrays: Any = empty_arrays(records)
+    if arrays["tokens"].size:  # these only say what to read
         arrays = checkpoints.state(arrays, "carried")
 
     def read_prompt(index: int) -> Prompt:

@@ -61,7 +61,7 @@ def test_experts_and_their_gradients_are_those_of_a_loop(normalise):
     x, logits, matrices = arrays()
 
     def grouped(x, logits, matrices):
-        weights, chosen = route(logits, PER_TOKEN, normalise)
+        weights, chosen, _ = route(logits, PER_TOKEN, normalise)
         return mix(x, weights[0], chosen[0], matrices, jax.nn.silu)
 
     def gradients(function):
@@ -79,7 +79,7 @@ def test_experts_and_their_gradients_are_those_of_a_loop(normalise):
 
 def test_int8_experts_have_a_scale_for_each_of_their_channels():
     x, logits, matrices = arrays()
-    weights, chosen = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
+    weights, chosen, _ = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
     (axis,) = scaled_axes("layers/moe/expert_up/kernel")
     whole, rounded = {}, {}
     for name, matrix in matrices.items():
@@ -133,7 +133,7 @@ def test_eight_devices_with_experts_apart_equal_one(sizes, moe_params, on_one_de
 def test_no_array_has_a_place_for_each_pair_of_token_and_expert():
     """In the program as it is traced: what a platform makes of a grouped product is its own."""
     x, logits, matrices = arrays()
-    weights, chosen = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
+    weights, chosen, _ = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
 
     def loss(x, weights, matrices):
         return jnp.sum(mix(x, weights, chosen, matrices, jax.nn.silu))

@@ -85,7 +85,7 @@ def decode(params, cache, attend, tables, config):
     def feed(caches, place):
         context = SlotContext(place[None, None], jnp.array([True]), tables)
         fed = params, config, attend, TOKENS[0, place][None], context, caches
-        logits, caches = inference.decode_step(*fed)
+        logits, caches, _ = inference.decode_step(*fed)
         return caches, logits[0]
 
     return jax.lax.scan(feed, (cache,) * config.layers, jnp.arange(LENGTH))[1]

@@ -88,7 +88,7 @@ def dequantise(flat, config):
 def last_logits(loaded, config):
     """After eight tokens of four prompts; the last is decoded, those before are prefilled."""
     tokens = jax.random.randint(jax.random.key(2), (4, 8), 0, config.vocab)
-    caches = inference.prefill(loaded, config, tokens, jnp.full(4, 8))
+    caches, _ = inference.prefill(loaded, config, tokens, jnp.full(4, 8))
     context = PromptContext(jnp.full((4, 1), 7), jnp.array(7))
     return inference.decode_step(loaded, config, attend_prompt, tokens[:, 7], context, caches)[0]
 
@@ -152,10 +152,10 @@ def test_slots_and_pages_on_one_and_four_devices_draw_the_same(one_device):
         prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(loaded, state)
-        found.append(engine.harvest(state, [2]))
-    assert len(set(found[0][0][0].tolist())) > 1
-    np.testing.assert_array_equal(found[0][0], found[1][0])
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-4)
+        found += engine.harvest(state, [2])
+    assert len(set(found[0].tokens.tolist())) > 1
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
 
 
 def test_matrices_need_half_the_bytes_of_bfloat16(one_device):

@@ -140,12 +140,15 @@ def stop_after(groups: int, monkeypatch) -> None:
     monkeypatch.setattr(dynamic_sampling.Collection, "read_verdicts", stop_or_read)
 
 
-@pytest.mark.parametrize("setting", ["plain", pytest.param("pages", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "setting", ["plain", "experts", pytest.param("pages", marks=pytest.mark.slow)]
+)
 def test_a_step_that_kept_groups_ends_with_the_same_bits(
-    setting, tiny_folder, score_folder, alone, tmp_path, monkeypatch
+    setting, tiny_folder, moe_folder, score_folder, alone, tmp_path, monkeypatch
 ):
     """Windows would have grown, and what waits and runs is another each time."""
-    make = functools.partial(make_kept, setting, tiny_folder, score_folder)
+    policy = moe_folder if setting == "experts" else tiny_folder
+    make = functools.partial(make_kept, setting, policy, score_folder)
     train(make(tmp_path / "whole"))
     for groups in 1, 3, 5:
         with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -166,8 +169,10 @@ def files(run_dir) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_forty_kills_over_settings_change_no_bit(setting, tiny_folder, score_folder, tmp_path):
-    folders = str(tiny_folder), str(score_folder)
+def test_forty_kills_over_settings_change_no_bit(
+    setting, tiny_folder, moe_folder, score_folder, tmp_path
+):
+    folders = str(moe_folder if setting == "experts" else tiny_folder), str(score_folder)
     code = (
         "import sys, conftest\n"
         "from kept_groups import make_kept\n"

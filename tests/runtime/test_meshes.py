@@ -59,7 +59,7 @@ def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_dev
         prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(params, state)
-        found.append(engine.harvest(state, [2])[0][0].tolist())
+        found.append(engine.harvest(state, [2])[0].tokens.tolist())
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 1
 
 

@@ -51,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "environment": GAME,
         "sampler": {"cache": "paged", "page_tokens": 8, "pages": 48, "keep_turns": True},
     },
+    "experts": {"replay": "sampler"},  # with a folder of experts
     "two devices": {"mesh": Mesh(data=2, fsdp=1, tensor=1)},
 }
 
@@ -62,6 +63,7 @@ def make_kept(setting: str, folder, score_folder, run_dir, **changes: Any) -> Co
     sampler = Sampler(**sampler | changes.pop("sampler", {}))
     algorithm = algorithms.preset(changes.pop("preset", "dapo"))
     algorithm.importance_cap = 2.0
+    algorithm.router_replay = changes.pop("replay", "none")
     how = changes.pop("correct", "spread")
     return make_quick_config(
         folder,

@@ -23,11 +23,11 @@ GREEDY = SamplingRule(temperature=0)
 
 
 def make_engine(
-    mesh, slots=4, burst=3, response=20, width=8, tokenizer=TOKENIZER, **settings
+    mesh, slots=4, burst=3, response=20, width=8, tokenizer=TOKENIZER, config=TINY, **settings
 ) -> PolicyEngine:
     sizes = {"slots": slots, "burst_tokens": burst, "max_response_tokens": response}
     return PolicyEngine(
-        TINY,
+        config,
         mesh,
         Sampler(**{"first_window_tokens": 8} | sizes | settings),
         max_prompt_tokens=8,

@@ -1,0 +1,144 @@
+"""Routes that the sampler records: those of the trainer on the same tokens, however it draws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from samplers import PROMPTS, TOKENIZER, make_engine, sample
+
+from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.model.decoder import init_params
+from dapo_jax.model.experts import ROUTES
+from dapo_jax.model.logprobs import hidden_states
+from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.runtime.sharding import unbox
+from dapo_jax.structs import PartialGroup
+
+MOE = dataclasses.replace(
+    TINY, mlp=16, experts=8, experts_per_token=2, family="qwen3_moe", records_routes=True
+)
+SOME = PROMPTS[:5]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return unbox(init_params(MOE, jax.random.key(0)))
+
+
+def open_sampler(mesh, **settings) -> Scheduler:
+    return Scheduler(make_engine(mesh, config=MOE, **settings), TOKENIZER, seed=5)
+
+
+@pytest.fixture(scope="module")
+def groups(params, one_device):
+    return sample(open_sampler(one_device), params, SOME)
+
+
+def of_trainer(params, groups) -> dict[tuple[int, int], np.ndarray]:
+    """Routes of a forward pass over packed rows, by prompt and sample; and those packed there."""
+    places = [(p, done) for p in SOME for done in groups[p.index]]
+    segments = [Segment(p, done, i) for i, (p, done) in enumerate(places)]
+    rows, used = pack(segments, 64, 4)
+    found = {}
+    for microbatch in range(used):
+        one = jax.tree.map(lambda x, m=microbatch: x[m], rows)
+        arrays = one.tokens, one.segment_ids, one.positions
+        records = jax.jit(lambda *a: hidden_states(params, MOE, *a, record=[ROUTES])[1])(*arrays)
+        routes = np.moveaxis(np.asarray(records[ROUTES]), 0, 2)
+        for row, number in np.argwhere(one.positions == 0):
+            if not (segment := one.segment_ids[row, number]):
+                continue
+            own = one.segment_ids[row] == segment
+            index = one.response_index[row][own].max()
+            prompt, done = places[index]
+            found[prompt.index, done.sample] = routes[row][own]
+            packed = one.routes[row][own]
+            np.testing.assert_array_equal(packed[:-1], done.routes)
+            assert (packed[-1] == -1).all()
+        assert (one.routes[one.segment_ids == 0] == -1).all()
+    return found
+
+
+def test_routes_are_those_of_a_training_pass_up_to_the_last_token(params, groups):
+    """In float32; of two experts with the same probability either may be taken."""
+    expected, compared = of_trainer(params, groups), 0
+    for prompt in SOME:
+        for done in groups[prompt.index]:
+            wanted = expected[prompt.index, done.sample]
+            assert done.routes.shape == (len(prompt.tokens) + len(done.tokens) - 1, 2, 2)
+            np.testing.assert_array_equal(done.routes, wanted[:-1])
+            compared += done.routes.size
+    assert compared > 500
+    assert len(np.unique(np.concatenate([g.routes for g in groups[0]]))) > 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache": "paged", "page_tokens": 4},
+        {"slots": 16, "burst": 7},
+        {"prefill_chunk_tokens": 3},
+        {"prefill_prompts": 4},
+    ],
+    ids=["pages", "slots", "chunks", "prefilled together"],
+)
+def test_routes_do_not_depend_on_how_responses_are_drawn(settings, params, groups, one_device):
+    found = sample(open_sampler(one_device, **settings), params, SOME)
+    for index, group in groups.items():
+        for done, again in zip(group, found[index], strict=True):
+            np.testing.assert_array_equal(done.tokens, again.tokens)
+            np.testing.assert_array_equal(done.routes, again.routes)
+
+
+def test_routes_of_eight_devices_are_those_of_one(params, groups, eight_devices):
+    found = sample(open_sampler(eight_devices, slots=8), params, SOME)
+    for index, group in groups.items():
+        for done, again in zip(group, found[index], strict=True):
+            np.testing.assert_array_equal(done.routes, again.routes)
+
+
+def test_a_response_that_goes_on_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
+    """As it was drawn, by other parameters too; from a checkpoint's arrays."""
+    sampler, rule = open_sampler(one_device), SamplingRule()
+    sampler.begin(params, purpose=0, step=2, rule=rule)
+    for prompt in SOME:
+        sampler.submit(prompt, 3)
+    sampler.decode_burst()
+    partial = sampler.suspend()
+    arrays, records = pack_partial(partial)
+    shapes = empty_arrays(records)
+    assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
+        k: (v.shape, v.dtype) for k, v in arrays.items()
+    }
+    places = {prompt.index: prompt for prompt in SOME}
+    partial = unpack_partial(arrays, records, places.__getitem__, TOKENIZER.decode)
+    other = jax.tree.map(lambda x: x + 0.3 * jnp.sign(x), params)
+    sampler.begin(other, purpose=0, step=3, rule=rule)
+    for one in partial:
+        sampler.submit(one.prompt, 3, one)
+    found = {}
+    while not sampler.idle:
+        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    begun = [(one.prompt, response) for one in partial for response in one.begun]
+    assert begun
+    for prompt, before in begun:
+        done, whole = found[prompt.index][before.sample], groups[prompt.index][before.sample]
+        np.testing.assert_array_equal(done.routes[: len(before.routes)], before.routes)
+        np.testing.assert_array_equal(before.routes, whole.routes[: len(before.routes)])
+        assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
+
+
+def test_nothing_is_recorded_unless_asked(params, one_device):
+    silent = dataclasses.replace(MOE, records_routes=False)
+    sampler = Scheduler(make_engine(one_device, config=silent), TOKENIZER, seed=5)
+    (done,) = sample(sampler, params, SOME[:1], 1)[0]
+    assert done.routes is None
+    rows, _ = pack([Segment(SOME[0], done, 0)], 64, 4)
+    assert rows.routes is None
+    arrays, _ = pack_partial([PartialGroup(SOME[0], 0, (done,))])
+    assert "routes" not in arrays
