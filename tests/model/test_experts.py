@@ -1,6 +1,8 @@
 """Mixture of experts against a loop over tokens, on one device and on eight."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -131,17 +133,21 @@ def test_eight_devices_with_experts_apart_equal_one(sizes, moe_params, on_one_de
 
 
 def test_no_array_has_a_place_for_each_pair_of_token_and_expert():
-    """In the program as it is traced: what a platform makes of a grouped product is its own."""
-    x, logits, matrices = arrays()
-    weights, chosen, _ = (array[0] for array in route(jnp.asarray(logits), PER_TOKEN, True))
+    """In the program as it is compiled here, and as it is traced for others."""
+    tokens, experts, taken, width, inner = 96, 64, 2, 8, 8
+    draws = (RNG.normal(size=(experts, *pair)).astype("f") for pair in [(width, inner)] * 3)
+    logits = jnp.asarray(RNG.normal(size=(1, tokens, experts)).astype("f"))
+    weights, chosen, _ = (array[0] for array in route(logits, taken, True))
 
     def loss(x, weights, matrices):
         return jnp.sum(mix(x, weights, chosen, matrices, jax.nn.silu))
 
-    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, matrices)
-    sizes = [v.aval.size for e in jaxpr.jaxpr.eqns for v in e.outvars if hasattr(v.aval, "size")]
-    assert max(sizes) < TOKENS * EXPERTS * INNER
-    assert "ragged_dot" in str(jaxpr)
+    arrays = jnp.ones((tokens, width)), weights, dict(zip(NAMES, draws, strict=True))
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays)
+    shapes = re.findall(r"[fs]\d+\[([\d,]+)\]", traced.lower().compile().as_text())
+    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    assert len(sizes) > 100 and max(sizes) < tokens * experts * inner / 4
+    assert "ragged_dot" in str(traced.jaxpr)
 
 
 BASE = {
