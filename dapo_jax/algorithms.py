@@ -67,7 +67,7 @@ reinforce_pp_baseline = _changed(  # 2501.03262
     kl_coefficient=0.01,
     advantage="group_centre",
 )
-gspo = _changed(  # 2507.18071
+gspo = _changed(  # 2507.18071; a response's ratio needs no router replay over experts
     _grpo_without_kl, ratio="sequence", clip_low=3e-4, clip_high=4e-4
 )
 vapo = _changed(  # 2504.05118

@@ -2,7 +2,7 @@
 
 `Block` calls `attend(queries, keys, values, context, cache, window)` with [batch, time, heads,
 head_dim]. It writes the new keys and values into the cache, reads the cache, and returns output and
-cache. The cache of a layer with a window holds all tokens; those out of reach are masked.
+cache. The slot cache of a layer with a window is a ring that holds no more than it sees.
 Every write is in place: compiled programs hold no second cache (tests read them).
 """
 
@@ -61,6 +61,11 @@ def _seen(
     return mask if window is None else mask & (place > last - window.tokens)
 
 
+def in_ring(length: int, last: Int[Array, "B 1"]) -> Int[Array, "B T"]:
+    """Positions of the tokens in a ring of `length` whose newest is `last`; below 0: none yet."""
+    return last - (last - jnp.arange(length)) % length
+
+
 def attend_prompt(
     queries,
     keys,
@@ -108,8 +113,13 @@ def at_each(array: Array, where: tuple, new: Array) -> Array:
 def attend_slots(
     queries, keys, values, context: SlotContext, cache: KVCache, window: Window | None = None
 ) -> tuple[Array, KVCache]:
-    """Decoding attention of one token per slot, over slot caches of one length."""
-    at = context.positions[:, 0]
+    """Decoding attention of one token per slot, over slot caches of one length.
+
+    With a window the cache is a ring: a token takes the place of one that nothing sees any longer.
+    """
+    length, at = cache.values.shape[2], context.positions[:, 0]
+    if window is not None and length >= window.tokens:
+        at %= length
     (keys, key_scale), (values, value_scale) = (
         quantise(new[:, 0], cache.values.dtype) for new in (keys, values)
     )
@@ -136,7 +146,12 @@ def attend_slots(
         key_scale=scaled(cache.key_scale, key_scale),
         value_scale=scaled(cache.value_scale, value_scale),
     )
-    mask = _seen(cache.values.shape[2], context.positions, window)[:, None]
+    if window is None:
+        mask = _seen(length, context.positions, None)
+    else:
+        places = in_ring(length, context.positions)
+        mask = (places >= 0) & (places > context.positions - window.tokens)
+    mask = mask[:, None]
     scales = (cache.key_scale, cache.value_scale)
     return grouped_attention(queries, cache.keys, cache.values, mask, axes, scales), cache
 
@@ -212,7 +227,10 @@ def _attend_pages_of_replica(
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttention:
-    """Decoding attention over pages on a mesh; each replica numbers its own pages from 0."""
+    """Decoding attention over pages on a mesh; each replica numbers its own pages from 0.
+
+    Layers whose window is shorter than a slot have slot caches.
+    """
 
     mesh: jax.sharding.Mesh
     kernel: bool
@@ -223,9 +241,11 @@ class PagedAttention:
         keys,
         values,
         context: SlotContext,
-        cache: PageCache,
+        cache: PageCache | KVCache,
         window: Window | None = None,
     ):
+        if isinstance(cache, KVCache):
+            return attend_slots(queries, keys, values, context, cache, window)
         spec = functools.partial(sharding.spec, column=sharding.DECODING)
         heads, slot = spec("batch", "kv_heads"), spec("batch")
         pages = page_specs(cache)

@@ -1,7 +1,7 @@
 """Decoder-only transformer as a Flax Linen module, for the families of model/families.py.
 
-Families are switches of `DecoderConfig`. Training scans one `Block` over
-stacked layers; `inference.py` applies the same `Block` layer by layer.
+Families are switches of `DecoderConfig`. Training scans one `Block` over stacked layers,
+`inference.py` applies it to one after the other.
 """
 
 import dataclasses
@@ -86,8 +86,13 @@ class DecoderConfig:
         """Config of a decoder whose layers are all as this one."""
         return self.all_sliding(self.sliding[number]) if self.sliding else self
 
+    @property
+    def reaches(self) -> list[int | None]:
+        """Tokens that each layer sees, as far as its window reaches; None: all."""
+        return [self.of_layer(number).window for number in range(self.layers)]
+
     def all_sliding(self, slides: bool) -> "DecoderConfig":
-        """Config of a decoder whose layers are all as the sliding ones, or as the others."""
+        """Config of a decoder whose layers are all sliding, or all not."""
         changes: dict[str, Any] = {"sliding": (), "sliding_rope_theta": None}
         if not slides:
             changes["window"] = None

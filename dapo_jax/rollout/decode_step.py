@@ -80,7 +80,7 @@ def start_responses(
     for cache, new in zip(state.caches, prefix.caches, strict=True):
         if in_turn and caches:
             new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
-        caches.append(take_up(cache, new, slots, rows, fills))
+        caches.append(take_up(cache, new, slots, rows, prefix.true_length[rows], fills))
     routes = state.routes
     if routes is not None and prefix.routes is not None:
         prefilled = prefix.routes[rows, : routes.shape[1]]

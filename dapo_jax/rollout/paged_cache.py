@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.model.caches import PageCache, PromptCache
+from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.decode_attention import (
     PagedAttention,
     has_kernel,
@@ -21,9 +21,13 @@ from dapo_jax.rollout.slot_cache import SlotLayout, window_of
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
 
+Caches = tuple[PageCache | KVCache, ...]
+
 
 class PagedLayout:
     """Caches of pages, those of every replica one after the other.
+
+    A layer whose window is shorter than a slot has a ring in each slot, and no pages.
 
     Args and attributes are as for `SlotLayout`; `settings.pages` are those of all replicas, their
     pages 0 not counted (0: as many as full slots need), and `settings.first_window_tokens` is how
@@ -65,39 +69,53 @@ class PagedLayout:
         platform = mesh.devices.flat[0].platform
         self._kernel = has_kernel(platform, config.head_dim, size) and dtype != jnp.int8
         self.attend = PagedAttention(mesh, self._kernel)
+        self._rings = SlotLayout(config, mesh, settings, cache_tokens, dtype)
+        self._paged = [reach is None or reach >= cache_tokens for reach in config.reaches]
 
     def window(self, needed: int) -> int:
         """Length of a slot: always the longest, since pages do not grow."""
         return self._limit
 
-    def fits(self, caches: tuple[PageCache, ...], needed: int) -> bool:
+    def fits(self, caches: Caches, needed: int) -> bool:
         """True: pages do not grow."""
         return True
+
+    def longest(self, caches: Caches) -> int:
+        """Tokens of a slot."""
+        return self._limit
 
     def columns(self, needed: int) -> int:
         """Columns of the page tables that attention has to read for `needed` tokens of a slot."""
         window = self._limit if self._kernel else window_of(needed, self._first, self._limit)
         return -(-window // self._page_tokens)
 
-    def empty(self, window: int) -> tuple[PageCache, ...]:
-        """Zeroed pages of every layer."""
+    def empty(self, window: int) -> Caches:
+        """Zeroed pages, or rings, of every layer."""
         c = self._config
         shape = (self._total, self._page_tokens, 2 * c.kv_heads, c.head_dim)
         scales = jnp.zeros(shape[:-1]) if self._dtype == jnp.int8 else None
-        return (PageCache(jnp.zeros(shape, self._dtype), scales),) * c.layers
+        pages = PageCache(jnp.zeros(shape, self._dtype), scales)
+        return self._by_layer(pages, self._rings.empty(self._limit))
 
-    def shardings(self) -> tuple[PageCache, ...]:
-        """Shardings of the caches: pages over replicas, heads over tensor."""
+    def _by_layer(self, pages: Any, rings: tuple) -> tuple:
+        pairs = zip(self._paged, rings, strict=True)
+        return tuple(pages if paged else ring for paged, ring in pairs)
+
+    def shardings(self) -> Caches:
+        """Shardings of the caches: pages, or slots, over replicas, heads over tensor."""
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
-        shapes = jax.eval_shape(lambda: self.empty(1))
-        return tuple(jax.tree.map(named, page_specs(cache)) for cache in shapes)
+        scales = jnp.zeros(()) if self._dtype == jnp.int8 else None
+        pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
+        return self._by_layer(pages, self._rings.shardings())
 
-    def grow(self, caches: tuple[PageCache, ...], window: int) -> tuple[PageCache, ...]:
+    def grow(self, caches: Caches, window: int) -> Caches:
         """Caches as they are: pages do not grow."""
         return caches
 
-    def take_up(self, cache: PageCache, new: PromptCache, _, __, fills: Fills) -> PageCache:
-        """Writes the blocks of prompts that `fills` names into their pages."""
+    def take_up(self, cache: Any, new: PromptCache, slots, rows, lengths, fills: Fills) -> Any:
+        """Writes the blocks of prompts that `fills` names into pages, or whole ones into rings."""
+        if isinstance(cache, KVCache):
+            return self._rings.take_up(cache, new, slots, rows, lengths, None)
         place = functools.partial(sharding.spec, column=sharding.DECODING)
         pages, mine, prompts = page_specs(cache), place("batch"), place(None, None, "kv_heads")
         places = (jax.tree.map(lambda _: prompts, new), jax.tree.map(lambda _: mine, fills))

@@ -255,9 +255,11 @@ class Scheduler:
         self._state = self._params = None
 
     def _longest(self) -> int:
+        drawing = [(slot, pending) for slot, (pending, _) in self._in_slot.items()]
+        # The next burst runs along in held slots, and writes beyond what they have.
         return max(
             len(pending.group.prompt.tokens) - 1 + int(self._generated[slot])
-            for slot, (pending, _) in self._in_slot.items()
+            for slot, pending in drawing + self._held.in_slots
         )
 
     def _fill_slots(self) -> None:

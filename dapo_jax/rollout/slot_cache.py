@@ -1,5 +1,7 @@
 """Device layout of a cache whose slots have one length, which grows in a few sizes.
 
+A layer with a window has a ring of at most as many tokens as it sees.
+
 `SlotLayout` and `PagedLayout` (paged_cache.py) are two strategies behind one engine: how caches
 begin, lie on the mesh, take prompts up and are read by attention.
 """
@@ -12,7 +14,7 @@ from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PromptCache
-from dapo_jax.model.decode_attention import attend_slots, quantise
+from dapo_jax.model.decode_attention import attend_slots, in_ring, quantise
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime import sharding
 
@@ -62,21 +64,34 @@ class SlotLayout:
 
     def fits(self, caches: tuple[KVCache, ...], needed: int) -> bool:
         """True where `needed` tokens of a slot fit into the caches."""
-        return self.window(needed) <= caches[0].values.shape[2]
+        lengths = self._lengths(self.window(needed))
+        return all(n <= c.values.shape[2] for n, c in zip(lengths, caches, strict=True))
+
+    def longest(self, caches: tuple[KVCache, ...]) -> int:
+        """Tokens of the longest of the caches."""
+        return max(cache.values.shape[2] for cache in caches)
+
+    def _lengths(self, window: int) -> list[int]:
+        """Tokens of each layer's cache."""
+        return [min(window, reach or window) for reach in self._config.reaches]
 
     def columns(self, needed: int) -> None:
         """Columns of the page tables to read: None, there are no tables."""
 
     def empty(self, window: int) -> tuple[KVCache, ...]:
         """Zeroed caches of every layer, with room for `window` tokens per slot."""
+        kinds = {length: self._zeros(length) for length in self._lengths(window)}
+        return tuple(kinds[length] for length in self._lengths(window))
+
+    def _zeros(self, length: int) -> KVCache:
         c = self._config
-        shape, turned = (c.kv_heads, window, c.head_dim), (c.kv_heads, c.head_dim, window)
+        shape, turned = (c.kv_heads, length, c.head_dim), (c.kv_heads, c.head_dim, length)
         keys = jnp.zeros((self._slots, *(turned if self._time_last else shape)), self._dtype)
         values = jnp.zeros((self._slots, *shape), self._dtype)
         scales = (None, None)
         if self._dtype == jnp.int8:
-            scales = (jnp.zeros((self._slots, c.kv_heads, window)),) * 2
-        return (KVCache(keys, values, *scales, time_last=self._time_last),) * c.layers
+            scales = (jnp.zeros((self._slots, c.kv_heads, length)),) * 2
+        return KVCache(keys, values, *scales, time_last=self._time_last)
 
     def shardings(self) -> tuple[KVCache, ...]:
         """Shardings of the caches: slots over replicas, heads over tensor."""
@@ -84,27 +99,40 @@ class SlotLayout:
         return jax.tree.map(lambda _: place, jax.eval_shape(lambda: self.empty(1)))
 
     def grow(self, caches: tuple[KVCache, ...], window: int) -> tuple[KVCache, ...]:
-        """Copies of the caches with room for `window` tokens per slot."""
+        """Copies of the caches with room for `window` tokens per slot.
 
-        def longer(array: Array, last: bool) -> Array:
+        A ring that grows has not come round yet.
+        """
+
+        def longer(array: Array, length: int, last: bool = False) -> Array:
             axis = 3 if last else 2
             pad = [(0, 0)] * array.ndim
-            pad[axis] = (0, window - array.shape[axis])
+            pad[axis] = (0, length - array.shape[axis])
             return jnp.pad(array, pad)
 
-        return tuple(
-            jax.tree.map(lambda array: longer(array, False), cache.replace(keys=None)).replace(
-                keys=longer(cache.keys, cache.time_last)
-            )
-            for cache in caches
-        )
+        grown = []
+        for cache, length in zip(caches, self._lengths(window), strict=True):
+            keys = longer(cache.keys, length, cache.time_last)
+            rest = jax.tree.map(lambda x, n=length: longer(x, n), cache.replace(keys=None))
+            grown.append(rest.replace(keys=keys))
+        return tuple(grown)
 
-    def take_up(self, cache: KVCache, new: PromptCache, slots: Array, rows: Array, _) -> KVCache:
-        """Writes prompt `rows[i]` into `slots[i]`; a slot past the last is dropped."""
-        time = new.keys.shape[1]
+    def take_up(
+        self, cache: KVCache, new: PromptCache, slots: Array, rows: Array, lengths: Array, _: Any
+    ) -> KVCache:
+        """Writes prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]`.
+
+        A slot past the last is dropped. Of a prompt that a ring does not hold the end is written.
+        """
+        time, ring = new.keys.shape[1], cache.values.shape[2]
+        ends = in_ring(ring, lengths[:, None] - 1)[:, :, None, None] if time > ring else None
+        time = min(time, ring)
 
         def written(x: Array):
-            x, scale = quantise(x[rows], cache.values.dtype)
+            x = x[rows]
+            if ends is not None:
+                x = jnp.take_along_axis(x, jnp.maximum(ends, 0), axis=1)
+            x, scale = quantise(x, cache.values.dtype)
             return x.transpose(0, 2, 1, 3), None if scale is None else scale.transpose(0, 2, 1)
 
         def put(old, new):

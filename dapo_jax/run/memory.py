@@ -55,10 +55,13 @@ def cache_bytes(
     """Bytes of keys, values and drawn tokens of all slots at full length, on one device."""
     replicas = sharding.shards(mesh, "batch", sharding.DECODING)
     pieces = mesh.size // replicas
-    held = slots * (prompt_tokens + response_tokens)
+    longest = prompt_tokens + response_tokens
+    held = slots * longest
     if sampler.pages and sampler.cache != "slots":
         held = min(held, sampler.pages * sampler.page_tokens)
-    cached = held * token_bytes(decoder, sampler, pieces)
+    each = token_bytes(decoder, sampler, pieces) / decoder.layers
+    rings = [slots * min(reach, longest) for reach in decoder.reaches if reach]
+    cached = each * (held * (decoder.layers - len(rings)) + sum(rings))
     return (cached + slots * response_tokens * DRAWN) / replicas
 
 

@@ -3,8 +3,8 @@
     python tests/benchmarks/experts.py ratios --folder runs/experts
     python tests/benchmarks/experts.py learn --folder runs/experts --seeds 3
 
-The base policies (8 experts, of which a token takes 2) are made where they are missing, from
-random parameters. `ratios` draws a step's responses and prints how many of their tokens have a
+The base policy (8 experts, of which a token takes 2) is made where it is missing, from random
+parameters. `ratios` draws a step's responses and prints how many of their tokens have a
 probability that the trainer finds more than 1 % off, with its own choice of experts and with the
 sampler's. `learn` trains a policy for each preset, arithmetic, replay and seed; other arguments are
 handed to the commands. What is finished is kept.
@@ -62,16 +62,17 @@ ARITHMETIC = {  # of the trainer, and of the sampler's weights
 OFF = 0.01
 
 
-def base_policy(root: pathlib.Path, seed: int, extra: list[str]) -> pathlib.Path:
+def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
     """Folder of a policy of experts that was taught the task, made where it is missing."""
-    start, folder = root / f"random_{seed}", root / f"base_{seed}"
+    start, folder = root / "random", root / "base"
     if not folder.exists():
-        params = unbox(init_params(SHAPE, jax.random.key(seed)))
+        params = unbox(init_params(SHAPE, jax.random.key(0)))
         save_huggingface.save_folder(start, params, SHAPE, TOKENIZER.end_ids)
         TOKENIZER.backend.save(str(start / "tokenizer.json"))
-        made = f"--config.start={start}", f"--config.out={folder}", f"--config.seed={seed}"
+        made = f"--config.start={start}", f"--config.out={folder}", f"--config.total_steps={steps}"
         unused = "--config.architecture.rope_theta=10000"  # since the folder says its own
-        python("sft", f"--config={BASE}", *made, unused, *extra)
+        warmup = f"--config.optimizer.warmup_steps={min(50, steps // 2)}"
+        python("sft", f"--config={BASE}", *made, unused, warmup)
     return folder
 
 
@@ -120,11 +121,10 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
     return found | {"replaced": float(np.concatenate(each).mean()), "tokens": int(drawn.sum())}
 
 
-def learn(root: pathlib.Path, name: str, seed: int, preset: str, extra: list[str]) -> dict:
-    """First and last metrics of a run, made where it is missing."""
-    folder = root / f"{name}_{seed}"
+def learn(base: pathlib.Path, name: str, seed: int, preset: str, extra: list[str]) -> dict:
+    """First and last metrics of a run, made where it is missing beside the base policy."""
+    folder = base.parent / f"{name}_{seed}"
     if not (folder / "summary.json").exists():
-        base = base_policy(root, seed, [])
         where = f"--config.model.folder={base}", f"--config.run_dir={folder}"
         python("train", f"--config={RL}:{preset}", f"--config.seed={seed}", *where, *extra)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -142,13 +142,7 @@ def main() -> None:
     parser.add_argument("--replay", nargs="+", default=["none", "sampler"])
     parser.add_argument("--arithmetic", nargs="+", default=list(ARITHMETIC), choices=ARITHMETIC)
     options, extra = parser.parse_known_args()
-    root, seeds = options.folder, range(options.seeds)
-    warmup = min(50, options.base_steps // 2)
-    steps = [
-        f"--config.total_steps={options.base_steps}",
-        f"--config.optimizer.warmup_steps={warmup}",
-    ]
-    bases = [base_policy(root, seed, steps) for seed in seeds]
+    base, seeds = base_policy(options.folder, options.base_steps), range(options.seeds)
     if options.what == "ratios":
         print("| arithmetic | experts replaced | tokens off | with replay | mean | with replay |")
         print("|---|---|---|---|---|---|")
@@ -157,7 +151,7 @@ def main() -> None:
             dtype, weights = ARITHMETIC[name]
             config.compute = dataclasses.replace(config.compute, dtype=dtype)
             config.sampler = dataclasses.replace(config.sampler, weights_dtype=weights)
-            config.model.folder = str(bases[0])
+            config.model.folder = str(base)
             found = compare_ratios(config, options.prompts)
             shares = (f"{100 * found[key]:.2f} %" for key in ("replaced", "without", "with"))
             means = (f"{found[key]:.5f}" for key in ("without_mean", "with_mean"))
@@ -169,7 +163,7 @@ def main() -> None:
         options.presets, options.arithmetic, options.replay
     ):
         changed = [*settings_of(name), f"--config.algorithm.router_replay={replay}", *extra]
-        runs = [learn(root, f"{preset}_{name}_{replay}", s, preset, changed) for s in seeds]
+        runs = [learn(base, f"{preset}_{name}_{replay}", s, preset, changed) for s in seeds]
         before = statistics.mean(run["before"]["heldout_accuracy"] for run in runs)
         each = [run["after"]["heldout_accuracy"] for run in runs]
         kl = statistics.mean(run["after"]["kl_sampler_trainer"] for run in runs)

@@ -17,6 +17,7 @@ READ_WHEN = {name: rule.read for name, rule in rules(Config).items() if rule.rea
 ALWAYS_READ = set(
     "advantage whiten critic ratio region dual_clip aggregate trained_responses token_weights "
     "reference kl kl_coefficient entropy_coefficient positive_nll_coefficient importance_cap "
+    "router_replay router_balance_coefficient "
     "distillation rejection dynamic_sampling reward_correct reward_wrong overlong_punishment "
     "overlong_filtering".split()
 )

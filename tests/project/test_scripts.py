@@ -140,6 +140,12 @@ def test_rollouts_of_several_turns_are_timed():
     assert [float(row.split("|")[6].split()[0]) > 0 for row in rows] == [True, False]
 
 
+def test_router_replay_is_measured(tmp_path):
+    sizes = ("--base_steps", 2, "--prompts", 1, "--arithmetic", "float32")
+    told = run("tests/benchmarks/experts.py", "ratios", "--folder", tmp_path, *sizes)
+    assert told.splitlines()[-1].startswith("| float32 | 0.00 % | 0.00 % | 0.00 % |")
+
+
 def test_fused_products_are_timed():
     assert run("tests/benchmarks/fused.py", "--calls", 2).count("x)") == 4
 

@@ -70,7 +70,7 @@ class ServedEngine(PolicyEngine):
     def shrink(self, state: DecodeState) -> DecodeState:
         """State with caches as short as at the beginning; for one without a taken slot."""
         first = self.layout.window(1)
-        grown = not self.pages and cast(Any, state.caches[0]).values.shape[2] > first
+        grown = not self.pages and self.layout.longest(cast(Any, state.caches)) > first
         return self.init_decode_state() if grown else state
 
     def prefill(self, *, padded_tokens: Any, **options: Any) -> Prefix:

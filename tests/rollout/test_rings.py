@@ -1,0 +1,125 @@
+"""Layers with a window keep a ring of what they see: the same responses in less memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from samplers import GREEDY, PROMPTS, TOKENIZER, greedy_loop, make_engine, place, sample
+
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.model.caches import KVCache, PageCache
+from dapo_jax.model.decode_attention import in_ring
+from dapo_jax.model.decoder import init_params
+from dapo_jax.rollout.sampling import SamplingRule
+from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.run import memory
+from dapo_jax.runtime.sharding import make_mesh, unbox
+
+WINDOW = 5  # prompts are of 3 to 7 tokens, responses of 20
+MIXED = dataclasses.replace(TINY, layers=3, window=WINDOW, sliding=(True, False, True))
+ALL = dataclasses.replace(TINY, window=WINDOW)
+LAYOUTS = {"slots": {}, "pages": {"cache": "paged", "page_tokens": 4}}
+SOME = PROMPTS[:5]
+
+
+def params_of(config):
+    params = unbox(init_params(config, jax.random.key(0)))
+    return params | {"embedding": params["embedding"] * 20}
+
+
+def open_sampler(mesh, config, **settings) -> Scheduler:
+    return Scheduler(make_engine(mesh, config=config, **settings), TOKENIZER, seed=5)
+
+
+def tokens_of(groups):
+    return {i: [done.tokens.tolist() for done in group] for i, group in groups.items()}
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_a_ring_holds_its_newest_tokens(length):
+    for last in range(20):
+        ring = {}
+        for position in range(last + 1):
+            ring[position % length] = position
+        found = np.asarray(in_ring(length, jnp.array([[last]])))[0]
+        assert [ring.get(i, -1) for i in range(length)] == np.maximum(found, -1).tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", [MIXED, ALL], ids=["mixed", "all"])
+def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_device):
+    params, sampler = params_of(config), open_sampler(one_device, config, **LAYOUTS[layout])
+    groups = sample(sampler, params, SOME, 1, GREEDY)
+    for prompt in SOME:
+        expected = greedy_loop(params, prompt.tokens.tolist(), 20, config)
+        assert groups[prompt.index][0].tokens.tolist() == expected
+    assert max(len(done) for (done,) in groups.values()) > 2 * WINDOW
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache": "paged", "page_tokens": 4},
+        {"slots": 8, "burst": 7, "first_window_tokens": 2},
+        {"prefill_chunk_tokens": 3, "prefill_prompts": 4},
+        {"cache": "paged", "page_tokens": 4, "pages": 16},
+    ],
+    ids=["pages", "growing", "chunks", "few pages"],
+)
+def test_draws_do_not_depend_on_the_layout(settings, one_device):
+    params = params_of(MIXED)
+    expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
+    assert tokens_of(sample(open_sampler(one_device, MIXED, **settings), params, SOME)) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eight_devices_draw_what_one_does(layout, one_device):
+    mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
+    expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
+    sharded = open_sampler(mesh, MIXED, slots=8, **LAYOUTS[layout])
+    assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_response_goes_on_where_it_was(layout, one_device):
+    """Prompt and response are longer than the ring then."""
+    params = params_of(MIXED)
+    expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
+    sampler = open_sampler(one_device, MIXED, **LAYOUTS[layout])
+    found = {}
+    sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
+    for prompt in SOME:
+        sampler.submit(prompt, 3)
+    for _ in range(3):
+        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    partial = sampler.suspend()
+    assert any(len(one.tokens) > WINDOW for group in partial for one in group.begun)
+    sampler.begin(params, purpose=0, step=2, rule=SamplingRule())
+    for one in partial:
+        sampler.submit(one.prompt, 3, one)
+    while not sampler.idle:
+        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    assert tokens_of(found) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_a_ring_is_as_long_as_the_window(layout, dtype, one_device):
+    engine = make_engine(one_device, config=MIXED, cache_dtype=dtype, **LAYOUTS[layout])
+    caches = engine.programs.empty(window=28).caches
+    first, full, last = (sum(x.nbytes for x in jax.tree.leaves(cache)) for cache in caches)
+    assert first == last < full / 4
+    assert [type(cache) for cache in caches[::2]] == [KVCache, KVCache]
+    assert isinstance(caches[1], PageCache if layout == "pages" else KVCache)
+    if layout == "slots":
+        estimate = memory.cache_bytes(MIXED, Sampler(cache_dtype=dtype), one_device, 4, 8, 20)
+        assert estimate == first + full + last + 4 * 20 * memory.DRAWN
+
+
+def test_a_window_beyond_the_cache_takes_pages(one_device):
+    wide = dataclasses.replace(MIXED, window=28)
+    engine = make_engine(one_device, config=wide, **LAYOUTS["pages"])
+    assert all(isinstance(c, PageCache) for c in engine.init_decode_state().caches)
