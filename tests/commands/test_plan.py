@@ -229,7 +229,7 @@ def test_the_search_finds_the_most_rows_and_slots_that_fit(config, settings, mon
 
 def test_an_update_has_the_microbatches_that_its_rows_need(config):
     law = PlanSettings(median_tokens=20.0).make_workload(config)
-    lengths = measure_lengths(config, law)
+    lengths = measure_lengths(config, read_shape(config.model.folder), law)
     rows = lengths.microbatches * config.packing.rows_per_microbatch
     assert rows - config.packing.rows_per_microbatch < lengths.rows <= rows
     tokens = lengths.responses * lengths.tokens
