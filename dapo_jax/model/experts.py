@@ -1,6 +1,6 @@
 """Mixture of experts: gated MLPs of which each token takes the likeliest few; none is dropped.
 
-Tokens are sorted by expert and multiplied in groups (`jax.lax.ragged_dot`), so no array has a place
+Tokens are sorted by expert and multiplied in groups (grouped_products.py), so no array has a place
 for each pair of token and expert. On a mesh each device computes its own experts: tokens are
 gathered over the mesh axis that cuts experts, and what they add up to is scattered back.
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.model.grouped_products import grouped_product
 from dapo_jax.model.layers import ACTIVATIONS, SCALE, named
 from dapo_jax.runtime import sharding
 
@@ -82,7 +83,7 @@ def _grouped(
     rows: Float[Array, "n I"], matrices: dict[str, Array], name: str, sizes: Array, group: Array
 ) -> Float[Array, "n O"]:
     """Product of sorted rows with the matrices of their experts."""
-    product = jax.lax.ragged_dot(rows, matrices[name].astype(rows.dtype), sizes)
+    product = grouped_product(rows, matrices[name].astype(rows.dtype), sizes)
     scale = matrices.get(name + SCALE)
     if scale is None:
         return product

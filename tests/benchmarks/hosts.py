@@ -154,7 +154,7 @@ def step(config: Config, options: argparse.Namespace, watch: Stopwatch) -> dict[
         on_judged=watch.wrap("journal", journal.add),
     )
     packed = watch.wrap("packing", make_minibatches)(config, batch.groups, decoder, mesh)
-    old = np.zeros(packed.rollouts.tokens.shape, np.float32)
+    old: Any = np.zeros(packed.rollouts.tokens.shape, np.float32)  # where a run has the devices'
     scored = ScoredBatch(packed.rollouts, old, None, None, None)
 
     def feed_back() -> tuple:
