@@ -6,6 +6,7 @@ a write to a bucket is assumed.
 """
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.runtime.storage.ownership import is_remote
 
 # Of every process: nothing here gets faster with more of them.
 SLOT_SECONDS = (
@@ -19,11 +20,15 @@ LISTED_SECONDS = 3.62e-8  # of a token of a judged response that is written to r
 WRITE_SECONDS = 0.125  # of a file of finished groups in a bucket (assumed)
 
 
-def host_costs(config: Config) -> dict[str, float]:
-    """Costs of hosts, by field of `Costs`, as far as the config asks for that work."""
+def host_costs(config: Config, hosts: int) -> dict[str, float]:
+    """Costs of hosts, by field of `Costs`, as far as the config asks for that work.
+
+    Several hosts write to a bucket, whatever folder the config names for now.
+    """
     costs = {"host_slot": SLOT_SECONDS, "host_text": TEXT_SECONDS, "host_trained": TRAINED_SECONDS}
     if config.checkpoint.keep_groups:
-        costs |= {"host_judged": JOURNAL_SECONDS, "host_write": WRITE_SECONDS}
+        remote = hosts > 1 or is_remote(config.run_dir)
+        costs |= {"host_judged": JOURNAL_SECONDS, "host_write": WRITE_SECONDS * remote}
     if config.log.rollouts:
         costs["host_listed"] = LISTED_SECONDS
     return costs

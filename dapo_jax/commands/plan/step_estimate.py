@@ -211,7 +211,7 @@ def step_costs(
         score_token=bound("score") / places,
         update=bound("update", "once"),
         update_token=bound("update") / places,
-        **host_costs(config),
+        **host_costs(config, layout.topology.hosts),
     )
 
 

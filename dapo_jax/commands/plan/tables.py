@@ -218,8 +218,8 @@ def assumptions(plan: Any, settings: PlanSettings) -> str:
             f"{DECODE_OVERHEAD_SECONDS * 1e3:g} ms of overhead; a draw passes {DRAW_PASSES} times "
             "over its logits; in the roofline's table every slot is at half of a mean response",
             "- hosts: seconds of one processor core that were measured, and "
-            f"{WRITE_SECONDS:g} s for each file of finished groups; verdicts and checkpoints cost "
-            "nothing",
+            f"{WRITE_SECONDS:g} s for each file of finished groups in a bucket; verdicts and "
+            "checkpoints cost nothing",
             *([f"- {ONE_TURN}"] if plan.layout.config.environment.used else []),
         ]
     )
