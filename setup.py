@@ -22,14 +22,17 @@ NOTEBOOKS = [  # notebooks/build.py, and to run them
 
 
 class WithConfigs(build_py):
-    """Puts configs/ into the package, where `dapo-jax train NAME` looks; a checkout has them."""
+    """Puts what a checkout has beside the package into it.
+
+    configs/, where `dapo-jax train NAME` looks, and the flags that `dapo-jax plan` compiles with.
+    """
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            folder = pathlib.Path(self.build_lib, "dapo_jax/configs")
-            self.mkpath(str(folder))
-            for path in sorted(HERE.glob("configs/*.py")):
+            for path in [*sorted(HERE.glob("configs/*.py")), HERE / "launch/env.sh"]:
+                folder = pathlib.Path(self.build_lib, "dapo_jax", path.parent.name)
+                self.mkpath(str(folder))
                 self.copy_file(str(path), str(folder / path.name))
 
 

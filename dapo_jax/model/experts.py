@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.model.grouped_dot import grouped_dot
+from dapo_jax.model.grouped_products import grouped_product
 from dapo_jax.model.layers import ACTIVATIONS, SCALE, named
 from dapo_jax.runtime import sharding
 
@@ -83,7 +83,7 @@ def _grouped(
     rows: Float[Array, "n I"], matrices: dict[str, Array], name: str, sizes: Array, group: Array
 ) -> Float[Array, "n O"]:
     """Product of sorted rows with the matrices of their experts."""
-    product = grouped_dot(rows, matrices[name].astype(rows.dtype), sizes)
+    product = grouped_product(rows, matrices[name].astype(rows.dtype), sizes)
     scale = matrices.get(name + SCALE)
     if scale is None:
         return product

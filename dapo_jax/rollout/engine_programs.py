@@ -1,5 +1,6 @@
 """Compiled programs of the engine: load, prefill, insert, stop, grow, generate."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -72,7 +73,7 @@ class EnginePrograms:
         self.state_shardings = state = per_slot.replace(caches=layout.shardings())
         self.prefix_sharding, replicated = place("batch", None, "kv_heads"), place()
         self.prefill = jax.jit(
-            functools.partial(decode_step.prefill_prefix, config, settings.prefill_chunk_tokens),
+            self._prefill,
             in_shardings=(None, place("batch"), None, None, None),
             out_shardings=Prefix(self.prefix_sharding, *[replicated] * 4, routes=place("batch")),
         )
@@ -121,6 +122,17 @@ class EnginePrograms:
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=self._layout.grow(state.caches, window))
 
+    def _experts_in_place(self) -> contextlib.AbstractContextManager:
+        """Context of traced code that computes experts where they lie, not gathered."""
+        if not self._config.experts:  # what dense decoders compile to needs no mesh
+            return contextlib.nullcontext()
+        return sharding.activate_traced(self._mesh, sharding.DECODING)
+
+    def _prefill(self, *arrays: Any) -> Prefix:
+        with self._experts_in_place():
+            chunk_tokens = self._settings.prefill_chunk_tokens
+            return decode_step.prefill_prefix(self._config, chunk_tokens, *arrays)
+
     def _generate(
         self, params: Any, state: DecodeState, *, rule: SamplingRule, columns: int | None
     ) -> tuple[DecodeState, ResultTokens]:
@@ -132,7 +144,8 @@ class EnginePrograms:
 
         started_at, tokens = state.generated, self._settings.burst_tokens
         early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
-        state = decode_step.decode_burst(draw_token, state, tokens, early=early)
+        with self._experts_in_place():
+            state = decode_step.decode_burst(draw_token, state, tokens, early=early)
         return state, result_tokens(state, started_at, tokens)
 
 

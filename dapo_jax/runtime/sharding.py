@@ -316,3 +316,10 @@ def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
     """Sets the mesh and the table for the logical constraints inside modules."""
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules(column)):
         yield
+
+
+@contextlib.contextmanager
+def activate_traced(mesh: Mesh, column: int) -> Iterator[None]:
+    """Sets them as `activate` does, for code that is being traced already."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules(column)):
+        yield

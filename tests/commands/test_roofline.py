@@ -62,6 +62,18 @@ def test_operations_of_a_small_policy_are_those_that_xla_counts():
     assert by_plan == pytest.approx(counted["flops"], rel=0.02)
 
 
+def test_a_window_bounds_the_pairs_that_training_attention_computes():
+    """Of Gemma 3, five layers of six see 1,024 tokens; each pair is counted by hand."""
+    decoder = read_shape("gemma-3-27b")
+    near, full = (np.minimum(np.arange(1, 5001), reach).sum() for reach in (1024, 5000))
+    sliding = sum(decoder.sliding) / decoder.layers
+    assert 0.8 < sliding < 0.85
+    by_hand = sliding * near + (1 - sliding) * full
+    assert roofline.seen_pairs(decoder, 5000) == pytest.approx(by_hand, rel=0.001)
+    assert roofline.seen_pairs(decoder, 900) == 900**2 / 2  # the window holds it all
+    assert roofline.seen_pairs(read_shape("Qwen2.5-7B"), 5000) == 5000**2 / 2
+
+
 TEXT = """
 %fused.1 (p: f32[8,64], u: f32[1,64]) -> f32[8,64] {
   %p = f32[8,64]{1,0} parameter(0)

@@ -80,6 +80,18 @@ def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
     assert math.isclose(step.update_seconds, 4 * 16 * 256 * 1e-5)
 
 
+def test_hosts_cost_what_they_do():
+    """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
+    names = "host_slot host_text host_judged host_write host_listed host_trained".split()
+    costs = Costs(**dict.fromkeys(names, 1.0))
+    step = make_simulation(Constant(20), costs, filtered=False).step()
+    drawn = 64 * 20
+    files = 4  # a wave of slots ends 4 groups, whose verdicts are read after the next burst
+    expected = [12 * 16, drawn, drawn, files, drawn, 64 * 25]
+    assert [step.seconds[name] for name in names] == expected
+    assert step.update_seconds == 64 * 25  # packing and the like wait for no rollout
+
+
 def test_several_replicas_do_not_stop_a_burst_early():
     step = make_simulation(Constant(20), filtered=False, replicas=2).step()
     assert step.counts["decode_step"] == 4 * 24 and step.utilisation == 20 / 24

@@ -50,10 +50,10 @@ def test_code_configs_and_policies_are_in_it_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     tracked = subprocess.check_output(
-        ["git", "ls-files", "dapo_jax", "configs"], cwd=ROOT, text=True
+        ["git", "ls-files", "dapo_jax", "configs", "launch/env.sh"], cwd=ROOT, text=True
     )
     files = {name for name in tracked.split() if not name.endswith(".png")}
-    assert found == {re.sub("^configs/", "dapo_jax/configs/", name) for name in files}
+    assert found == {re.sub("^(configs|launch)/", r"dapo_jax/\1/", name) for name in files}
     assert wheel.stat().st_size < 4e6
 
 

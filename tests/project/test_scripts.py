@@ -79,6 +79,14 @@ def test_a_pods_step_is_simulated():
     assert same == same_lag and apart_lag < apart and carried < same
 
 
+def test_the_hosts_part_of_a_step_is_measured():
+    told = run("tests/benchmarks/hosts.py", "--responses", 64, "--tokens", 60).splitlines()
+    found = json.loads(told[-1])
+    assert found["tokens"] > 1000 and found["files"] > 0 and found["bursts"] > 4
+    assert min(found["costs"].values()) > 0
+    assert sum(line.endswith("|") and "process" in line for line in told) == 1 + 8
+
+
 def test_the_price_of_dynamic_sampling_is_held_against_the_ideal():
     sizes = ("--prompts", 8, "--samples", 4, "--slots", 16, "--steps", 6, "--kept", 0.4)
     table = run("tests/benchmarks/price.py", *sizes).splitlines()

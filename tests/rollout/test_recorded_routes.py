@@ -1,6 +1,7 @@
 """Routes that the sampler records: those of the trainer on the same tokens, however it draws."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from dapo_jax.model.logprobs import hidden_states
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.runtime.sharding import unbox
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.sharding import make_mesh, unbox
 from dapo_jax.structs import PartialGroup
 
 MOE = dataclasses.replace(
     TINY, mlp=16, experts=8, experts_per_token=2, family="qwen3_moe", records_routes=True
 )
-SOME = PROMPTS[:5]
+SOME, KEY = PROMPTS[:5], jax.random.key(0)
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +144,24 @@ def test_nothing_is_recorded_unless_asked(params, one_device):
     assert rows.routes is None
     arrays, _ = pack_partial([PartialGroup(SOME[0], 0, (done,))])
     assert "routes" not in arrays
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_experts_lie_apart_while_sampling_and_none_is_gathered(cache, params, groups):
+    """Tokens go to the experts' devices and sums come back; a TPU's compiler would gather experts
+    in every decode step where the program leaves that to it."""
+    mesh = make_mesh(1, 1, 2, expert=4)
+    places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
+    sampler = open_sampler(mesh, slots=8, cache=cache)
+    found = sample(sampler, jax.device_put(params, places), SOME)
+    assert {i: [done.tokens.tolist() for done in group] for i, group in found.items()} == {
+        i: [done.tokens.tolist() for done in group] for i, group in groups.items()
+    }
+    engine = sampler._engine
+    weights = engine.load_params(jax.device_put(params, places))
+    columns = engine.layout.columns(engine.cache_tokens)
+    state = engine.init_decode_state()
+    lowered = engine.programs.generate.lower(weights, state, rule=SamplingRule(), columns=columns)
+    whole = rf"\[{MOE.experts},({MOE.embed},{MOE.mlp}|{MOE.mlp},{MOE.embed})\]"
+    assert lowered.as_text().count("reduce_scatter") >= MOE.layers
+    assert not re.search(whole, lowered.compile().as_text())

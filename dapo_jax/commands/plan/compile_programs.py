@@ -19,6 +19,7 @@ from dapo_jax.commands.plan import hlo_traffic as traffic
 from dapo_jax.commands.plan.chips import GIB
 from dapo_jax.commands.plan.hlo_traffic import Times, Traffic
 from dapo_jax.commands.plan.programs import Layout, Program, cache_elements
+from dapo_jax.commands.plan.run_flags import compiler_options
 from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
 
 RESERVED_GIB = 0.26  # of a TPU's memory, kept by the compiler for itself
@@ -91,9 +92,10 @@ class Compiler:
         self._layout, self._folder = layout, folder
         topology = layout.topology
         self._key = f"{topology.name} {versions()} {traffic.VERSION}"
-        # Without a device nothing can be tried out; other levels would.
-        cuda = topology.chip.platform == "cuda"
-        self._options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if cuda else None
+        self._options: dict[str, Any] | None = compiler_options(topology)
+        if self._options is not None and topology.chip.platform == "cuda":
+            # Without a device nothing can be tried out; other levels would.
+            self._options["xla_gpu_autotune_level"] = 0
 
     def measure(self, program: Program) -> CompiledProgram:
         """Compiled program, from the cache where it was compiled before."""

@@ -17,6 +17,9 @@ class Costs:
     insert: float = 0.0  # a response
     burst: float = 0.0
     decode_step: float = 0.0
+    decode_products: float = 0.0  # the same of phases of a decode step, where they are known
+    decode_exchange: float = 0.0
+    decode_draw: float = 0.0
     slot_step: float = 0.0  # a decode step of one of a replica's slots, busy or not
     read_token: float = 0.0  # of a replica's cache, that attention reads in a decode step
     response: float = 0.0  # finished; the host's work on it
@@ -25,9 +28,16 @@ class Costs:
     score_token: float = 0.0  # places in packed rows, padding included, as in updates
     update: float = 0.0
     update_token: float = 0.0
+    host_slot: float = 0.0  # of any replica, in a burst
+    host_text: float = 0.0  # a token of a finished response
+    host_judged: float = 0.0  # a token of a judged group that is kept
+    host_write: float = 0.0  # a file of judged groups
+    host_listed: float = 0.0  # a token of a response in rollouts/
+    host_trained: float = 0.0  # a token of a trained response
 
 
-LEARNING = ("score_pass", "score_token", "update", "update_token")
+LEARNING = ("score_pass", "score_token", "update", "update_token", "host_trained")
+HOSTS = "host_slot host_text host_judged host_write host_listed host_trained".split()
 
 
 class Meter:

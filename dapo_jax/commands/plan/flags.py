@@ -25,7 +25,7 @@ class PlanSettings:
     json: bool = setting(False, "Print one JSON object in place of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
     price: float = setting(0.0, "Dollars of a chip for an hour; 0: no dollars are shown.")
-    flops: float = setting(0.75, "Share of peak FLOP/s that is assumed to be reached.")
+    flops: float = setting(0.75, "Assumed share of peak FLOP/s; MFU is it times useful / executed.")
     hbm: float = setting(0.8, "The same of memory bandwidth.")
     ici: float = setting(0.7, "The same of the links between chips.")
     law: str = setting("", "A run's folder whose lengths and verdicts are taken; empty: assumed.")

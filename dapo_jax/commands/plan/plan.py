@@ -93,9 +93,9 @@ def make(config: Config, settings: PlanSettings) -> Plan:
     """Makes the plan of a config: compiles and simulates."""
     started, topology = time.perf_counter(), parse(settings.topology)
     workload = settings.make_workload(config)
-    lengths = measure_lengths(config, workload)
     say(f"describing {topology.name}")
     layout = lay_out(config, topology)
+    lengths = measure_lengths(config, layout.decoder, workload)
     measured = measure_all(layout, settings, lengths.microbatches)
     plan = Plan(layout, lengths, measured, limit(layout))
     if plan.fits:

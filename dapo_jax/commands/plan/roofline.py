@@ -1,11 +1,15 @@
 """Roofline: seconds of programs at best, by what they compute, move through memory and send.
 
 Nothing here was timed. A part takes the longest of its three times, each at the share of the peak
-that `Efficiency` says.
+that `Efficiency` assumes: an MFU by this roofline is that share times useful over executed
+operations, wherever operations are the longest.
 """
 
 import dataclasses
 import math
+from typing import Any
+
+import numpy as np
 
 from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
@@ -69,6 +73,16 @@ def attention_flops(config: DecoderConfig, pairs: float) -> float:
     return 4.0 * config.layers * config.heads * config.head_dim * pairs
 
 
+def seen_pairs(config: DecoderConfig, length: Any) -> Any:
+    """Pairs of a token and one that it sees in a sequence of that length, mean over layers.
+
+    Training attention skips what no window reaches.
+    """
+    sliding = sum(config.sliding) / config.layers if config.sliding else 1.0
+    reach = np.minimum(length, length if config.window is None else config.window)
+    return (1 - sliding) * length**2 / 2 + sliding * (length * reach - reach**2 / 2)
+
+
 def forward_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     """Operations of a forward pass: two for each weight and token, and attention."""
     weights = matrix_weights(config) + adapter_weights(config)
@@ -97,7 +111,8 @@ def update_flops(config: DecoderConfig, tokens: float, row_tokens: int) -> float
 
     Padding, other responses in the same row and what backward computes again count.
     """
-    pairs, trained = tokens * row_tokens / 2, 1 - config.frozen_layers / config.layers
+    pairs = tokens / row_tokens * seen_pairs(config, row_tokens)
+    trained = 1 - config.frozen_layers / config.layers
     again = 2.0 * config.embed * config.vocab * tokens  # the head's logits are never kept
     if config.remat in REMAT_MATRICES:
         weights = matrix_weights(config, head=False) + adapter_weights(config)

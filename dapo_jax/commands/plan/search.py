@@ -78,7 +78,7 @@ class Search:
             layout = self._lay_out(config)
         except ConfigError:
             return None
-        lengths = measure_lengths(config, self._workload)
+        lengths = measure_lengths(config, layout.decoder, self._workload)
         update = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
         room = update.fits(limit(layout))
         memory = f"{update.together / GIB:.1f} GiB" + ("" if room else ": too much")
@@ -137,7 +137,7 @@ class Search:
         config, decode = sampled
         layout = self._lay_out(config)
         measured = {"update": trained[1], "decode": decode}
-        lengths = measure_lengths(config, self._workload)
+        lengths = measure_lengths(config, layout.decoder, self._workload)
         costs = step_costs(layout, measured, self._settings.efficiency, lengths.tokens / 2)
         step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds

@@ -8,7 +8,7 @@ workers. So the counts are those of a run with the same responses.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -152,7 +152,11 @@ class Simulation:
         judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
         before = self._kept_fraction, number, self._carried, self._prompts.position
         collection = open_collection(self._config, *before)
-        collected = collect(collection, self._prompts, self.sampler, judge, on_burst=on_burst)
+        write = functools.partial(_write, meter)
+        calls = {"on_judged": write, "on_burst": on_burst}
+        collected = collect(collection, self._prompts, self.sampler, judge, **calls)
+        listed = _tokens([*collected.judged, *collected.surplus])
+        meter.add(host_listed=listed)
         self._prompts.position = collected.next_position
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         return self._summary(meter, collected.groups, collected)
@@ -179,11 +183,21 @@ class Simulation:
             judged=len(collected.judged) if collected else 0,
             kept=len(groups),
             surplus=len(collected.surplus) if collected else 0,
-            kept_tokens=sum(len(c) for group in groups for c in group.completions),
+            kept_tokens=_tokens(groups),
             rounds=asked / self._config.rollout.prompts_per_step,
             rows=rows,
             fill=fill,
         )
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(len(response) for group in groups for response in group.completions)
+
+
+def _write(meter: Meter, groups: list[Group]) -> None:
+    """Books the file of groups that were judged, as the journal writes it."""
+    if groups:
+        meter.add(host_write=1, host_judged=_tokens(groups))
 
 
 def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
@@ -205,5 +219,5 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
         used = microbatches * packing.rows_per_microbatch * packing.row_tokens
         rows, places, tokens = rows + packed, places + used, tokens + sum(lengths)
         meter.add(score_pass=passes, score_token=passes * used)
-        meter.add(update=models, update_token=models * used)
+        meter.add(update=models, update_token=models * used, host_trained=sum(lengths))
     return rows, tokens / places if places else 0.0

@@ -181,7 +181,9 @@ class SimulatedPrograms:
         else:  # with the i-th token, i - 1 drawn ones and what was there before
             tokens = drawn * state.length + drawn * (drawn + 1) // 2
             read = tokens.reshape(self._replicas, each).sum(axis=1).max()
-        self.meter.add(burst=1, decode_step=steps, slot_step=steps * each, read_token=read)
+        self.meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
+        phases = "decode_step decode_products decode_exchange decode_draw".split()
+        self.meter.add(**dict.fromkeys(phases, steps))
         running, seconds = int(state.active.sum()), self.meter.now - before
         self.bursts.append(Burst(steps, running, int(drawn.sum()), seconds))
 
@@ -224,7 +226,7 @@ class SimulatedJudge:
         self._workload, self._meter, self._begun, self._free = workload, meter, begun, 0.0
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> PendingVerdicts:
-        self._meter.add(response=len(completions))
+        self._meter.add(response=len(completions), host_text=sum(map(len, completions)))
         seconds = len(completions) * self._meter.costs.judged / self._workers
         self._free = max(self._free, self._meter.now) + seconds
         return PendingVerdicts(prompt, completions, self._free)

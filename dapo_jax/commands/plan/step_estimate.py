@@ -1,22 +1,30 @@
 """Estimated seconds of compiled programs at best, and so the costs of a step."""
 
 import dataclasses
+import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.commands.plan import roofline
+from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.compile_programs import CompiledProgram
 from dapo_jax.commands.plan.cost_model import Costs
+from dapo_jax.commands.plan.host_costs import host_costs
 from dapo_jax.commands.plan.programs import SAMPLING, Layout
 from dapo_jax.commands.plan.roofline import Efficiency, Work
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
+from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.run import memory
 
 READ_PER_WRITTEN = 1  # what a program writes to memory it reads again, once
-DECODE_OVERHEAD_SECONDS = 1.5e-3  # of a decode step: its launches and small reductions
+DECODE_OVERHEAD_SECONDS = 1.5e-3  # of a decode step: its launches and small reductions (assumed)
+# Over float32 logits (assumed): written, read for maximum and sum, log-probs written, mass read
+# for the sums of blocks and for the block that is drawn from.
+DRAW_PASSES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +32,14 @@ class Lengths:
     """Lengths of one update's responses with their prompts.
 
     Attributes:
-        tokens, square: means of the length and of its square.
+        tokens: mean length.
+        pairs: mean number of pairs of a token and one that it sees, over responses and layers.
         response: mean without the prompt.
         rows, fill: of an update, packed; the share of their places that holds a token.
     """
 
     tokens: float
-    square: float
+    pairs: float
     response: float
     responses: int
     rows: int
@@ -38,7 +47,7 @@ class Lengths:
     microbatches: int
 
 
-def measure_lengths(config: Config, workload: Workload) -> Lengths:
+def measure_lengths(config: Config, decoder: DecoderConfig, workload: Workload) -> Lengths:
     """Draws one update's groups from the workload, and packs them."""
     rollout, packing = config.rollout, config.rows()
     groups = rollout.prompts_per_step // rollout.updates_per_rollout
@@ -52,7 +61,7 @@ def measure_lengths(config: Config, workload: Workload) -> Lengths:
     places = microbatches * packing.rows_per_microbatch * packing.row_tokens
     return Lengths(
         float(lengths.mean()),
-        float((lengths.astype(float) ** 2).mean()),
+        float(roofline.seen_pairs(decoder, lengths.astype(float)).mean()),
         float(np.mean([tokens.mean() for _, tokens in drawn])),
         len(lengths),
         rows,
@@ -63,11 +72,21 @@ def measure_lengths(config: Config, workload: Workload) -> Lengths:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Work of a chip in one unit of a program, and around all units of a call."""
+    """Work of a chip in one unit of a program, and around all units of a call.
+
+    Attributes:
+        phases: of a unit, which wait for each other; empty: its work is one.
+    """
 
     unit: str
     each: Work
     once: Work = Work()  # noqa: RUF009
+    phases: dict[str, Work] = dataclasses.field(default_factory=dict)
+
+    def seconds(self, chip: Chip, efficiency: Efficiency) -> dict[str, float]:
+        """Seconds of a unit by phase, each as long as the longest of its three times."""
+        phases = self.phases or {"": self.each}
+        return {name: work.bound(chip, efficiency)[1] for name, work in phases.items()}
 
 
 def _moved(measured: CompiledProgram, part: str) -> Work:
@@ -82,7 +101,8 @@ def _training(layout: Layout, measured: CompiledProgram) -> Estimate:
     if measured.name.endswith("update"):
         flops = roofline.update_flops(decoder, places, packing.row_tokens)
     else:
-        flops = roofline.forward_flops(decoder, places, places * packing.row_tokens / 2)
+        pairs = packing.rows_per_microbatch * roofline.seen_pairs(decoder, packing.row_tokens)
+        flops = roofline.forward_flops(decoder, places, pairs)
     each = dataclasses.replace(_moved(measured, "each"), flops=flops / layout.mesh.size)
     return Estimate("microbatch", each, _moved(measured, "once"))
 
@@ -94,16 +114,46 @@ def token_bytes(layout: Layout) -> float:
 
 
 def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
-    """Estimate of a decode step: the weights once, and the keys and values that are there."""
-    engine = layout.engine
+    """Estimate of a decode step: of every slot, busy or not, phase after phase.
+
+    A layer's products wait for its attention, and both for the sums over chips: nothing hides. All
+    keys and values that are there are read, also by layers with a window: kernel and slots mask.
+    """
+    engine, decoder, settings = layout.engine, layout.decoder, layout.config.sampler
     slots = engine.max_concurrent_decodes / engine.replicas
     pieces = layout.sampling_mesh.size / engine.replicas
-    flops = roofline.forward_flops(layout.decoder, slots, slots * context) / pieces
-    hbm = measured.alive["decoding weights"] + token_bytes(layout) * slots * context
+    number = jnp.dtype(decoder.dtype).itemsize
+    looked_up = 0 if decoder.tie_embeddings else number * decoder.vocab * decoder.embed / pieces
+    read = measured.alive["decoding weights"] - looked_up
+    phases = {"products": Work(roofline.forward_flops(decoder, slots, 0) / pieces, read)}
+    if decoder.experts:
+        phases = _apart(layout, phases["products"], slots, pieces)
+    phases["keys and values"] = Work(
+        roofline.attention_flops(decoder, slots * context) / pieces,
+        token_bytes(layout) * slots * context,
+    )
     # The loop over a burst's steps is one that no constant ends, or one of `burst_tokens`.
-    burst = layout.config.sampler.burst_tokens
+    burst = settings.burst_tokens
     sent = sum(times.each + times.once / burst for times in measured.traffic.sent.values())
-    return Estimate("decode step", Work(flops, hbm, sent))
+    phases["exchange"] = Work(ici_bytes=sent)
+    passes, stages = DRAW_PASSES, math.ceil(math.log2(decoder.vocab))
+    if settings.top_p < 1 or 0 < settings.top_k < decoder.vocab:
+        passes += stages * (stages + 1)  # a sort by merging reads and writes all at each stage
+    phases["draw"] = Work(hbm_bytes=passes * memory.REAL * slots * decoder.vocab / pieces)
+    parts = (dataclasses.astuple(work) for work in phases.values())
+    return Estimate("decode step", Work(*map(sum, zip(*parts, strict=True))), phases=phases)
+
+
+def _apart(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:
+    """Products of experts, and the others: those read more weights than their tokens use."""
+    decoder, shards = layout.decoder, layout.sampling_mesh.shape["expert"]
+    number = 1 if layout.config.sampler.weights_dtype == "int8" else 2
+    weights = 3.0 * decoder.layers * decoder.embed * decoder.mlp * decoder.experts
+    held = number * weights / (pieces * shards)
+    missed = (1 - decoder.experts_per_token / decoder.experts) ** (slots * shards)
+    flops = 2 * weights * decoder.experts_per_token / decoder.experts * slots / pieces
+    others = Work(products.flops - flops, products.hbm_bytes - held)
+    return {"products": others, "experts": Work(flops, held * (1 - missed))}
 
 
 def _prefill(layout: Layout, measured: CompiledProgram) -> Estimate:
@@ -111,7 +161,8 @@ def _prefill(layout: Layout, measured: CompiledProgram) -> Estimate:
     limit = layout.config.data.max_prompt_tokens
     tokens = layout.engine.prefill_width * limit
     weights = 2.0 * roofline.matrix_weights(layout.decoder, head=False) * tokens
-    flops = weights + roofline.attention_flops(layout.decoder, tokens * limit / 2)
+    pairs = layout.engine.prefill_width * roofline.seen_pairs(layout.decoder, limit)
+    flops = weights + roofline.attention_flops(layout.decoder, pairs)
     each, once = _moved(measured, "each"), _moved(measured, "once")
     hbm, ici = each.hbm_bytes + once.hbm_bytes, each.ici_bytes + once.ici_bytes
     return Estimate("call", Work(flops / layout.sampling_mesh.size, hbm, ici))
@@ -145,27 +196,28 @@ def step_costs(
         return work.bound(chip, efficiency)[1]
 
     places = config.packing.rows_per_microbatch * config.rows().row_tokens
-    engine, decode = layout.engine, estimate(layout, measured["decode"], context).each
-    reads = token_bytes(layout) / (chip.hbm_bytes_per_second * efficiency.hbm)
+    engine, decode = layout.engine, estimate(layout, measured["decode"], context)
+    phases = decode.seconds(chip, efficiency)
     slots = engine.max_concurrent_decodes / engine.replicas
-    whole = decode.bound(chip, efficiency)[1]
     prompts = engine.prefill_width * config.data.max_prompt_tokens / engine.replicas
     return Costs(
         load=bound("load"),
         prefill_token=bound("prefill") / prompts,
-        decode_step=DECODE_OVERHEAD_SECONDS + max(0.0, whole - reads * slots * context),
-        read_token=reads,
+        decode_step=DECODE_OVERHEAD_SECONDS,
+        decode_products=phases["products"] + phases.get("experts", 0.0),
+        decode_exchange=phases["exchange"],
+        decode_draw=phases["draw"],
+        read_token=phases["keys and values"] / (slots * context),
         score_token=bound("score") / places,
         update=bound("update", "once"),
         update_token=bound("update") / places,
+        **host_costs(config, layout.topology.hosts),
     )
 
 
 def training_mfu(layout: Layout, lengths: Lengths, update_seconds: float) -> float:
     """Useful operations of an update over what all chips could do meanwhile."""
     count = lengths.responses
-    useful = roofline.useful_flops(
-        layout.decoder, count * lengths.tokens, count * lengths.square / 2
-    )
+    useful = roofline.useful_flops(layout.decoder, count * lengths.tokens, count * lengths.pairs)
     peak = layout.topology.chip.flops_per_second * layout.mesh.size
     return useful / (update_seconds * peak)

@@ -7,20 +7,31 @@ from typing import Any
 from dapo_jax.commands.plan import advice
 from dapo_jax.commands.plan.chips import GIB
 from dapo_jax.commands.plan.compile_programs import versions
+from dapo_jax.commands.plan.cost_model import HOSTS
 from dapo_jax.commands.plan.flags import PlanSettings
+from dapo_jax.commands.plan.host_costs import WRITE_SECONDS
 from dapo_jax.commands.plan.roofline import matrix_weights
 from dapo_jax.commands.plan.simulate import Simulation, Step, changed
-from dapo_jax.commands.plan.step_estimate import DECODE_OVERHEAD_SECONDS, estimate
+from dapo_jax.commands.plan.step_estimate import (
+    DECODE_OVERHEAD_SECONDS,
+    DRAW_PASSES,
+    estimate,
+)
 from dapo_jax.reporting.notices import describe_saving
 from dapo_jax.run.memory import checkpoint_bytes
 
 PHASES = {  # of a step: the simulator's seconds in each
     "load the decoding weights": ("load",),
     "prefill": ("prefill_call", "prefill_token", "insert_call", "insert"),
-    "decode": ("burst", "decode_step", "slot_step", "read_token", "response"),
+    "decode: keys and values": ("read_token",),
+    "decode: products": ("decode_products",),
+    "decode: exchange": ("decode_exchange",),
+    "decode: draw": ("decode_draw",),
+    "decode: overhead": ("burst", "decode_step", "slot_step", "response"),
     "wait for verdicts": ("judge", "judged"),
     "score": ("score_pass", "score_token"),
     "update": ("update", "update_token"),
+    "hosts": tuple(HOSTS),
 }
 CARRYING_STEPS = 6  # whose mean is shown: one that begins with much draws little
 MOST_SHOWN = 6  # kinds of collectives of a program
@@ -94,12 +105,14 @@ def roofline_table(figures: dict[str, Any]) -> str:
     rows = [
         [name, program["unit"], f"{program['work']['flops']:.3g}"]
         + [f"{program['seconds'][part]:.4f}" for part in ("FLOP", "HBM", "ICI")]
-        + [program["bound"], f"{max(program['seconds'].values()):.4f}"]
+        + [program["bound"], f"{program['unit_seconds']:.4f}"]
         for name, program in figures["programs"].items()
         if program["peak_bytes"] is not None  # else there is no text to count bytes in
     ]
     header = ["program", "of one", "FLOP of a chip", "FLOP s", "HBM s", "ICI s", "bound by", "s"]
-    return "Roofline, seconds at the assumed shares of peak:\n\n" + table(header, rows)
+    told = "Roofline, seconds at the assumed shares of peak:\n\n" + table(header, rows)
+    phases = figures["programs"].get("decode", {}).get("phases")
+    return told if not phases else f"{told}\n\ndecode, one after the other: {', '.join(phases)}"
 
 
 def collectives(plan: Any) -> str:
@@ -132,7 +145,8 @@ def step_table(plan: Any, settings: PlanSettings, record: dict[str, Any]) -> str
         f"{record['tokens_per_second']:,.0f} response tokens/s while sampling, "
         f"{record['trained_tokens_per_second']:,.0f} tokens/s while learning; "
         f"MFU of the update {record['update_mfu']:.0%}, of full rows "
-        f"{record['update_mfu_of_full_rows']:.0%}",
+        f"{record['update_mfu_of_full_rows']:.0%} ({settings.flops:.0%} of the peak, assumed, x "
+        "useful / executed operations)",
         f"slots {record['slot_utilisation']:.0%} busy; {record['asked_groups']} groups asked for "
         f"{record['kept_groups']} kept; {record['sampled_to_kept_tokens']:.2f} tokens drawn for "
         f"each that is trained on; rows {record['fill']:.0%} full",
@@ -158,6 +172,9 @@ def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
         name: sum(step.seconds.get(part, 0.0) for part in parts) for name, parts in PHASES.items()
     }
     rollout, update = step.rollout_seconds, step.update_seconds
+    mfu_of_full_rows = (
+        plan.mfu / plan.lengths.fill
+    )  # of one drawn update; the step has its own fill
     apart = config.rollout.lag and plan.layout.sampling_mesh is not plan.layout.mesh
     together = max(rollout, update) if apart else rollout + update
     hours = chips * together / 3600
@@ -166,8 +183,8 @@ def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
         "seconds_step": together,
         "tokens_per_second": step.sampled.tokens / rollout,
         "trained_tokens_per_second": step.kept_tokens / update if update else 0.0,
-        "update_mfu": plan.mfu,
-        "update_mfu_of_full_rows": plan.mfu / plan.lengths.fill,
+        "update_mfu": mfu_of_full_rows * step.fill,
+        "update_mfu_of_full_rows": mfu_of_full_rows,
         "slot_utilisation": step.utilisation,
         "asked_groups": step.asked,
         "kept_groups": step.kept,
@@ -195,11 +212,14 @@ def assumptions(plan: Any, settings: PlanSettings) -> str:
             f"{chip.hbm_bytes_per_second / 1e9:g} GB/s of memory, "
             f"{chip.ici_bytes_per_second / 1e9:g} GB/s over links, one way (published), of which "
             f"{settings.flops:.0%}, {settings.hbm:.0%} and {settings.ici:.0%} are reached, each "
-            "hiding behind the longest",
+            "hiding behind the longest; phases of decoding hide nothing",
             f"- responses of {lengths.response:,.0f} tokens on average ({workload})",
             "- what a program writes to memory is read once more; a decode step has "
-            f"{DECODE_OVERHEAD_SECONDS * 1e3:g} ms of overhead; every slot is at half of a mean "
-            "response; verdicts, hosts and checkpoints cost nothing",
+            f"{DECODE_OVERHEAD_SECONDS * 1e3:g} ms of overhead; a draw passes {DRAW_PASSES} times "
+            "over its logits; in the roofline's table every slot is at half of a mean response",
+            "- hosts: seconds of one processor core that were measured, and "
+            f"{WRITE_SECONDS:g} s for each file of finished groups in a bucket; verdicts and "
+            "checkpoints cost nothing",
             *([f"- {ONE_TURN}"] if plan.layout.config.environment.used else []),
         ]
     )
@@ -234,6 +254,12 @@ def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
             "work": dataclasses.asdict(unit.each),
             "seconds": unit.each.seconds(chip, settings.efficiency),
             "bound": unit.each.bound(chip, settings.efficiency)[0],
+            "unit_seconds": sum(unit.seconds(chip, settings.efficiency).values()),
+            "phases": [
+                f"{name} {work.bound(chip, settings.efficiency)[1] * 1e3:.2f} ms "
+                f"({work.bound(chip, settings.efficiency)[0]})"
+                for name, work in unit.phases.items()
+            ],
             "contents": program.contents,
         }
     return {

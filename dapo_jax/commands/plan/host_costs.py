@@ -1,0 +1,34 @@
+"""Seconds of hosts while their devices wait: serial work of a step beside the compiled programs.
+
+Fitted to `python tests/benchmarks/hosts.py`, a step of 8,192 responses of 4k tokens by the run's
+own code on an AMD EPYC (docs/performance.md has the table). Another processor takes other seconds;
+a write to a bucket is assumed.
+"""
+
+from dapo_jax.config.experiment import Config
+from dapo_jax.runtime.storage.ownership import is_remote
+
+# Of every process: nothing here gets faster with more of them.
+SLOT_SECONDS = (
+    3.6e-6  # of a slot of any replica, in a burst: the schedule, slots refilled, the filter
+)
+TEXT_SECONDS = 3.95e-7  # of a drawn token of a finished response: to text
+TRAINED_SECONDS = 9.09e-7  # of a token of a trained response: packed, weighed, measured, traced
+# Of process 0, while all others wait for it.
+JOURNAL_SECONDS = 5.32e-7  # of a token of a judged group that is compressed for groups/
+LISTED_SECONDS = 3.62e-8  # of a token of a judged response that is written to rollouts/
+WRITE_SECONDS = 0.125  # of a file of finished groups in a bucket (assumed)
+
+
+def host_costs(config: Config, hosts: int) -> dict[str, float]:
+    """Costs of hosts, by field of `Costs`, as far as the config asks for that work.
+
+    Several hosts write to a bucket, whatever folder the config names for now.
+    """
+    costs = {"host_slot": SLOT_SECONDS, "host_text": TEXT_SECONDS, "host_trained": TRAINED_SECONDS}
+    if config.checkpoint.keep_groups:
+        remote = hosts > 1 or is_remote(config.run_dir)
+        costs |= {"host_judged": JOURNAL_SECONDS, "host_write": WRITE_SECONDS * remote}
+    if config.log.rollouts:
+        costs["host_listed"] = LISTED_SECONDS
+    return costs

@@ -1,0 +1,207 @@
+"""Processor seconds of a step that hosts take while their devices wait, by part.
+
+    python tests/benchmarks/hosts.py                                # 8,192 responses of 4k tokens
+    python tests/benchmarks/hosts.py --responses 64 --tokens 100    # seconds
+
+Schedule, filter, text, journal, packing, feedback, metrics, traces and rollouts/ are the run's own
+code, with the settings of DAPO on 64 chips of v5p. The devices' programs are replaced by ones that
+hand out text of this project's documentation at once, in lengths of a law, and the workers by
+verdicts. Parts of every process take as long on each of 64 as on one: all do all of it. Parts of
+process 0 keep the other 63 waiting. Left out: what processes tell each other, and a bucket's delay
+for each file.
+Prints a table, and a JSON line with what `commands/plan/host_costs.py` holds.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import runpy
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+from etils import epath
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from dapo_jax.commands.plan import simulated_engine
+from dapo_jax.commands.plan.cost_model import Costs, Meter
+from dapo_jax.commands.plan.published_shapes import read_shape
+from dapo_jax.commands.plan.workload import AssumedWorkload
+from dapo_jax.config.experiment import Config
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.learner.advantages import estimate
+from dapo_jax.learner.minibatches import make_minibatches, weigh
+from dapo_jax.learner.score_pass import gather
+from dapo_jax.reporting.writers import write_rollouts
+from dapo_jax.rollout.carry_over import open_collection
+from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.rollout.source import RolloutResult
+from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
+from dapo_jax.run.compute import open_engine
+from dapo_jax.run.step_record import measure, trace
+from dapo_jax.runtime.clock import Clock
+from dapo_jax.runtime.storage.retries import Storage
+from dapo_jax.structs import ScoredBatch
+from dapo_jax.train import StepRecord
+
+ROOT = pathlib.Path(__file__).parents[2]
+CHIPS, VOCAB, END = 64, 16_384, "<end>"
+FIRST = ("journal", "rollouts JSON")  # process 0's alone
+
+
+class Stopwatch:
+    """Seconds and calls by name; what one name's calls spend in another's counts for that one."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+        self._inside = 0.0
+
+    def wrap(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def timed(*args: Any, **named: Any) -> Any:
+            outside, self._inside, started = self._inside, 0.0, time.process_time()
+            result = function(*args, **named)
+            spent = time.process_time() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inside
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self._inside = outside + spent
+            return result
+
+        return timed
+
+
+def train_tokenizer() -> tuple[Tokenizer, np.ndarray]:
+    """Byte-level BPE of the documentation, and the documentation in its tokens."""
+    texts = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    known = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, **known))
+    tokenizer = Tokenizer(backend, (0,), 0)
+    return tokenizer, np.concatenate([tokenizer.encode(text) for text in texts]).astype(np.int32)
+
+
+class Programs(simulated_engine.SimulatedPrograms):
+    """Simulated programs whose responses have tokens and log-probs."""
+
+    def __init__(self, *args: Any, drawn: np.ndarray, **named: Any):
+        super().__init__(*args, **named)
+        width = self._settings.max_response_tokens
+        self._drawn = np.resize(drawn, len(drawn) + width)
+        logprobs = -np.random.default_rng(0).exponential(0.5, len(self._drawn))
+        self._logprobs, self._places = logprobs.astype(np.float32), len(drawn)
+
+    def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Rows of a drawn or recorded array: a piece of the text, and its end."""
+        width, tokens = self._settings.max_response_tokens, array.dtype == np.int32
+        source = self._drawn if tokens else self._logprobs
+        starts = [int(slot) * 7919 % self._places for slot in slots]
+        rows = np.stack([source[start : start + width] for start in starts])
+        if tokens:
+            ended = np.flatnonzero(self._ends[slots])
+            rows[ended, self._lengths[slots][ended] - 1] = 0
+        return rows
+
+
+def make_config(options: argparse.Namespace, folder: str) -> Config:
+    """DAPO on a pod, with so many responses and no filter, so that all are trained on."""
+    config = runpy.run_path(str(ROOT / "configs/dapo_qwen2p5_32b.py"))["get_config"]()
+    samples = config.rollout.samples_per_prompt
+    prompts = options.responses // samples
+    config.rollout = dataclasses.replace(
+        config.rollout, prompts_per_step=prompts, updates_per_rollout=min(16, prompts)
+    )
+    config.algorithm = dataclasses.replace(config.algorithm, dynamic_sampling=False)
+    return dataclasses.replace(config, run_dir=folder)
+
+
+def step(config: Config, options: argparse.Namespace, watch: Stopwatch) -> dict[str, int]:
+    """A step by the run's own code; returns what it counted."""
+    tokenizer, drawn = train_tokenizer()
+    tokenizer.decode = watch.wrap("detokenising", tokenizer.decode)
+    median = options.tokens / math.exp(options.spread**2 / 2)
+    limit = config.sampler.max_response_tokens
+    workload, meter = AssumedWorkload(median, options.spread, limit), Meter(Costs())
+    for name in ("draw", "prompt_tokens"):
+        object.__setattr__(workload, name, watch.wrap("(engine)", getattr(workload, name)))
+    mesh = simulated_engine.named_mesh(config.mesh, "tpu", CHIPS)
+    decoder = read_shape(config.model.folder)
+    made = {"workload": workload, "meter": meter, "reads": "auto", "drawn": drawn}
+    programs = functools.partial(Programs, samples=config.rollout.samples_per_prompt, **made)
+    engine = open_engine(config, decoder, mesh, mesh, tokenizer, programs=programs)
+    for name in ("prefill", "insert", "generate", "rows"):
+        method = watch.wrap("(engine)", getattr(engine.programs, name))
+        setattr(engine.programs, name, method)
+    sampler = Scheduler(engine, tokenizer, config.seed)
+    sampler.begin(None, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
+    folder = epath.Path(config.run_dir)
+    journal = RolloutJournal(folder, "benchmark", Storage(), tokenizer.decode)
+    batch = watch.wrap("scheduling", collect)(
+        open_collection(config, 0.5, 0, (), 0),
+        simulated_engine.SimulatedPrompts(workload),
+        sampler,
+        simulated_engine.SimulatedJudge(config, workload, meter, {}),
+        on_judged=watch.wrap("journal", journal.add),
+    )
+    packed = watch.wrap("packing", make_minibatches)(config, batch.groups, decoder, mesh)
+    old: Any = np.zeros(packed.rollouts.tokens.shape, np.float32)  # where a run has the devices'
+    scored = ScoredBatch(packed.rollouts, old, None, None, None)
+
+    def feed_back() -> tuple:
+        feedback = gather(config, packed, scored, batch.groups)
+        advantages, returns = estimate(config.algorithm, feedback)
+        for _ in weigh(config, packed, scored, advantages, returns):
+            pass
+        return feedback, advantages, returns
+
+    found = watch.wrap("feedback", feed_back)()
+    record = StepRecord(0, RolloutResult(batch, sampler.counts, 1.0), packed, *found)
+    watch.wrap("metrics", measure)(config, record, Clock())
+    traces = watch.wrap("traces", trace)(config, record)
+    log, batch = config.log, dataclasses.replace(batch, traces=traces)
+    listed = watch.wrap("rollouts JSON", write_rollouts)
+    listed(folder, 1, batch, log.token_groups, tokenizer, log.rollouts_keep)
+    tokens = sum(len(response) for group in batch.groups for response in group.completions)
+    files = len(list(folder.glob("groups/*/*.npz")))
+    return {"tokens": tokens, "bursts": sampler.counts.bursts, "files": files}
+
+
+def main() -> None:
+    """Prints seconds by part."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--responses", type=int, default=8192)
+    parser.add_argument("--tokens", type=float, default=4096, help="mean of a response, uncut")
+    parser.add_argument("--spread", type=float, default=0.9, help="of the length's logarithm")
+    options, watch = parser.parse_args(), Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        config = make_config(options, folder)
+        counts = step(config, options, watch)
+    print("| part | on | processor seconds |\n|---|---|---|")
+    parts = {name: spent for name, spent in watch.seconds.items() if name != "(engine)"}
+    for name, spent in parts.items():
+        print(f"| {name} | {'process 0' if name in FIRST else 'every process'} | {spent:.2f} |")
+    print(f"| together | | {sum(parts.values()):.2f} |")
+    tokens, trained = counts["tokens"], ("packing", "feedback", "metrics", "traces")
+    each = {
+        "SLOT": parts["scheduling"] / counts["bursts"] / config.sampler.slots,
+        "TEXT": parts["detokenising"] / tokens,
+        "TRAINED": sum(parts[name] for name in trained) / tokens,
+        "JOURNAL": parts["journal"] / tokens,
+        "LISTED": parts["rollouts JSON"] / tokens,
+    }
+    costs = {f"{name}_SECONDS": float(f"{cost:.3g}") for name, cost in each.items()}
+    print(json.dumps({"seconds": parts, **counts, "costs": costs}))
+
+
+if __name__ == "__main__":
+    main()

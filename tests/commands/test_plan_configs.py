@@ -1,0 +1,79 @@
+"""Topologies, compiler flags and shipped configs that a plan takes."""
+
+import pytest
+from command_lines import ROOT, load
+
+from dapo_jax.commands import checks
+from dapo_jax.commands.plan import chips
+from dapo_jax.commands.plan.published_shapes import config_values
+from dapo_jax.commands.plan.run_flags import compiler_options
+from dapo_jax.config.experiment import Config
+from dapo_jax.runtime.settings import ConfigError
+
+ENVIRONMENT = (ROOT / "launch/env.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v7:4x4", "topology = 'v7:4x4': must be KIND:SHAPE with a KIND of v4, v5e"),
+        ("v5e:4", "must be as in v5e:4x4"),
+        ("v5p:4x4", "must be as in v5p:4x4x4"),
+        ("v5e:0x4", "must be as in v5e:4x4"),
+        ("h100:8x8", "must be as in h100:8"),
+        ("v5e", "must be as in"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        chips.parse(name)
+
+
+@pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1", "h100:8"])
+def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
+    """launch/env.sh is the one place for them."""
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    found = compiler_options(chips.parse(kind))
+    assert found and all(f"--{name}={value}" in ENVIRONMENT for name, value in found.items())
+    assert ("xla_tpu_scoped_vmem_limit_kib" in found) == kind.startswith("v6e")
+    fusion = "xla_tpu_enable_async_collective_fusion"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}=false")
+    if not kind.startswith("h100"):
+        assert found[fusion] == "true" and compiler_options(chips.parse(kind))[fusion] == "false"
+
+
+def test_a_processor_has_no_flags_of_its_own():
+    assert compiler_options(chips.parse("cpu:1")) is None
+
+
+CONFIGS = ("dapo_qwen2p5_32b", "qwen2p5_7b_math", "qwen2p5_1p5b_gsm8k", "qwen2p5_0p5b_gsm8k")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_variant_of_a_config_is_legal_and_has_a_known_shape(name):
+    path = ROOT / "configs" / f"{name}.py"
+    scope: dict = {}
+    exec(compile(path.read_text(), path, "exec"), scope)
+    for variant in scope["VARIANTS"]:
+        config = scope["get_config"](variant)
+        checks.check(config)
+        assert config_values(config.model.folder)
+    with pytest.raises(ConfigError, match="config.variant = 'nix': must be one of"):
+        scope["get_config"]("nix")
+
+
+def test_the_large_config_is_the_papers_table():
+    """DAPO, arXiv 2503.14476, section 4.1."""
+    config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
+    algorithm, rollout, optimizer = config.algorithm, config.rollout, config.optimizer
+    assert (rollout.prompts_per_step, rollout.samples_per_prompt) == (512, 16)
+    assert rollout.updates_per_rollout == 16
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl) == (0.2, 0.28, "none")
+    assert algorithm.aggregate == "token_mean" and algorithm.dynamic_sampling
+    assert (optimizer.learning_rate, optimizer.warmup_steps) == (1e-6, 20)
+    assert (optimizer.schedule, optimizer.weight_decay) == ("constant", 0.1)
+    limit = config.sampler.max_response_tokens
+    assert (limit, algorithm.overlong_buffer_share * limit) == (20_480, 4_096)
+    evaluation = config.evaluation
+    assert (evaluation.samples_per_problem, evaluation.temperature) == (32, 1.0)
+    assert evaluation.top_p == 0.7 and (config.sampler.temperature, config.sampler.top_p) == (1, 1)

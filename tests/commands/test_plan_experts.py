@@ -1,0 +1,57 @@
+"""Experts in the compiled text of a TPU's programs. Needs libtpu (the tpu extra), and no TPU."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+from command_lines import RL, load
+
+from dapo_jax.commands.plan import chips, hlo_text
+from dapo_jax.commands.plan.programs import lay_out, programs
+from dapo_jax.commands.plan.published_shapes import config_values
+from dapo_jax.commands.plan.run_flags import compiler_options
+from dapo_jax.config.experiment import Config
+
+EXPERTS, APART, WIDTH, ROW = 24, 4, 256, 1024
+CHOSEN = APART * ROW * 2  # tokens that a device gathers, each for its two experts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Compiled text of update and decoding, by name: experts over 4 of 16 chips of v5e."""
+    folder = tmp_path_factory.mktemp("experts")
+    values = config_values("Qwen3-30B-A3B") | {"num_hidden_layers": 2, "hidden_size": 512}
+    values |= {"num_attention_heads": 4, "num_experts": EXPERTS, "num_experts_per_tok": 2}
+    values |= {"moe_intermediate_size": WIDTH, "vocab_size": 4096}
+    (folder / "config.json").write_text(json.dumps(values))
+    flags = ["mesh.data=1", "mesh.fsdp=4", f"mesh.expert={APART}", "packing.rows_per_microbatch=16"]
+    flags += [f"packing.row_tokens={ROW}", "sampler.slots=128", "data.max_prompt_tokens=128"]
+    flags += ["sampler.max_response_tokens=640", "compute.dtype=bfloat16", "compute.remat=full"]
+    flags += ["rollout.prompts_per_step=16", f"model.folder={folder}"]
+    config = load(Config, f"{RL}:dapo", *(f"--config.{flag}" for flag in flags))
+    topology = chips.parse("v5e:4x4")
+    wanted = (p for p in programs(lay_out(config, topology), 1) if p.name in ("update", "decode"))
+    options = compiler_options(topology)
+    return {p.name: p.lower().compile(compiler_options=options).as_text() for p in wanted}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize("name", ["update", "decode"])
+def test_no_array_has_a_place_for_each_pair_of_token_and_expert(name, texts):
+    """Inside of fusions neither: there it would not be memory, but as many operations."""
+    shapes = {
+        tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", texts[name])
+    }
+    both = {s for s in shapes if CHOSEN in s and {EXPERTS, EXPERTS // APART} & set(s)}
+    assert not {s for s in both if len(s) > 2}, both
+    assert "ragged-dot" in texts[name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_a_decode_step_gathers_no_expert(texts):
+    """Tokens go to their experts; 128 slots in all."""
+    moved = hlo_text.collectives(hlo_text.instructions(texts["decode"]), looped=True)
+    assert moved and not [one for one in moved if re.search(rf"\[{EXPERTS},|,{WIDTH}\]", one)]
