@@ -331,7 +331,7 @@ def scaled_axes(path: str) -> tuple[int, ...]:
 
     A router stays as it is: the nearest of its logits decide which expert a token takes.
     """
-    if path.endswith("router/kernel"):
+    if path.endswith("router/kernel") or not summed_axes(path):
         return ()
     return (1,) if has_experts(path) else tuple(range(summed_axes(path)))
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.grouped_products import grouped_product
-from dapo_jax.model.layers import ACTIVATIONS, SCALE, named
+from dapo_jax.model.layers import ACTIVATIONS, ADAPTER_NAMES, SCALE, Adapters, named
 from dapo_jax.runtime import sharding
 
 NAMES = ("expert_gate", "expert_up", "expert_down")  # parameters with one matrix for each expert
@@ -85,9 +85,13 @@ def _grouped(
     """Product of sorted rows with the matrices of their experts."""
     product = grouped_product(rows, matrices[name].astype(rows.dtype), sizes)
     scale = matrices.get(name + SCALE)
-    if scale is None:
-        return product
-    return (product * scale[jnp.minimum(group, len(sizes) - 1)]).astype(rows.dtype)
+    if scale is not None:
+        product = (product * scale[jnp.minimum(group, len(sizes) - 1)]).astype(rows.dtype)
+    if name + ADAPTER_NAMES[0] in matrices:
+        for part in ADAPTER_NAMES:
+            rows = grouped_product(rows, matrices[name + part].astype(rows.dtype), sizes)
+        product += rows
+    return product
 
 
 def mix(
@@ -101,7 +105,8 @@ def mix(
     """Weighted sum of each token's experts, of those from number `first` on that are here.
 
     Args:
-        matrices: by NAMES [x, I, O], and the scales of int8 ones [x, O].
+        matrices: by NAMES [x, I, O], the scales of int8 ones [x, O], and adapters [x, I, rank] and
+            [x, rank, O], the latter scaled.
     """
     (tokens, per_token), count = chosen.shape, matrices[NAMES[0]].shape[0]
     local = chosen.reshape(-1) - first
@@ -143,7 +148,10 @@ def _spread(
     rows = sharding.active_spec(x.shape, "batch", None, None)
     names = {name: ("experts", None, "mlp") for name in NAMES[:2]}
     names |= {NAMES[2]: ("experts", "mlp", None)}
-    names |= {name + SCALE: (axes[0], axes[2]) for name, axes in names.items()}
+    down, up = ADAPTER_NAMES
+    for name, (experts, inner, outer) in list(names.items()):
+        names |= {name + SCALE: (experts, outer)}
+        names |= {name + down: (experts, inner, None), name + up: (experts, None, outer)}
     specs = {
         name: sharding.active_spec(array.shape, *names[name]) for name, array in matrices.items()
     }
@@ -210,10 +218,12 @@ class Experts(nn.Module):
     def _matrix(
         self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], summed: int
     ) -> dict[str, Array]:
-        """Kernel of that name, and its scale where it is int8."""
-        kernel = _Kernel(shape, axes, summed, name=name)
-        found, scale = kernel()
-        return {name: found} | ({} if scale is None else {name + SCALE: scale})
+        """Kernel of that name, its scale where it is int8, and its adapters where it has some."""
+        adapters = self.config.adapters
+        if adapters and name.removeprefix("expert_") not in adapters.targets:
+            adapters = None
+        found = _Kernel(shape, axes, summed, adapters, name=name)()
+        return {name + suffix: array for suffix, array in found.items()}
 
 
 class _Kernel(nn.Module):
@@ -222,11 +232,21 @@ class _Kernel(nn.Module):
     shape: tuple[int, ...]
     axes: tuple[Any, ...]
     summed: int
+    adapters: Adapters | None
 
     @nn.compact
-    def __call__(self) -> tuple[Array, Array | None]:
+    def __call__(self) -> dict[str, Array]:
+        """The kernel under "", its scale under SCALE, its adapters under their names."""
         init = named(nn.initializers.normal(self.summed**-0.5), self.axes)
-        kernel = self.param("kernel", init, self.shape)
-        if not self.has_variable("params", "kernel" + SCALE):
-            return kernel, None
-        return kernel, self.get_variable("params", "kernel" + SCALE)
+        found = {"": self.param("kernel", init, self.shape)}
+        if self.has_variable("params", "kernel" + SCALE):
+            found[SCALE] = self.get_variable("params", "kernel" + SCALE)
+        if self.adapters:
+            (down, up), rank = ADAPTER_NAMES, self.adapters.rank
+            experts, inner, outer = self.axes
+            init = named(nn.initializers.normal(self.summed**-0.5), (experts, inner, "rank"))
+            found[down] = self.param(down, init, (*self.shape[:2], rank))
+            init = named(nn.initializers.zeros, (experts, "rank", outer))
+            matrix = self.param(up, init, (self.shape[0], rank, self.shape[2]))
+            found[up] = self.adapters.scale * matrix
+        return found

@@ -74,8 +74,9 @@ def save_adapters(
     adapters, tensors = config.adapters, {}
     assert adapters, "the caller writes adapters"
     for path in trained:
-        stack = np.asarray(read(path), np.float32)
-        for name, layer in zip(adapter_names(path, config), stack, strict=True):
+        layer_of = save_huggingface.layers_of(path, np.asarray(read(path), np.float32))
+        for number, name in enumerate(adapter_names(path, config)):
+            layer = layer_of(number)
             merged = layer.reshape(_inner(path, layer.shape), -1)
             tensors[name] = np.ascontiguousarray(merged.T)
     if folder is None:
@@ -141,7 +142,8 @@ def _targets(tensors: Collection[str], config: DecoderConfig) -> tuple[list[str]
         matrix, _, last = path.rpartition("/")
         if last == "kernel":
             own = {name for a in ADAPTER_NAMES for name in adapter_names(f"{matrix}/{a}", config)}
-            targets += [matrix.rpartition("/")[2]] * bool(own & unknown)
+            name = matrix.rpartition("/")[2].removeprefix("expert_")
+            targets += [name] * bool(own & unknown)
             unknown -= own
     return targets, sorted(unknown)
 
@@ -169,14 +171,15 @@ def read_adapters(folder: str, config: DecoderConfig) -> dict[str, np.ndarray]:
     asked = " ".join(f"--config.lora.{flag}" for flag in flags)
     require(fits, FIELD, folder, f"one of the run's own settings; this one has {asked}")
     arrays, problems = {}, []
-    for path, (layers, *shape) in weight_names.param_shapes(config).items():
+    for path, whole in weight_names.param_shapes(config).items():
         if is_trained(path, config):
-            inner, names = _inner(path, tuple(shape)), adapter_names(path, config)
+            shape = whole[weight_names.stacked_axes(path) :]
+            inner, names = _inner(path, shape), adapter_names(path, config)
             published = math.prod(shape) // inner, inner
             problems += filter(None, (_check_tensor(name, tensors, published) for name in names))
             if not problems:
                 stack = np.stack([tensors[name].astype(np.float32).T for name in names])
-                arrays[path] = stack.reshape(layers, *shape)
+                arrays[path] = stack.reshape(whole)
     _refuse(folder, problems)
     return arrays
 

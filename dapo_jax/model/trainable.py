@@ -68,9 +68,6 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> D
     require(known, "lora.targets", lora.targets, allowed)
     if not lora.rank:
         return config
-    fits = not config.experts or set(targets) <= set(MATRICES[:4])
-    allowed = f"some of {','.join(MATRICES[:4])}: experts have no adapters"
-    require(fits, "lora.targets", lora.targets, allowed)
     adapters = Adapters(lora.rank, lora.alpha / lora.rank, targets)
     return dataclasses.replace(config, adapters=adapters)
 
@@ -96,5 +93,5 @@ def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) ->
 
 
 def merge(kernel: np.ndarray, down: np.ndarray, up: np.ndarray, adapters: Adapters) -> np.ndarray:
-    """Merged matrix W + scale A B of one layer, for a folder without adapters."""
+    """Merged matrix W + scale A B of a layer, or of an expert, for a folder without adapters."""
     return kernel + np.float32(adapters.scale) * np.tensordot(down, up, 1)

@@ -71,10 +71,15 @@ def check_same_shapes(
 
 
 def merged_layer(
-    number: int, *, kernel: save_huggingface.Layers, down: Any, up: Any, adapters: Adapters
+    number: int,
+    *,
+    kernel: save_huggingface.Layers,
+    down: save_huggingface.Layers,
+    up: save_huggingface.Layers,
+    adapters: Adapters,
 ) -> np.ndarray:
-    """One layer of a matrix with its adapter merged."""
-    return merge(kernel(number), down[number], up[number], adapters)
+    """One layer of a matrix, or one of its experts, with its adapter merged."""
+    return merge(kernel(number), down(number), up(number), adapters)
 
 
 def policy_layers(
@@ -90,7 +95,7 @@ def policy_layers(
     for path, layer in load_huggingface.read_layers(source, paths, base):
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
-            down, up = map(read, adapter)
+            down, up = (save_huggingface.layers_of(name, read(name)) for name in adapter)
             layer = functools.partial(
                 merged_layer, kernel=layer, down=down, up=up, adapters=decoder.adapters
             )

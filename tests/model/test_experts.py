@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from dapo_jax.config.experiment import Lora
 from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.decoder import Decoder, init_params, scaled_axes
 from dapo_jax.model.experts import NAMES, mix, route
 from dapo_jax.model.families import decoder_config
 from dapo_jax.model.layers import SCALE
-from dapo_jax.model.trainable import choose_trained
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
@@ -177,10 +175,3 @@ def test_experts_that_are_not_known_are_refused(changes, words):
     assert decoder_config(BASE, "folder", "model.folder").active_mlp == 32
     with pytest.raises(ConfigError, match=words):
         decoder_config(BASE | changes, "folder", "model.folder")
-
-
-def test_adapters_of_experts_are_refused_and_those_of_attention_are_not():
-    lora = Lora(rank=2, targets="query,value")
-    assert choose_trained(MOE, 0.0, lora).adapters is not None
-    with pytest.raises(ConfigError, match="lora.targets.*experts have no adapters"):
-        choose_trained(MOE, 0.0, Lora(rank=2))
