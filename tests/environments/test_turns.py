@@ -172,6 +172,13 @@ def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
     assert counts.turns.ended_by_tokens < len(lengths)
 
 
+def test_an_observation_of_which_nothing_is_left_ends_as_truncated(tiny_params, one_device):
+    groups, counts = play(one_device, tiny_params, Scripted(lambda *_: Step([], "é", cut=True)))
+    cut = [c for group in groups.values() for c in group if c.rewards]
+    assert cut and all(done.truncated for done in cut)
+    assert counts.turns.cut_observations == counts.turns.ended_by_tokens == len(cut)
+
+
 def test_a_limit_of_drawn_tokens_cuts_where_a_shorter_budget_would(tiny_params, one_device):
     short, _ = play(one_device, tiny_params, None, response=9)
     limited = Scripted(silent, Environment(name="x:Y", max_drawn_tokens=9))
