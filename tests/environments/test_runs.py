@@ -8,6 +8,8 @@ from small_runs import make_config, read_rollouts, read_rows
 
 import dapo_jax
 from dapo_jax.config.experiment import Environment, Reward
+from dapo_jax.data.arithmetic import make_problem
+from dapo_jax.environments.games import Guessing
 from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
@@ -70,6 +72,16 @@ def test_an_evaluation_plays_whole_trajectories(base, played):
     assert scores["heldout_turns"] == pytest.approx(turns / len(found))
     lines = (played[0] / f"evaluations/step_{STEPS:06d}.jsonl").read_text().splitlines()
     assert any("turns" in json.loads(line) for line in lines)  # those of training's evaluation
+
+
+def test_numbers_of_the_game_are_alike_in_training_and_held_out():
+    def share_even(split):
+        games = [Guessing() for _ in range(400)]
+        for number, game in enumerate(games):
+            game.reset(make_problem(split, 0, number, 2, 8))
+        return sum(game._secret % 2 == 0 for game in games) / len(games)
+
+    assert all(0.3 < share_even(split) < 0.7 for split in ("train", "heldout"))
 
 
 def test_a_run_goes_on_in_its_environment_alone(base, played):
