@@ -325,14 +325,7 @@ def gradients(make, params, algorithm, meshes, **options):
     return found
 
 
-# Ratios of sequences stand in test_family.py, too.
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(algorithm, id=name, marks=[pytest.mark.slow] * (name == "sequence ratio"))
-        for name, algorithm in DIFFERENT.items()
-    ],
-)
+@pytest.mark.parametrize("algorithm", DIFFERENT.values(), ids=DIFFERENT)
 def test_no_split_packing_or_device_count_changes_the_gradient(
     algorithm, scores, tiny_params, one_device, eight_devices
 ):
