@@ -258,8 +258,8 @@ class Reward:
     )
     parts: str = setting(
         "rule=1",
-        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, or the "
-        "module:function of your own.",
+        "name=weight, comma-separated: rule, format, think_format, repetition, model, gym, "
+        "environment, or the module:function of your own.",
     )
     model_folder: str = setting(
         "", "Sequence-classification folder (one label) that the part 'model' asks."

@@ -22,16 +22,22 @@ def short_path(file: str | pathlib.Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
+def error_message(error: BaseException) -> str:
+    """Type and message of an error in one line, which names no file."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = " ".join(text.split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+
+
 def describe_error(error: BaseException) -> str:
     """One line of text, as `mine.py:7: return 1 / n: ZeroDivisionError: division by zero`.
 
     Its beginning is the innermost line in no library; without one the error stands alone.
     """
-    text = " ".join(str(error).split())  # one line
-    message = text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+    message = error_message(error)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         line = f"{short_path(error.filename)}:{error.lineno}: {(error.text or '').strip()}"
-        return f"{line}: {type(error).__name__}: {error.msg}"
+        return f"{line}: {message}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(LIBRARIES):
             return f"{short_path(frame.filename)}:{frame.lineno}: {frame.line}: {message}"

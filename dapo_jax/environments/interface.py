@@ -12,11 +12,19 @@ A class whose constructor takes `seed` gets that of the trajectory, for what it 
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from dapo_jax.structs import Problem
+from typing import Any, NamedTuple
 
 Messages = Sequence[dict[str, Any]]  # each with role and content
+
+
+class Problem(NamedTuple):
+    """Fields of a problem that an environment may read. Workers import this, and not jax."""
+
+    id: str
+    text: str
+    answer: str
+    source: str
+    metadata: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,10 @@ from dapo_jax.environments.tools import ToolUse, describe_tool
 from dapo_jax.rewards import given
 from dapo_jax.runtime.settings import require
 
-GAMES = "dapo_jax.environments.games"
-READY = {  # class of a name
-    "calculator": (GAMES, "Calculator"),
-    "guessing": (GAMES, "Guessing"),
-    "second_try": (GAMES, "SecondTry"),
+READY = {  # module and class of a name; a worker imports the one that it runs
+    "calculator": ("games", "Calculator"),
+    "guessing": ("games", "Guessing"),
+    "second_try": ("second_try", "SecondTry"),
 }
 OPENENV = "openenv:"  # before the class of an environment of that library
 
@@ -45,7 +44,7 @@ def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Any]:
     ready, _, arguments = name.partition("?")
     if ready in READY:
         module, attribute = READY[ready]
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(f"dapo_jax.environments.{module}"), attribute)
         return functools.partial(found, **dict(urllib.parse.parse_qsl(arguments)))
     allowed = f"{', '.join(READY)}, {OPENENV}module:Class or module:Class"
     require(":" in name, "environment.name", name, allowed)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.environments.interface import Problem as Fields
 from dapo_jax.environments.ready import open_factory, tool_names
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.rewards.given import GIVEN, write_copies
@@ -23,14 +24,13 @@ from dapo_jax.structs import Interrupted, Problem, Prompt
 
 WORKER = "dapo_jax.environments.worker"
 LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
-PROBLEM_FIELDS = ("id", "text", "answer", "source", "metadata")
 SHOWN_OF_ERROR = 200  # characters
 
 
 class Step(NamedTuple):
     """Reply to a turn, as the sampler places it."""
 
-    tokens: list[int]  # none: the trajectory ends
+    tokens: list[int]  # none: the trajectory ends, as truncated where the observation was cut
     text: str
     reward: float = 0.0
     failure: str = ""
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
 def problem_of(prompt: Prompt) -> dict[str, str]:
     """Fields of a problem that an environment may read."""
-    return {name: getattr(prompt, name) for name in PROBLEM_FIELDS} | {"text": prompt.problem}
+    return {name: getattr(prompt, name) for name in Fields._fields} | {"text": prompt.problem}
 
 
 class Environments:
@@ -129,14 +129,14 @@ class Environments:
         failure = reply.get("failure", "")[:SHOWN_OF_ERROR]
         messages, text = reply.get("messages", []), reply.get("text", "")
         if failure and not messages:
-            text = f"error: {failure}"
+            text = f"error: {reply.get('shown', failure)[:SHOWN_OF_ERROR]}"
         if text:
             messages = [{"role": reply.get("role", self._role), "content": text}]
         shown = "\n".join(str(message.get("content", "")) for message in messages)
         if reply.get("done") or not shown:
             return Step([], shown, reply.get("reward", 0.0), failure)
         tokens, cut = self._transcript.tokens(messages, self.settings.max_observation_tokens)
-        cut = cut or reply.get("cut", False)
+        cut = cut or reply.get("cut", False) or not tokens  # nothing of it can be shown
         return Step(tokens, shown, reply.get("reward", 0.0), failure, cut, late)
 
     def _ask(self, worker: RestartingWorker, job: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class Environments:
         """
         if self.settings.tools:
             return problem
-        known = {name: getattr(problem, name) for name in PROBLEM_FIELDS}
+        known = {name: getattr(problem, name) for name in Fields._fields}
         try:
             reply = self._ask(self._lanes[0][0], {"problem": known}, self.settings.step_seconds)
             opened = with_prompt(problem, reply.get("prompt"))

@@ -30,8 +30,7 @@ class Sessions:
 
     def answer(self, job: dict) -> dict:
         """Reply to `{"session", "seed", "problem", "said"}`, or the prompt of `{"problem"}`."""
-        from dapo_jax.environments.interface import check_observation, reset
-        from dapo_jax.structs import Problem
+        from dapo_jax.environments.interface import Problem, check_observation, reset
 
         problem = Problem(**job["problem"])
         if "said" not in job:
@@ -58,9 +57,11 @@ class Sessions:
 def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict]:
     """Function that answers jobs; whatever a step raises is told in its reply as `failure`.
 
+    The policy is shown the error without its file and line.
+
     What an environment prints goes nowhere, and a process that it forks answers nothing.
     """
-    from dapo_jax.config.user_code import describe_error
+    from dapo_jax.config.user_code import describe_error, error_message
 
     own = os.getpid()
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -75,14 +76,15 @@ def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict
             read_copies(pathlib.Path(file))
         sessions = Sessions(functools.partial(make_environment, open_factory(name, tools)))
     except Exception as error:  # a module that is found here, and not by the worker
-        failure = {"failure": f"in a worker: {describe_error(error)}"}
+        told = f"in a worker: {describe_error(error)}"
+        failure = {"failure": told, "shown": error_message(error)}
         return lambda job: failure
 
     def answer(job: dict) -> dict:
         try:
             reply = sessions.answer(job)
         except BaseException as error:  # also SystemExit: a step costs itself alone
-            reply = {"failure": describe_error(error)}
+            reply = {"failure": describe_error(error), "shown": error_message(error)}
         if os.getpid() != own:
             os._exit(0)
         return reply

@@ -126,7 +126,8 @@ class Trajectories:
         )
         turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
         if not step.tokens:
-            return completion, False
+            counts.ended_by_tokens += step.cut
+            return dataclasses.replace(completion, truncated=step.cut), False
         by_turns = sum(turn.drawn for turn in turns) >= environments.settings.max_turns
         room = self._most_tokens - len(completion.tokens) - len(step.tokens)
         by_tokens = room <= 0 or len(completion) >= self.drawn_limit

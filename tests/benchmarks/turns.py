@@ -6,7 +6,8 @@
 The embedded policy solves a problem, is given another one, and so on for three turns. Rows differ
 in what a step of the environment takes, in the bursts that decoding goes on without it, and in
 whether trajectories keep their caches meanwhile. They take turns, round after round; the median of
-a row counts. `--smoke` is over in seconds.
+a row counts. Slots are counted as busy while a response waits for one, and over the whole rollout.
+The defaults take five minutes of one core, `--smoke` seconds.
 """
 
 import argparse
@@ -15,26 +16,15 @@ import itertools
 import os
 import time
 
-from dapo_jax import Observation
+from talk import SECONDS, TURNS
+
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Data, Environment, Log, Model, Rollout, Sampler
+from dapo_jax.environments.sessions import Environments
 from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.run.components import build
-
-TURNS, SECONDS = 3, "TALK_SECONDS"
-
-
-class Talk:
-    """Environment that gives another problem after each turn, a fixed time later."""
-
-    def reset(self, problem):
-        self._turns = 0
-
-    def step(self, text: str) -> Observation:
-        self._turns += 1
-        time.sleep(float(os.environ[SECONDS]))
-        return Observation("12+7+25=", done=self._turns == TURNS)
+from dapo_jax.structs import Prompt
 
 
 def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:
@@ -43,7 +33,7 @@ def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:
         data=Data(max_prompt_tokens=16, heldout_problems=0),
         rollout=Rollout(args.prompts, args.samples, updates_per_rollout=1),
         environment=Environment(
-            name="turns:Talk",
+            name="talk:Talk",
             max_turns=TURNS,
             max_observation_tokens=16,
             workers=args.workers,
@@ -54,8 +44,14 @@ def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:
     )
 
 
+def start_workers(environments: Environments, prompt: Prompt) -> None:
+    """Has all processes of environments started, most likely: each takes steps by their seeds."""
+    seeds = range(8 * environments.settings.workers)
+    environments.steps([environments.submit(prompt, seed, ["1"], []) for seed in seeds])
+
+
 def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
-    """Seconds and counts of one rollout, after one that compiles."""
+    """Seconds and counts of one rollout."""
     os.environ[SECONDS] = str(step_seconds)
     checks.check(config)
     with contextlib.ExitStack() as stack:
@@ -64,26 +60,25 @@ def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
         sampler, params = components.sampler, components.first_params()
         drawn = itertools.islice(components.prompts, config.rollout.prompts_per_step)
         prompts = [prompt for prompt in drawn if prompt is not None]
-        for step in range(2):
-            began = time.perf_counter()
-            sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=step, rule=SamplingRule())
-            for prompt in prompts:
-                sampler.submit(prompt, config.rollout.samples_per_prompt)
-            while not sampler.idle:
-                sampler.decode_burst()
-            taken, counts = time.perf_counter() - began, sampler.counts
-            sampler.release()
-    return taken, counts
+        assert components.environments is not None
+        start_workers(components.environments, prompts[0])
+        began = time.perf_counter()
+        sampler.begin(params, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
+        for prompt in prompts:
+            sampler.submit(prompt, config.rollout.samples_per_prompt)
+        while not sampler.idle:
+            sampler.decode_burst()
+        return time.perf_counter() - began, sampler.counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times rollouts of several turns.")
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.1], help="of a step")
     parser.add_argument("--wait", type=int, nargs="+", default=[1, 8], help="bursts")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
@@ -92,20 +87,23 @@ def main() -> None:
         vars(args).update(small, workers=1, rounds=1)
     rows = list(itertools.product(args.seconds, args.wait, (False, True)))
     found = {row: [] for row in rows}
+    for _, wait, keep in rows[: len(args.wait) * 2]:
+        rollout(make_config(args, wait, keep), 0.0)  # compiles
     for _ in range(args.rounds):
         for seconds, wait, keep in rows:
             found[seconds, wait, keep].append(rollout(make_config(args, wait, keep), seconds))
-    print("| a step | waits | caches | slots busy | waited | prefilled again | rollout |")
-    print("|---|---|---|---|---|---|---|")
+    print("| a step | bursts | caches | busy while work waits | whole | waited | again | rollout |")
+    print("|---|---|---|---|---|---|---|---|")
     for (seconds, wait, keep), runs in found.items():
         taken, counts = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
         turns = counts.turns
         assert turns is not None
+        whole = counts.tokens / (counts.decode_steps * args.slots)
         again = turns.prefilled_again_tokens / counts.responses
         print(
-            f"| {seconds:g} s | {wait} bursts | {'kept' if keep else 'prefilled'} | "
-            f"{counts.occupancy:.2f} | {turns.wait_seconds:.1f} s | {again:.0f} tokens each | "
-            f"{taken:.1f} s |"
+            f"| {seconds:g} s | {wait} | {'kept' if keep else 'prefilled'} | "
+            f"{counts.occupancy:.2f} | {whole:.2f} | {turns.wait_seconds:.1f} s | "
+            f"{again:.0f} tokens each | {taken:.1f} s |"
         )
 
 

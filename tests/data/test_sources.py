@@ -267,7 +267,7 @@ def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["leg_counting", "chain_sum", "rearc", "countdown", "sudoku"])
+@pytest.mark.parametrize("task", ["leg_counting", "chain_sum", "rearc", "sudoku"])
 def test_the_real_gym_scores_its_own_answers(task, settings):
     pytest.importorskip("reasoning_gym")
     data = settings(f"gym:{task}", heldout_problems=3, train_problems=20, max_prompt_tokens=9999)
@@ -275,6 +275,13 @@ def test_the_real_gym_scores_its_own_answers(task, settings):
         assert tasks.gym_score(task, prompt.metadata, prompt.answer) == 1.0
         assert tasks.gym_score(task, prompt.metadata, "no answer at all") < 1.0
     assert [p.problem for p in read(data, 5)] == [p.problem for p in read(data, 5)]
+
+
+@pytest.mark.slow
+def test_a_task_whose_real_scorer_evaluates_is_refused_by_name(settings):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match="'gym:countdown': its scorer evaluates the answer"):
+        read(settings("gym:countdown", train_problems=20), 1)
 
 
 @pytest.mark.slow

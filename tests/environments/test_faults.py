@@ -8,10 +8,11 @@ import textwrap
 import time
 
 import pytest
+import tokenizers
 from conftest import make_prompt
 
 from dapo_jax.config.sections import Environment
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
+from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Interrupted, Problem
@@ -65,9 +66,9 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
-    def open_one(**settings):
+    def open_one(tokenizer=TOKENIZER, **settings):
         settings = {"name": "hostile_module:Hostile", "workers": 1, "step_seconds": 1.0} | settings
-        made.append(Environments(Environment(**settings), TOKENIZER, chat=False))
+        made.append(Environments(Environment(**settings), tokenizer, chat=False))
         return made[-1]
 
     yield open_one
@@ -98,7 +99,9 @@ def test_a_step_that_fails_says_so_and_costs_itself_alone(opened, said, failure)
     environments = opened()
     assert step(environments, ["0"]).text == "1+7"
     failed = step(environments, ["0", said])
-    assert failure in failed.failure and failed.text == f"error: {failed.failure}"
+    # File and line are in the log alone.
+    assert failure in failed.failure and failed.text.startswith(f"error: {failure}")
+    assert ("hostile_module.py:" in failed.failure) == (said in "67")
     assert failed.reward == 0 and failed.tokens and failed.late == (said == "1")
     # The step before is repeated where its process was lost; the failed one is not.
     again = step(environments, ["0", said, "0"], failed=["", failed.failure])
@@ -111,6 +114,15 @@ def test_ten_megabytes_are_cut_and_nothing_printed_reaches_the_trainer(opened, c
     assert reply.tokens == TOKENIZER.encode("9" * 50) and reply.cut and not reply.failure
     assert capfd.readouterr() == ("", "")
     assert step(environments, ["3", "0"]).text == "2+7"
+
+
+def test_a_reply_of_which_nothing_has_a_token_is_cut(opened):
+    letters = {letter: number for number, letter in enumerate("_|0123456789+")}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))  # leaves others out
+    environments = opened(Tokenizer(backend, end_ids=(1,), pad_id=0))
+    reply = step(environments, ["6"])
+    assert (reply.tokens, reply.cut) == ([], True) and "a bad turn" in reply.failure
+    assert step(environments, ["0"]).tokens == backend.encode("1+7").ids
 
 
 def test_a_fork_answers_once(opened):

@@ -69,7 +69,8 @@ def same(one, other, atol=0.0):
                 assert left[name] == right[name]
 
 
-@pytest.mark.parametrize("cache", ["slots", "paged"])
+# Whole runs that are silent, in pages too, stand in test_silence.py.
+@pytest.mark.parametrize("cache", ["slots", pytest.param("paged", marks=pytest.mark.slow)])
 def test_a_silent_environment_changes_no_bit(cache, tiny_params, one_device):
     more = {"cache": cache, "page_tokens": 8} if cache == "paged" else {}
     alone = [play(one_device, tiny_params, None, slots=slots, **more)[0] for slots in (4, 16)]
@@ -80,7 +81,7 @@ def test_a_silent_environment_changes_no_bit(cache, tiny_params, one_device):
         assert counts.turns.turns > 0 and counts.turns.observation_tokens == 0
 
 
-@pytest.mark.parametrize("cache", ["slots", "paged"])
+@pytest.mark.parametrize("cache", [pytest.param("slots", marks=pytest.mark.slow), "paged"])
 def test_what_is_drawn_depends_on_the_trajectory_alone(cache, tiny_params, one_device):
     more = {"cache": cache, "page_tokens": 8} if cache == "paged" else {}
     more["prefill_prompts"] = 1
@@ -97,7 +98,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("setting", KEPT)
+@pytest.mark.parametrize("setting", ["slots", pytest.param("pages", marks=pytest.mark.slow)])
 def test_kept_trajectories_are_those_that_are_prefilled_again(setting, tiny_params, one_device):
     keep = KEPT[setting] | {"prefill_prompts": 1}
     again, counts = play(one_device, tiny_params, Scripted(talks), **keep | {"keep_turns": False})
@@ -170,6 +171,13 @@ def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
     assert max(lengths) == 9 and min(lengths) > 5
     assert all(c.truncated for group in groups.values() for c in group)
     assert counts.turns.ended_by_tokens < len(lengths)
+
+
+def test_an_observation_of_which_nothing_is_left_ends_as_truncated(tiny_params, one_device):
+    groups, counts = play(one_device, tiny_params, Scripted(lambda *_: Step([], "é", cut=True)))
+    cut = [c for group in groups.values() for c in group if c.rewards]
+    assert cut and all(done.truncated for done in cut)
+    assert counts.turns.cut_observations == counts.turns.ended_by_tokens == len(cut)
 
 
 def test_a_limit_of_drawn_tokens_cuts_where_a_shorter_budget_would(tiny_params, one_device):

@@ -63,7 +63,9 @@ def loop_loss(params, teacher, kind: Divergence):
     return jnp.sum(jnp.where(drawn_from, found, 0.0)) / drawn_from.sum()
 
 
-@pytest.mark.parametrize(("beta", "top_k"), [(0.0, 0), (0.5, 4), (1.0, 0)])
+@pytest.mark.parametrize(
+    ("beta", "top_k"), [(0.0, 0), (0.5, 4), pytest.param(1.0, 0, marks=pytest.mark.slow)]
+)
 def test_the_update_descends_the_papers_mean_divergence(
     beta, top_k, teacher, tiny_params, one_device
 ):

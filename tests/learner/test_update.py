@@ -68,7 +68,11 @@ def loop_loss(params, algorithm):
     [
         {"aggregate": "token_mean_per_group"},
         {"overlong_filtering": True},
-        {"aggregate": "sequence_mean", "clip_high": 0.2, "dual_clip": 0.0},
+        # Of presets, GRPO's too: test_family.py.
+        pytest.param(
+            {"aggregate": "sequence_mean", "clip_high": 0.2, "dual_clip": 0.0},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["equation 8", "dapo, filtered", "grpo"],
 )
@@ -81,7 +85,14 @@ def test_packed_gradient_equals_the_papers_loop(changes, tiny_params, one_device
     assert_close(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize(("rows", "row_tokens"), [(1, 20), (2, 20), (8, 20), (2, 40)])
+@pytest.mark.parametrize(
+    ("rows", "row_tokens"),
+    [
+        (1, 20),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 20), (8, 20))),
+        (2, 40),
+    ],
+)
 def test_any_split_and_packing_gives_the_same_gradient(rows, row_tokens, tiny_params, one_device):
     learner = make_learner(one_device)
     whole, used = make_batch(rows=16, microbatches=1)

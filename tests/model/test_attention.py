@@ -171,7 +171,7 @@ def test_remat_attention_keeps_what_attention_needs(name, one_device):
     assert count("attention") == count("none") < count("full")
 
 
-@pytest.mark.parametrize("name", ["plain", "blocked"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "blocked"])
 def test_what_backward_keeps_does_not_change_the_numbers(name, tiny_params, one_device):
     tokens = jnp.asarray(RNG.integers(2, 32, (2, 24)))
     ids = jnp.asarray(ragged_ids(24, rows=2))

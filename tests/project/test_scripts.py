@@ -145,7 +145,7 @@ def test_seconds_go_to_kinds_of_operations():
 def test_rollouts_of_several_turns_are_timed():
     _, _, *rows = run("tests/benchmarks/turns.py", "--smoke").splitlines()
     assert [row.split("|")[3].strip() for row in rows] == ["prefilled", "kept"]
-    assert [float(row.split("|")[6].split()[0]) > 0 for row in rows] == [True, False]
+    assert [float(row.split("|")[7].split()[0]) > 0 for row in rows] == [True, False]
 
 
 def test_router_replay_is_measured(tmp_path):

@@ -183,8 +183,8 @@ def first_token(tiny_params, one_device):
     "rule",
     [
         SamplingRule(temperature=0.6),
-        SamplingRule(temperature=1.5, top_k=5),
-        SamplingRule(temperature=1.2, top_p=0.8),
+        pytest.param(SamplingRule(temperature=1.5, top_k=5), marks=pytest.mark.slow),
+        pytest.param(SamplingRule(temperature=1.2, top_p=0.8), marks=pytest.mark.slow),
         SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
     ],
 )

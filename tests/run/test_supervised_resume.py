@@ -18,7 +18,9 @@ class Killed(BaseException):
     """Ends a run as a kill would: nothing is saved any more."""
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "dpo of adapters"])
+@pytest.mark.parametrize(
+    "command", ["sft", pytest.param("dpo", marks=pytest.mark.slow), "dpo of adapters"]
+)
 @pytest.mark.parametrize(
     "end",
     ["kill", *(pytest.param(e, marks=pytest.mark.slow) for e in ("signal", "while it measures"))],

@@ -54,9 +54,8 @@ def test_a_wider_and_deeper_teacher_is_approached(
     assert abs(second["teacher_kl"]) < abs(first["teacher_kl"])  # of either sign on given tokens
 
 
-@pytest.mark.parametrize(
-    "preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_mesh_of_eight_and_adapters_learn_from_the_same_teacher(
     preset, tiny_folder, large_folder, tmp_path
 ):

@@ -186,6 +186,7 @@ def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(
     assert record == expected_record
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_its_disk_is_full(base, tmp_path, alone, capfd):
     disk = Disk(tmp_path / "disk", "size=9m")
     config = make_quick_config(base, disk.folder / "run", total_steps=5, log=Log(0))

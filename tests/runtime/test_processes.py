@@ -141,7 +141,7 @@ LOSSES = {
         ("killed", 1),
         pytest.param("failed", 0, marks=pytest.mark.slow),
         ("failed", 1),
-        ("refused", 0),
+        pytest.param("refused", 0, marks=pytest.mark.slow),
         pytest.param("refused", 1, marks=pytest.mark.slow),
     ],
 )
