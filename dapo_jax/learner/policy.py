@@ -113,6 +113,13 @@ def policy_objective(
     return loss, metrics
 
 
+def recorded_of_routers(algorithm: Algorithm, config: DecoderConfig) -> list[str]:
+    """Records that an update asks of routers: some of `experts.RECORDS`."""
+    if not config.experts:
+        return []
+    return [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
+
+
 def router_terms(
     batch: TrainBatch, records: dict[str, Float[Array, "L R T"]]
 ) -> tuple[Array, dict[str, Mean]]:
@@ -147,8 +154,7 @@ def policy_learner(
         teacher: that the loss diverges from; its parameters are `frozen[TEACHER]`.
     """
     chunk_tokens = compute.logprob_chunk_tokens
-    routers = [BALANCE] if config.experts else []
-    routers += [REPLACED] if config.experts and algorithm.router_replay != "none" else []
+    routers = recorded_of_routers(algorithm, config)
 
     def states_of(params, shape: DecoderConfig, rows: Rollouts, **options: Any):
         arrays = rows.tokens, rows.segment_ids, rows.positions

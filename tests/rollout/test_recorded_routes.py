@@ -83,9 +83,9 @@ def test_routes_are_those_of_a_training_pass_up_to_the_last_token(params, groups
     "settings",
     [
         {"cache": "paged", "page_tokens": 4},
-        {"slots": 16, "burst": 7},
+        pytest.param({"slots": 16, "burst": 7}, marks=pytest.mark.slow),
         {"prefill_chunk_tokens": 3},
-        {"prefill_prompts": 4},
+        pytest.param({"prefill_prompts": 4}, marks=pytest.mark.slow),
     ],
     ids=["pages", "slots", "chunks", "prefilled together"],
 )

@@ -49,7 +49,9 @@ def test_a_ring_holds_its_newest_tokens(length):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("config", [MIXED, ALL], ids=["mixed", "all"])
+@pytest.mark.parametrize(
+    "config", [MIXED, pytest.param(ALL, marks=pytest.mark.slow)], ids=["mixed", "all"]
+)
 def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_device):
     params, sampler = params_of(config), open_sampler(one_device, config, **LAYOUTS[layout])
     groups = sample(sampler, params, SOME, 1, GREEDY)
@@ -62,9 +64,9 @@ def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_devic
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cache": "paged", "page_tokens": 4},
+        pytest.param({"cache": "paged", "page_tokens": 4}, marks=pytest.mark.slow),
         {"slots": 8, "burst": 7, "first_window_tokens": 2},
-        {"prefill_chunk_tokens": 3, "prefill_prompts": 4},
+        pytest.param({"prefill_chunk_tokens": 3, "prefill_prompts": 4}, marks=pytest.mark.slow),
         {"cache": "paged", "page_tokens": 4, "pages": 16},
     ],
     ids=["pages", "growing", "chunks", "few pages"],
@@ -75,7 +77,7 @@ def test_draws_do_not_depend_on_the_layout(settings, one_device):
     assert tokens_of(sample(open_sampler(one_device, MIXED, **settings), params, SOME)) == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
 def test_eight_devices_draw_what_one_does(layout, one_device):
     mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
     expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
@@ -83,7 +85,7 @@ def test_eight_devices_draw_what_one_does(layout, one_device):
     assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["slots", pytest.param("pages", marks=pytest.mark.slow)])
 def test_a_response_goes_on_where_it_was(layout, one_device):
     """Prompt and response are longer than the ring then."""
     params = params_of(MIXED)

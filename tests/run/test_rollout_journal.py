@@ -141,7 +141,8 @@ def stop_after(groups: int, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["plain", "experts", pytest.param("pages", marks=pytest.mark.slow)]
+    "setting",
+    ["experts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "pages"))],
 )
 def test_a_step_that_kept_groups_ends_with_the_same_bits(
     setting, tiny_folder, moe_folder, score_folder, alone, tmp_path, monkeypatch
