@@ -1,5 +1,6 @@
 """The simulator: hand-computed steps, what is conserved, and the counts of a real run."""
 
+import dataclasses
 import json
 import math
 
@@ -51,7 +52,13 @@ class Constant:
 
 
 def make_simulation(
-    workload=WORKLOAD, costs=COSTS, replicas=1, filtered=True, carry_over="none", **sampler
+    workload=WORKLOAD,
+    costs=COSTS,
+    replicas=1,
+    filtered=True,
+    carry_over="none",
+    shape=SHAPE,
+    **sampler,
 ):
     algorithm = algorithms.dapo()
     algorithm.dynamic_sampling = filtered
@@ -63,7 +70,7 @@ def make_simulation(
         sampler=Sampler(**sizes | sampler),
     )
     mesh = named_mesh(Mesh(fsdp=replicas), "tpu", replicas)
-    return Simulation(config, SHAPE, mesh, workload, costs)
+    return Simulation(config, shape, mesh, workload, costs)
 
 
 def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
@@ -296,3 +303,15 @@ def test_what_no_law_and_no_mesh_has_stops_at_the_door():
         AssumedWorkload(10, 1, 100, right=(0.0, 1.0))
     with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
         named_mesh(Mesh(tensor=4), "tpu", 6)
+
+
+@pytest.mark.parametrize("cache", ["slots", "paged"])
+def test_sliding_layers_read_their_rings(cache):
+    """One layer of two sees 8 tokens: it reads its ring whole, in all 16 slots."""
+    shape = dataclasses.replace(SHAPE, layers=2, window=8, sliding=(True, False))
+    step, full = (
+        make_simulation(Constant(20), filtered=False, cache=cache, shape=one).step()
+        for one in (shape, SHAPE)
+    )
+    rings = full.counts["decode_step"] * 16 * 8
+    assert step.counts["read_token"] == (rings + full.counts["read_token"]) / 2

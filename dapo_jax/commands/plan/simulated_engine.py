@@ -100,6 +100,7 @@ class SimulatedPrograms:
         self._ends = np.zeros(self._slots, bool)
         kernel = getattr(layout.attend, "kernel", False)
         self._reads_window = reads == "window" or (reads == "auto" and not kernel)
+        self._reads_existing = reads == "existing"  # rings of sliding layers too
 
     def load(self, params: Any) -> None:
         self.meter.add(load=1)
@@ -173,14 +174,18 @@ class SimulatedPrograms:
     def _book(self, state: DecodeState, steps: int, drawn: np.ndarray, columns: Any) -> None:
         """Books a burst: every replica waits for the one that reads most."""
         each, before = self._slots // self._replicas, self.meter.now
-        if self._reads_window:
-            cache = state.caches[0]
+        # With the i-th token, i - 1 drawn ones and what was there before.
+        tokens = drawn * state.length + drawn * (drawn + 1) // 2
+        existing = tokens.reshape(self._replicas, each).sum(axis=1).max()
+
+        def read_of(cache: Any) -> int:
             paged = isinstance(cache, PageCache)
+            if not self._reads_window and (paged or self._reads_existing):
+                return existing
             window = columns * self._settings.page_tokens if paged else cache.values.shape[2]
-            read = steps * each * window
-        else:  # with the i-th token, i - 1 drawn ones and what was there before
-            tokens = drawn * state.length + drawn * (drawn + 1) // 2
-            read = tokens.reshape(self._replicas, each).sum(axis=1).max()
+            return steps * each * window
+
+        read = sum(map(read_of, state.caches)) / len(state.caches)
         self.meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
         phases = "decode_step decode_products decode_exchange decode_draw".split()
         self.meter.add(**dict.fromkeys(phases, steps))

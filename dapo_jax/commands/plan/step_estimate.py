@@ -116,8 +116,8 @@ def token_bytes(layout: Layout) -> float:
 def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
     """Estimate of a decode step: of every slot, busy or not, phase after phase.
 
-    A layer's products wait for its attention, and both for the sums over chips: nothing hides. All
-    keys and values that are there are read, also by layers with a window: kernel and slots mask.
+    A layer's products wait for its attention, and both for the sums over chips: nothing hides.
+    Sliding layers read their rings, the others what is there.
     """
     engine, decoder, settings = layout.engine, layout.decoder, layout.config.sampler
     slots = engine.max_concurrent_decodes / engine.replicas
@@ -128,10 +128,9 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
     phases = {"products": Work(roofline.forward_flops(decoder, slots, 0) / pieces, read)}
     if decoder.experts:
         phases = _apart(layout, phases["products"], slots, pieces)
-    phases["keys and values"] = Work(
-        roofline.attention_flops(decoder, slots * context) / pieces,
-        token_bytes(layout) * slots * context,
-    )
+    reaches = (reach or engine.cache_tokens for reach in decoder.reaches)
+    rings = [reach if reach < engine.cache_tokens else context for reach in reaches]
+    phases["keys and values"] = _read(layout, slots * sum(rings) / len(rings))
     # The loop over a burst's steps is one that no constant ends, or one of `burst_tokens`.
     burst = settings.burst_tokens
     sent = sum(times.each + times.once / burst for times in measured.traffic.sent.values())
@@ -142,6 +141,13 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
     phases["draw"] = Work(hbm_bytes=passes * memory.REAL * slots * decoder.vocab / pieces)
     parts = (dataclasses.astuple(work) for work in phases.values())
     return Estimate("decode step", Work(*map(sum, zip(*parts, strict=True))), phases=phases)
+
+
+def _read(layout: Layout, tokens: float) -> Work:
+    """Work of attention over so many cached tokens of a replica, in every layer."""
+    pieces = layout.sampling_mesh.size / layout.engine.replicas
+    flops = roofline.attention_flops(layout.decoder, tokens) / pieces
+    return Work(flops, token_bytes(layout) * tokens)
 
 
 def _apart(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:
@@ -198,7 +204,6 @@ def step_costs(
     places = config.packing.rows_per_microbatch * config.rows().row_tokens
     engine, decode = layout.engine, estimate(layout, measured["decode"], context)
     phases = decode.seconds(chip, efficiency)
-    slots = engine.max_concurrent_decodes / engine.replicas
     prompts = engine.prefill_width * config.data.max_prompt_tokens / engine.replicas
     return Costs(
         load=bound("load"),
@@ -207,7 +212,7 @@ def step_costs(
         decode_products=phases["products"] + phases.get("experts", 0.0),
         decode_exchange=phases["exchange"],
         decode_draw=phases["draw"],
-        read_token=phases["keys and values"] / (slots * context),
+        read_token=_read(layout, 1.0).bound(chip, efficiency)[1],
         score_token=bound("score") / places,
         update=bound("update", "once"),
         update_token=bound("update") / places,
