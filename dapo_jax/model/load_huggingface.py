@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import families, weight_names
-from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype, summed_axes
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.param_paths import forward_dtype, summed_axes
 from dapo_jax.runtime import nonfinite, sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 

@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 
-from dapo_jax.model.decoder import DecoderConfig, abstract_params, has_experts, summed_axes
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.param_paths import has_experts, summed_axes
 from dapo_jax.runtime.sharding import flatten, unbox
 
 # our path below a stack of layers: published name below `model.layers.N`

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
-from dapo_jax.model import decoder
+from dapo_jax.model import decoder, param_paths
 from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.layers import SCALE
 from dapo_jax.runtime import sharding
@@ -152,7 +152,7 @@ class Loader:
         return self._paths[path] != [path]
 
     def _summed(self, path: str) -> tuple[int, ...]:
-        return decoder.scaled_axes(path) if self._int8 else ()
+        return param_paths.scaled_axes(path) if self._int8 else ()
 
     def _calls(self, params: Any):
         """Calls as (paths, first layer, layers, arrays); what is no stack goes alone."""
@@ -184,7 +184,7 @@ class Loader:
             whole, scale = quantise(stack, jnp.int8, tuple(1 + axis for axis in summed))
             stacks = {path: whole, path + SCALE: scale}
         else:
-            stacks = {path: stack.astype(decoder.forward_dtype(path, self._config))}
+            stacks = {path: stack.astype(param_paths.forward_dtype(path, self._config))}
         constrain = jax.lax.with_sharding_constraint
         return {
             name: [constrain(layer, self._halfway[name]) for layer in layers]

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import Sampler
 from dapo_jax.learner.critic import scalar_config
-from dapo_jax.model.decoder import DecoderConfig, abstract_params, forward_dtype
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.param_paths import forward_dtype
 from dapo_jax.model.trainable import is_trained
 from dapo_jax.run.teacher import has_teacher, teacher_bytes
 from dapo_jax.runtime import sharding

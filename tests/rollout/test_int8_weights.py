@@ -21,8 +21,9 @@ from dapo_jax.commands.serve import server
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import PromptContext, attend_prompt
-from dapo_jax.model.decoder import abstract_params, for_decoding, summed_axes
+from dapo_jax.model.decoder import abstract_params, for_decoding
 from dapo_jax.model.layers import Adapters
+from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.trainable import MATRICES, is_trained
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.weight_transfer import Loader

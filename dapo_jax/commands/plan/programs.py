@@ -18,6 +18,7 @@ from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder as decoders
+from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
 from dapo_jax.rollout.engine import PolicyEngine
@@ -97,7 +98,7 @@ def _abstract(
     return unflatten_dict(
         {
             path: jax.ShapeDtypeStruct(
-                leaf.shape, decoders.forward_dtype(path, decoder), sharding=places[path]
+                leaf.shape, param_paths.forward_dtype(path, decoder), sharding=places[path]
             )
             for path, leaf in flat.items()
             if wanted(path)
