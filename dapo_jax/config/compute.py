@@ -53,7 +53,7 @@ class Packing:
 
 @section
 class OneMesh:
-    """Device mesh. Batch is split over data x fsdp x expert, weights over fsdp x expert x
+    """Device mesh. Batch is split over data x fsdp x expert, weights over fsdp x expert x context x
     tensor."""
 
     data: SizeOrRest = setting(1, "Replicas of the weights; -1 takes what is left.")
@@ -63,6 +63,11 @@ class OneMesh:
     tensor: Count = setting(1, "Shards along heads, mlp and vocabulary.")
     expert: Count = setting(
         1, "Shards along the experts of a mixture; elsewhere the same devices join fsdp."
+    )
+    context: Count = setting(
+        1,
+        "Shards of a row's length in training, for rows that one device can't hold; row_tokens is "
+        "a multiple of twice that. While decoding the same devices join fsdp.",
     )
     decode_tensor: Count = setting(
         1, "More shards of that kind while decoding; in training the same devices join fsdp."

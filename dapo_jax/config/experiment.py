@@ -85,6 +85,7 @@ class Config:
             return self.packing
         longest = self.longest_tokens()
         unit = 128 if longest > 512 else 8  # a TPU's attention takes multiples of 128
+        unit *= 2 * self.mesh.context if self.mesh.context > 1 else 1  # of each piece of a row
         return dataclasses.replace(self.packing, row_tokens=-(-longest // unit) * unit)
 
     def longest_tokens(self) -> int:

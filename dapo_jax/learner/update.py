@@ -19,6 +19,7 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
 from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
 
+ROWS = None, "batch", "sequence"  # logical names of [M, R, T]
 TOKEN_LOGPROBS = "token_logprobs"  # [M, R, T] among the metrics of an update that keeps them
 
 
@@ -38,7 +39,8 @@ class Learner:
         loss: (params, batch [R, T]) -> the loss and its metrics; both only add over microbatches.
         boxed_params: shapes and logical axis names of all parameters.
         settings: the optimizer.
-        mesh: data x fsdp splits rows, fsdp x tensor splits weights and moments.
+        mesh: data x fsdp splits rows, context their length, fsdp x context x tensor weights and
+            moments.
         frozen: parameters that never change, on the mesh; a state holds the others alone, and so
             do its checkpoints.
     """
@@ -66,7 +68,7 @@ class Learner:
         self.copy = jax.jit(  # of the parameters, which an update consumes
             lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.shardings.params
         )
-        rows = sharding.sharding(mesh, None, "batch")
+        rows = sharding.sharding(mesh, *ROWS)
         self._score = jax.jit(self._score_fn, out_shardings=rows)
         self._gradient = jax.jit(self._gradient_fn)
         self._update = jax.jit(
@@ -80,7 +82,7 @@ class Learner:
 
         `params` are those of a state, or all of them where the frozen ones are others.
         """
-        rollouts = sharding.put(self.mesh, rollouts, None, "batch")
+        rollouts = sharding.put(self.mesh, rollouts, *ROWS)
         with self._rules():
             return self._score(join(self.frozen, params), rollouts, microbatches)
 
@@ -92,7 +94,7 @@ class Learner:
         Where its gradient, or the moments or parameters after it, are not finite it changes
         nothing and is counted in `skipped_updates`.
         """
-        batch = sharding.put(self.mesh, batch, None, "batch")
+        batch = sharding.put(self.mesh, batch, *ROWS)
         with self._rules():
             return self._update(state, self.frozen, batch, microbatches, learning_rate)
 
@@ -104,7 +106,7 @@ class Learner:
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Array, Any]:
         """Loss and gradient that `update` would compute; changes nothing."""
-        batch = sharding.put(self.mesh, batch, None, "batch")
+        batch = sharding.put(self.mesh, batch, *ROWS)
         with self._rules():
             gradient, means = self._gradient(params, self.frozen, batch, microbatches)
         return means["loss"].total, gradient
@@ -119,7 +121,7 @@ class Learner:
         Args:
             params: shapes and places of the parameters that score; None: the state's.
         """
-        place = sharding.sharding(self.mesh, None, "batch")
+        place = sharding.sharding(self.mesh, *ROWS)
         batch = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), batch
         )

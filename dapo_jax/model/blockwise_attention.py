@@ -19,15 +19,26 @@ ATTENTION_RESIDUALS = "attention"  # name of the arrays that the remat policy 'a
 
 
 Reach = Int[Array, ""] | None  # tokens that a token sees, itself counted; None: all before it
+First = Int[Array, ""] | None  # place of the first query in the row; None: 0
 
 
 class Blocks(NamedTuple):
-    """Attention inputs cut into n blocks of b tokens; g = H / K query heads share a key head."""
+    """Attention inputs cut into blocks of b tokens; g = H / K query heads share a key head."""
 
-    queries: Float[Array, "n B K g b E"]  # scaled
+    queries: Float[Array, "m B K g b E"]  # scaled
     keys: Float[Array, "n B K b E"]
     values: Float[Array, "n B K b E"]
-    segment_ids: Int[Array, "n B b"]
+    of_queries: Int[Array, "m B b"]  # segment numbers
+    of_keys: Int[Array, "n B b"]
+    first: First
+
+    def place(self) -> Array | int:
+        """Place of the first query in the row."""
+        return 0 if self.first is None else self.first
+
+    def before(self) -> Array | int:
+        """Number of key blocks that begin before the first query."""
+        return -(-self.place() // self.keys.shape[3])
 
 
 def _cut(array: Array, size: int) -> Array:
@@ -56,13 +67,19 @@ def _join_queries(blocks: Float[Array, "n B K g b E"], length: int):
     return _join(blocks.reshape(n, batch, size, kv_heads * group, width), length)
 
 
-def _blocks(queries, keys, values, segment_ids) -> Blocks:
-    size, kv_heads = min(BLOCK, queries.shape[1]), keys.shape[2]
+def _blocks(queries, keys, values, segment_ids, first) -> Blocks:
+    length, kv_heads = queries.shape[1], keys.shape[2]
+    size = min(BLOCK, length)
+    of_keys = of_queries = _cut(segment_ids, size)
+    if first is not None:
+        of_queries = _cut(jax.lax.dynamic_slice_in_dim(segment_ids, first, length, 1), size)
     return Blocks(
         _cut_queries(queries * queries.shape[-1] ** -0.5, kv_heads, size),
         _cut(keys, size).swapaxes(2, 3),
         _cut(values, size).swapaxes(2, 3),
-        _cut(segment_ids, size),
+        of_queries,
+        of_keys,
+        first,
     )
 
 
@@ -72,11 +89,11 @@ def _scores(blocks: Blocks, reach: Reach, i: Array, j: Array) -> Float[Array, "B
         "bkgqe,bkce->bkgqc", blocks.queries[i], blocks.keys[j], preferred_element_type=jnp.float32
     )
     size = scores.shape[-1]
-    position = jnp.arange(size)
-    causal = (i - j) * size + position[:, None] >= position[None, :]
+    position, apart = jnp.arange(size), (i - j) * size + blocks.place()
+    causal = apart + position[:, None] >= position[None, :]
     if reach is not None:
-        causal &= (i - j) * size + position[:, None] < position[None, :] + reach
-    same_segment = blocks.segment_ids[i][:, :, None] == blocks.segment_ids[j][:, None, :]
+        causal &= apart + position[:, None] < position[None, :] + reach
+    same_segment = blocks.of_queries[i][:, :, None] == blocks.of_keys[j][:, None, :]
     return jnp.where((same_segment & causal[None])[:, None, None], scores, LOWEST)
 
 
@@ -101,8 +118,11 @@ def _forward(blocks: Blocks, reach: Reach):
         shape = blocks.queries.shape[1:]
         # Masked keys before a query's first visible one count, and shrink to 0 once it comes.
         start = (jnp.zeros(shape), jnp.full(shape[:-1], LOWEST), jnp.zeros(shape[:-1]))
-        first = 0 if reach is None else jnp.maximum(i * size + 1 - reach, 0) // size
-        mixed, largest, total = jax.lax.fori_loop(first, i + 1, add_keys, start)
+        least = 0
+        if reach is not None:
+            least = jnp.maximum(i * size + blocks.place() + 1 - reach, 0) // size
+        end = i + 1 + blocks.before()
+        mixed, largest, total = jax.lax.fori_loop(least, end, add_keys, start)
         mixed = (mixed / total[..., None]).astype(blocks.values.dtype)
         return mixed, largest + jnp.log(total)
 
@@ -130,52 +150,59 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
 
         zeros = jnp.zeros(blocks.keys.shape[1:])
         carry = (queries_gradient, zeros, zeros)
-        end = count
+        least, end = j, count
+        if blocks.first is not None:
+            least = jnp.maximum(j - blocks.before(), 0)
         if reach is not None:  # past the last query that sees the block's last key
-            end = jnp.minimum(((j + 1) * size + reach - 2) // size + 1, count)
-        queries_gradient, *gradients = jax.lax.fori_loop(j, end, add_queries, carry)
+            last = (j + 1) * size + reach - 2 - blocks.place()
+            end = jnp.minimum(last // size + 1, count)
+        queries_gradient, *gradients = jax.lax.fori_loop(least, end, add_queries, carry)
         return queries_gradient, tuple(gradients)
 
     zeros = jnp.zeros(blocks.queries.shape)
-    queries_gradient, (keys, values) = jax.lax.scan(block_gradients, zeros, jnp.arange(count))
+    places = jnp.arange(len(blocks.keys))
+    queries_gradient, (keys, values) = jax.lax.scan(block_gradients, zeros, places)
     return queries_gradient, keys, values
 
 
 @jax.custom_vjp
 def blocked_attention(
-    queries: Float[Array, "B T H E"],
+    queries: Float[Array, "B t H E"],
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
     reach: Reach = None,
-) -> Float[Array, "B T H E"]:
+    first: First = None,
+) -> Float[Array, "B t H E"]:
     """Causal attention inside segments; adjacent query heads share a key head.
 
     Args:
         reach: tokens that a token sees, at most T; blocks out of reach are not computed.
+        first: place of the first query in the row; None: the queries are all of the row's.
     """
-    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids), reach)
+    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, first), reach)
     return _join_queries(mixed, queries.shape[1])
 
 
-def _keep(queries, keys, values, segment_ids, reach=None):
-    mixed, log_total = _forward(_blocks(queries, keys, values, segment_ids), reach)
+def _keep(queries, keys, values, segment_ids, reach=None, first=None):
+    mixed, log_total = _forward(_blocks(queries, keys, values, segment_ids, first), reach)
     mixed = checkpoint_name(_join_queries(mixed, queries.shape[1]), ATTENTION_RESIDUALS)
     log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
-    return mixed, (queries, keys, values, segment_ids, reach, mixed, log_total)
+    return mixed, (queries, keys, values, segment_ids, reach, first, mixed, log_total)
 
 
 def _gradients(kept, upstream):
-    queries, keys, values, segment_ids, reach, mixed, log_total = kept
-    blocks = _blocks(queries, keys, values, segment_ids)
-    kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], queries.shape[1]
+    queries, keys, values, segment_ids, reach, first, mixed, log_total = kept
+    blocks = _blocks(queries, keys, values, segment_ids, first)
+    kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
     d_queries, d_keys, d_values = _backward(blocks, reach, cut(mixed), log_total, cut(upstream))
-    d_queries = _join_queries(d_queries, length) * queries.shape[-1] ** -0.5
+    d_queries = _join_queries(d_queries, queries.shape[1]) * queries.shape[-1] ** -0.5
     return (
         d_queries.astype(queries.dtype),
         _join(d_keys.swapaxes(2, 3), length).astype(keys.dtype),
         _join(d_values.swapaxes(2, 3), length).astype(values.dtype),
+        None,
         None,
         None,
     )

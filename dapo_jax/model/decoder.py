@@ -157,16 +157,16 @@ class Block(nn.Module):
         return rms_norm(self.config, name=name)
 
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normed input of projections, with a row's whole length on each device."""
-        return constrain(self._norm(name)(x), "batch", None, None)
+        """Normed input of projections, no longer sharded by length over tensor."""
+        return constrain(self._norm(name)(x), "batch", "sequence", None)
 
     def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
         """Residual stream after an addition, sharded by length again.
 
-        `more` is constrained to a row's whole length first. Otherwise its gradient, which has the
-        whole length, would be gathered over the batch too.
+        `more` is constrained to the length of the block's inside first. Otherwise its gradient,
+        which has that length, would be gathered over the batch too.
         """
-        return constrain(x + constrain(more, "batch", None, None), "batch", "length", None)
+        return constrain(x + constrain(more, "batch", "sequence", None), "batch", "length", None)
 
     def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], slides: Any):
         c = self.config
@@ -183,7 +183,7 @@ class Block(nn.Module):
         c, biased = self.config, {"use_bias": self.config.mlp_bias}
         gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
         up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        product = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", None, "mlp")
+        product = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
         return self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
 
     @nn.compact
@@ -212,7 +212,7 @@ class Block(nn.Module):
         queries, keys = self._rotated(queries, keys, context.positions, slides)
         window = c.window_of(slides)
         mixed, cache = self.attend(queries, keys, values, context, cache, window)
-        mixed = constrain(mixed, "batch", None, "heads", None)
+        mixed = constrain(mixed, "batch", "sequence", "heads", None)
         axes = ("heads", "head_dim", "embed")
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)
         x = self._add(x, self._norm("attention_out_norm")(out) if c.out_norms else out)
@@ -262,7 +262,7 @@ class Decoder(nn.Module):
         # lookup in a table sharded both ways replicates the batch, and a lookup of tokens sharded
         # by length in a table sharded by vocabulary gathers the table.
         table = constrain(embedding.astype(c.dtype), "vocab", None)
-        x = constrain(table[tokens], "batch", None, None)
+        x = constrain(table[tokens], "batch", "sequence", None)
         x = constrain(scaled_embeddings(x, c), "batch", "length", None)
         block = Block
         if c.remat != "none":

@@ -145,7 +145,7 @@ def _spread(
 
     if sharding.active_mesh() is None:
         return flat(x, weights, chosen, matrices, 0)
-    rows = sharding.active_spec(x.shape, "batch", None, None)
+    rows = sharding.active_spec(x.shape, "batch", "sequence", None)
     names = {name: ("experts", None, "mlp") for name in NAMES[:2]}
     names |= {NAMES[2]: ("experts", "mlp", None)}
     down, up = ADAPTER_NAMES

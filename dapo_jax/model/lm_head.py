@@ -1,7 +1,7 @@
 """Output head of a language model, sharded by vocabulary: log-probabilities and entropies.
 
 Logits are computed in chunks of tokens, so [R, T, V] never exists. Each device has the logits of
-its own rows over its own part of the vocabulary. The head is gathered over the other axes once per
+its own rows (of its part of them) over its own part of the vocabulary. The head is gathered over the other axes once per
 call, and its gradient is summed in float32 over all chunks before it is reduced once. Autodiff
 would do both in every chunk, in the compute dtype.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.runtime import sharding
 
-ROWS, WEIGHTS = ("batch", None), ("embed", "vocab")  # logical names
+ROWS, WEIGHTS = ("batch", "sequence"), ("embed", "vocab")  # logical names
 
 
 class Softmax(NamedTuple):
@@ -38,7 +38,8 @@ class Share:
             return sharding.mesh_axes(name) if mesh is not None else ()
 
         self.vocab, self.embed = axes("vocab"), axes("embed")
-        self.copies = tuple(axis for axis in axes("batch") if axis not in self.embed)
+        of_rows = axes("batch") + axes("sequence")
+        self.copies = tuple(axis for axis in of_rows if axis not in self.embed)
 
     def whole(self, head: Float[Array, "d v"], dtype: Any) -> Float[Array, "D v"]:
         head = head.astype(dtype)

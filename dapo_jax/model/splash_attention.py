@@ -39,33 +39,46 @@ def _block_sizes(row_tokens: int) -> splash.BlockSizes:
 
 
 def splash_attention(
-    queries: Float[Array, "B T H E"],
+    queries: Float[Array, "B t H E"],
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
     *,
     interpret: bool,
     window: int | None = None,
-) -> Float[Array, "B T H E"]:
-    """Causal attention inside segments; T is a multiple of 128.
+    first: Int[Array, ""] | None = None,
+) -> Float[Array, "B t H E"]:
+    """Causal attention inside segments; t, a multiple of 128, divides T.
 
     Args:
         interpret: runs the kernel as plain operations, slowly, where there is no TPU (for tests).
         window: tokens that a token sees, itself counted; None: all before it.
+        first: place of the first query, a multiple of t; None: the queries are all of the row's.
     """
-    _, length, heads, width = queries.shape
+    _, mine, heads, width = queries.shape
+    length = keys.shape[1]
     mask = splash.CausalMask((length, length))
     if window is not None and window < length:
         mask = splash.LocalMask((length, length), (window - 1, 0), offset=0)
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         head_shards=1,
-        q_seq_shards=1,
-        block_sizes=_block_sizes(length),
+        q_seq_shards=length // mine,
+        block_sizes=_block_sizes(mine),
         residual_checkpoint_name=ATTENTION_RESIDUALS,
         interpret=interpret,
     )
     heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
     segments = splash.SegmentIds(q=segment_ids, kv=segment_ids)
+    if first is not None:
+
+        def own(leaf: Array) -> Array:  # the place of a query block is axis 1 of [head, q, kv]
+            axis = min(leaf.ndim - 1, 1)
+            size = leaf.shape[axis] * mine // length
+            return jax.lax.dynamic_slice_in_dim(leaf, first // mine * size, size, axis)
+
+        kernel = jax.tree.map(own, kernel)
+        ids = jax.lax.dynamic_slice_in_dim(segment_ids, first, mine, 1)
+        segments = splash.SegmentIds(q=ids, kv=segment_ids)
     # Without `save_residuals` a kernel returns one array, which its type does not say.
     return cast(Array, jax.vmap(kernel)(*heads_first, segments)).swapaxes(1, 2)

@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import blocked_attention
+from dapo_jax.model.context_attention import attend_in_context
 from dapo_jax.model.splash_attention import LANES, splash_attention
 from dapo_jax.runtime import sharding
 
@@ -109,15 +110,23 @@ def attend_plain(queries, keys, values, context: Context, cache, window: Window 
 
 
 def _on_each_device(attention: Callable, queries, keys, values, *shared):
-    """Runs `attention` on every device over its own rows and heads; nothing is exchanged.
+    """Runs `attention` on every device over its own rows and heads.
+
+    Nothing is exchanged but parts of rows whose length is cut.
 
     Args:
         shared: segment numbers of the rows, and what all devices have alike.
     """
-    if sharding.active_mesh() is None:
+    mesh = sharding.active_mesh()
+    if mesh is None:
         return attention(queries, keys, values, *shared)
-    heads = sharding.spec("batch", None, "heads", None)
-    kv_heads, rows = sharding.spec("batch", None, "kv_heads", None), sharding.spec("batch", None)
+    if sharding.shards(mesh, "sequence") > 1:
+        axes = sharding.mesh_axes("sequence")
+        attention = functools.partial(attend_in_context, attention, axes)
+    heads, kv_heads = (
+        sharding.spec("batch", "sequence", name, None) for name in ("heads", "kv_heads")
+    )
+    rows = sharding.spec("batch", None)
     whole = (sharding.spec(),) * (len(shared) - 1)
     return jax.shard_map(
         attention,
@@ -149,9 +158,10 @@ def attend_splash(queries, keys, values, context: Context, cache, window: Window
     if window.slides is None:
         return _on_each_device(local, *arrays), cache
 
-    def either(*arrays):  # a kernel's mask is known when it is compiled
+    def either(*arrays, **place):  # a kernel's mask is known when it is compiled
         *arrays, slides = arrays
-        return jax.lax.cond(slides, local, full, *arrays)
+        kinds = (functools.partial(kind, **place) for kind in (local, full))
+        return jax.lax.cond(slides, *kinds, *arrays)
 
     return _on_each_device(either, *arrays, window.slides), cache
 

@@ -18,6 +18,7 @@ from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
+from dapo_jax.model.context_attention import PIECES
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import engine_programs
@@ -43,7 +44,7 @@ def open_mesh(
     """The mesh that learns, of all devices or these, checked against the rows it has to split."""
     sizes = settings.data, settings.fsdp, settings.tensor
     cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
-    mesh = make_mesh(*sizes, devices, **cut)
+    mesh = make_mesh(*sizes, devices, **cut, context=settings.context)
     pieces = shards(mesh, "batch")
     require(
         rows_per_microbatch % pieces == 0,
@@ -76,25 +77,33 @@ def open_meshes(
     return mesh, make_mesh(slices, -1, settings.tensor, sampling, **cut)
 
 
-def numerics(compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int = 1) -> dict[str, Any]:
+def numerics(
+    compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int | None = None
+) -> dict[str, Any]:
     """The fields of `DecoderConfig` that the run chooses, not the model folder.
 
-    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training.
+    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training; None: there is none.
     """
     device = mesh.devices.flat[0]
-    chosen = training_attention.choose(compute.attention, device.platform, row_tokens)
+    chosen = training_attention.choose(compute.attention, device.platform, row_tokens or 1)
     require(
         chosen != "splash" or device.platform == "tpu",
         "compute.attention",
         compute.attention,
         f"'auto', 'plain' or 'blocked' on {device.platform}",
     )
+    context, reasons, unit = shards(mesh, "sequence"), [], 1
+    if chosen == "splash":
+        reasons.append(f"compute.attention = {compute.attention!r} on TPU")
+        unit = training_attention.LANES
+    if context > 1:
+        reasons.append(f"mesh.context = {context}, each with two pieces of a row")
+        unit *= PIECES * context
     require(
-        chosen != "splash" or row_tokens % training_attention.LANES == 0,
+        row_tokens is None or row_tokens % unit == 0,
         "packing.row_tokens",
         row_tokens,
-        f"a multiple of {training_attention.LANES} with "
-        f"compute.attention = {compute.attention!r} on TPU",
+        f"a multiple of {unit} with {' and '.join(reasons)}",
     )
     require(
         compute.remat != "offload" or any(m.kind == HOST for m in device.addressable_memories()),

@@ -144,13 +144,14 @@ def update_bytes(
     """Bytes that an update adds on one device, by name; of activations only the kept ones."""
     packing, number = config.rows(), jnp.dtype(decoder.dtype).itemsize
     rows = packing.rows_per_microbatch / sharding.shards(mesh, "batch")
-    tokens, tensor = rows * packing.row_tokens, sharding.shards(mesh, "heads")
+    tokens = rows * packing.row_tokens / sharding.shards(mesh, "sequence")
+    tensor = sharding.shards(mesh, "heads")
     kept = decoder.embed
     if decoder.remat == "none":
         inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.active_mlp
         kept += inner / tensor
     layers = decoder.layers * (decoder.remat != "offload")
-    scores = rows * decoder.heads / tensor * packing.row_tokens**2 * number
+    scores = tokens * decoder.heads / tensor * packing.row_tokens * number
     chunk = min(tokens, config.compute.logprob_chunk_tokens)
     models = 1 + (config.algorithm.distillation == "jsd")  # whose logits exist at the same time
     return {

@@ -4,7 +4,8 @@ Modules name their axes; nothing else in the project knows what a mesh axis is c
 decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
 them layer by layer, decoding keeps them whole there (a gather per token would dominate). The axis
 `decode_tensor` is the same devices used differently: it joins fsdp in training, tensor in decoding.
-The axis `expert` cuts experts, and joins fsdp elsewhere.
+The axis `expert` cuts experts, and joins fsdp elsewhere. The axis `context` cuts rows by length and
+weights along `embed`; in decoding its devices are replicas.
 """
 
 import contextlib
@@ -25,18 +26,19 @@ from jaxtyping import Array
 
 from dapo_jax.runtime.settings import require
 
-AXES = ("data", "fsdp", "expert", "decode_tensor", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
 
 # logical name: (while training, while decoding)
 RULES = {
     "batch": (  # rows, decode slots
         ("data", "fsdp", "expert", "decode_tensor"),
-        ("data", "fsdp", "expert"),
+        ("data", "fsdp", "expert", "context"),
     ),
-    "length": ("tensor", None),  # of the residual stream, which would else be repeated
-    "embed": (("fsdp", "expert", "decode_tensor"), None),
+    "sequence": ("context", None),  # tokens of a row
+    "length": (("context", "tensor"), None),  # of the residual stream, which would else be repeated
+    "embed": (("fsdp", "expert", "context", "decode_tensor"), None),
     "experts": ("expert", "expert"),
-    "expert_embed": (("fsdp", "decode_tensor"), None),  # of matrices that are cut by experts, too
+    "expert_embed": (("fsdp", "context", "decode_tensor"), None),  # of matrices that are cut by experts, too
     "heads": ("tensor", ("tensor", "decode_tensor")),
     "kv_heads": ("tensor", ("tensor", "decode_tensor")),
     "mlp": ("tensor", ("tensor", "decode_tensor")),
@@ -50,18 +52,25 @@ TRAINING, DECODING = 0, 1
 
 
 def mesh_shape(
-    data: int, fsdp: int, tensor: int, devices: int, *, decode_tensor: int = 1, expert: int = 1
-) -> tuple[int, int, int, int, int]:
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: int,
+    *,
+    decode_tensor: int = 1,
+    expert: int = 1,
+    context: int = 1,
+) -> tuple[int, int, int, int, int, int]:
     """Sizes of AXES; `data` or `fsdp` = -1 takes the devices that the others leave.
 
     Raises `ConfigError` where the product is not the number of devices.
     """
-    cut = expert * decode_tensor * tensor
+    cut = expert * context * decode_tensor * tensor
     if data == -1:
         data = max(1, devices // (fsdp * cut))
     if fsdp == -1:
         fsdp = max(1, devices // (data * cut))
-    shape = (data, fsdp, expert, decode_tensor, tensor)
+    shape = (data, fsdp, expert, context, decode_tensor, tensor)
     allowed = f"a factorisation of the {devices} devices"
     require(data * fsdp * cut == devices, "mesh", dict(zip(AXES, shape, strict=True)), allowed)
     return shape
@@ -75,6 +84,7 @@ def make_mesh(
     *,
     decode_tensor: int = 1,
     expert: int = 1,
+    context: int = 1,
 ) -> Mesh:
     """Device mesh of the sizes that `mesh_shape` gives.
 
@@ -85,7 +95,7 @@ def make_mesh(
     Raises `ConfigError` as `mesh_shape` does, and where slices don't divide `data`.
     """
     devices = jax.devices() if devices is None else devices
-    cut = {"decode_tensor": decode_tensor, "expert": expert}
+    cut = {"decode_tensor": decode_tensor, "expert": expert, "context": context}
     shape = mesh_shape(data, fsdp, tensor, len(devices), **cut)
     slices = by_slice(devices)
     allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"

@@ -80,8 +80,8 @@ class Run:
             rollout=Rollout(samples_per_prompt=min(16, self.slots)),
             evaluation=Evaluation(samples_per_problem=1),
             sampler=Sampler(
-                slots=self.slots * replicas,
-                pages=self.pages * replicas,
+                slots=self.slots * replicas * mesh.context,
+                pages=self.pages * replicas * mesh.context,
                 burst_tokens=16,
                 max_response_tokens=self.row_tokens - self.prompt_tokens,
                 first_window_tokens=self.row_tokens,

@@ -47,10 +47,11 @@ def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
     """Configs of every mesh: shards while training, and as many or more while decoding."""
     for decoding in (1, 2, 4, 8, 16):
         for training in (1, 2, 4, 8, 16):
-            fits = decoding % training == 0 and chips % decoding == 0 and kv_heads % decoding == 0
+            fits = decoding % training == 0 and chips % (decoding * config.mesh.context) == 0 and kv_heads % decoding == 0
             if fits:
                 sizes = {"tensor": training, "decode_tensor": decoding // training}
-                yield changed(config, "mesh", data=1, fsdp=chips // decoding, **sizes)
+                rest = chips // decoding // config.mesh.context
+                yield changed(config, "mesh", data=1, fsdp=rest, **sizes)
 
 
 class Search:
@@ -106,7 +107,7 @@ class Search:
 
     def sample(self, config: Config) -> tuple[Config, CompiledProgram] | None:
         """Config with the most slots of full length that fit, with its decoding."""
-        replicas = config.mesh.fsdp
+        replicas = config.mesh.fsdp * config.mesh.context
         fewest = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
         layout = self._lay_out(fewest)
         decode = self._measure(layout, sampling_programs(layout), "decode")

@@ -35,7 +35,7 @@ def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
     """
     sizes = settings.data, settings.fsdp, settings.tensor
     cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
-    shape = sharding.mesh_shape(*sizes, chips, **cut)
+    shape = sharding.mesh_shape(*sizes, chips, **cut, context=settings.context)
     devices = np.empty(chips, object)
     devices[:] = [_Chip(i, platform) for i in range(chips)]
     return jax.sharding.Mesh(devices.reshape(shape), sharding.AXES)

@@ -52,7 +52,12 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     from dapo_jax.runtime.sharding import make_mesh
 
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = make_mesh(*sizes, decode_tensor=config.mesh.decode_tensor, expert=config.mesh.expert)
+    mesh = make_mesh(
+        *sizes,
+        decode_tensor=config.mesh.decode_tensor,
+        expert=config.mesh.expert,
+        context=config.mesh.context,
+    )
     compute = Compute(dtype=config.dtype)
     decoder = load_huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
     check_divisible(decoder, mesh)
