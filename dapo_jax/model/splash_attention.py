@@ -1,8 +1,11 @@
 """Training attention by JAX's splash kernel for TPU, over packed rows and one device's heads."""
 
-from typing import cast
+import functools
+import sys
+from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +14,41 @@ from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 LANES = 128  # of a TPU's vector unit: rows and blocks are multiples of it
 MAX_BLOCK = 1024  # tokens; with blocks of 2048 the scores overflow a core's memory
 MAX_COMPUTE_BLOCK = 512
+
+
+@functools.cache
+def _constant(seen: bool, shape: tuple[int, int]) -> np.ndarray:
+    return np.full(shape, seen)
+
+
+class _Lazy(splash.Mask):
+    """Causal mask that computes only blocks neither all true nor all false.
+
+    To compute each block takes minutes for rows of 131,072 tokens.
+    """
+
+    window = sys.maxsize
+
+    def __getitem__(self, idx: Any) -> np.ndarray:
+        queries, keys = idx
+        # Of the pairs of query and key the smallest distance and the largest.
+        least, most = queries.start - keys.stop + 1, queries.stop - keys.start - 1
+        if (least >= 0 and most < self.window) or most < 0 or least >= self.window:
+            shape = queries.stop - queries.start, keys.stop - keys.start
+            return _constant(0 <= least < self.window, shape)
+        return super().__getitem__(idx)
+
+
+class _Causal(_Lazy, splash.CausalMask):
+    """Mask in which a token sees all before it."""
+
+
+class _Sliding(_Lazy, splash.LocalMask):
+    """Mask in which a token sees `window` tokens, itself counted."""
+
+    def __init__(self, shape: tuple[int, int], window: int):
+        super().__init__(shape, (window - 1, 0), offset=0)
+        self.window = window
 
 
 def _largest_divisor(length: int, limit: int) -> int:
@@ -57,9 +95,9 @@ def splash_attention(
     """
     _, mine, heads, width = queries.shape
     length = keys.shape[1]
-    mask = splash.CausalMask((length, length))
+    mask = _Causal((length, length))
     if window is not None and window < length:
-        mask = splash.LocalMask((length, length), (window - 1, 0), offset=0)
+        mask = _Sliding((length, length), window)
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         head_shards=1,
