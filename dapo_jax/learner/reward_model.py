@@ -68,5 +68,7 @@ class RewardModel:
         following = np.pad(index[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         last = (index >= 0) & (following != index)
         with sharding.activate(self._mesh):
-            values = self._read_rows(self._params, sharding.put(self._mesh, rollouts, "batch", "sequence"))
+            values = self._read_rows(
+                self._params, sharding.put(self._mesh, rollouts, "batch", "sequence")
+            )
         scores[index[last]] = sharding.to_host(values)[last]

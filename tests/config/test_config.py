@@ -174,8 +174,16 @@ def test_a_switch_may_stand_alone_and_a_value_apart():
 
 
 def test_one_size_of_the_mesh_takes_what_the_others_leave():
-    assert mesh_shape(-1, 1, 2, 8) == (4, 1, 1, 1, 2) and mesh_shape(2, -1, 1, 8) == (2, 4, 1, 1, 1)
-    assert mesh_shape(-1, 2, 1, 16, decode_tensor=4) == (2, 2, 1, 4, 1)
-    assert mesh_shape(1, -1, 2, 16, expert=4) == (1, 2, 4, 1, 2)
+    assert mesh_shape(-1, 1, 2, 8) == (4, 1, 1, 1, 1, 2) and mesh_shape(2, -1, 1, 8) == (
+        2,
+        4,
+        1,
+        1,
+        1,
+        1,
+    )
+    assert mesh_shape(-1, 2, 1, 16, decode_tensor=4) == (2, 2, 1, 1, 4, 1)
+    assert mesh_shape(1, -1, 2, 16, expert=4) == (1, 2, 4, 1, 1, 2)
+    assert mesh_shape(1, -1, 2, 16, context=4) == (1, 2, 1, 4, 1, 2)
     with pytest.raises(ConfigError, match="a factorisation of the 8 devices"):
         mesh_shape(-1, 3, 1, 8)

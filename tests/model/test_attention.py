@@ -196,7 +196,7 @@ class _Devices:
 
     def __init__(self, platform: str, memories=("device",)):
         self.platform, self._memories = platform, memories
-        self.devices = np.array([self], object)
+        self.devices, self.shape = np.array([self], object), {"context": 1}
 
     def addressable_memories(self):
         kinds = type("Memory", (), {"__init__": lambda self, kind: setattr(self, "kind", kind)})

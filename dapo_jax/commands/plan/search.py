@@ -47,7 +47,11 @@ def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
     """Configs of every mesh: shards while training, and as many or more while decoding."""
     for decoding in (1, 2, 4, 8, 16):
         for training in (1, 2, 4, 8, 16):
-            fits = decoding % training == 0 and chips % (decoding * config.mesh.context) == 0 and kv_heads % decoding == 0
+            fits = (
+                decoding % training == 0
+                and chips % (decoding * config.mesh.context) == 0
+                and kv_heads % decoding == 0
+            )
             if fits:
                 sizes = {"tensor": training, "decode_tensor": decoding // training}
                 rest = chips // decoding // config.mesh.context

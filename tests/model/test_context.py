@@ -1,0 +1,122 @@
+"""Rows whose length is cut over devices: attention, log-probs, loss and gradient of one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import MOE, TINY
+from learners import assert_close, make_batch, place
+from test_attention import assert_equal, inputs, ragged_ids, results
+from test_windows import GEMMA
+
+from dapo_jax import algorithms
+from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
+from dapo_jax.learner.policy import policy_learner
+from dapo_jax.model import blockwise_attention, context_attention, splash_attention
+from dapo_jax.model.decoder import init_params
+from dapo_jax.model.training_attention import Window
+from dapo_jax.run.compute import numerics, open_mesh
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.sharding import make_mesh, unbox
+
+LENGTH = 48
+
+
+@pytest.mark.parametrize("tokens", [None, 7])
+@pytest.mark.parametrize(("tensor", "context"), [(2, 2), (1, 4)])
+def test_attention_over_cut_rows_equals_plain(tensor, context, tokens, monkeypatch):
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 5)  # divides no piece
+    arrays, ids = inputs(LENGTH), ragged_ids(LENGTH)
+    window = None if tokens is None else Window(tokens)
+    expected = results("plain", arrays, ids, window=window)
+    mesh = make_mesh(1, -1, tensor, context=context)
+    assert_equal(results("blocked", arrays, ids, mesh, window), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, Window(100), Window(100, jax.numpy.array(True))])
+def test_splash_over_cut_rows_equals_plain(window, monkeypatch):
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    arrays, ids = inputs(512), ragged_ids(512)
+    expected = results("plain", arrays, ids, window=window)
+    mesh = make_mesh(1, 2, 2, context=2)
+    assert_equal(results("splash", arrays, ids, mesh, window), expected)
+
+
+def test_devices_attend_from_an_early_and_a_late_piece(eight_devices):
+    """Together each sees as many keys as any other."""
+    seen = []
+    mesh = make_mesh(1, 1, 1, context=8)
+
+    def firsts(queries, keys, values, ids, first):
+        jax.debug.callback(lambda at: seen.append(int(at)), first)
+        return queries
+
+    def attend(*arrays):
+        return context_attention.attend_in_context(firsts, ("context",), *arrays)
+
+    cut = jax.P(None, "context")
+    rows = np.arange(64.0).reshape(1, 32, 1, 2)
+    run = jax.shard_map(
+        attend, mesh=mesh, in_specs=(cut, cut, cut, jax.P()), out_specs=cut, check_vma=False
+    )
+    np.testing.assert_array_equal(jax.jit(run)(rows, rows, rows, np.ones((1, 32))), rows)
+    jax.effects_barrier()
+    assert sorted(seen) == list(range(0, 32, 2))
+
+
+def found(config, mesh):
+    """Log-probs, loss and gradient of packed rows."""
+    learner = policy_learner(algorithms.dapo(), Compute(), Optimizer(), config, mesh)
+    params = place(unbox(init_params(config, jax.random.key(0))), learner)
+    batch, used = make_batch(row_tokens=32)
+    scores = learner.score(params, batch.scored.rollouts, used)
+    return jax.device_get((scores, *learner.loss_and_gradient(params, batch, used)))
+
+
+WINDOWS = dataclasses.replace(GEMMA, attention="blocked", remat="attention")
+BLOCKED = dataclasses.replace(TINY, attention="blocked", remat="full")
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        pytest.param(TINY, {"context": 4}, id="plain"),
+        pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor"),
+        pytest.param(WINDOWS, {"context": 4}, id="windows"),
+        pytest.param(BLOCKED, {"context": 2, "decode_tensor": 2}, id="decode_tensor"),
+        pytest.param(
+            dataclasses.replace(MOE, attention="blocked"),
+            {"context": 2, "expert": 2},
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_packed_rows_cut_by_length_train_as_on_one_device(config, sizes, one_device, monkeypatch):
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 4)
+    mesh = make_mesh(1, -1, **{"tensor": 1} | sizes)
+    assert_close(found(config, mesh), found(config, one_device), 1e-5)
+
+
+def test_the_door_refuses_rows_that_can_not_be_cut():
+    mesh = open_mesh(Mesh(context=4), rows_per_microbatch=2)
+    refused = r"config.packing.row_tokens = 60: must be a multiple of 8 with mesh.context = 4"
+    with pytest.raises(ConfigError, match=refused):
+        numerics(Compute(), mesh, 60)
+    assert numerics(Compute(), mesh, 64)["attention"] == "plain"
+    with pytest.raises(ConfigError, match="a factorisation of the 8 devices"):
+        open_mesh(Mesh(context=3), rows_per_microbatch=8)
+    with pytest.raises(ConfigError, match="rows_per_microbatch = 3.*decode_tensor = 2"):
+        open_mesh(Mesh(context=4), rows_per_microbatch=3)
+
+
+def test_automatic_rows_can_be_cut():
+    config = Config(
+        data=Data(max_prompt_tokens=100),
+        sampler=Sampler(max_response_tokens=500),
+        packing=Packing(row_tokens=-1),
+        mesh=Mesh(context=4),
+    )
+    assert config.rows().row_tokens == 1024
