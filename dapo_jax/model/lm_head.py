@@ -1,8 +1,8 @@
 """Output head of a language model, sharded by vocabulary: log-probabilities and entropies.
 
 Logits are computed in chunks of tokens, so [R, T, V] never exists. Each device has the logits of
-its own rows (of its part of them) over its own part of the vocabulary. The head is gathered over the other axes once per
-call, and its gradient is summed in float32 over all chunks before it is reduced once. Autodiff
+its own tokens over its own part of the vocabulary. The head is gathered over the other axes once
+per call, and its gradient is summed in float32 over all chunks before it is reduced once. Autodiff
 would do both in every chunk, in the compute dtype.
 """
 

@@ -82,7 +82,8 @@ def numerics(
 ) -> dict[str, Any]:
     """The fields of `DecoderConfig` that the run chooses, not the model folder.
 
-    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training; None: there is none.
+    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training; None:
+    nothing is trained.
     """
     device = mesh.devices.flat[0]
     chosen = training_attention.choose(compute.attention, device.platform, row_tokens or 1)

@@ -156,7 +156,7 @@ def two_slices(holes=()):
 @pytest.mark.parametrize("holes, sizes", [((), (2, 4, 2)), ([(0, 0, 0), (1, 1, 1)], (2, 3, 2))])
 def test_only_data_goes_across_slices(holes, sizes):
     grid = make_mesh(*sizes, two_slices(holes)).devices
-    assert grid.shape == (sizes[0], sizes[1], 1, 1, sizes[2])
+    assert grid.shape == (sizes[0], sizes[1], 1, 1, 1, sizes[2])
     numbers = [{chip.slice_index for chip in half.flat} for half in grid]
     assert numbers == [{0}, {1}]
     assert len({chip.id for chip in grid.flat}) == grid.size
@@ -170,5 +170,5 @@ def test_slices_that_data_does_not_fill_are_refused():
 def test_samplers_of_two_slices_have_a_mesh_of_their_own():
     sizes = Mesh(data=2, fsdp=-1, tensor=2, sampler_share=0.5)
     learning, sampling = open_meshes(sizes, 8, devices=two_slices())
-    assert learning.devices.shape == sampling.devices.shape == (2, 2, 1, 1, 2)
+    assert learning.devices.shape == sampling.devices.shape == (2, 2, 1, 1, 1, 2)
     assert [{chip.slice_index for chip in half.flat} for half in sampling.devices] == [{0}, {1}]
