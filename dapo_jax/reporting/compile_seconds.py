@@ -11,7 +11,7 @@ from dapo_jax.runtime import processes
 # Our names of programs.
 PROGRAMS = {
     "jit(_generate)": "the decode step",
-    "jit(prefill_prefix)": "the prefill",
+    "jit(_prefill)": "the prefill",
     "jit(_score_fn)": "the score pass",
     "jit(_unstack)": "the copy of the weights for decoding",
     "jit(_update_fn)": "the update",

@@ -80,7 +80,7 @@ def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp
     with counted() as fresh:
         dapo_jax.train(make_config(base, tmp_path / "fresh"))
     kept = bytes_on_devices() - before
-    assert all(fresh[name] for name in ("_update_fn", "_generate", "prefill_prefix")), fresh
+    assert all(fresh[name] for name in ("_update_fn", "_generate", "_prefill")), fresh
     rows, rollouts, weights = results(tmp_path / "first")
     assert kept < 10_000 < sum(weight.nbytes for weight in weights.values())
     for name in ("second", "fresh"):
