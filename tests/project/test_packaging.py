@@ -30,6 +30,8 @@ def wheel(tmp_path_factory) -> pathlib.Path:
     for name in ("dapo_jax", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    (source / "launch").mkdir()
+    shutil.copy(ROOT / "launch/env.sh", source / "launch")
     # Elsewhere than in the environment of launch/install.sh pip fetches a newer one.
     installed = int(importlib.metadata.version("setuptools").split(".")[0])
     isolation = ["--no-build-isolation"] * (installed >= NEW_ENOUGH)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import jax
 import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
@@ -214,7 +215,7 @@ def make_feedback(kl: bool):
         for j, c in enumerate(group.completions)
     ]
     rollouts, used = pack(segments, 12, 2, 2)
-    rollouts = type(rollouts)(*(x[None] for x in dataclasses.astuple(rollouts)))
+    rollouts = jax.tree.map(lambda x: x[None], rollouts)
     index = rollouts.response_index
 
     def place(lists, fill):
