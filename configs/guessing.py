@@ -19,7 +19,7 @@ from dapo_jax.config.experiment import (
     Sampler,
 )
 
-STEPS = 40
+STEPS = 32
 
 
 def get_config() -> Config:

@@ -20,7 +20,7 @@ import statistics
 
 import jax
 import numpy as np
-from family import python
+from family import here, python
 
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config
@@ -72,7 +72,7 @@ def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
         made = f"--config.start={start}", f"--config.out={folder}", f"--config.total_steps={steps}"
         unused = "--config.architecture.rope_theta=10000"  # since the folder says its own
         warmup = f"--config.optimizer.warmup_steps={min(50, steps // 2)}"
-        python("sft", f"--config={BASE}", *made, unused, warmup)
+        here("sft", f"--config={BASE}", *made, unused, warmup)
     return folder
 
 

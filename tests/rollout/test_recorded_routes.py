@@ -97,6 +97,7 @@ def test_routes_do_not_depend_on_how_responses_are_drawn(settings, params, group
             np.testing.assert_array_equal(done.routes, again.routes)
 
 
+@pytest.mark.slow
 def test_routes_of_eight_devices_are_those_of_one(params, groups, eight_devices):
     found = sample(open_sampler(eight_devices, slots=8), params, SOME)
     for index, group in groups.items():
@@ -146,7 +147,7 @@ def test_nothing_is_recorded_unless_asked(params, one_device):
     assert "routes" not in arrays
 
 
-@pytest.mark.parametrize("cache", ["slots", "paged"])
+@pytest.mark.parametrize("cache", [pytest.param("slots", marks=pytest.mark.slow), "paged"])
 def test_experts_lie_apart_while_sampling_and_none_is_gathered(cache, params, groups):
     """Tokens go to the experts' devices and sums come back; a TPU's compiler would gather experts
     in every decode step where the program leaves that to it."""

@@ -85,7 +85,8 @@ def test_eight_devices_draw_what_one_does(layout, one_device):
     assert tokens_of(sample(sharded, place(params, MIXED, mesh), SOME)) == expected
 
 
-@pytest.mark.parametrize("layout", ["slots", pytest.param("pages", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_response_goes_on_where_it_was(layout, one_device):
     """Prompt and response are longer than the ring then."""
     params = params_of(MIXED)

@@ -298,6 +298,7 @@ def test_truncated_filtered_or_empty_responses_take_no_step(base, tmp_path):
     parts.close()
 
 
+@pytest.mark.slow
 def test_an_all_truncated_run_warns_and_takes_no_step(base, tmp_path, capsys):
     """No response can end within two tokens: everything is cut off, wrong and filtered."""
     algorithm = algorithms.grpo()
