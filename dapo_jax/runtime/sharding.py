@@ -38,10 +38,7 @@ RULES = {
     "length": (("context", "tensor"), None),  # of the residual stream, which would else be repeated
     "embed": (("fsdp", "expert", "context", "decode_tensor"), None),
     "experts": ("expert", "expert"),
-    "expert_embed": (
-        ("fsdp", "context", "decode_tensor"),
-        None,
-    ),  # of matrices that are cut by experts, too
+    "expert_embed": (("fsdp", "context", "decode_tensor"), None),  # where experts are cut, too
     "heads": ("tensor", ("tensor", "decode_tensor")),
     "kv_heads": ("tensor", ("tensor", "decode_tensor")),
     "mlp": ("tensor", ("tensor", "decode_tensor")),

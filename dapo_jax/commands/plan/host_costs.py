@@ -9,9 +9,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.storage.ownership import is_remote
 
 # Of every process: nothing here gets faster with more of them.
-SLOT_SECONDS = (
-    3.6e-6  # of a slot of any replica, in a burst: the schedule, slots refilled, the filter
-)
+SLOT_SECONDS = 3.6e-6  # of a slot of any replica, in a burst: schedule, refilling, filter
 TEXT_SECONDS = 3.95e-7  # of a drawn token of a finished response: to text
 TRAINED_SECONDS = 9.09e-7  # of a token of a trained response: packed, weighed, measured, traced
 # Of process 0, while all others wait for it.

@@ -172,9 +172,8 @@ def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
         name: sum(step.seconds.get(part, 0.0) for part in parts) for name, parts in PHASES.items()
     }
     rollout, update = step.rollout_seconds, step.update_seconds
-    mfu_of_full_rows = (
-        plan.mfu / plan.lengths.fill
-    )  # of one drawn update; the step has its own fill
+    # `plan` has those of one drawn update; the step has a fill of its own.
+    mfu_of_full_rows = plan.mfu / plan.lengths.fill
     apart = config.rollout.lag and plan.layout.sampling_mesh is not plan.layout.mesh
     together = max(rollout, update) if apart else rollout + update
     hours = chips * together / 3600
