@@ -261,7 +261,7 @@ def draw_all(run, prompts: int) -> Known:
 SAME = "decode_steps decode_bursts prefills abandoned_tokens put_back_tokens".split()
 
 
-@pytest.mark.parametrize("cache", ["slots", "paged"])
+@pytest.mark.parametrize("cache", ["slots", pytest.param("paged", marks=pytest.mark.slow)])
 def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_path):
     sampler = Sampler(slots=16, burst_tokens=4, max_response_tokens=24, cache=cache)
     if cache == "paged":

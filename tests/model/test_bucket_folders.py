@@ -77,7 +77,14 @@ def test_a_folder_of_a_bucket_is_read_as_its_files_are_and_downloaded_once(store
     remote, again, local = read(store, tmp_path / "cache", name, f"{name}/", base)
     assert remote == again == local and isinstance(local, list)
     assert contents_read(store) == ["model.safetensors"]
-    # A copy that was cut off and one of an older model are not taken for the model.
+
+
+@pytest.mark.slow
+def test_a_copy_cut_off_or_of_an_older_model_is_not_taken_for_the_model(store, base, tmp_path):
+    upload(store, base, "models/base")
+    name = "gs://bucket/models/base"
+    remote, local = read(store, tmp_path / "cache", name, base)
+    store.asked.clear()
     (copy,) = (tmp_path / "cache/dapo_jax_models").glob("*/base/model.safetensors")
     copy.write_bytes(copy.read_bytes()[:1000])
     assert read(store, tmp_path / "cache", name) == [remote]

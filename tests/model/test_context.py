@@ -82,7 +82,7 @@ BLOCKED = dataclasses.replace(TINY, attention="blocked", remat="full")
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        pytest.param(TINY, {"context": 4}, id="plain"),
+        pytest.param(TINY, {"context": 4}, id="plain", marks=pytest.mark.slow),
         pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor"),
         pytest.param(WINDOWS, {"context": 4}, id="windows"),
         pytest.param(BLOCKED, {"context": 2, "decode_tensor": 2}, id="decode_tensor"),

@@ -118,8 +118,8 @@ def on_one_device(one_device, moe_params):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"fsdp": 1, "tensor": 2, "expert": 4},
         {"fsdp": 2, "tensor": 1, "expert": 2, "decode_tensor": 2},
+        pytest.param({"fsdp": 1, "tensor": 2, "expert": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_eight_devices_with_experts_apart_equal_one(sizes, moe_params, on_one_device):

@@ -148,9 +148,9 @@ def test_rollouts_of_several_turns_are_timed():
     assert [float(row.split("|")[7].split()[0]) > 0 for row in rows] == [True, False]
 
 
-def test_router_replay_is_measured(tmp_path):
+def test_router_replay_is_measured(tmp_path, run_here):
     sizes = ("--base_steps", 2, "--prompts", 1, "--arithmetic", "float32")
-    told = run("tests/benchmarks/experts.py", "ratios", "--folder", tmp_path, *sizes)
+    told = run_here("experts", "ratios", "--folder", tmp_path, *sizes)
     assert told.splitlines()[-1].startswith("| float32 | 0.00 % | 0.00 % | 0.00 % |")
 
 

@@ -262,6 +262,7 @@ def test_loading_and_compiling_are_named_with_their_seconds(piped):
     assert not missing
 
 
+@pytest.mark.slow
 def test_what_the_cache_has_is_not_compiled_and_its_seconds_are_known(piped, base):
     folder, _, _ = piped
     seconds = json.loads((folder / "cache" / FILE).read_text())

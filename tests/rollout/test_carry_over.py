@@ -144,7 +144,11 @@ def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("carry_over", "preset"),
-    [("all", "dapo"), ("unfinished", "grpo"), pytest.param("unfinished", "dapo", marks=SLOW)],
+    [
+        ("all", "dapo"),
+        pytest.param("unfinished", "grpo", marks=SLOW),
+        pytest.param("unfinished", "dapo", marks=SLOW),
+    ],
 )
 def test_with_an_unchanged_policy_carried_groups_are_those_of_one_step(
     carry_over, preset, base, tmp_path, alone

@@ -84,7 +84,7 @@ def test_routes_are_those_of_a_training_pass_up_to_the_last_token(params, groups
     [
         {"cache": "paged", "page_tokens": 4},
         pytest.param({"slots": 16, "burst": 7}, marks=pytest.mark.slow),
-        {"prefill_chunk_tokens": 3},
+        pytest.param({"prefill_chunk_tokens": 3}, marks=pytest.mark.slow),
         pytest.param({"prefill_prompts": 4}, marks=pytest.mark.slow),
     ],
     ids=["pages", "slots", "chunks", "prefilled together"],

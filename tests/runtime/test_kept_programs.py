@@ -63,6 +63,7 @@ def bytes_on_devices() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_second_run_compiles_nothing_and_has_the_bits_of_a_first_one(base, tmp_path, alone):
     """And what is kept for it holds no parameters."""
     dapo_jax.train(make_config(base, tmp_path / "first"))
