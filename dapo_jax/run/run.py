@@ -190,6 +190,7 @@ class Run:
             self.signals.received = self.signals.received or "on_step"
 
     def _save(self) -> None:
+        self._storage.drain()  # a checkpoint's step has its records
         self.progress.seconds = time.perf_counter() - self._started
         save(self._checkpoints, self.state, self.progress, self._record)
 
@@ -199,6 +200,7 @@ class Run:
             self._saver.last(self._save)
         self._storage.rested()  # what comes now has no later
         self._journal.forget(self.state.step)
+        self._storage.drain()
 
     def finish(self) -> dict[str, Any]:
         """The summary, after the last checkpoint, with its file, picture and page."""

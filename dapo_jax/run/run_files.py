@@ -74,11 +74,11 @@ class RunFiles:
             self._writer.write(step, values)
 
     def write_rollouts(self, step: int, batch: RolloutBatch) -> None:
-        """rollouts/step_N.jsonl, where `log.rollouts` asks for it."""
+        """rollouts/step_N.jsonl, in the background, where `log.rollouts` asks for it."""
         if self._writer and self._config.log.rollouts:
             log = self._config.log
             options = log.token_groups, self._tokenizer, log.rollouts_keep
-            self._storage.attempt(
+            self._storage.attempt_later(
                 "rollouts/", lambda: write_rollouts(self.folder, step, batch, *options)
             )
 

@@ -7,8 +7,8 @@ Schedule, filter, text, journal, packing, feedback, metrics, traces and rollouts
 code, with the settings of DAPO on 64 chips of v5p. The devices' programs are replaced by ones that
 hand out text of this project's documentation at once, in lengths of a law, and the workers by
 verdicts. Parts of every process take as long on each of 64 as on one: all do all of it. Parts of
-process 0 keep the other 63 waiting. Left out: what processes tell each other, and a bucket's delay
-for each file.
+process 0 keep the other 63 waiting, except in the background, where they run beside decoding. Left
+out: what processes tell each other, and a bucket's delay for each file.
 Prints a table, and a JSON line with what `commands/plan/host_costs.py` holds.
 """
 
@@ -57,7 +57,10 @@ FIRST = ("journal", "rollouts JSON")  # process 0's alone
 
 
 class Stopwatch:
-    """Seconds and calls by name; what one name's calls spend in another's counts for that one."""
+    """Seconds and calls by name; what one name's calls spend in another's counts for that one.
+
+    One of them watches one thread.
+    """
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -67,9 +70,9 @@ class Stopwatch:
     def wrap(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def timed(*args: Any, **named: Any) -> Any:
-            outside, self._inside, started = self._inside, 0.0, time.process_time()
+            outside, self._inside, started = self._inside, 0.0, time.thread_time()
             result = function(*args, **named)
-            spent = time.process_time() - started
+            spent = time.thread_time() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inside
             self.calls[name] = self.calls.get(name, 0) + 1
             self._inside = outside + spent
@@ -125,8 +128,14 @@ def make_config(options: argparse.Namespace, folder: str) -> Config:
     return dataclasses.replace(config, run_dir=folder)
 
 
-def step(config: Config, options: argparse.Namespace, watch: Stopwatch) -> dict[str, int]:
-    """A step by the run's own code; returns what it counted."""
+def step(
+    config: Config, options: argparse.Namespace, watch: Stopwatch, behind: Stopwatch
+) -> dict[str, int]:
+    """A step by the run's own code; returns what it counted.
+
+    Args:
+        behind: watches the thread in the background.
+    """
     tokenizer, drawn = train_tokenizer()
     tokenizer.decode = watch.wrap("detokenising", tokenizer.decode)
     median = options.tokens / math.exp(options.spread**2 / 2)
@@ -145,7 +154,9 @@ def step(config: Config, options: argparse.Namespace, watch: Stopwatch) -> dict[
     sampler = Scheduler(engine, tokenizer, config.seed)
     sampler.begin(None, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
     folder = epath.Path(config.run_dir)
-    journal = RolloutJournal(folder, "benchmark", Storage(), tokenizer.decode)
+    storage = Storage()
+    storage.attempt = behind.wrap("journal", storage.attempt)
+    journal = RolloutJournal(folder, "benchmark", storage, tokenizer.decode)
     batch = watch.wrap("scheduling", collect)(
         open_collection(config, 0.5, 0, (), 0),
         simulated_engine.SimulatedPrompts(workload),
@@ -169,7 +180,8 @@ def step(config: Config, options: argparse.Namespace, watch: Stopwatch) -> dict[
     watch.wrap("metrics", measure)(config, record, Clock())
     traces = watch.wrap("traces", trace)(config, record)
     log, batch = config.log, dataclasses.replace(batch, traces=traces)
-    listed = watch.wrap("rollouts JSON", write_rollouts)
+    storage.drain()
+    listed = behind.wrap("rollouts JSON", write_rollouts)
     listed(folder, 1, batch, log.token_groups, tokenizer, log.rollouts_keep)
     tokens = sum(len(response) for group in batch.groups for response in group.completions)
     files = len(list(folder.glob("groups/*/*.npz")))
@@ -182,25 +194,27 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--tokens", type=float, default=4096, help="mean of a response, uncut")
     parser.add_argument("--spread", type=float, default=0.9, help="of the length's logarithm")
-    options, watch = parser.parse_args(), Stopwatch()
+    options, watch, behind = parser.parse_args(), Stopwatch(), Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(options, folder)
-        counts = step(config, options, watch)
-    print("| part | on | processor seconds |\n|---|---|---|")
+        counts = step(config, options, watch, behind)
+    print("| part | on | processor seconds | in the background |\n|---|---|---|---|")
     parts = {name: spent for name, spent in watch.seconds.items() if name != "(engine)"}
-    for name, spent in parts.items():
-        print(f"| {name} | {'process 0' if name in FIRST else 'every process'} | {spent:.2f} |")
-    print(f"| together | | {sum(parts.values()):.2f} |")
+    later = behind.seconds
+    for name in parts | later:
+        spent = f"{parts.get(name, 0.0):.2f} | {later.get(name, 0.0):.2f}"
+        print(f"| {name} | {'process 0' if name in FIRST else 'every process'} | {spent} |")
+    print(f"| together | | {sum(parts.values()):.2f} | {sum(later.values()):.2f} |")
     tokens, trained = counts["tokens"], ("packing", "feedback", "metrics", "traces")
     each = {
         "SLOT": parts["scheduling"] / counts["bursts"] / config.sampler.slots,
         "TEXT": parts["detokenising"] / tokens,
         "TRAINED": sum(parts[name] for name in trained) / tokens,
-        "JOURNAL": parts["journal"] / tokens,
-        "LISTED": parts["rollouts JSON"] / tokens,
+        "JOURNAL": later["journal"] / tokens,
+        "LISTED": later["rollouts JSON"] / tokens,
     }
     costs = {f"{name}_SECONDS": float(f"{cost:.3g}") for name, cost in each.items()}
-    print(json.dumps({"seconds": parts, **counts, "costs": costs}))
+    print(json.dumps({"seconds": parts, "background": later, **counts, "costs": costs}))
 
 
 if __name__ == "__main__":

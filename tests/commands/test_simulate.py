@@ -13,7 +13,7 @@ from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import simulate
-from dapo_jax.commands.plan.cost_model import Costs
+from dapo_jax.commands.plan.cost_model import BACKGROUND, HOSTS, Costs
 from dapo_jax.commands.plan.simulate import Simulation
 from dapo_jax.commands.plan.simulated_engine import named_mesh
 from dapo_jax.commands.plan.workload import (
@@ -89,14 +89,23 @@ def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
 
 def test_hosts_cost_what_they_do():
     """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
-    names = "host_slot host_text host_judged host_write host_listed host_trained".split()
-    costs = Costs(**dict.fromkeys(names, 1.0))
+    background = "host_judged", "host_write", "host_listed"
+    costs = Costs(**dict.fromkeys(("host_slot", "host_text", "host_trained", *background), 1.0))
     step = make_simulation(Constant(20), costs, filtered=False).step()
     drawn = 64 * 20
     files = 4  # a wave of slots ends 4 groups, whose verdicts are read after the next burst
-    expected = [12 * 16, drawn, drawn, files, drawn, 64 * 25]
-    assert [step.seconds[name] for name in names] == expected
+    assert [step.counts[name] for name in background] == [drawn, files, drawn]
+    # The last file begins once all is drawn, and is done 321 s later; then rollouts/ is written.
+    rollout = 12 * 16 + drawn
+    late = rollout + 1 + 4 * 80 + drawn - (rollout + 64 * 25)
+    assert [step.seconds[name] for name in HOSTS] == [12 * 16, drawn, 64 * 25, late] and late == 1
     assert step.update_seconds == 64 * 25  # packing and the like wait for no rollout
+
+
+def test_groups_that_are_judged_while_a_file_is_written_share_the_next():
+    slow = Costs(burst=1.0, host_write=1e4)
+    step = make_simulation(Constant(20), slow, filtered=False).step()
+    assert step.counts["host_write"] == 2 and step.seconds[BACKGROUND] == 4 + 2e4 - 12
 
 
 def test_several_replicas_do_not_stop_a_burst_early():

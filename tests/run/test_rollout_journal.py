@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -40,11 +41,21 @@ class Killed(BaseException):
     """Stands for a SIGKILL, which leaves no time to save."""
 
 
-def opened(config, folder, identity="of this run") -> RolloutJournal:
+def opened(folder, identity="of this run", storage=None) -> RolloutJournal:
     def decode(ids):
         return " ".join(map(str, ids))
 
-    return RolloutJournal(folder, identity, Storage(), decode)
+    return RolloutJournal(folder, identity, storage or Storage(), decode)
+
+
+def write(folder, *batches) -> None:
+    """A file for each batch of groups, as where none is judged while one is written."""
+    storage = Storage()
+    kept = opened(folder, storage=storage)
+    assert not kept.begin(0)
+    for groups in batches:
+        kept.add(groups)
+        storage.drain()
 
 
 @pytest.fixture
@@ -53,11 +64,8 @@ def groups(tiny_folder, tmp_path):
 
 
 def test_what_was_kept_is_read_back_whole(groups, tmp_path):
-    kept = opened(None, tmp_path)
-    assert not kept.begin(3)
-    kept.add(groups[:1])
-    kept.add(groups[1:])
-    known = opened(None, tmp_path).begin(3)
+    write(tmp_path, groups[:1], groups[1:])
+    known = opened(tmp_path).begin(0)
     assert sorted(known) == [group.prompt.index for group in groups]
     for group in groups:
         found = recall(known, group.prompt)
@@ -69,43 +77,75 @@ def test_what_was_kept_is_read_back_whole(groups, tmp_path):
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.sampler_logprobs, other.sampler_logprobs)
             assert one.drawn_by == other.drawn_by and one.truncated == other.truncated
-    assert not kept.begin(4)
+    assert not opened(tmp_path).begin(1)
 
 
 def test_a_damaged_file_another_run_and_another_prompt_are_left_alone(groups, tmp_path):
-    kept = opened(None, tmp_path)
-    kept.begin(0)
-    kept.add(groups[:1])
-    kept.add(groups[1:])
-    assert not opened(None, tmp_path, "of another run").begin(0)
+    write(tmp_path, groups[:1], groups[1:])
+    assert not opened(tmp_path, "of another run").begin(0)
     first, second = sorted((tmp_path / FOLDER).rglob("*.npz"))
     content = bytearray(first.read_bytes())
     for place in range(40, len(content), len(content) // 25):
         changed = bytearray(content)
         changed[place] ^= 4
         first.write_bytes(changed)
-        known = opened(None, tmp_path).begin(0)
+        known = opened(tmp_path).begin(0)
         found = known.get(groups[0].prompt.index)
         # A flipped bit in a name or a date of the archive changes nothing that is read.
         assert found is None or found[1].verdicts == groups[0].verdicts
         assert len(known) >= len(groups) - 1
     first.write_bytes(b"")
     second.write_bytes(second.read_bytes()[:200])
-    known = opened(None, tmp_path).begin(0)
+    known = opened(tmp_path).begin(0)
     assert not known
     first.write_bytes(content)
-    known = opened(None, tmp_path).begin(0)
+    known = opened(tmp_path).begin(0)
     assert recall(known, groups[0].prompt) and not recall(known, groups[1].prompt)
     assert recall(known, groups[1].prompt) is None
 
 
 def test_groups_go_when_a_checkpoint_has_their_step(groups, tmp_path):
-    kept = opened(None, tmp_path)
+    storage = Storage()
+    kept = opened(tmp_path, storage=storage)
     for step in range(3):
         kept.begin(step)
         kept.add(groups)
     kept.forget(2)
+    storage.drain()
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["step_000002"]
+
+
+def files_of(folder) -> list[str]:
+    return sorted(path.name for path in (folder / FOLDER).rglob("*.npz"))
+
+
+def test_groups_judged_while_a_file_is_written_are_in_the_next(groups, tmp_path, monkeypatch):
+    going, storage = threading.Event(), Storage()
+    kept = opened(tmp_path, storage=storage)
+    kept.begin(0)
+    compress = np.savez_compressed
+    monkeypatch.setattr(np, "savez_compressed", lambda *a, **k: going.wait() and compress(*a, **k))
+    for group in groups * 3:  # more than may wait in a queue of files
+        kept.add([group])
+    going.set()
+    storage.drain()
+    assert len(files_of(tmp_path)) <= 2
+    assert sorted(opened(tmp_path).begin(0)) == [group.prompt.index for group in groups]
+
+
+def test_groups_of_a_file_that_failed_are_in_the_next(groups, tmp_path):
+    said = []
+    storage = Storage(said.append)
+    kept = opened(tmp_path, storage=storage)
+    kept.begin(0)
+    (tmp_path / FOLDER).write_text("no folder")
+    kept.add(groups[:1])
+    storage.drain()
+    assert len(said) == 1 and said[0].startswith("groups/ could not be written: ")
+    (tmp_path / FOLDER).unlink()
+    kept.add(groups[1:])
+    storage.drain()
+    assert sorted(opened(tmp_path).begin(0)) == [group.prompt.index for group in groups]
 
 
 def without_costs(run_dir):

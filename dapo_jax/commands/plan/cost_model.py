@@ -30,14 +30,15 @@ class Costs:
     update_token: float = 0.0
     host_slot: float = 0.0  # of any replica, in a burst
     host_text: float = 0.0  # a token of a finished response
-    host_judged: float = 0.0  # a token of a judged group that is kept
+    host_trained: float = 0.0  # a token of a trained response
+    host_judged: float = 0.0  # in the background: a token of a judged group that is kept
     host_write: float = 0.0  # a file of judged groups
     host_listed: float = 0.0  # a token of a response in rollouts/
-    host_trained: float = 0.0  # a token of a trained response
 
 
 LEARNING = ("score_pass", "score_token", "update", "update_token", "host_trained")
-HOSTS = "host_slot host_text host_judged host_write host_listed host_trained".split()
+BACKGROUND = "host_background"  # seconds that are waited for it
+HOSTS = ("host_slot", "host_text", "host_trained", BACKGROUND)
 
 
 class Meter:
@@ -46,18 +47,27 @@ class Meter:
     Attributes:
         counts: by field of `Costs`.
         seconds: the same in seconds, and what was waited for.
+        background_free: when what was given to the background is done.
     """
 
     def __init__(self, costs: Costs):
         self.costs = costs
         self.counts: Counts = collections.defaultdict(float)
         self.seconds: Counts = collections.defaultdict(float)
+        self.background_free = 0.0
 
     def add(self, **used: float) -> None:
         """Books amounts, by field of `Costs`."""
         for name, amount in used.items():
             self.counts[name] += amount
             self.seconds[name] += amount * getattr(self.costs, name)
+
+    def add_behind(self, **used: float) -> None:
+        """Books amounts of the background, which begins with them once it is free."""
+        for name, amount in used.items():
+            self.counts[name] += amount
+            begins = max(self.now, self.background_free)
+            self.background_free = begins + amount * getattr(self.costs, name)
 
     @property
     def now(self) -> float:

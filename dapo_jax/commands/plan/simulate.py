@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from dapo_jax.commands.plan.cost_model import LEARNING, Costs, Counts, Meter
+from dapo_jax.commands.plan.cost_model import BACKGROUND, LEARNING, Costs, Counts, Meter
 from dapo_jax.commands.plan.simulated_engine import (
     Burst,
     SimulatedJudge,
@@ -152,11 +152,9 @@ class Simulation:
         judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
         before = self._kept_fraction, number, self._carried, self._prompts.position
         collection = open_collection(self._config, *before)
-        write = functools.partial(_write, meter)
-        calls = {"on_judged": write, "on_burst": on_burst}
+        calls = {"on_judged": SimulatedJournal(meter).add, "on_burst": on_burst}
         collected = collect(collection, self._prompts, self.sampler, judge, **calls)
-        listed = _tokens([*collected.judged, *collected.surplus])
-        meter.add(host_listed=listed)
+        meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
         self._prompts.position = collected.next_position
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         return self._summary(meter, collected.groups, collected)
@@ -172,6 +170,7 @@ class Simulation:
 
     def _summary(self, meter: Meter, groups: list[Group], collected: RolloutBatch | None) -> Step:
         rows, fill = learn(self._config, groups, meter)
+        meter.wait(BACKGROUND, meter.background_free)
         asked = collected.asked_prompts if collected else 0
         return Step(
             seconds=dict(meter.seconds),
@@ -194,10 +193,19 @@ def _tokens(groups: Sequence[Group]) -> int:
     return sum(len(response) for group in groups for response in group.completions)
 
 
-def _write(meter: Meter, groups: list[Group]) -> None:
-    """Books the file of groups that were judged, as the journal writes it."""
-    if groups:
-        meter.add(host_write=1, host_judged=_tokens(groups))
+class SimulatedJournal:
+    """Books files of judged groups, as `RolloutJournal` writes them in the background."""
+
+    def __init__(self, meter: Meter):
+        self._meter, self._file_begins = meter, 0.0
+
+    def add(self, groups: list[Group]) -> None:
+        """Groups for the file that has not begun, else for a new one."""
+        meter = self._meter
+        if groups and meter.now >= self._file_begins:
+            self._file_begins = max(meter.now, meter.background_free)
+            meter.add_behind(host_write=1)
+        meter.add_behind(host_judged=_tokens(groups))
 
 
 def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:

@@ -26,12 +26,13 @@ class RolloutJournal:
 
     Every process calls `begin`.
 
-    A file holds the groups that a burst of decoding finished, and is whole or absent.
+    Files are written in the background: one holds the groups that were judged while the file before
+    it was written, and is whole or absent. A kill costs the groups of the file under way.
 
     Args:
         folder: of the run.
         identity: of the run; groups of another identity are ignored.
-        storage: warns of failed writes.
+        storage: writes in the background, and warns of failed writes.
         decode: from tokens of a response to text.
     """
 
@@ -45,10 +46,14 @@ class RolloutJournal:
         self._folder = folder / FOLDER
         self._identity, self._storage, self._decode = identity, storage, decode
         self._step = 0
+        # Two threads use these; each use is one operation of Python, which no other divides.
+        self._unwritten: list[Group] = []
+        self._file_to_come = False
 
     def begin(self, step: int) -> FinishedGroups:
         """Groups that an earlier try of a step has finished."""
-        self._step = step
+        self._storage.drain()
+        self._step, self._unwritten = step, []
         folder = self._folder / _name(step)
 
         def names() -> list[str]:
@@ -64,17 +69,21 @@ class RolloutJournal:
         return {place: groups[place] for place in set.intersection(*readable)}
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Writes groups that were judged; groups without a reward are left out."""
+        """Queues groups that were judged; groups without a reward are left out."""
         whole = [group for group in groups if not group.broken]
         if not whole or not processes.is_first():
             return
-        path = self._folder / _name(self._step) / f"{whole[0].prompt.index:012d}.npz"
-        self._storage.attempt(f"{FOLDER}/", lambda: self._write(path, whole))
+        self._unwritten.extend(whole)
+        if not self._file_to_come:  # else it takes these as well
+            self._file_to_come = True
+            self._storage.attempt_later(f"{FOLDER}/", self._write)
 
     def forget(self, step: int) -> None:
-        """Removes the groups of steps before `step`, which a checkpoint has."""
-        if not processes.is_first():
-            return
+        """Removes the groups of steps before `step`, which a checkpoint has, in the background."""
+        if processes.is_first():
+            self._storage.attempt_later(f"{FOLDER}/", lambda: self._remove(step))
+
+    def _remove(self, step: int) -> None:
         with overlooked():  # else the next time
             for folder in list(self._folder.glob("step_*")):
                 if folder.name < _name(step):
@@ -84,7 +93,13 @@ class RolloutJournal:
             if not list(self._folder.iterdir()):
                 self._folder.rmdir()
 
-    def _write(self, path: Folder, groups: Sequence[Group]) -> None:
+    def _write(self) -> None:
+        """Writes a file of the queued groups, unless the file before took them."""
+        self._file_to_come = False
+        groups = self._unwritten[:]
+        if not groups:
+            return
+        path = self._folder / _name(self._step) / f"{groups[0].prompt.index:012d}.npz"
         carried = [PartialGroup(group.prompt, self._step, judged=group) for group in groups]
         arrays, record = pack_partial(carried)
         prompts = [digest_tokens(group.prompt.tokens) for group in groups]
@@ -95,6 +110,7 @@ class RolloutJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             np.savez_compressed(file, **members)
+        del self._unwritten[: len(groups)]
 
     def _read(self, path: Folder) -> dict[int, tuple[str, Group]]:
         try:

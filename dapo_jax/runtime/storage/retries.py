@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.storage.background import Background
 from dapo_jax.runtime.storage.ownership import Folder, is_remote
 
 PAUSES = (0.0, 0.1, 0.5)  # seconds before each try of a write
@@ -137,6 +138,7 @@ class Storage:
         self.warn = warn
         self._warned: dict[str, float] = {}  # time of the newest warning, by what failed
         self._rests_until = -math.inf  # of a bucket that did not answer
+        self._background = Background()
 
     def attempt(self, what: str, work: Callable[[], Any]) -> bool:
         """Calls `work` up to three times, and returns whether one succeeded.
@@ -164,6 +166,17 @@ class Storage:
                 return True
         self.failed(what, why)
         return False
+
+    def attempt_later(self, what: str, work: Callable[[], Any]) -> None:
+        """Attempts `work` in the background, after what was given before.
+
+        Raises errors of earlier pieces of work that are not the storage's.
+        """
+        self._background.give(lambda: self.attempt(what, work))
+
+    def drain(self) -> None:
+        """Returns when everything has been attempted. Raises as `attempt_later`."""
+        self._background.drain()
 
     def rested(self) -> None:
         """Ends a pause: the next write is tried at once."""
