@@ -139,12 +139,18 @@ def completion_of(
     return Completion(tokens, logprobs, policy_step=policy_step, sample=sample, **fields)
 
 
-def with_text(completion: Completion, decode: Callable[[list[int]], str]) -> Completion:
-    """Response with the text of its last turn."""
-    text, turns = decode(completion.last_turn.tolist()), completion.turns
-    if turns and turns[-1].drawn:
-        turns = (*turns[:-1], Turn(True, turns[-1].tokens, text))
-    return dataclasses.replace(completion, text=text, turns=turns)
+def with_texts(
+    completions: Sequence[Completion], decode_all: Callable[[list[list[int]]], list[str]]
+) -> list[Completion]:
+    """Responses, each with the text of its last turn."""
+    found = []
+    texts = decode_all([completion.last_turn.tolist() for completion in completions])
+    for completion, text in zip(completions, texts, strict=True):
+        turns = completion.turns
+        if turns and turns[-1].drawn:
+            turns = (*turns[:-1], Turn(True, turns[-1].tokens, text))
+        found.append(dataclasses.replace(completion, text=text, turns=turns))
+    return found
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:

@@ -22,7 +22,7 @@ from dapo_jax.rollout.requests import (
     completion_of,
     pad_prompt,
     split_group,
-    with_text,
+    with_texts,
 )
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.trajectories import Steps, Trajectories
@@ -224,13 +224,15 @@ class Scheduler:
         """
         parts = [(pending.group, pending.begun) for pending in self._waiting]
         parts += self._trajectories.take()
-        slots = list(self._in_slot)
+        slots, begun = list(self._in_slot), []
         for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
             (pending, sample), length = self._in_slot[slot], int(self._generated[slot])
-            begun = completion_of(pending, sample, drawn, length, self._policy_step)
-            begun = with_text(begun, self._tokenizer.decode)
-            parts.append((pending.group, begun if length else None))
+            begun.append(completion_of(pending, sample, drawn, length, self._policy_step))
             self.counts.unfinished_tokens += max(length - pending.drawn, 0)
+        begun = with_texts(begun, self._tokenizer.decode_all)
+        for slot, response in zip(slots, begun, strict=True):
+            some = response if self._generated[slot] else None
+            parts.append((self._in_slot[slot][0].group, some))
         self._clear()
         return carry_groups(parts)
 
@@ -315,15 +317,17 @@ class Scheduler:
             pending.waiting.appendleft(sample)
 
     def _collect(self, slots: list[int]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        completed = []
+        ended, responses, completed = [], [], []
         for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
             pending, sample = self._in_slot.pop(slot)
             most = pending.most_tokens(self._trajectories.drawn_limit)
             length = min(int(self._generated[slot]), most)
             cut, by = not self._ended(drawn.tokens[:length]), self._policy_step
-            completion = completion_of(pending, sample, drawn, length, by, truncated=cut)
-            completion = with_text(completion, self._tokenizer.decode)
+            ended.append((slot, pending, sample))
+            responses.append(completion_of(pending, sample, drawn, length, by, truncated=cut))
             self.counts.tokens += length - pending.drawn
+        responses = with_texts(responses, self._tokenizer.decode_all)
+        for (slot, pending, sample), completion in zip(ended, responses, strict=True):
             asked = self._trajectories.ask(pending.group, completion, self.counts.bursts)
             if not asked:
                 completed += self._finish(pending.group, completion)

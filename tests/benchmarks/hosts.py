@@ -137,7 +137,7 @@ def step(
         behind: watches the thread in the background.
     """
     tokenizer, drawn = train_tokenizer()
-    tokenizer.decode = watch.wrap("detokenising", tokenizer.decode)
+    tokenizer.decode_all = watch.wrap("detokenising", tokenizer.decode_all)
     median = options.tokens / math.exp(options.spread**2 / 2)
     limit = config.sampler.max_response_tokens
     workload, meter = AssumedWorkload(median, options.spread, limit), Meter(Costs())

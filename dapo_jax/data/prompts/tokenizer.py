@@ -33,7 +33,7 @@ class Ends(Protocol):
 class Decodes(Ends, Protocol):
     """Special ids and decoding that a sampler needs."""
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode_all(self, rows: list[list[int]]) -> list[str]: ...
 
 
 class Tokenizer:
@@ -93,6 +93,10 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return self.backend.decode(ids, skip_special_tokens=True)
+
+    def decode_all(self, rows: list[list[int]]) -> list[str]:
+        """Text of each row of ids, by all cores."""
+        return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def split(self, ids: Sequence[int]) -> list[str]:
         """Texts that the tokens of a response add, one each; joined they are its text.
