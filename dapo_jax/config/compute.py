@@ -15,8 +15,8 @@ class Compute:
     dtype: Dtype = setting("float32", "'float32' or 'bfloat16'; parameters stay float32.")
     remat: Literal["none", "full", "dots", "attention", "offload"] = setting(
         "none",
-        "What backward recomputes of a layer: 'none'; 'full'; all but 'dots' (matrix products) or "
-        "'attention' (not plain); 'offload' is full, its layer inputs in the host's memory.",
+        "What backward recomputes of a layer: 'none'; 'full'; all but 'attention' (not plain) or "
+        "'dots', which keeps other products too; 'offload' is full, its layer inputs on the host.",
         may_change=True,
     )
     scan_unroll: Count = setting(

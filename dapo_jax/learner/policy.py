@@ -193,4 +193,5 @@ def policy_learner(
         kept: dict[str, Any] = {TOKEN_LOGPROBS: logprobs} if keep_logprobs else {}
         return value, metrics | kept
 
-    return Learner(score, loss, abstract_params(config), settings, mesh, frozen)
+    by_rows = not routers  # whose loads are those of a microbatch
+    return Learner(score, loss, abstract_params(config), settings, mesh, frozen, by_rows)

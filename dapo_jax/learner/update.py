@@ -43,6 +43,7 @@ class Learner:
             moments.
         frozen: parameters that never change, on the mesh; a state holds the others alone, and so
             do its checkpoints.
+        by_rows: the loss and its metrics add over rows, too.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class Learner:
         settings: Optimizer,
         mesh: jax.sharding.Mesh,
         frozen: Any = None,
+        by_rows: bool = True,
     ):
         self.mesh, self.frozen = mesh, frozen or {}
+        # Then devices need each other once an update, and not in every microbatch.
+        self._apart = by_rows and sharding.cuts_data_alone(mesh)
         self._score_rows, self._loss = score, loss
         self._optimizer = make_optimizer(settings)
         boxed = jax.eval_shape(self._fresh_state, without(boxed_params, self.frozen))
@@ -153,6 +157,24 @@ class Learner:
         return jax.lax.fori_loop(0, microbatches, body, zeros)
 
     def _gradient_fn(self, params, frozen, batch: TrainBatch, microbatches):
+        arguments = params, frozen, batch, microbatches
+        if not self._apart:
+            gradient, metrics, kept = self._add_microbatches(*arguments)
+        else:
+            cut, gives = (None, None, 1, None), (None, None, 1)
+            add_up = sharding.each_of_data(self._add_apart, self.mesh, cut, gives)
+            gradient, metrics, kept = add_up(*arguments)
+        gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)
+        return gradient, metrics | kept
+
+    def _add_apart(self, *arguments):
+        """Sums over a device's own rows of all microbatches, then over devices."""
+        gradient, metrics, kept = self._add_microbatches(*arguments)
+        return *jax.lax.psum((gradient, metrics), "data"), kept
+
+    def _add_microbatches(self, params, frozen, batch: TrainBatch, microbatches):
+        """Gradient and metrics, and apart from them what is kept of every token."""
+
         def loss(params, batch: TrainBatch):
             value, metrics = self._loss(join(frozen, params), batch)
             metrics["loss"] = Mean(value, jnp.zeros(()))  # already normalised; see _update_fn
@@ -162,20 +184,18 @@ class Learner:
             rows = jax.grad(loss, has_aux=True)(params, _microbatch(batch, i))
             # XLA:TPU crashes on microbatch gradients added in a loop without the barrier.
             gradient, metrics = jax.lax.optimization_barrier(rows)
-            if TOKEN_LOGPROBS in metrics:  # at the place of the microbatch: then adding is enough
-                empty, new = jnp.zeros(batch.loss_weights.shape), metrics[TOKEN_LOGPROBS]
-                placed = jax.lax.dynamic_update_index_in_dim(empty, new, i, 0)
-                metrics = metrics | {TOKEN_LOGPROBS: placed}
-            return gradient, metrics
+            kept = {name: metrics.pop(name) for name in (TOKEN_LOGPROBS,) if name in metrics}
+            empty = jnp.zeros(batch.loss_weights.shape)
+            for name, new in kept.items():  # at the place of the microbatch: adding is enough
+                kept[name] = jax.lax.dynamic_update_index_in_dim(empty, new, i, 0)
+            return gradient, metrics, kept
 
         def body(i, carry):
             return jax.tree.map(jnp.add, carry, of_microbatch(i))
 
         shapes = jax.eval_shape(of_microbatch, 0)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        gradient, metrics = jax.lax.fori_loop(0, microbatches, body, zeros)
-        gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)
-        return gradient, metrics
+        return jax.lax.fori_loop(0, microbatches, body, zeros)
 
     def _update_fn(self, state: TrainState, frozen, batch: TrainBatch, microbatches, learning_rate):
         gradient, metrics = self._gradient_fn(state.params, frozen, batch, microbatches)

@@ -26,7 +26,10 @@ from dapo_jax.runtime.sharding import constrain
 LAYER_INPUT = "layer_input"
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS),
+    ),
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

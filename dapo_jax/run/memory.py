@@ -147,7 +147,7 @@ def update_bytes(
     tokens = rows * packing.row_tokens / sharding.shards(mesh, "sequence")
     tensor = sharding.shards(mesh, "heads")
     kept = decoder.embed
-    if decoder.remat == "none":
+    if decoder.remat in ("none", "dots"):
         inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.active_mlp
         kept += inner / tensor
     layers = decoder.layers * (decoder.remat != "offload")

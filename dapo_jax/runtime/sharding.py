@@ -219,9 +219,33 @@ def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
 
 
 def active_mesh() -> Any:
-    """Mesh that the code being traced will run on; None where it has one device."""
+    """Mesh that the code being traced will run on; None where it has one device.
+
+    Code that every device runs by itself (`each_of_data`) has one.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 else mesh
+    return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
+
+
+def cuts_data_alone(mesh: Mesh) -> bool:
+    """True where devices share the rows and nothing else."""
+    return mesh.size > 1 and mesh.shape["data"] == mesh.size
+
+
+def each_of_data(function: Callable, mesh: Mesh, cut: Any, gives: Any) -> Callable:
+    """Runs `function` on every device of a mesh that cuts data alone, without the others.
+
+    Args:
+        cut, gives: for each argument and each result, the dimension that `data` cuts; None: it is
+            the same on all.
+    """
+
+    def places(dimensions: Any) -> Any:
+        cuts = (None if i is None else (*(None,) * i, "data") for i in dimensions)
+        return tuple(PartitionSpec(*(one or ())) for one in cuts)
+
+    specs = {"in_specs": places(cut), "out_specs": places(gives)}
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
 
 
 def _dividing(shape: Sequence[int], names: Sequence[str | None]) -> list[str | None]:

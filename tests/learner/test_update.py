@@ -126,6 +126,7 @@ def one_device_updates(tiny_params, one_device):
         pytest.param((2, 2, 1, 2), id="tensor", marks=pytest.mark.slow),
         pytest.param((1, 2, 4, 1), id="decode_tensor, so all fsdp", marks=pytest.mark.slow),
         pytest.param((1, 2, 2, 2), id="both"),
+        pytest.param((8, 1, 1, 1), id="data alone"),
     ],
 )
 def test_update_on_eight_devices_equals_one(sizes, tiny_params, one_device_updates):
@@ -165,6 +166,13 @@ def test_the_compiled_step_holds_the_collectives(eight_devices):
         text = lowered.compile().as_text()
     assert re.search(r"= \S+ all-gather\(", text), "weights are not gathered over fsdp"
     assert re.search(r"= .*(all-reduce|reduce-scatter)\(", text), "gradients are not added up"
+
+
+def test_devices_that_share_rows_alone_meet_once_an_update():
+    mesh = sharding.make_mesh(-1, 1, 1)
+    learner, (batch, _) = make_learner(mesh), make_batch(rows=8, microbatches=2)
+    text = learner.lower("update", batch).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
 def test_without_old_logprobs_the_ratio_is_exactly_one(tiny_params, one_device):

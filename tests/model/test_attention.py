@@ -156,7 +156,7 @@ def test_no_array_of_a_blocked_program_is_as_large_as_length_squared(one_device)
 def test_remat_attention_keeps_what_attention_needs(name, one_device):
     """Where it is recomputed, it is named once more."""
 
-    def count(remat: str) -> int:
+    def count(remat: str, what: str = "name=attention") -> int:
         config = dataclasses.replace(TINY, attention=name, remat=remat)
         params = sharding.unbox(decoder.abstract_params(config))
         rows = jax.ShapeDtypeStruct((2, 256), jnp.int32)
@@ -166,9 +166,11 @@ def test_remat_attention_keeps_what_attention_needs(name, one_device):
             return jnp.sum(hidden)
 
         with sharding.activate(one_device):
-            return str(jax.make_jaxpr(jax.grad(loss))(params, rows)).count("name=attention")
+            return str(jax.make_jaxpr(jax.grad(loss))(params, rows)).count(what)
 
-    assert count("attention") == count("none") < count("full")
+    assert count("dots") == count("attention") == count("none") < count("full")
+    product = "dot_general["
+    assert count("none", product) == count("dots", product) < count("attention", product)
 
 
 @pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "blocked"])
@@ -187,7 +189,7 @@ def test_what_backward_keeps_does_not_change_the_numbers(name, tiny_params, one_
             return jax.jit(jax.grad(loss))(tiny_params)
 
     expected = gradient("none")
-    for remat in ("attention", "offload"):
+    for remat in ("dots", "attention", "offload"):
         assert_equal(gradient(remat), expected, 1e-5)
 
 

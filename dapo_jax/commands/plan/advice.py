@@ -7,7 +7,12 @@ from dapo_jax.commands.plan.compile_programs import CompiledProgram
 from dapo_jax.commands.plan.programs import SAMPLING
 from dapo_jax.commands.plan.step_estimate import token_bytes
 
-STRONGER_REMAT = {"none": "attention", "dots": "attention", "attention": "full", "full": "offload"}
+STRONGER_REMAT = {
+    "none": "dots",
+    "dots": "attention",
+    "attention": "full",
+    "full": "offload",
+}
 
 
 def _sampling(plan: Any, program: CompiledProgram, missing: float) -> list[str]:

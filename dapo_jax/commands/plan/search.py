@@ -18,7 +18,7 @@ from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
 
-REMATS = ("none", "attention", "full", "offload")  # from the fastest to the smallest
+REMATS = ("none", "dots", "attention", "full", "offload")  # from the fastest to the smallest
 MOST_ROWS = 4  # of a chip, in a microbatch
 FEWEST_SLOTS = 1  # of a replica
 
