@@ -231,10 +231,10 @@ class Sampler:
         "Of keys and values: 'auto' (compute.dtype) or 'int8' with a scale per token and head: the "
         "mismatch shows in kl_sampler_trainer, and algorithm.importance_cap corrects it.",
     )
-    weights_dtype: Literal["auto", "int8"] = setting(
+    weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto",
-        "Of the matrices that decode (not the embedding): 'auto' (compute.dtype) or 'int8' with a "
-        "scale per output channel; mismatch and correction as with cache_dtype.",
+        "Of matrices that decode (not the embedding): 'auto' (compute.dtype), 'int8' with a scale "
+        "per output channel, 'int8_products' with the other factor rounded too, a scale per token.",
     )
 
 

@@ -8,7 +8,6 @@ Every write is in place: compiled programs hold no second cache (tests read them
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
+from dapo_jax.model.quantisation import quantise
 from dapo_jax.model.training_attention import Window, grouped_attention
 from dapo_jax.runtime import sharding
 
-LARGEST_INT8 = 127
 LANES = 128  # of a TPU's vector registers; its paged kernel takes heads of a multiple of them
 # Pages and slots that the paged kernel works on at a time. The kernel's own table of them asks
 # which TPU this process has, and plans are made without one.
@@ -41,15 +40,6 @@ class SlotContext:
     positions: Int[Array, "S 1"]
     active: Bool[Array, "S"]
     tables: Int[Array, "S W"] | None  # None without pages
-
-
-def quantise(x: Array, dtype: Any, axis: int | tuple[int, ...] = -1) -> tuple[Array, Array | None]:
-    """Array in another dtype; int8 is symmetric, with float32 scales over `axis` (else None)."""
-    if dtype != jnp.int8:
-        return x.astype(dtype), None
-    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis) / LARGEST_INT8
-    whole = jnp.round(x / jnp.expand_dims(jnp.where(scale > 0, scale, 1), axis))
-    return whole.astype(jnp.int8), scale
 
 
 def _seen(

@@ -78,6 +78,7 @@ class DecoderConfig:
     frozen_layers: int = 0  # number of first layers in the subtree `frozen_layers`
     adapters: Adapters | None = None  # if any, only they are trained (see model/trainable.py)
     records_routes: bool = False  # decoding records which experts tokens take
+    int8_products: bool = False  # of int8 matrices, whose inputs are rounded too
     scalar_head: bool = False  # one scalar per token instead of logits: critics, reward models
 
     @property
@@ -148,9 +149,8 @@ class Block(nn.Module):
         adapters = self.config.adapters
         if adapters and name not in adapters.targets:
             adapters = None
-        return Projection(
-            features, axes, self.config.dtype, name=name, adapters=adapters, **options
-        )
+        options |= {"adapters": adapters, "int8_products": self.config.int8_products}
+        return Projection(features, axes, self.config.dtype, name=name, **options)
 
     def _heads(self, name: str, count: int, axis: str):
         features, axes = (count, self.config.head_dim), ("embed", axis, "head_dim")

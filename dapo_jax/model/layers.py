@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dapo_jax.model.quantisation import int8_product
+
 ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
 SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
@@ -57,18 +59,23 @@ class Projection(nn.Module):
     contracted: int = 1
     use_bias: bool = False
     adapters: Adapters | None = None
+    int8_products: bool = False  # where the kernel is int8
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         inputs = x.shape[-self.contracted :]
         inner = math.prod(inputs)
         init = named(nn.initializers.normal(inner**-0.5), self.axes)
-        kernel = self.param("kernel", init, (*inputs, *self.features)).astype(self.dtype)
-        flat = x.reshape(-1, inner)
-        product = flat @ kernel.reshape(inner, -1)
-        if self.has_variable("params", "kernel" + SCALE):
-            scale = self.get_variable("params", "kernel" + SCALE)
-            product = (product * scale.reshape(1, -1)).astype(self.dtype)
+        kernel = self.param("kernel", init, (*inputs, *self.features)).reshape(inner, -1)
+        flat, scaled = x.reshape(-1, inner), self.has_variable("params", "kernel" + SCALE)
+        scale: Any = None
+        if scaled:
+            scale = self.get_variable("params", "kernel" + SCALE).reshape(-1)
+        if scaled and self.int8_products:
+            product = int8_product(flat, kernel, scale).astype(self.dtype)
+        else:
+            product = flat @ kernel.astype(self.dtype)
+            product = (product * scale).astype(self.dtype) if scaled else product
         if self.adapters:
             product += self._low_rank(self.adapters, flat, inputs)
         product = product.reshape(*x.shape[: -self.contracted], *self.features)

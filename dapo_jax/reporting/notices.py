@@ -83,9 +83,10 @@ def warn_about_rounding(config: Config, progress: Progress) -> None:
     """Warns of an int8 sampler whose policy differs from the trained one without a correction."""
     corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
     for field in ("cache_dtype", "weights_dtype"):
-        if getattr(config.sampler, field) == "int8" and not corrected:
+        dtype = getattr(config.sampler, field)
+        if dtype != "auto" and not corrected:
             progress.warn(
-                f"sampler.{field} = 'int8' samples from a policy that is not quite the trained "
+                f"sampler.{field} = {dtype!r} samples from a policy that is not quite the trained "
                 "one, and algorithm.importance_cap = 0 does not correct it; see kl_sampler_trainer"
             )
 

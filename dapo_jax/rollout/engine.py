@@ -4,6 +4,7 @@ The calls keep JetStream's signatures; keyword arguments beyond carry what repro
 need.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
@@ -72,6 +73,8 @@ class PolicyEngine(Engine):
         trained_on: jax.sharding.Mesh | None = None,
         programs: Callable[..., Any] = engine_programs,
     ):
+        int8_products = settings.weights_dtype == "int8_products"
+        config = dataclasses.replace(config, int8_products=int8_products)
         slots, self._burst_tokens = settings.slots, settings.burst_tokens
         self.replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         allowed = f"a multiple of data x fsdp = {self.replicas}"

@@ -13,9 +13,9 @@ from dapo_jax.model.decode_attention import (
     has_kernel,
     interleave,
     page_specs,
-    quantise,
 )
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.quantisation import quantise
 from dapo_jax.rollout.page_table import Fills, PageTable
 from dapo_jax.rollout.slot_cache import SlotLayout, window_of
 from dapo_jax.runtime import sharding

@@ -14,8 +14,9 @@ from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PromptCache
-from dapo_jax.model.decode_attention import attend_slots, in_ring, quantise
+from dapo_jax.model.decode_attention import attend_slots, in_ring
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
 
 

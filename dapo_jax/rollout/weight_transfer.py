@@ -19,8 +19,8 @@ from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decoder, param_paths
-from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.layers import SCALE
+from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
 
 # Of [embed, heads, head_dim].
@@ -80,7 +80,7 @@ class Loader:
         settings: Sampler,
     ):
         self._config, self._layers_at_once = config, settings.load_layers
-        self._int8 = settings.weights_dtype == "int8"
+        self._int8 = settings.weights_dtype != "auto"
         self._paths = {path: decoder.layer_paths(path, config) for path in boxed}
         before, after = (
             sharding.tree_shardings(mesh, boxed, column)

@@ -91,7 +91,7 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
     """Bytes of the decoding weights on one device."""
 
     def itemsize(path: str) -> float:
-        int8 = sampler.weights_dtype == "int8" and path.endswith("kernel")
+        int8 = sampler.weights_dtype != "auto" and path.endswith("kernel")
         return 1 if int8 else jnp.dtype(forward_dtype(path, decoder)).itemsize
 
     return params_bytes(decoder, mesh, itemsize, sharding.DECODING)

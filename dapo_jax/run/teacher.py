@@ -14,10 +14,10 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.learners import Learners
 from dapo_jax.learner.policy import TEACHER, policy_learner
 from dapo_jax.model import load_huggingface
-from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.param_paths import forward_dtype, scaled_axes
+from dapo_jax.model.quantisation import quantise
 from dapo_jax.run.compute import check_divisible, check_rotations, numerics, open_learners
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.experts import NAMES, mix, route
 from dapo_jax.model.families import decoder_config
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.param_paths import scaled_axes
+from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox

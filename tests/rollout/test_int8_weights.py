@@ -24,6 +24,7 @@ from dapo_jax.model.decode_attention import PromptContext, attend_prompt
 from dapo_jax.model.decoder import abstract_params, for_decoding
 from dapo_jax.model.layers import Adapters
 from dapo_jax.model.param_paths import summed_axes
+from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.weight_transfer import Loader
@@ -142,14 +143,16 @@ def test_however_devices_and_layers_are_loaded_the_weights_are_the_same(one_devi
         assert shapes["head"] == (32, 32 // 2) and shapes["head_scale"] == (32 // 2,)
 
 
-def test_slots_and_pages_on_one_and_four_devices_draw_the_same(one_device):
+@pytest.mark.parametrize("dtype", ["int8", "int8_products"])
+def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device):
     params, found = random_params(UNTIED), []
     prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
     for mesh, cache in (
         (one_device, "slots"),
         (make_mesh(1, 2, 1, jax.devices()[:4], decode_tensor=2), "paged"),
     ):
-        engine, loaded = make_engine(UNTIED, mesh, place(params, UNTIED, mesh), cache=cache)
+        settings = {"cache": cache, "weights_dtype": dtype}
+        engine, loaded = make_engine(UNTIED, mesh, place(params, UNTIED, mesh), **settings)
         prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(loaded, state)
@@ -157,6 +160,34 @@ def test_slots_and_pages_on_one_and_four_devices_draw_the_same(one_device):
     assert len(set(found[0].tokens.tolist())) > 1
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
+
+
+def test_products_of_int8_are_those_of_the_rounded_factors():
+    rng = np.random.default_rng(0)
+    rows, weights = (
+        rng.normal(size=(5, 300)) * [[1], [9], [1e-3], [0], [40]],
+        rng.normal(size=(300, 7)),
+    )
+    matrix, scale = to_int8(jnp.asarray(weights, jnp.float32), 0)
+    found = np.asarray(int8_product(jnp.asarray(rows, jnp.float32), matrix, scale))
+    largest = np.abs(rows).max(axis=1, keepdims=True) / 127
+    rounded = np.round(rows / np.where(largest, largest, 1)) * largest
+    exact = rounded @ (np.asarray(matrix, float) * np.asarray(scale, float))
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
+    assert np.abs(found - rows @ weights).max() > 1e-3
+    alone = int8_product(jnp.asarray(rows[1:2], jnp.float32), matrix, scale)
+    np.testing.assert_array_equal(found[1:2], alone)
+
+
+def test_products_are_rounded_where_asked_alone(one_device):
+    params, logits = random_params(UNTIED), {}
+    for dtype in "auto", "int8", "int8_products":
+        engine, loaded = make_engine(UNTIED, one_device, params, weights_dtype=dtype)
+        logits[dtype] = np.asarray(last_logits(loaded, engine.config))
+    more, less = (
+        np.linalg.norm(logits[dtype] - logits["auto"]) for dtype in ("int8_products", "int8")
+    )
+    assert less < more < 0.1 * np.linalg.norm(logits["auto"])
 
 
 def test_matrices_need_half_the_bytes_of_bfloat16(one_device):

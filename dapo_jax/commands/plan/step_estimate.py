@@ -125,7 +125,11 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
     number = jnp.dtype(decoder.dtype).itemsize
     looked_up = 0 if decoder.tie_embeddings else number * decoder.vocab * decoder.embed / pieces
     read = measured.alive["decoding weights"] - looked_up
-    phases = {"products": Work(roofline.forward_flops(decoder, slots, 0) / pieces, read)}
+    flops = roofline.forward_flops(decoder, slots, 0)
+    if engine.config.int8_products:  # twice as fast; experts and head stay as they are
+        without_experts = dataclasses.replace(decoder, experts_per_token=0)
+        flops -= slots * roofline.matrix_weights(without_experts, head=False)
+    phases = {"products": Work(flops / pieces, read)}
     if decoder.experts:
         phases = _apart(layout, phases["products"], slots, pieces)
     reaches = (reach or engine.cache_tokens for reach in decoder.reaches)
@@ -153,7 +157,7 @@ def _read(layout: Layout, tokens: float) -> Work:
 def _apart(layout: Layout, products: Work, slots: float, pieces: float) -> dict[str, Work]:
     """Products of experts, and the others: those read more weights than their tokens use."""
     decoder, shards = layout.decoder, layout.sampling_mesh.shape["expert"]
-    number = 1 if layout.config.sampler.weights_dtype == "int8" else 2
+    number = 2 if layout.config.sampler.weights_dtype == "auto" else 1
     weights = 3.0 * decoder.layers * decoder.embed * decoder.mlp * decoder.experts
     held = number * weights / (pieces * shards)
     missed = (1 - decoder.experts_per_token / decoder.experts) ** (slots * shards)

@@ -1,0 +1,33 @@
+"""Symmetric int8: arrays with float32 scales, and products of such arrays."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
+
+LARGEST_INT8 = 127
+
+
+def to_int8(x: Array, axis: int | tuple[int, ...] = -1) -> tuple[Array, Array]:
+    """Rounded array and its float32 scales over `axis`."""
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axis) / LARGEST_INT8
+    whole = jnp.round(x / jnp.expand_dims(jnp.where(scale > 0, scale, 1), axis))
+    return whole.astype(jnp.int8), scale
+
+
+def quantise(x: Array, dtype: Any, axis: int | tuple[int, ...] = -1) -> tuple[Array, Array | None]:
+    """Array in another dtype, with scales where that is int8 (else None)."""
+    return to_int8(x, axis) if dtype == jnp.int8 else (x.astype(dtype), None)
+
+
+def int8_product(
+    rows: Float[Array, "N I"], matrix: Int8[Array, "I O"], scale: Float[Array, "O"]
+) -> Float[Array, "N O"]:
+    """Product of rows, each rounded to int8 by a scale of its own, and an int8 matrix; float32.
+
+    Sums are whole numbers of 32 bits, exact up to 133,000 of them; a row's result depends on no
+    other row.
+    """
+    whole, by_row = to_int8(rows)
+    sums = jnp.dot(whole, matrix, preferred_element_type=jnp.int32)
+    return sums * by_row[:, None] * scale
