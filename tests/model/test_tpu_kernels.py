@@ -1,0 +1,298 @@
+"""TPU kernels as the project calls them, run by Pallas' TPU interpreter against plain arithmetic.
+
+It compiles nothing and keeps no time: what a TPU's compiler makes of a kernel is not tested here.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
+from paged_slots import SIZE, WIDTH, Slots, make_slots, normal
+from tpu_interpreter import interpret
+
+from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.config.experiment import Mesh, Sampler
+from dapo_jax.model import splash_attention
+from dapo_jax.model.caches import PageCache
+from dapo_jax.model.decode_attention import PagedAttention, SlotContext, _read_by_kernel
+from dapo_jax.model.grouped_products import matrices_gradient
+from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
+from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
+from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.runtime import sharding
+from dapo_jax.runtime.settings import ConfigError
+
+FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
+
+
+def difference(found, expected) -> float:
+    """Largest difference, relative to the largest expected value where that exceeds 1."""
+    found, expected = (np.asarray(array, np.float32) for array in (found, expected))
+    assert np.isfinite(found).all()
+    return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1))
+
+
+# --- splash: training attention ------------------------------------------------------------------
+
+# Ends of segments: of one token, inside a block of 128, at its end; the second row ends in padding.
+ENDS = ((1, 100, 128, 300, 384), (50, 256, 333))
+
+
+def packed_ids(length: int) -> np.ndarray:
+    """Segment numbers of two rows; the last segment of the first fills it."""
+    ids = np.zeros((len(ENDS), length), np.int32)
+    for row, ends in zip(ids, ENDS, strict=True):
+        row[: ends[-1]] = 1 + np.searchsorted(ends, np.arange(ends[-1]), side="right")
+    ids[0, ENDS[0][-1] :] = len(ENDS[0])
+    return ids
+
+
+def training_attention(name: str, arrays, weights, window: Window | None, mesh, run):
+    """Output and gradients of one of the project's kinds of attention, by `run`."""
+    ids = jnp.asarray(packed_ids(weights.shape[1]))
+    context = Context(jnp.zeros_like(ids), ids)
+
+    def loss(queries, keys, values):
+        whole = queries, keys, values, context, None, window
+        mixed, _ = TRAINING_ATTENTION[name](*whole)
+        return jnp.sum(jnp.sin(mixed.astype(FLOAT32)) * weights), mixed
+
+    def output_and_gradients(*arrays):
+        gradients, mixed = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+        return mixed, *gradients
+
+    with sharding.activate(mesh):
+        return run(output_and_gradients, *arrays)
+
+
+def compiled(function, *args):
+    return jax.jit(function)(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [128, 1024], ids=["blocks", "block"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "length", "window"),
+    [
+        pytest.param(4, 2, 128, 384, None, id="128"),
+        pytest.param(7, 1, 64, 384, None, id="64"),
+        pytest.param(4, 2, 64, 384, Window(100), id="64-window"),
+        # Gemma 3 1B: one program for layers that slide and for full ones.
+        pytest.param(4, 1, 256, 640, Window(512, jnp.array(True)), id="gemma-slides"),
+        pytest.param(4, 1, 256, 640, Window(512, jnp.array(False)), id="gemma-full"),
+    ],
+)
+def test_splash_gives_plain_attention_and_its_gradients(
+    heads, kv_heads, head_dim, length, window, block, dtype, monkeypatch, one_device
+):
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", block)
+    rng = np.random.default_rng(0)
+    shapes = [(len(ENDS), length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    arrays = [normal(rng, shape, dtype) for shape in shapes]
+    exact = [array.astype(FLOAT32) for array in arrays]
+    weights = normal(rng, shapes[0], FLOAT32)
+    call = functools.partial(training_attention, weights=weights, window=window, mesh=one_device)
+    found, kernels = call("splash", arrays, run=interpret)
+    assert len(kernels) == 3  # forward, gradient by queries, by keys and values
+    expected = call("plain", exact, run=compiled)
+    differences = list(map(difference, found, expected))
+    print(differences)
+    if dtype == FLOAT32:
+        assert max(differences) <= 5e-7
+    else:
+        plain = map(difference, call("plain", arrays, run=compiled), expected)
+        assert max(differences) <= 5.1e-3
+        assert max(differences) <= 1.5 * max(plain)
+
+
+# --- ragged paged attention: decoding ------------------------------------------------------------
+
+# At, before and after the end of one page and of two, one token, all that a slot may have; idle
+# slots (0) first, last and between.
+LENGTHS = (0, 15, 16, 17, 31, 0, 32, 33, 1, SIZE * WIDTH, 129, 70, 0)
+FEW = (0, 17, 16, 15, 33, 0, 40, 1, 18, 0)  # more than the kernel works on at a time
+
+
+def decode(mesh, window: Window | None = None, *, kernel: bool = True):
+    """Function of one decode step over pages: the project's, with its write of the new tokens."""
+    attend = PagedAttention(mesh, kernel)
+
+    def step(queries, keys, values, pages, tables, positions, active):
+        new = (array[:, None] for array in (queries, keys, values))
+        context = SlotContext(positions[:, None], active, tables)
+        mixed, cache = attend(*new, context, PageCache(pages), window)
+        return mixed[:, 0], cache.pages
+
+    return step
+
+
+def assert_decodes(slots: Slots, result, window: int | None, tolerance: float) -> None:
+    """The step's output is the loops', its pages have the new tokens and are else as before."""
+    mixed, pages = result
+    busy = slots.lengths > 0
+    assert np.isfinite(np.asarray(mixed, np.float32)).all()  # of idle slots, too
+    found = difference(np.asarray(mixed, np.float32)[busy], slots.mixed(window)[busy])
+    print(found)
+    assert found <= tolerance
+    np.testing.assert_array_equal(np.asarray(pages, np.float32)[1:], slots.written()[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window"),
+    [
+        (10, 2, 128, None),
+        (7, 1, 128, None),
+        (28, 4, 128, None),
+        (16, 16, 128, None),  # worked on in two parts
+        (4, 1, 256, 5),
+        (10, 2, 128, 40),
+    ],
+)
+def test_ragged_kernel_reads_each_slots_pages(heads, kv_heads, head_dim, window, dtype, one_device):
+    slots = make_slots(heads, kv_heads, head_dim, LENGTHS, dtype)
+    step = decode(one_device, window and Window(window))
+    result, kernels = interpret(step, *slots.arrays(dtype))
+    assert len(kernels) == 1
+    assert_decodes(slots, result, window, 1e-6 if dtype == FLOAT32 else 3.9e-3)
+
+
+@pytest.mark.slow
+def test_ragged_kernel_has_no_race(one_device):
+    slots = make_slots(4, 2, 128, FEW, BFLOAT16)
+    result, races = interpret(decode(one_device), *slots.arrays(BFLOAT16), detect_races=True)
+    assert races == [False]
+    assert_decodes(slots, result, None, 3.9e-3)
+
+
+@pytest.mark.slow
+def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
+    """The interpreter's own proof: a kernel that reads too early races, or reads NaN."""
+    copies = ragged_kernel.MultiPageAsyncCopyDescriptor
+    monkeypatch.setattr(copies, "wait", lambda self: self._vmem_buf)
+    arrays = make_slots(4, 2, 128, FEW, BFLOAT16).arrays(BFLOAT16)
+    jax.clear_caches()
+    early = {"dma_execution_mode": "eager", "detect_races": True}
+    _, races = interpret(decode(one_device), *arrays, **early)
+    assert races == [True]
+    (mixed, _), _ = interpret(decode(one_device), *arrays)
+    assert np.isnan(np.asarray(mixed, np.float32)).any()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_tokens", "reads"),
+    [(128, 16, True), (256, 8, True), (64, 16, False), (96, 16, False), (192, 16, False)]
+    + [(128, 12, False)],
+)
+def test_only_heads_of_whole_registers_take_the_ragged_kernel(
+    head_dim, page_tokens, reads, monkeypatch, one_device
+):
+    def refuse(*args, **options):
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", refuse)
+    config, chip = dataclasses.replace(TINY, head_dim=head_dim), named_mesh(Mesh(), "tpu", 1)
+    settings = Sampler(slots=2, page_tokens=page_tokens)
+    chosen = choose_layout(config, chip, settings, SIZE * WIDTH)
+    assert isinstance(chosen, PagedLayout if reads else SlotLayout)
+    settings.cache = "paged"
+    paged = choose_layout(config, chip, settings, SIZE * WIDTH)
+    step = decode(one_device, kernel=paged.attend.kernel)
+    slots = make_slots(4, 2, head_dim, (5, 20), FLOAT32)
+    slots.pages = np.nan_to_num(slots.pages)  # gathered keys of weight 0 are multiplied
+    if reads:
+        with pytest.raises(AssertionError, match="the kernel was called"):
+            jax.jit(step)(*slots.arrays(FLOAT32))
+    else:
+        assert_decodes(slots, jax.jit(step)(*slots.arrays(FLOAT32)), None, 1e-6)
+
+
+def test_int8_pages_are_refused_on_tpu_and_slots_taken():
+    config, chip = dataclasses.replace(TINY, head_dim=128), named_mesh(Mesh(), "tpu", 1)
+    settings = Sampler(slots=2, cache_dtype="int8")
+    assert isinstance(choose_layout(config, chip, settings, SIZE * WIDTH), SlotLayout)
+    settings.cache = "paged"
+    with pytest.raises(ConfigError, match=r"sampler.cache = 'paged'.*reads no scales"):
+        choose_layout(config, chip, settings, SIZE * WIDTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_head", [False, True], ids=["one-scale", "scale-per-head"])
+def test_ragged_kernel_reads_int8_pages_with_static_scales(per_head, monkeypatch):
+    """Not called by the project: what int8 pages could be built on.
+
+    The kernel's scales are one number for all keys, one for all values. Scales per head need none:
+    those of keys are multiplied into queries, those of values into the output.
+    """
+    busy = tuple(filter(None, LENGTHS))
+    heads, kv_heads, rng = 8, 2, np.random.default_rng(3)
+    slots = make_slots(heads, kv_heads, 128, busy, FLOAT32)
+    spread = rng.uniform(0.5, 2, (2, kv_heads)) if per_head else np.ones((2, kv_heads))
+    scales = 0.03 * spread[:, :, None]
+    both = np.stack(list(scales), 1).reshape(-1, 1)  # of pages: keys and values in turn
+
+    def rounded(array, scale):
+        return np.clip(np.round(array / scale), -127, 127)
+
+    slots.keys, slots.values = (
+        rounded(array, scale) * scale
+        for array, scale in zip((slots.keys, slots.values), scales, strict=True)
+    )
+    slots.pages = rounded(slots.pages, both) * both
+    whole = np.nan_to_num(np.round(slots.written() / both), nan=127).astype(np.int8)
+    told = dict(zip(("k_scale", "v_scale"), (1.0, 1.0) if per_head else (0.03, 0.03), strict=True))
+    kernel = functools.partial(ragged_kernel.ragged_paged_attention, **told)
+    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", kernel)
+    folded = np.repeat(scales, heads // kv_heads, 1) if per_head else np.ones((2, 1, 1))
+
+    def read(queries, pages, tables, lengths):
+        queries = (queries * folded[0]).astype(BFLOAT16)
+        return folded[1] * _read_by_kernel(queries, PageCache(pages), tables, lengths, None)
+
+    arrays = (slots.queries, whole, slots.tables, slots.lengths)
+    found, kernels = interpret(read, *map(jnp.asarray, arrays))
+    assert len(kernels) == 1
+    print(difference(found, slots.mixed()))
+    assert difference(found, slots.mixed()) <= 1e-2
+
+
+# --- megablox: gradients by experts' matrices ----------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 100, 0, 0, 156, 21, 0), (0, 0, 384), (0, 0, 0), (128, 0, 128, 128), (1, 0, 1, 382)],
+    ids=str,
+)
+def test_gradients_by_matrices_are_plain_products_of_each_group(sizes, dtype):
+    """Groups without rows get zeros; rows of no group, which hold anything, reach nothing."""
+    rng, rows, inner, outer = np.random.default_rng(2), 384, 128, 640  # 640: a tile and a part
+    left, right = (normal(rng, (rows, width), dtype) for width in (inner, outer))
+    inside = (jnp.arange(rows) < sum(sizes))[:, None]
+    left, right = (jnp.where(inside, array, jnp.nan) for array in (left, right))
+
+    def gradient(left, right, sizes):
+        return matrices_gradient(left, right, sizes)
+
+    found, kernels = interpret(gradient, left, right, jnp.array(sizes, jnp.int32))
+    assert len(kernels) == 1
+    ends = np.cumsum(sizes)
+    exact = [np.asarray(array, np.float64) for array in (left, right)]
+    for matrix, start, end in zip(found, ends - np.array(sizes), ends, strict=True):
+        expected = exact[0][start:end].T @ exact[1][start:end]
+        if start == end:
+            assert not np.asarray(matrix, np.float32).any()
+        else:
+            print(difference(matrix, expected))
+            assert difference(matrix, expected) <= (5e-7 if dtype == FLOAT32 else 2**-8)
