@@ -29,6 +29,8 @@ from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
+# Two cores share a chip's memory and a grid's parallel dimensions, as in v4 and v5p.
+TWO_CORES = {"detect_races": True, "num_cores_or_threads": 2}
 
 
 def difference(found, expected) -> float:
@@ -134,6 +136,19 @@ def test_splash_gives_plain_attention_and_its_gradients(
     print(f"{worst:.2e} plain {plain:.2e}")
     assert worst <= (1e-6 if dtype == FLOAT32 else 5.1e-3)
     assert worst <= 1.5 * plain
+
+
+@pytest.mark.slow
+def test_splash_has_no_race_between_two_cores(monkeypatch, one_device):
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    rng, ids = np.random.default_rng(0), packed_ids(((1, 100, 256), (9, 200)), 256)
+    shapes = [(*ids.shape, count, 128) for count in (4, 2, 2)]
+    arrays, weights = [normal(rng, shape, FLOAT32) for shape in shapes], np.ones(shapes[0], "f")
+    run = functools.partial(interpret, **TWO_CORES)
+    found, races = training_attention("splash", arrays, ids, weights, None, one_device, run)
+    assert races == [False] * 3
+    expected = exact_attention(arrays, ids, weights, None)
+    assert max(map(difference, found, expected)) <= 1e-6
 
 
 # --- ragged paged attention: decoding ------------------------------------------------------------
@@ -320,3 +335,16 @@ def test_gradients_by_matrices_are_plain_products_of_each_group(sizes, dtype):
         else:
             print(difference(matrix, expected))
             assert difference(matrix, expected) <= (5e-7 if dtype == FLOAT32 else 2**-8)
+
+
+@pytest.mark.slow
+def test_gradients_by_matrices_have_no_race_between_two_cores():
+    rng, sizes = np.random.default_rng(2), jnp.array((0, 100, 284), jnp.int32)
+    left, right = (normal(rng, (384, width), FLOAT32) for width in (128, 640))
+
+    def gradient(left, right, sizes):
+        return matrices_gradient(left, right, sizes)
+
+    found, races = interpret(gradient, left, right, sizes, **TWO_CORES)
+    assert races == [False]
+    assert difference(found[2], np.asarray(left)[100:].T @ np.asarray(right)[100:]) <= 1e-6
