@@ -3,30 +3,25 @@
 It compiles nothing and keeps no time: what a TPU's compiler makes of a kernel is not tested here.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
-from paged_slots import SIZE, WIDTH, Slots, make_slots, normal
+from paged_slots import SIZE, WIDTH, Slots, decode, make_slots, normal
 from tpu_interpreter import interpret
 
-from dapo_jax.commands.plan.simulated_engine import named_mesh
-from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.caches import PageCache
-from dapo_jax.model.decode_attention import PagedAttention, SlotContext, _read_by_kernel
+from dapo_jax.model.decode_attention import _read_by_kernel
 from dapo_jax.model.grouped_products import matrices_gradient
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
-from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
-from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
+
+pytestmark = pytest.mark.slow
 
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
 # Two cores share a chip's memory and a grid's parallel dimensions, as in v4 and v5p.
@@ -100,7 +95,6 @@ def compiled(function, *args):
     return jax.jit(function)(*args)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [128, 1024], ids=["blocks", "block"])
 @pytest.mark.parametrize(
@@ -138,7 +132,6 @@ def test_splash_gives_plain_attention_and_its_gradients(
     assert worst <= 1.5 * plain
 
 
-@pytest.mark.slow
 def test_splash_has_no_race_between_two_cores(monkeypatch, one_device):
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
     rng, ids = np.random.default_rng(0), packed_ids(((1, 100, 256), (9, 200)), 256)
@@ -159,19 +152,6 @@ LENGTHS = (0, 15, 16, 17, 31, 0, 32, 33, 1, SIZE * WIDTH, 129, 70, 0)
 FEW = (0, 17, 16, 15, 33, 0, 40, 1, 18, 0)  # more than the kernel works on at a time
 
 
-def decode(mesh, window: Window | None = None, *, kernel: bool = True):
-    """Function of one decode step over pages: the project's, with its write of the new tokens."""
-    attend = PagedAttention(mesh, kernel)
-
-    def step(queries, keys, values, pages, tables, positions, active):
-        new = (array[:, None] for array in (queries, keys, values))
-        context = SlotContext(positions[:, None], active, tables)
-        mixed, cache = attend(*new, context, PageCache(pages), window)
-        return mixed[:, 0], cache.pages
-
-    return step
-
-
 def assert_decodes(slots: Slots, result, window: int | None, tolerance: float) -> None:
     """The step's output is the loops', its pages have the new tokens and are else as before."""
     mixed, pages = result
@@ -183,7 +163,6 @@ def assert_decodes(slots: Slots, result, window: int | None, tolerance: float) -
     np.testing.assert_array_equal(np.asarray(pages, np.float32)[1:], slots.written()[1:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window"),
@@ -204,7 +183,6 @@ def test_ragged_kernel_reads_each_slots_pages(heads, kv_heads, head_dim, window,
     assert_decodes(slots, result, window, 1e-6 if dtype == FLOAT32 else 3.9e-3)
 
 
-@pytest.mark.slow
 def test_ragged_kernel_has_no_race(one_device):
     slots = make_slots(4, 2, 128, FEW, BFLOAT16)
     result, races = interpret(decode(one_device), *slots.arrays(BFLOAT16), detect_races=True)
@@ -212,7 +190,6 @@ def test_ragged_kernel_has_no_race(one_device):
     assert_decodes(slots, result, None, 3.9e-3)
 
 
-@pytest.mark.slow
 def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
     """The interpreter's own proof: a kernel that reads too early races, or reads NaN."""
     copies = ragged_kernel.MultiPageAsyncCopyDescriptor
@@ -227,44 +204,6 @@ def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "page_tokens", "reads"),
-    [(128, 16, True), (256, 8, True), (64, 16, False), (96, 16, False), (192, 16, False)]
-    + [(128, 12, False)],
-)
-def test_only_heads_of_whole_registers_take_the_ragged_kernel(
-    head_dim, page_tokens, reads, monkeypatch, one_device
-):
-    def refuse(*args, **options):
-        raise AssertionError("the kernel was called")
-
-    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", refuse)
-    config, chip = dataclasses.replace(TINY, head_dim=head_dim), named_mesh(Mesh(), "tpu", 1)
-    settings = Sampler(slots=2, page_tokens=page_tokens)
-    chosen = choose_layout(config, chip, settings, SIZE * WIDTH)
-    assert isinstance(chosen, PagedLayout if reads else SlotLayout)
-    settings.cache = "paged"
-    paged = choose_layout(config, chip, settings, SIZE * WIDTH)
-    step = decode(one_device, kernel=paged.attend.kernel)
-    slots = make_slots(4, 2, head_dim, (5, 20), FLOAT32)
-    slots.pages = np.nan_to_num(slots.pages)  # gathered keys of weight 0 are multiplied
-    if reads:
-        with pytest.raises(AssertionError, match="the kernel was called"):
-            jax.jit(step)(*slots.arrays(FLOAT32))
-    else:
-        assert_decodes(slots, jax.jit(step)(*slots.arrays(FLOAT32)), None, 1e-6)
-
-
-def test_int8_pages_are_refused_on_tpu_and_slots_taken():
-    config, chip = dataclasses.replace(TINY, head_dim=128), named_mesh(Mesh(), "tpu", 1)
-    settings = Sampler(slots=2, cache_dtype="int8")
-    assert isinstance(choose_layout(config, chip, settings, SIZE * WIDTH), SlotLayout)
-    settings.cache = "paged"
-    with pytest.raises(ConfigError, match=r"sampler.cache = 'paged'.*reads no scales"):
-        choose_layout(config, chip, settings, SIZE * WIDTH)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("per_head", [False, True], ids=["one-scale", "scale-per-head"])
 def test_ragged_kernel_reads_int8_pages_with_static_scales(per_head, monkeypatch):
     """Not called by the project: what int8 pages could be built on.
@@ -307,7 +246,6 @@ def test_ragged_kernel_reads_int8_pages_with_static_scales(per_head, monkeypatch
 # --- megablox: gradients by experts' matrices ----------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "sizes",
@@ -337,7 +275,6 @@ def test_gradients_by_matrices_are_plain_products_of_each_group(sizes, dtype):
             assert difference(matrix, expected) <= (5e-7 if dtype == FLOAT32 else 2**-8)
 
 
-@pytest.mark.slow
 def test_gradients_by_matrices_have_no_race_between_two_cores():
     rng, sizes = np.random.default_rng(2), jnp.array((0, 100, 284), jnp.int32)
     left, right = (normal(rng, (384, width), FLOAT32) for width in (128, 640))

@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.model.caches import PageCache
+from dapo_jax.model.decode_attention import PagedAttention, SlotContext
+from dapo_jax.model.training_attention import Window
+
 SIZE, WIDTH = 16, 10  # tokens of a page, pages of a slot: more than the kernel works on at a time
 
 
@@ -78,3 +82,16 @@ def make_slots(heads, kv_heads, head_dim, lengths, dtype) -> Slots:
     each = (slots, kv_heads, head_dim)
     queries = drawn(slots, heads, head_dim)
     return Slots(pages, tables, np.array(lengths, np.int32), queries, drawn(*each), drawn(*each))
+
+
+def decode(mesh, window: Window | None = None, *, kernel: bool = True):
+    """Function of one decode step over pages: the project's, with its write of the new tokens."""
+    attend = PagedAttention(mesh, kernel)
+
+    def step(queries, keys, values, pages, tables, positions, active):
+        new = (array[:, None] for array in (queries, keys, values))
+        context = SlotContext(positions[:, None], active, tables)
+        mixed, cache = attend(*new, context, PageCache(pages), window)
+        return mixed[:, 0], cache.pages
+
+    return step
