@@ -3,22 +3,30 @@
 It compiles nothing and keeps no time: what a TPU's compiler makes of a kernel is not tested here.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import TINY, make_prompt
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 from paged_slots import SIZE, WIDTH, Slots, decode, make_slots, normal
-from tpu_interpreter import interpret
+from samplers import TOKENIZER, sample
+from tpu_interpreter import interpret, interpreted
 
+from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.caches import PageCache
 from dapo_jax.model.decode_attention import _read_by_kernel
+from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.grouped_products import matrices_gradient
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
+from dapo_jax.rollout import paged_cache
+from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
 
 pytestmark = pytest.mark.slow
@@ -144,6 +152,33 @@ def test_splash_has_no_race_between_two_cores(monkeypatch, one_device):
     assert max(map(difference, found, expected)) <= 1e-6
 
 
+def test_decoder_is_trained_by_splash_as_by_plain_attention(one_device):
+    """Layers that slide and full ones in one scan. The interpreter can not recompute (remat)."""
+    config = dataclasses.replace(TINY, head_dim=64, remat="none")
+    config = dataclasses.replace(config, window=100, sliding=(True, False))
+    ids = jnp.asarray(packed_ids(((1, 256), (9, 200)), 256))
+    tokens = jax.random.randint(jax.random.key(1), ids.shape, 2, TINY.vocab)
+    positions = jnp.broadcast_to(jnp.arange(256), ids.shape)
+    params = sharding.unbox(init_params(config, jax.random.key(0)))
+
+    def gradient(name: str, run):
+        named = Decoder(dataclasses.replace(config, attention=name))
+
+        def loss(params):
+            hidden = named.apply({"params": params}, tokens, ids, positions)
+            return jnp.mean(jnp.sin(hidden) * (ids > 0)[..., None])
+
+        with sharding.activate(one_device):
+            return run(jax.grad(loss), params)
+
+    found, kernels = gradient("splash", interpret)
+    assert len(kernels) == 3 * config.layers
+    expected = gradient("plain", compiled)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, wanted, atol=2e-6 * largest)
+
+
 # --- ragged paged attention: decoding ------------------------------------------------------------
 
 # At, before and after the end of one page and of two, one token, all that a slot may have; idle
@@ -181,6 +216,30 @@ def test_ragged_kernel_reads_each_slots_pages(heads, kv_heads, head_dim, window,
     result, kernels = interpret(step, *slots.arrays(dtype))
     assert len(kernels) == 1
     assert_decodes(slots, result, window, 1e-6 if dtype == FLOAT32 else 3.9e-3)
+
+
+def test_engine_draws_by_the_ragged_kernel_what_it_draws_from_slots(monkeypatch, one_device):
+    """Prefill into pages, shared pages of prompts, bursts, slots that end and begin."""
+    config = dataclasses.replace(TINY, head_dim=128)
+    params = sharding.unbox(init_params(config, jax.random.key(0)))
+    params |= {"embedding": params["embedding"] * 20}
+    tokens = [[2 + (7 * length + j) % 20 for j in range(length)] for length in (18, 9, 2)]
+    prompts = [make_prompt(i, prompt) for i, prompt in enumerate(tokens)]
+    monkeypatch.setattr(paged_cache, "has_kernel", lambda *_: True)
+
+    def draw(cache: str):
+        settings = Sampler(slots=4, burst_tokens=3, max_response_tokens=20, cache=cache)
+        settings.page_tokens, settings.first_window_tokens = 8, 8
+        engine = PolicyEngine(
+            config, one_device, settings, max_prompt_tokens=18, tokenizer=TOKENIZER, insert_width=4
+        )
+        groups = sample(Scheduler(engine, TOKENIZER, seed=5), params, prompts, 3)
+        return {i: [done.tokens.tolist() for done in group] for i, group in groups.items()}
+
+    with interpreted() as kernels:
+        drawn = draw("paged")
+    assert len(kernels) >= 20 * config.layers
+    assert drawn == draw("slots")
 
 
 def test_ragged_kernel_has_no_race(one_device):

@@ -80,8 +80,12 @@ def _swap_by_mask(self, key, place, value, mask, core: int, **options):
 
 
 @contextlib.contextmanager
-def _mended() -> Iterator[list[RaceDetectionState]]:
-    """Interpreter with the three functions, and what it records of races, kernel by kernel."""
+def interpreted(**params: Any) -> Iterator[list[RaceDetectionState]]:
+    """Interprets TPU kernels that are traced and run inside; yields a record of each that ran.
+
+    Args:
+        params: fields of `pltpu.InterpretParams`.
+    """
     kernels: list[RaceDetectionState] = []
 
     def recorded(*args, **options) -> RaceDetectionState:
@@ -93,8 +97,12 @@ def _mended() -> Iterator[list[RaceDetectionState]]:
         mock.patch.object(interpreter, "get", _get_of_views),
         mock.patch.object(interpreter, "_get_parallel_dim_semantics", _parallel_dimensions_of_vmap),
         mock.patch.object(SharedMemory, "swap_buffer_content", _swap_by_mask),
+        pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**params)),
     ):
-        yield kernels
+        try:
+            yield kernels
+        finally:  # a kernel that failed leaves its memory behind
+            pltpu.reset_tpu_interpret_mode_state()
 
 
 def interpret(function: Callable, *args: Any, **params: Any) -> tuple[Any, list[bool]]:
@@ -102,12 +110,8 @@ def interpret(function: Callable, *args: Any, **params: Any) -> tuple[Any, list[
 
     Args:
         function: traced anew only if it has not been called so before: pass a new one.
-        params: fields of `pltpu.InterpretParams`; with `detect_races` a flag says that its kernel
-            has a race.
+        params: as for `interpreted`; with `detect_races` a flag says that its kernel has a race.
     """
-    with _mended() as kernels, pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**params)):
-        try:
-            result = jax.block_until_ready(jax.jit(function)(*args))
-        finally:  # a kernel that failed leaves its memory behind
-            pltpu.reset_tpu_interpret_mode_state()
+    with interpreted(**params) as kernels:
+        result = jax.block_until_ready(jax.jit(function)(*args))
     return result, [kernel.races_found for kernel in kernels]
