@@ -155,9 +155,16 @@ def interleave(keys: Array, values: Array, axis: int) -> Array:
     return pairs.reshape(*keys.shape[:axis], -1, *keys.shape[axis + 1 :])
 
 
-def has_kernel(platform: str, head_dim: int, page_tokens: int) -> bool:
-    """True where the TPU's ragged kernel can read pages of that shape."""
-    return platform == "tpu" and head_dim % LANES == 0 and page_tokens % 8 == 0
+def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dtype: Any) -> bool:
+    """True where the TPU's ragged kernel can read pages of that shape and dtype.
+
+    Args:
+        kv_heads: of one device. Keys and values of a token have to fill 1, 2, 4 or a multiple of 8
+            rows of 32-bit words (`get_min_heads_per_blk` of the kernel's module refuses others).
+    """
+    rows = 2 * kv_heads * jnp.dtype(dtype).itemsize / 4
+    tiled = rows in (1, 2, 4) or rows % 8 == 0
+    return platform == "tpu" and head_dim % LANES == 0 and page_tokens % 8 == 0 and tiled
 
 
 def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | None) -> Array:

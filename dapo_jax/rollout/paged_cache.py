@@ -66,8 +66,7 @@ class PagedLayout:
             slots=settings.slots,
             slot_tokens=cache_tokens,
         )
-        platform = mesh.devices.flat[0].platform
-        self._kernel = has_kernel(platform, config.head_dim, size) and dtype != jnp.int8
+        self._kernel = _read_by_kernel(config, mesh, size, dtype)
         self.attend = PagedAttention(mesh, self._kernel)
         self._rings = SlotLayout(config, mesh, settings, cache_tokens, dtype)
         self._paged = [reach is None or reach >= cache_tokens for reach in config.reaches]
@@ -137,6 +136,16 @@ class PagedLayout:
         )
 
 
+def _read_by_kernel(
+    config: DecoderConfig, mesh: jax.sharding.Mesh, page_tokens: int, dtype: Any
+) -> bool:
+    """True where the TPU's kernel, which knows no scales of int8, reads each device's pages."""
+    platform, shards = mesh.devices.flat[0].platform, sharding.shards
+    kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
+    read = has_kernel(platform, config.head_dim, page_tokens, kv_heads, dtype)
+    return read and dtype != jnp.int8
+
+
 def choose_layout(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
 ) -> SlotLayout | PagedLayout:
@@ -144,7 +153,7 @@ def choose_layout(
     dtype = jnp.int8 if settings.cache_dtype == "int8" else config.dtype
     kind, platform = settings.cache, mesh.devices.flat[0].platform
     if kind == "auto":
-        read = has_kernel(platform, config.head_dim, settings.page_tokens) and dtype != jnp.int8
+        read = _read_by_kernel(config, mesh, settings.page_tokens, dtype)
         kind = "paged" if read else "slots"
     require(
         kind == "slots" or platform != "tpu" or dtype != jnp.int8,
