@@ -226,10 +226,10 @@ class Sampler:
     prefill_chunk_tokens: CountOr0 = setting(
         2048, "Longer prompts are prefilled in pieces of so many tokens; 0: never.", may_change=True
     )
-    cache_dtype: Literal["auto", "int8"] = setting(
+    cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting(
         "auto",
-        "Of keys and values: 'auto' (compute.dtype) or 'int8' with a scale per token and head: the "
-        "mismatch shows in kl_sampler_trainer, and algorithm.importance_cap corrects it.",
+        "Of keys and values: 'auto' (compute.dtype), 'int8' with a scale per token and head or, in "
+        "pages, 'int8_per_head': kl_sampler_trainer is the error, importance_cap corrects it.",
     )
     weights_dtype: Literal["auto", "int8", "int8_products"] = setting(
         "auto",

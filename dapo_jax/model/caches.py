@@ -32,8 +32,13 @@ class PageCache(struct.PyTreeNode):
     Page 0 of a replica belongs to nobody: slots that are done write there.
     """
 
-    pages: Float[Array, "N P K2 E"]
-    scales: Float[Array, "N P K2"] | None = None  # of int8 pages
+    pages: Array  # [N, P, K2, E]
+    scales: Array | None = None  # of int8 pages: [N, P, K2], or [K2] of every token alike
+
+    @property
+    def calibrated(self) -> bool:
+        """True for int8 pages whose scales are known before their tokens are."""
+        return self.scales is not None and self.scales.ndim == 1
 
 
 class PromptCache(struct.PyTreeNode):

@@ -8,6 +8,7 @@ Every write is in place: compiled programs hold no second cache (tests read them
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
-from dapo_jax.model.quantisation import quantise
+from dapo_jax.model.quantisation import quantise, to_int8_by
 from dapo_jax.model.training_attention import Window, grouped_attention
 from dapo_jax.runtime import sharding
+from dapo_jax.structs import present
 
 LANES = 128  # of a TPU's vector registers; its paged kernel takes heads of a multiple of them
 # Pages and slots that the paged kernel works on at a time. The kernel's own table of them asks
@@ -155,6 +157,13 @@ def interleave(keys: Array, values: Array, axis: int) -> Array:
     return pairs.reshape(*keys.shape[:axis], -1, *keys.shape[axis + 1 :])
 
 
+def rounded(cache: PageCache, pairs: Array) -> tuple[Array, Array | None]:
+    """Keys and values as the pages hold them, and scales of their own where they have some."""
+    if cache.calibrated:
+        return to_int8_by(pairs, present(cache.scales, "scales")), None
+    return quantise(pairs, cache.pages.dtype)
+
+
 def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dtype: Any) -> bool:
     """True where the TPU's ragged kernel can read pages of that shape and dtype.
 
@@ -174,8 +183,10 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | N
     pages = cache.pages[tables].reshape(slots, width * page_tokens, double, head_dim)
     scales = (None, None)
     if cache.scales is not None:
-        by_head = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
-        scales = (by_head[:, 0::2], by_head[:, 1::2])
+        each = cache.scales[None, :, None]
+        if not cache.calibrated:
+            each = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
+        scales = (each[:, 0::2], each[:, 1::2])
     mask = _seen(pages.shape[1], lengths[:, None] - 1, window)[:, None]
     keys, values = pages[:, :, 0::2], pages[:, :, 1::2]
     axes = ("btke", "btke")
@@ -183,11 +194,19 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | N
 
 
 def _read_by_kernel(queries, cache: PageCache, tables, lengths, window: Window | None) -> Array:
-    """Attention by the TPU's ragged kernel, which reads only the pages that a slot has."""
+    """Attention by the TPU's ragged kernel, which reads only the pages that a slot has.
+
+    Its own scales are constants of the program, one for all heads: these stay outside of it.
+    """
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     slots, width = tables.shape
-    return ragged_paged_attention(
+    unit, of_values = None, None
+    if cache.scales is not None:  # 1 has the kernel take int8 as whole numbers
+        unit, groups = 1.0, queries.shape[1] // (len(cache.scales) // 2)
+        of_keys, of_values = (jnp.repeat(cache.scales[i::2], groups)[:, None] for i in (0, 1))
+        queries = (queries * of_keys).astype(queries.dtype)
+    mixed = ragged_paged_attention(
         queries,
         cache.pages,
         lengths,
@@ -199,7 +218,10 @@ def _read_by_kernel(queries, cache: PageCache, tables, lengths, window: Window |
         num_kv_pages_per_block=min(PAGES_AT_A_TIME, width),
         num_queries_per_block=min(SLOTS_AT_A_TIME, slots),
         vmem_limit_bytes=KERNEL_BYTES,
+        k_scale=unit,
+        v_scale=unit,
     )
+    return mixed if of_values is None else (mixed * of_values).astype(mixed.dtype)
 
 
 def _attend_pages_of_replica(
@@ -210,13 +232,14 @@ def _attend_pages_of_replica(
     page = jnp.take_along_axis(tables, positions[:, None] // page_tokens, axis=1)[:, 0]
     # A slot without pages has zeros in its table: it writes to page 0, which belongs to no slot.
     at = page * page_tokens + positions % page_tokens
-    new, scales = quantise(interleave(keys, values, 1), cache.pages.dtype)
+    new, scales = rounded(cache, interleave(keys, values, 1))
     # Flat, so that XLA scatters whole rows in the layout that the pages have.
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)
     cache = cache.replace(pages=flat.reshape(cache.pages.shape))
-    if cache.scales is not None:
-        flat = cache.scales.reshape(-1, heads[0]).at[at].set(scales)
-        cache = cache.replace(scales=flat.reshape(cache.scales.shape))
+    if scales is not None:
+        before = present(cache.scales, "scales")
+        flat = before.reshape(-1, heads[0]).at[at].set(scales)
+        cache = cache.replace(scales=flat.reshape(before.shape))
     lengths = jnp.where(active, positions + 1, 1)
     read = _read_by_kernel if kernel else _gather_pages
     return read(queries, cache, tables, lengths, window), cache
@@ -266,5 +289,7 @@ class PagedAttention:
 
 def page_specs(cache: PageCache) -> PageCache:
     """Partition specs of one layer's pages: split over replicas, heads over tensor."""
-    spec = sharding.spec("batch", None, "kv_heads", column=sharding.DECODING)
-    return jax.tree.map(lambda _: spec, cache)
+    place: Any = functools.partial(sharding.spec, column=sharding.DECODING)
+    pages = place("batch", None, "kv_heads")
+    scales = place("kv_heads") if cache.calibrated else pages
+    return PageCache(pages, None if cache.scales is None else scales)

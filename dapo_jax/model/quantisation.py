@@ -20,6 +20,12 @@ def quantise(x: Array, dtype: Any, axis: int | tuple[int, ...] = -1) -> tuple[Ar
     return to_int8(x, axis) if dtype == jnp.int8 else (x.astype(dtype), None)
 
 
+def to_int8_by(x: Array, scale: Array) -> Array:
+    """Array rounded by known scales over its last axis; what is beyond them is cut off."""
+    whole = jnp.round(x.astype(jnp.float32) / scale[..., None])
+    return jnp.clip(whole, -LARGEST_INT8, LARGEST_INT8).astype(jnp.int8)
+
+
 def int8_product(
     rows: Float[Array, "N I"], matrix: Int8[Array, "I O"], scale: Float[Array, "O"]
 ) -> Float[Array, "N O"]:

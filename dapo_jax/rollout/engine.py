@@ -26,7 +26,7 @@ from dapo_jax.rollout.jetstream_api import (
     ResultTokens,
     TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
 )
-from dapo_jax.rollout.paged_cache import choose_layout
+from dapo_jax.rollout.paged_cache import choose_layout, with_scales
 from dapo_jax.rollout.requests import Drawn
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
 from dapo_jax.runtime import sharding
@@ -87,7 +87,7 @@ class PolicyEngine(Engine):
         self._pace = sharding.Pace(mesh)
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
         self.layout = choose_layout(config, mesh, settings, self.cache_tokens)
-        self.pages = self.layout.pages
+        self.pages, self._page_scales = self.layout.pages, None
         insert_width = min(slots, insert_width)
         prompts = self.prefill_width if self.layout.takes_many else 1
         self._insert_widths = sorted({1, insert_width, min(slots, insert_width * prompts)})
@@ -107,7 +107,10 @@ class PolicyEngine(Engine):
 
     def load_params(self, params: Any) -> Any:
         """Decoding weights of the trainer's live parameters."""
-        return self.programs.load(params)
+        loaded = self.programs.load(params)
+        if self.layout.calibrated:
+            self._page_scales = self.programs.calibrate(loaded)
+        return loaded
 
     def prefill(
         self,
@@ -191,7 +194,10 @@ class PolicyEngine(Engine):
         """Decode state with every slot free, its cache as short as it may be."""
         if self.pages:
             self.pages.reset()
-        return self.programs.empty(window=self.layout.window(1))
+        state = self.programs.empty(window=self.layout.window(1))
+        if self._page_scales is None:
+            return state
+        return state.replace(caches=with_scales(state.caches, self._page_scales))
 
     def get_prefix_destination_sharding(self) -> Any:
         """None: prefill and decoding share the mesh."""

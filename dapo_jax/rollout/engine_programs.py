@@ -11,8 +11,10 @@ from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decoder
-from dapo_jax.model.caches import DecodeState, Prefix
-from dapo_jax.model.inference import empty_routes
+from dapo_jax.model.caches import DecodeState, Prefix, PromptCache
+from dapo_jax.model.decode_attention import interleave
+from dapo_jax.model.inference import empty_routes, prefill
+from dapo_jax.model.quantisation import to_int8
 from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
@@ -21,6 +23,9 @@ from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
+
+CALIBRATION_ROWS, CALIBRATION_TOKENS = 4, 256
+CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may be so much larger
 
 
 class EnginePrograms:
@@ -90,6 +95,8 @@ class EnginePrograms:
         )
         self.feed = jax.jit(decode_step.feed_responses, donate_argnums=0, out_shardings=state)
         self.grow = jax.jit(self._grow, static_argnames="window", out_shardings=state)
+        by_head = place("kv_heads")
+        self.calibrate = jax.jit(self._calibrate, out_shardings=by_head)
         self.empty = jax.jit(self._empty, static_argnames="window", out_shardings=state)
         self.rows = jax.jit(lambda array, slots: array[slots], out_shardings=replicated)
 
@@ -118,6 +125,22 @@ class EnginePrograms:
             routes = empty_routes(self._config, slots, self._cache_tokens)
         limit, options = self._settings.max_response_tokens, {"rules": rules, "known": known}
         return decode_step.empty_state(caches, tables, slots, limit, routes=routes, **options)
+
+    def _calibrate(self, params: Any) -> tuple[Array, ...]:
+        """Scales [K2] of each layer's keys and values, from what the weights make of any tokens.
+
+        They depend on nothing but the weights, so that a draw depends on its key alone.
+        """
+        shape = CALIBRATION_ROWS, min(CALIBRATION_TOKENS, self._cache_tokens)
+        tokens = jax.random.randint(jax.random.key(0), shape, 0, self._config.vocab)
+        with self._experts_in_place():
+            caches, _ = prefill(params, self._config, tokens, jnp.full(shape[0], shape[1]))
+
+        def scale(cache: PromptCache) -> Array:
+            pairs = interleave(cache.keys, cache.values, 2).astype(jnp.float32)
+            return CALIBRATION_MARGIN * to_int8(pairs, (0, 1, 3))[1]
+
+        return tuple(map(scale, caches))
 
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=self._layout.grow(state.caches, window))

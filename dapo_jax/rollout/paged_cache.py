@@ -13,9 +13,9 @@ from dapo_jax.model.decode_attention import (
     has_kernel,
     interleave,
     page_specs,
+    rounded,
 )
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.quantisation import quantise
 from dapo_jax.rollout.page_table import Fills, PageTable
 from dapo_jax.rollout.slot_cache import SlotLayout, window_of
 from dapo_jax.runtime import sharding
@@ -32,6 +32,9 @@ class PagedLayout:
     Args and attributes are as for `SlotLayout`; `settings.pages` are those of all replicas, their
     pages 0 not counted (0: as many as full slots need), and `settings.first_window_tokens` is how
     far attention reads where there is no kernel that reads what exists.
+
+    Attributes:
+        calibrated: pages are int8 with a scale per head, which has to be known beforehand.
     """
 
     takes_many = True
@@ -45,6 +48,7 @@ class PagedLayout:
         dtype: Any,
     ):
         self._config, self._mesh, self._dtype = config, mesh, dtype
+        self.calibrated = settings.cache_dtype == "int8_per_head"
         self._first, self._limit = settings.first_window_tokens, cache_tokens
         self._page_tokens = size = settings.page_tokens
         replicas = sharding.shards(mesh, "batch", sharding.DECODING)
@@ -66,7 +70,7 @@ class PagedLayout:
             slots=settings.slots,
             slot_tokens=cache_tokens,
         )
-        self._kernel = _read_by_kernel(config, mesh, size, dtype)
+        self._kernel = _read_by_kernel(config, mesh, settings, dtype)
         self.attend = PagedAttention(mesh, self._kernel)
         self._rings = SlotLayout(config, mesh, settings, cache_tokens, dtype)
         self._paged = [reach is None or reach >= cache_tokens for reach in config.reaches]
@@ -92,9 +96,14 @@ class PagedLayout:
         """Zeroed pages, or rings, of every layer."""
         c = self._config
         shape = (self._total, self._page_tokens, 2 * c.kv_heads, c.head_dim)
-        scales = jnp.zeros(shape[:-1]) if self._dtype == jnp.int8 else None
-        pages = PageCache(jnp.zeros(shape, self._dtype), scales)
+        pages = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
         return self._by_layer(pages, self._rings.empty(self._limit))
+
+    def _scales(self, shape: tuple[int, ...]) -> jax.Array | None:
+        """Scales of pages of that shape, [N, P, K2], before anything is written."""
+        if self.calibrated:
+            return jnp.ones(shape[-1:])
+        return jnp.zeros(shape) if self._dtype == jnp.int8 else None
 
     def _by_layer(self, pages: Any, rings: tuple) -> tuple:
         pairs = zip(self._paged, rings, strict=True)
@@ -103,7 +112,7 @@ class PagedLayout:
     def shardings(self) -> Caches:
         """Shardings of the caches: pages, or slots, over replicas, heads over tensor."""
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
-        scales = jnp.zeros(()) if self._dtype == jnp.int8 else None
+        scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
         pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
         return self._by_layer(pages, self._rings.shardings())
 
@@ -130,36 +139,55 @@ class PagedLayout:
         pairs, size = interleave(new.keys, new.values, 2), self._page_tokens
         pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % size), (0, 0), (0, 0)))
         blocks = pairs.reshape(len(pairs), -1, size, *pairs.shape[2:])[fills.row[0], fills.block[0]]
-        new_pages = PageCache(*quantise(blocks, self._dtype))
-        return jax.tree.map(
-            lambda old, new: old.at[fills.page[0]].set(new, mode="drop"), cache, new_pages
-        )
+
+        def fill(old, new):
+            return old.at[fills.page[0]].set(new, mode="drop")
+
+        pages, scales = rounded(cache, blocks)
+        cache = cache.replace(pages=fill(cache.pages, pages))
+        return cache if scales is None else cache.replace(scales=fill(cache.scales, scales))
+
+
+def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
+    """Empty caches whose pages have these scales, [K2] of each layer."""
+    return tuple(
+        cache.replace(scales=own) if isinstance(cache, PageCache) else cache
+        for cache, own in zip(caches, scales, strict=True)
+    )
 
 
 def _read_by_kernel(
-    config: DecoderConfig, mesh: jax.sharding.Mesh, page_tokens: int, dtype: Any
+    config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, dtype: Any
 ) -> bool:
-    """True where the TPU's kernel, which knows no scales of int8, reads each device's pages."""
+    """True where the TPU's kernel, which knows no scales of tokens, reads each device's pages."""
     platform, shards = mesh.devices.flat[0].platform, sharding.shards
     kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
-    read = has_kernel(platform, config.head_dim, page_tokens, kv_heads, dtype)
-    return read and dtype != jnp.int8
+    read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)
+    return read and settings.cache_dtype != "int8"
 
 
 def choose_layout(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
 ) -> SlotLayout | PagedLayout:
     """Layout that `sampler.cache` asks for; 'auto': pages where a kernel reads them, else slots."""
-    dtype = jnp.int8 if settings.cache_dtype == "int8" else config.dtype
+    dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
     kind, platform = settings.cache, mesh.devices.flat[0].platform
+    by_head = settings.cache_dtype == "int8_per_head"
     if kind == "auto":
-        read = _read_by_kernel(config, mesh, settings.page_tokens, dtype)
-        kind = "paged" if read else "slots"
+        read = _read_by_kernel(config, mesh, settings, dtype)
+        kind = "paged" if read or by_head else "slots"
     require(
-        kind == "slots" or platform != "tpu" or dtype != jnp.int8,
+        kind == "slots" or platform != "tpu" or settings.cache_dtype != "int8",
         "sampler.cache",
         kind,
-        "'slots' with sampler.cache_dtype = 'int8' on TPU, whose paged kernel reads no scales",
+        "'slots' with sampler.cache_dtype = 'int8' on TPU, whose paged kernel reads no scales of "
+        "tokens; pages take 'int8_per_head'",
+    )
+    require(
+        kind == "paged" or not by_head,
+        "sampler.cache",
+        kind,
+        "'paged' or 'auto' with sampler.cache_dtype = 'int8_per_head'",
     )
     layout = SlotLayout if kind == "slots" else PagedLayout
     return layout(config, mesh, settings, cache_tokens, dtype)

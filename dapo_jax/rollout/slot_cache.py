@@ -39,9 +39,10 @@ class SlotLayout:
         attend: attention over these caches.
         takes_many: whether one call may take up the responses to several prompts.
         pages: the page table; None: slots have no pages.
+        calibrated: whether scales have to be known beforehand.
     """
 
-    pages = None
+    pages, calibrated = None, False
     attend = staticmethod(attend_slots)
 
     def __init__(

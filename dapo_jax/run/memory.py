@@ -40,8 +40,8 @@ def megabytes_per_device(**held: Any) -> dict[str, float]:
 
 def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> float:
     """Bytes of keys and values of a token, all layers, on one of the devices that share them."""
-    int8 = sampler.cache_dtype == "int8"
-    number = 1 + REAL / decoder.head_dim if int8 else jnp.dtype(decoder.dtype).itemsize
+    kinds = {"auto": jnp.dtype(decoder.dtype).itemsize, "int8_per_head": 1}
+    number = kinds.get(sampler.cache_dtype, 1 + REAL / decoder.head_dim)
     return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * number / pieces
 
 

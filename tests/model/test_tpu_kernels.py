@@ -218,18 +218,26 @@ def test_ragged_kernel_reads_each_slots_pages(heads, kv_heads, head_dim, window,
     assert_decodes(slots, result, window, 1e-6 if dtype == FLOAT32 else 3.9e-3)
 
 
-def test_engine_draws_by_the_ragged_kernel_what_it_draws_from_slots(monkeypatch, one_device):
-    """Prefill into pages, shared pages of prompts, bursts, slots that end and begin."""
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8_per_head"])
+def test_engine_draws_by_the_ragged_kernel_what_it_draws_otherwise(
+    cache_dtype, monkeypatch, one_device
+):
+    """Prefill into pages, shared pages of prompts, bursts, slots that end and begin.
+
+    Otherwise: from slots, or of int8 from gathered pages.
+    """
     config = dataclasses.replace(TINY, head_dim=128)
     params = sharding.unbox(init_params(config, jax.random.key(0)))
     params |= {"embedding": params["embedding"] * 20}
     tokens = [[2 + (7 * length + j) % 20 for j in range(length)] for length in (18, 9, 2)]
     prompts = [make_prompt(i, prompt) for i, prompt in enumerate(tokens)]
-    monkeypatch.setattr(paged_cache, "has_kernel", lambda *_: True)
+    kernel = True
+    monkeypatch.setattr(paged_cache, "has_kernel", lambda *_: kernel)
 
     def draw(cache: str):
         settings = Sampler(slots=4, burst_tokens=3, max_response_tokens=20, cache=cache)
         settings.page_tokens, settings.first_window_tokens = 8, 8
+        settings.cache_dtype = cache_dtype
         engine = PolicyEngine(
             config, one_device, settings, max_prompt_tokens=18, tokenizer=TOKENIZER, insert_width=4
         )
@@ -239,7 +247,8 @@ def test_engine_draws_by_the_ragged_kernel_what_it_draws_from_slots(monkeypatch,
     with interpreted() as kernels:
         drawn = draw("paged")
     assert len(kernels) >= 20 * config.layers
-    assert drawn == draw("slots")
+    kernel = False
+    assert drawn == draw("slots" if cache_dtype == "auto" else "paged")
 
 
 def test_ragged_kernel_has_no_race(one_device):
@@ -267,7 +276,7 @@ def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["one-scale", "scale-per-head"])
 def test_ragged_kernel_reads_int8_pages_with_static_scales(per_head, monkeypatch):
-    """Not called by the project: what int8 pages could be built on.
+    """The engine has scales per head; those of the kernel are not used.
 
     The kernel's scales are one number for all keys, one for all values. Scales per head need none:
     those of keys are multiplied into queries, those of values into the output.

@@ -79,7 +79,12 @@ def test_layout_goes_by_the_heads_of_a_device():
     assert not layout("paged", tensor=4, **of_heads).attend.kernel
 
 
-def test_int8_pages_are_refused_on_tpu_and_slots_taken():
+def test_int8_pages_have_a_scale_per_head_on_tpu_or_are_refused():
+    by_head = {"cache_dtype": "int8_per_head", "head_dim": 128}
+    assert layout(**by_head).attend.kernel
+    assert not layout(**by_head, kv_heads=1).attend.kernel  # a word has four int8
+    with pytest.raises(ConfigError, match=r"sampler.cache = 'slots'.*'paged' or 'auto'"):
+        layout("slots", **by_head)
     assert isinstance(layout(cache_dtype="int8", head_dim=128), SlotLayout)
     with pytest.raises(ConfigError, match=r"sampler.cache = 'paged'.*reads no scales"):
         layout("paged", cache_dtype="int8", head_dim=128)

@@ -9,13 +9,15 @@ from conftest import TINY, make_prompt
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from orchestrated import orchestrate
-from samplers import GREEDY, TOKENIZER, sample
+from samplers import GREEDY, TOKENIZER, place, sample
 from served import BUDGET, PROMPTS, make_serve_config, messages
 
 from dapo_jax.commands.serve import jetstream_driver, server
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model import decode_attention
 from dapo_jax.model.caches import PageCache
+from dapo_jax.model.decode_attention import interleave, rounded
+from dapo_jax.model.inference import prefill
 from dapo_jax.model.training_attention import Window
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageTable
@@ -203,6 +205,38 @@ def test_an_eight_bit_cache_stays_near_the_exact_one(tiny_params, one_device):
     assert len(gaps) > 100 and 1e-6 < gaps.mean() < 0.05
 
 
+def test_pages_with_a_scale_per_head_stay_near_the_exact_ones(
+    tiny_params, one_device, eight_devices
+):
+    """However many devices and pages there are, and whatever was put back for want of them."""
+    exact = sample(paged(one_device), tiny_params, RAGGED, 3)
+    found = sample(paged(one_device, cache_dtype="int8_per_head"), tiny_params, RAGGED, 3)
+    few = paged(eight_devices, cache_dtype="int8_per_head", pages=4 * 13)
+    assert tokens_of(sample(few, tiny_params, RAGGED, 3)) == tokens_of(found)
+    first = [
+        np.abs(a.sampler_logprobs[0] - b.sampler_logprobs[0])
+        for index, group in exact.items()
+        for a, b in zip(group, found[index], strict=True)
+        if a.tokens[0] == b.tokens[0]
+    ]
+    assert len(first) > 30 and 1e-6 < np.mean(first) < 0.05
+
+
+def test_scales_per_head_hold_what_weights_make_of_other_prompts(tiny_params, one_device):
+    engine = paged(one_device, cache_dtype="int8_per_head")._engine
+    params = engine.load_params(place(tiny_params, TINY, one_device))
+    scales = engine.init_decode_state().caches
+    prompt = np.array([[3, 9, 4, 7, 20, 5, 2, 11]])
+    caches, _ = prefill(params, TINY, jnp.asarray(prompt), jnp.array([8]))
+    for own, cache in zip(scales, caches, strict=True):
+        pairs = np.asarray(interleave(cache.keys, cache.values, 2))
+        assert own.scales.shape == (2 * TINY.kv_heads,) and (pairs.max((0, 1, 3)) > 0).all()
+        shares = np.abs(pairs).max((0, 1, 3)) / (127 * np.asarray(own.scales))
+        assert (shares > 0.2).all() and (shares <= 1).all()
+        whole, none = rounded(own, jnp.asarray(pairs) * 100)  # what is beyond them is cut off
+        assert none is None and np.abs(np.asarray(whole, int)).max() == 127
+
+
 def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byte_responses):
     engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
     driver = jetstream_driver.orchestrator.Driver(
@@ -222,12 +256,17 @@ def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byt
     held_pages(engine.pages)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("window", [None, Window(5)])
-def test_gathered_pages_mean_what_the_kernels_reference_says(window):
+def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
     """Which head is whose, how far a slot reads, the scale: as the TPU's kernel is told them."""
     rng = np.random.default_rng(0)
     slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
-    cache = PageCache(jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim))))
+    pages = jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim)))
+    cache = PageCache(pages)
+    if int8:
+        whole = jnp.round(pages * 30).astype(jnp.int8)
+        cache = PageCache(whole, jnp.asarray(rng.uniform(0.01, 0.1, 2 * kv_heads), jnp.float32))
     tables = rng.permutation(np.arange(1, 20))[: slots * width].reshape(slots, width)
     tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray([1, 8, 13, 24], jnp.int32)
     queries = jnp.asarray(rng.normal(size=(slots, heads, head_dim)))
@@ -236,6 +275,8 @@ def test_gathered_pages_mean_what_the_kernels_reference_says(window):
     def reference(*args, sm_scale, sliding_window, **options):
         told.update(options)
         options = {"sm_scale": sm_scale, "sliding_window": sliding_window}
+        queries, pages, *args = args
+        args = queries, pages.astype(queries.dtype), *args
         return kernel.ref_ragged_paged_attention(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -243,6 +284,7 @@ def test_gathered_pages_mean_what_the_kernels_reference_says(window):
         expected = decode_attention._read_by_kernel(queries, cache, tables, lengths, window)
     found = decode_attention._gather_pages(queries, cache, tables, lengths, window)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert told["k_scale"] == told["v_scale"] == (1.0 if int8 else None)
     assert told["num_kv_pages_per_block"] == width and told["num_queries_per_block"] == slots
 
 
