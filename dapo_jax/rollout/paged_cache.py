@@ -67,7 +67,7 @@ class PagedLayout:
             slot_tokens=cache_tokens,
         )
         platform = mesh.devices.flat[0].platform
-        self._kernel = has_kernel(platform, config.head_dim, size) and dtype != jnp.int8
+        self._kernel = _reads_pages(config, platform, size, dtype)
         self.attend = PagedAttention(mesh, self._kernel)
         self._rings = SlotLayout(config, mesh, settings, cache_tokens, dtype)
         self._paged = [reach is None or reach >= cache_tokens for reach in config.reaches]
@@ -137,6 +137,12 @@ class PagedLayout:
         )
 
 
+def _reads_pages(config: DecoderConfig, platform: str, page_tokens: int, dtype: Any) -> bool:
+    """True where a kernel reads only the pages that exist; it takes no scales and no sinks."""
+    fits = has_kernel(platform, config.head_dim, page_tokens)
+    return fits and dtype != jnp.int8 and not config.sinks
+
+
 def choose_layout(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
 ) -> SlotLayout | PagedLayout:
@@ -144,8 +150,8 @@ def choose_layout(
     dtype = jnp.int8 if settings.cache_dtype == "int8" else config.dtype
     kind, platform = settings.cache, mesh.devices.flat[0].platform
     if kind == "auto":
-        read = has_kernel(platform, config.head_dim, settings.page_tokens) and dtype != jnp.int8
-        kind = "paged" if read else "slots"
+        reads = _reads_pages(config, platform, settings.page_tokens, dtype)
+        kind = "paged" if reads else "slots"
     require(
         kind == "slots" or platform != "tpu" or dtype != jnp.int8,
         "sampler.cache",
