@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
+from flax.traverse_util import flatten_dict, unflatten_dict
 from test_attention import assert_equal, inputs, ragged_ids
 from test_windows import LENGTH, TOKENS, decode, hidden, unstacked
 
@@ -31,7 +32,7 @@ GPT_OSS = dataclasses.replace(  # every switch of the family
     sliding=(True, False),
     out_bias=True,
     sinks=True,
-    mlp=16,
+    mlp=32,
     experts=8,
     experts_per_token=3,
     normalise_experts=True,
@@ -40,17 +41,21 @@ GPT_OSS = dataclasses.replace(  # every switch of the family
 )
 
 
-@pytest.fixture(scope="module")
-def params():
+def random_params():
     """Random parameters: no bias or sink is zero, and some gates are clipped."""
     random = np.random.default_rng(1)
 
-    def draw(path, leaf):
-        width = {"kernel": 0.4, "scale": 0.2, "embedding": 1.0}.get(path[-1].key, 0.5)
-        drawn = width * random.normal(size=leaf.shape) + (path[-1].key == "scale")
-        return jnp.asarray(drawn * (4 if path[-2].key == "expert_gate" else 1), jnp.float32)
+    flat = {}
+    for path, leaf in flatten_dict(unbox(abstract_params(GPT_OSS)), sep="/").items():
+        drawn = {"kernel": 0.4, "scale": 0.2}.get(path.split("/")[-1], 0.5)
+        drawn *= random.normal(size=leaf.shape) * (4 if "expert_gate/" in path else 1)
+        flat[path] = jnp.asarray(drawn + path.endswith("scale"), jnp.float32)
+    return unflatten_dict(flat, sep="/")
 
-    return jax.tree_util.tree_map_with_path(draw, unbox(abstract_params(GPT_OSS)))
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params()
 
 
 def by_definition(queries, keys, values, ids, sinks):

@@ -23,8 +23,12 @@ def quantised(matrices):
     numbers = np.clip(groups / scales.astype(np.float32), -6, 6).astype(ml_dtypes.float4_e2m1fn)
     plain = numbers.astype(np.float32) * scales.astype(np.float32)
     codes = numbers.view(np.uint8) & 15
-    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
-    return blocks, scales.view(np.uint8)[..., 0], plain.reshape(turned.shape).swapaxes(1, 2)
+    blocks = np.ascontiguousarray(codes[..., 0::2] | codes[..., 1::2] << 4)
+    return (
+        blocks,
+        np.ascontiguousarray(scales.view(np.uint8)[..., 0]),
+        plain.reshape(turned.shape).swapaxes(1, 2),
+    )
 
 
 def write_both(source, packed, plain):
@@ -36,13 +40,15 @@ def write_both(source, packed, plain):
         folder.mkdir()
         for name in ("config.json", "generation_config.json"):
             shutil.copy(source / name, folder)
-    small = {name: x for name, x in tensors.items() if not name.endswith(("up_proj", "down_proj"))}
-    both = small.copy(), small.copy()
-    for name in tensors.keys() - small.keys():
+    matrices = [name for name in tensors if name.endswith(("up_proj", "down_proj"))]
+    small = {name: x for name, x in tensors.items() if name not in matrices}
+    small = {name: x.astype(ml_dtypes.bfloat16) for name, x in small.items()}
+    in_blocks, in_full = small.copy(), small.copy()
+    for name in matrices:
         blocks, scales, numbers = quantised(tensors[name])
-        both[0] |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        both[1][name] = np.ascontiguousarray(numbers)
-    for folder, found in zip((packed, plain), both, strict=True):
+        in_blocks |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        in_full[name] = np.ascontiguousarray(numbers).astype(ml_dtypes.bfloat16)
+    for folder, found in zip((packed, plain), (in_blocks, in_full), strict=True):
         save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {
