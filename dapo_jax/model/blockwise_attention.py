@@ -206,7 +206,7 @@ def _keep(queries, keys, values, segment_ids, sinks=None, reach=None, first=None
 
 def _gradients(kept, upstream):
     arrays, reach, first, mixed, log_total = kept
-    queries, keys, values, *_ = arrays
+    queries, keys, values = arrays[:3]
     blocks = _blocks(*arrays, first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)

@@ -14,8 +14,8 @@ from test_windows import LENGTH, TOKENS, decode, hidden, unstacked
 from dapo_jax.model import blockwise_attention, inference, splash_attention
 from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import PagedAttention, attend_slots
-from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
-from dapo_jax.model.experts import NAMES, mix
+from dapo_jax.model.decoder import abstract_params, head_kernel
+from dapo_jax.model.experts import NAMES, Experts, mix
 from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.model.layers import ACTIVATIONS, BIAS
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
@@ -127,17 +127,30 @@ def test_sinks_of_sliding_layers_equal_plain(name, monkeypatch):
     assert_equal(gradients(by_name(name, ids, window), arrays, mesh), expected)
 
 
-def test_slots_pages_and_scores_equal_training(params, one_device):
-    logits = (hidden(params, GPT_OSS) @ head_kernel(params))[0]
-    found, run = unstacked(params, GPT_OSS), jax.jit(decode, static_argnums=(2, 4))
+@pytest.fixture(scope="module")
+def logits(params):
+    """Of the whole forward pass."""
+    run = jax.jit(lambda p: hidden(p, GPT_OSS) @ head_kernel(p))
+    return np.asarray(run(params)[0])
+
+
+@pytest.mark.parametrize("layout", ["slots", "pages"])
+def test_decoding_equals_the_whole_forward_pass(layout, params, logits, one_device):
     shape = (1, TINY.kv_heads, LENGTH, TINY.head_dim)
-    slots = KVCache(jnp.zeros(shape).swapaxes(2, 3), jnp.zeros(shape))
-    np.testing.assert_allclose(run(found, slots, attend_slots, None, GPT_OSS), logits, atol=2e-5)
-    pages = PageCache(jnp.zeros((5, 4, 2 * TINY.kv_heads, TINY.head_dim)))
-    attend, tables = PagedAttention(one_device, kernel=False), jnp.array([[3, 1, 4]])
+    cache, attend, tables = KVCache(jnp.zeros(shape).swapaxes(2, 3), jnp.zeros(shape)), None, None
+    if layout == "pages":
+        cache = PageCache(jnp.zeros((5, 4, 2 * TINY.kv_heads, TINY.head_dim)))
+        attend, tables = PagedAttention(one_device, kernel=False), jnp.array([[3, 1, 4]])
+    arrays = unstacked(params, GPT_OSS), cache, attend or attend_slots, tables, GPT_OSS
     with jax.set_mesh(one_device):
-        np.testing.assert_allclose(run(found, pages, attend, tables, GPT_OSS), logits, atol=2e-5)
-    scored, *_ = inference.score(found, GPT_OSS, TOKENS[0], likeliest=1, chunk_tokens=4)
+        found = jax.jit(decode, static_argnums=(2, 4))(*arrays)
+    np.testing.assert_allclose(found, logits, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_whole_forward_pass(params, logits):
+    tree = unstacked(params, GPT_OSS)
+    scored, *_ = inference.score(tree, GPT_OSS, TOKENS[0], likeliest=1, chunk_tokens=4)
     wanted = jax.nn.log_softmax(logits)[jnp.arange(LENGTH - 1), TOKENS[0, 1:]]
     np.testing.assert_allclose(scored[:-1], wanted, atol=2e-5)
 
@@ -170,20 +183,18 @@ def test_experts_with_biases_and_clipped_gates_are_those_of_a_loop():
     assert clipped > 5
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2, "expert": 4, "fsdp": 1}])
-def test_eight_devices_train_as_one(sizes, params):
-    tokens = jax.random.randint(jax.random.key(2), (8, 16), 2, 32)
-    segments = jnp.repeat(jnp.array([[1] * 9 + [2] * 5 + [0] * 2]), 8, axis=0)
-    places = jnp.broadcast_to(jnp.arange(16), (8, 16))
+def test_experts_with_biases_on_eight_devices_are_those_of_one(params):
+    """A bias is added once, on whatever devices an expert and its width are."""
+    layer = jax.tree.map(lambda stack: stack[0], params["layers"]["moe"])
+    x = jax.random.normal(jax.random.key(2), (8, 16, GPT_OSS.embed))
 
-    def loss(params):
-        states = Decoder(GPT_OSS).apply({"params": params}, tokens, segments, places)
-        return jnp.sum(jnp.sin(states) * (segments > 0)[..., None])
+    def loss(layer):
+        return jnp.sum(jnp.sin(Experts(GPT_OSS).apply({"params": layer}, x)))
 
     found = []
-    for mesh in (make_mesh(1, 1, 1, jax.devices()[:1]), make_mesh(1, **sizes)):
+    for mesh in (make_mesh(1, 1, 1, jax.devices()[:1]), make_mesh(1, 1, 2, expert=4)):
         with sharding.activate(mesh):
-            found.append(jax.jit(jax.value_and_grad(loss))(params))
+            found.append(jax.jit(jax.value_and_grad(loss))(layer))
     assert_equal(found[1], found[0], 2e-5)
 
 
