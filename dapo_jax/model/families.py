@@ -175,7 +175,7 @@ def _switches(values: dict[str, Any], family: Family) -> dict[str, Any]:
         of_gemma["activation"] = "gelu_tanh"
     of_sinks = {"sinks": True, "expert_bias": True, "activation": "clipped_swish"}
     # A softmax over the chosen logits alone is one over all whose chosen weights are normalised.
-    normalised = family.sinks or read_switch(values, "norm_topk_prob")
+    normalised = family.sinks or family.experts and read_switch(values, "norm_topk_prob")
     return {
         **(of_gemma if family.gemma else {}),
         **(of_sinks if family.sinks else {}),
@@ -184,7 +184,7 @@ def _switches(values: dict[str, Any], family: Family) -> dict[str, Any]:
         "out_bias": bias,
         "mlp_bias": family.mlp_bias and read_switch(values, "mlp_bias"),
         "tie_embeddings": tied,
-        "normalise_experts": family.experts and normalised,
+        "normalise_experts": normalised,
     }
 
 

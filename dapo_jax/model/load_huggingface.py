@@ -237,13 +237,12 @@ def read_layers(
     """Parameters of a model folder on the host, float32; a layer is read when it is requested."""
     tensors, shapes = Tensors(folder), weight_names.param_shapes(config)
 
-    def layer(path: str, number: int) -> np.ndarray:
+    def layer(path: str, parts: list[weight_names.Part], number: int) -> np.ndarray:
         shape = shapes[path][weight_names.stacked_axes(path) :]
-        place = weight_names.published_parts(path, config)[number]
-        return _read_part(tensors, place, path, shape, (slice(None),) * len(shape))
+        return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape))
 
     for path in paths:
-        yield path, functools.partial(layer, path)
+        yield path, functools.partial(layer, path, weight_names.published_parts(path, config))
 
 
 def check_weights(folder: str | pathlib.Path, field: str = "model.folder") -> None:
