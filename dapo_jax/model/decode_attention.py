@@ -179,7 +179,7 @@ def has_kernel(platform: str, head_dim: int, page_tokens: int) -> bool:
     return platform == "tpu" and head_dim % LANES == 0 and page_tokens % 8 == 0
 
 
-def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks) -> Array:
+def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
     """Attention over a gathered copy of the pages, for any platform and shape."""
     slots, width = tables.shape
     _, page_tokens, double, head_dim = cache.pages.shape
@@ -194,7 +194,7 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks) -> 
     return grouped_attention(queries[:, None], keys, values, mask, axes, scales, sinks)[:, 0]
 
 
-def _read_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks) -> Array:
+def _read_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
     """Attention by the TPU's ragged kernel, which reads only the pages that a slot has."""
     assert sinks is None, "a layout takes this kernel for decoders without sinks only"
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
