@@ -206,8 +206,8 @@ def _keep(queries, keys, values, segment_ids, sinks=None, reach=None, first=None
 
 def _gradients(kept, upstream):
     arrays, reach, first, mixed, log_total = kept
-    queries, keys, values = arrays[:3]
-    blocks = _blocks(*arrays, first)
+    queries, keys, values, segment_ids, sinks = arrays
+    blocks = _blocks(queries, keys, values, segment_ids, sinks, first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
     found = _backward(blocks, reach, cut(mixed), log_total, cut(upstream))
