@@ -20,6 +20,7 @@ ATTENTION_RESIDUALS = "attention"  # name of the arrays that the remat policy 'a
 
 Reach = Int[Array, ""] | None  # tokens that a token sees, itself counted; None: all before it
 First = Int[Array, ""] | None  # place of the first query in the row; None: 0
+Sinks = Float[Array, "H"] | None  # logits that heads add to each softmax's sum (2309.17453)
 
 
 class Blocks(NamedTuple):
@@ -31,6 +32,7 @@ class Blocks(NamedTuple):
     of_queries: Int[Array, "m B b"]  # segment numbers
     of_keys: Int[Array, "n B b"]
     first: First
+    sinks: Float[Array, "K g"] | None
 
     def place(self) -> Array | int:
         """Place of the first query in the row."""
@@ -67,7 +69,7 @@ def _join_queries(blocks: Float[Array, "n B K g b E"], length: int):
     return _join(blocks.reshape(n, batch, size, kv_heads * group, width), length)
 
 
-def _blocks(queries, keys, values, segment_ids, first) -> Blocks:
+def _blocks(queries, keys, values, segment_ids, sinks, first) -> Blocks:
     length, kv_heads = queries.shape[1], keys.shape[2]
     size = min(BLOCK, length)
     of_keys = of_queries = _cut(segment_ids, size)
@@ -80,6 +82,7 @@ def _blocks(queries, keys, values, segment_ids, first) -> Blocks:
         of_queries,
         of_keys,
         first,
+        None if sinks is None else sinks.reshape(kv_heads, -1),
     )
 
 
@@ -118,6 +121,9 @@ def _forward(blocks: Blocks, reach: Reach):
         shape = blocks.queries.shape[1:]
         # Masked keys before a query's first visible one count, and shrink to 0 once it comes.
         start = (jnp.zeros(shape), jnp.full(shape[:-1], LOWEST), jnp.zeros(shape[:-1]))
+        if blocks.sinks is not None:  # a sink is as a first key whose value is 0
+            largest = jnp.broadcast_to(blocks.sinks[..., None], shape[:-1])
+            start = (jnp.zeros(shape), largest, jnp.ones(shape[:-1]))
         least = 0
         if reach is not None:
             least = jnp.maximum(i * size + blocks.place() + 1 - reach, 0) // size
@@ -130,7 +136,7 @@ def _forward(blocks: Blocks, reach: Reach):
 
 
 def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
-    """Gradients of scaled queries, keys and values, in blocks; float32."""
+    """Gradients of scaled queries, keys and values, in blocks, and of sinks; float32."""
     count, size = blocks.queries.shape[0], blocks.keys.shape[3]
     # The softmax's own term, sum over keys of probability * its gradient (section 3.1).
     own = jnp.sum(upstream.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
@@ -162,7 +168,11 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
     zeros = jnp.zeros(blocks.queries.shape)
     places = jnp.arange(len(blocks.keys))
     queries_gradient, (keys, values) = jax.lax.scan(block_gradients, zeros, places)
-    return queries_gradient, keys, values
+    sinks = None
+    if blocks.sinks is not None:
+        share = jnp.exp(blocks.sinks[..., None] - log_total)  # of each softmax
+        sinks = -jnp.sum(share * own, axis=(0, 1, 4))
+    return queries_gradient, keys, values, sinks
 
 
 @jax.custom_vjp
@@ -171,38 +181,44 @@ def blocked_attention(
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
+    sinks: Sinks = None,
     reach: Reach = None,
     first: First = None,
 ) -> Float[Array, "B t H E"]:
     """Causal attention inside segments; adjacent query heads share a key head.
 
     Args:
+        sinks: one a query head; float32.
         reach: tokens that a token sees, at most T; blocks out of reach are not computed.
         first: place of the first query in the row; None: the queries are all of the row's.
     """
-    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, first), reach)
+    mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, sinks, first), reach)
     return _join_queries(mixed, queries.shape[1])
 
 
-def _keep(queries, keys, values, segment_ids, reach=None, first=None):
-    mixed, log_total = _forward(_blocks(queries, keys, values, segment_ids, first), reach)
+def _keep(queries, keys, values, segment_ids, sinks=None, reach=None, first=None):
+    arrays = queries, keys, values, segment_ids, sinks
+    mixed, log_total = _forward(_blocks(*arrays, first), reach)
     mixed = checkpoint_name(_join_queries(mixed, queries.shape[1]), ATTENTION_RESIDUALS)
     log_total = checkpoint_name(log_total, ATTENTION_RESIDUALS)
-    return mixed, (queries, keys, values, segment_ids, reach, first, mixed, log_total)
+    return mixed, (arrays, reach, first, mixed, log_total)
 
 
 def _gradients(kept, upstream):
-    queries, keys, values, segment_ids, reach, first, mixed, log_total = kept
-    blocks = _blocks(queries, keys, values, segment_ids, first)
+    arrays, reach, first, mixed, log_total = kept
+    queries, keys, values, segment_ids, sinks = arrays
+    blocks = _blocks(queries, keys, values, segment_ids, sinks, first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
-    d_queries, d_keys, d_values = _backward(blocks, reach, cut(mixed), log_total, cut(upstream))
+    found = _backward(blocks, reach, cut(mixed), log_total, cut(upstream))
+    d_queries, d_keys, d_values, d_sinks = found
     d_queries = _join_queries(d_queries, queries.shape[1]) * queries.shape[-1] ** -0.5
     return (
         d_queries.astype(queries.dtype),
         _join(d_keys.swapaxes(2, 3), length).astype(keys.dtype),
         _join(d_values.swapaxes(2, 3), length).astype(values.dtype),
         None,
+        None if d_sinks is None else d_sinks.reshape(-1),
         None,
         None,
     )

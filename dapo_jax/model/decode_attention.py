@@ -1,7 +1,7 @@
 """Decoding attention: over a prompt being prefilled, over caches of slots, over pages.
 
-`Block` calls `attend(queries, keys, values, context, cache, window)` with [batch, time, heads,
-head_dim]. It writes the new keys and values into the cache, reads the cache, and returns output and
+`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with [batch, time,
+heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns output and
 cache. The slot cache of a layer with a window is a ring that holds no more than it sees.
 Every write is in place: compiled programs hold no second cache (tests read them).
 """
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from dapo_jax.model.blockwise_attention import Sinks
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.quantisation import quantise, to_int8_by
 from dapo_jax.model.training_attention import Window, grouped_attention
@@ -65,6 +66,7 @@ def attend_prompt(
     context: PromptContext,
     cache: PromptCache | None,
     window: Window | None = None,
+    sinks: Sinks = None,
 ) -> tuple[Array, PromptCache]:
     """Prefill attention over whole prompts (without a cache) or over their next chunk."""
     if cache is None:
@@ -76,8 +78,8 @@ def attend_prompt(
             jax.lax.dynamic_update_slice(cache.values, values, at),
         )
     mask = _seen(cache.keys.shape[1], context.positions[:, :, None], window)
-    mixed = grouped_attention(queries, cache.keys, cache.values, mask, ("btke", "btke"))
-    return mixed, cache
+    axes = ("btke", "btke")
+    return grouped_attention(queries, cache.keys, cache.values, mask, axes, sinks=sinks), cache
 
 
 def at_each(array: Array, where: tuple, new: Array) -> Array:
@@ -103,7 +105,13 @@ def at_each(array: Array, where: tuple, new: Array) -> Array:
 
 
 def attend_slots(
-    queries, keys, values, context: SlotContext, cache: KVCache, window: Window | None = None
+    queries,
+    keys,
+    values,
+    context: SlotContext,
+    cache: KVCache,
+    window: Window | None = None,
+    sinks: Sinks = None,
 ) -> tuple[Array, KVCache]:
     """Decoding attention of one token per slot, over slot caches of one length.
 
@@ -145,7 +153,8 @@ def attend_slots(
         mask = (places >= 0) & (places > context.positions - window.tokens)
     mask = mask[:, None]
     scales = (cache.key_scale, cache.value_scale)
-    return grouped_attention(queries, cache.keys, cache.values, mask, axes, scales), cache
+    arrays = queries, cache.keys, cache.values, mask
+    return grouped_attention(*arrays, axes, scales, sinks), cache
 
 
 # --- pages -----------------------------------------------------------------------------------
@@ -176,7 +185,7 @@ def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dt
     return platform == "tpu" and head_dim % LANES == 0 and page_tokens % 8 == 0 and tiled
 
 
-def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | None) -> Array:
+def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
     """Attention over a gathered copy of the pages, for any platform and shape."""
     slots, width = tables.shape
     _, page_tokens, double, head_dim = cache.pages.shape
@@ -190,14 +199,15 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window: Window | N
     mask = _seen(pages.shape[1], lengths[:, None] - 1, window)[:, None]
     keys, values = pages[:, :, 0::2], pages[:, :, 1::2]
     axes = ("btke", "btke")
-    return grouped_attention(queries[:, None], keys, values, mask, axes, scales)[:, 0]
+    return grouped_attention(queries[:, None], keys, values, mask, axes, scales, sinks)[:, 0]
 
 
-def _read_by_kernel(queries, cache: PageCache, tables, lengths, window: Window | None) -> Array:
+def _read_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
     """Attention by the TPU's ragged kernel, which reads only the pages that a slot has.
 
     Its own scales are constants of the program, one for all heads: these stay outside of it.
     """
+    assert sinks is None, "a layout takes this kernel for decoders without sinks only"
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     slots, width = tables.shape
@@ -225,7 +235,7 @@ def _read_by_kernel(queries, cache: PageCache, tables, lengths, window: Window |
 
 
 def _attend_pages_of_replica(
-    queries, keys, values, cache: PageCache, tables, positions, active, *, kernel, window
+    queries, keys, values, cache: PageCache, tables, positions, active, sinks, *, kernel, window
 ):
     """Decoding attention of one token per slot of a replica, over the replica's own pages."""
     _, page_tokens, *heads = cache.pages.shape
@@ -242,7 +252,7 @@ def _attend_pages_of_replica(
         cache = cache.replace(scales=flat.reshape(before.shape))
     lengths = jnp.where(active, positions + 1, 1)
     read = _read_by_kernel if kernel else _gather_pages
-    return read(queries, cache, tables, lengths, window), cache
+    return read(queries, cache, tables, lengths, window, sinks), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,16 +273,17 @@ class PagedAttention:
         context: SlotContext,
         cache: PageCache | KVCache,
         window: Window | None = None,
+        sinks: Sinks = None,
     ):
         if isinstance(cache, KVCache):
-            return attend_slots(queries, keys, values, context, cache, window)
+            return attend_slots(queries, keys, values, context, cache, window, sinks)
         spec = functools.partial(sharding.spec, column=sharding.DECODING)
         heads, slot = spec("batch", "kv_heads"), spec("batch")
         pages = page_specs(cache)
         mixed, cache = jax.shard_map(
             functools.partial(_attend_pages_of_replica, kernel=self.kernel, window=window),
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, pages, slot, slot, slot),
+            in_specs=(heads, heads, heads, pages, slot, slot, slot, spec("kv_heads")),
             out_specs=(heads, pages),
             check_vma=False,
         )(
@@ -283,6 +294,7 @@ class PagedAttention:
             context.tables,
             context.positions[:, 0],
             context.active,
+            sinks,
         )
         return mixed[:, None], cache
 

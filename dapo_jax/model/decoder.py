@@ -62,6 +62,7 @@ class DecoderConfig:
     qkv_bias: bool = True
     out_bias: bool = False  # of the attention's last projection
     mlp_bias: bool = False
+    sinks: bool = False  # a learned logit that each head adds to its softmax's sum
     qk_norm: bool = False  # an RMS norm over every head's query and key, before they are rotated
     out_norms: bool = False  # after attention and MLP too, each before it is added to x
     norm_offset: bool = False  # norms multiply by 1 + scale
@@ -71,6 +72,7 @@ class DecoderConfig:
     experts: int = 0  # MLPs of width `mlp` in each layer, of which a token takes a few; 0: one MLP
     experts_per_token: int = 0
     normalise_experts: bool = False  # the weights of a token's experts add up to one
+    expert_bias: bool = False  # of the router and of every expert's matrices
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
@@ -186,7 +188,7 @@ class Block(nn.Module):
         c, biased = self.config, {"use_bias": self.config.mlp_bias}
         gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
         up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        product = constrain(ACTIVATIONS[c.activation](gate) * up, "batch", "sequence", "mlp")
+        product = constrain(ACTIVATIONS[c.activation](gate, up), "batch", "sequence", "mlp")
         return self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
 
     @nn.compact
@@ -214,7 +216,10 @@ class Block(nn.Module):
             queries, keys = self._norm("query_norm")(queries), self._norm("key_norm")(keys)
         queries, keys = self._rotated(queries, keys, context.positions, slides)
         window = c.window_of(slides)
-        mixed, cache = self.attend(queries, keys, values, context, cache, window)
+        sinks = None
+        if c.sinks:
+            sinks = self.param("sinks", named(nn.initializers.zeros, ("heads",)), (c.heads,))
+        mixed, cache = self.attend(queries, keys, values, context, cache, window, sinks)
         mixed = constrain(mixed, "batch", "sequence", "heads", None)
         axes = ("heads", "head_dim", "embed")
         out = self._linear("out", (c.embed,), axes, contracted=2, use_bias=c.out_bias)(mixed)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.grouped_products import grouped_product
-from dapo_jax.model.layers import ACTIVATIONS, ADAPTER_NAMES, SCALE, Adapters, named
+from dapo_jax.model.layers import ACTIVATIONS, ADAPTER_NAMES, BIAS, SCALE, Adapters, named
 from dapo_jax.runtime import sharding
 
 NAMES = ("expert_gate", "expert_up", "expert_down")  # parameters with one matrix for each expert
@@ -84,14 +84,15 @@ def _grouped(
 ) -> Float[Array, "n O"]:
     """Product of sorted rows with the matrices of their experts."""
     product = grouped_product(rows, matrices[name].astype(rows.dtype), sizes)
-    scale = matrices.get(name + SCALE)
+    scale, bias = matrices.get(name + SCALE), matrices.get(name + BIAS)
+    own = jnp.minimum(group, len(sizes) - 1)
     if scale is not None:
-        product = (product * scale[jnp.minimum(group, len(sizes) - 1)]).astype(rows.dtype)
+        product = (product * scale[own]).astype(rows.dtype)
     if name + ADAPTER_NAMES[0] in matrices:
         for part in ADAPTER_NAMES:
             rows = grouped_product(rows, matrices[name + part].astype(rows.dtype), sizes)
         product += rows
-    return product
+    return product if bias is None else product + bias.astype(product.dtype)[own]
 
 
 def mix(
@@ -105,8 +106,9 @@ def mix(
     """Weighted sum of each token's experts, of those from number `first` on that are here.
 
     Args:
-        matrices: by NAMES [x, I, O], the scales of int8 ones [x, O], and adapters [x, I, rank] and
-            [x, rank, O], the latter scaled.
+        matrices: by NAMES [x, I, O], the scales of int8 ones [x, O], biases [x, O], and adapters
+            [x, I, rank] and [x, rank, O], the latter scaled.
+        activation: of gate and up, as in ACTIVATIONS.
     """
     (tokens, per_token), count = chosen.shape, matrices[NAMES[0]].shape[0]
     local = chosen.reshape(-1) - first
@@ -116,7 +118,7 @@ def mix(
     sizes = jnp.bincount(local, length=count).astype(jnp.int32)
     rows = x[order // per_token]
     gate, up = (_grouped(rows, matrices, name, sizes, group) for name in NAMES[:2])
-    out = _grouped(activation(gate) * up, matrices, NAMES[2], sizes, group)
+    out = _grouped(activation(gate, up), matrices, NAMES[2], sizes, group)
     # Rows past the groups are other devices': a kernel may leave anything there.
     out = jnp.where((group < count)[:, None], out, 0)
     back = out[jnp.argsort(order)].reshape(tokens, per_token, -1)
@@ -150,7 +152,7 @@ def _spread(
     names |= {NAMES[2]: ("experts", "mlp", None)}
     down, up = ADAPTER_NAMES
     for name, (experts, inner, outer) in list(names.items()):
-        names |= {name + SCALE: (experts, outer)}
+        names |= {name + SCALE: (experts, outer), name + BIAS: (experts, outer)}
         names |= {name + down: (experts, inner, None), name + up: (experts, None, outer)}
     specs = {
         name: sharding.active_spec(array.shape, *names[name]) for name, array in matrices.items()
@@ -162,6 +164,10 @@ def _spread(
 
     def on_device(x, weights, chosen, matrices):
         first: Array | int = 0
+        last = NAMES[2] + BIAS
+        if of_mlp and last in matrices:  # every part of `mlp` adds to the sum, the bias once
+            once = jax.lax.axis_index(of_mlp) == 0
+            matrices = matrices | {last: jnp.where(once, matrices[last], 0)}
         if of_experts:
             first = jax.lax.axis_index(of_experts) * matrices[NAMES[0]].shape[0]
         if shared:
@@ -196,8 +202,11 @@ class Experts(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Weighted sum of each token's experts: its likeliest, or the `replayed` ones."""
         c = self.config
-        router = self._matrix("router", (c.embed, c.experts), ("embed", None), c.embed)["router"]
-        logits = jnp.dot(x, router.astype(c.dtype), preferred_element_type=jnp.float32)
+        router = self._matrix("router", (c.embed, c.experts), ("embed", None), c.embed)
+        kernel, bias = router["router"].astype(c.dtype), router.get("router" + BIAS)
+        logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
+        if bias is not None:
+            logits += bias.astype(c.dtype).astype(jnp.float32)
         counts = c.experts_per_token, c.normalise_experts
         weights, chosen, likeliest = route(logits, *counts, replayed)
         self._record(ROUTES, lambda: chosen.astype(route_dtype(c.experts)))
@@ -218,11 +227,11 @@ class Experts(nn.Module):
     def _matrix(
         self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], summed: int
     ) -> dict[str, Array]:
-        """Kernel of that name, its scale where it is int8, and its adapters where it has some."""
+        """Kernel of that name, and its scale, bias and adapters where it has them."""
         adapters = self.config.adapters
         if adapters and name.removeprefix("expert_") not in adapters.targets:
             adapters = None
-        found = _Kernel(shape, axes, summed, adapters, name=name)()
+        found = _Kernel(shape, axes, summed, adapters, self.config.expert_bias, name=name)()
         return {name + suffix: array for suffix, array in found.items()}
 
 
@@ -233,14 +242,20 @@ class _Kernel(nn.Module):
     axes: tuple[Any, ...]
     summed: int
     adapters: Adapters | None
+    use_bias: bool
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        """The kernel under "", its scale under SCALE, its adapters under their names."""
+        """The kernel under "", scale and bias under SCALE and BIAS, adapters under their names."""
         init = named(nn.initializers.normal(self.summed**-0.5), self.axes)
         found = {"": self.param("kernel", init, self.shape)}
         if self.has_variable("params", "kernel" + SCALE):
             found[SCALE] = self.get_variable("params", "kernel" + SCALE)
+        if self.use_bias:
+            *experts, _, outer = range(len(self.shape))
+            axes = tuple(self.axes[i] for i in (*experts, outer))
+            shape = tuple(self.shape[i] for i in (*experts, outer))
+            found[BIAS] = self.param("bias", named(nn.initializers.zeros, axes), shape)
         if self.adapters:
             (down, up), rank = ADAPTER_NAMES, self.adapters.rank
             experts, inner, outer = self.axes

@@ -1,14 +1,17 @@
 """Model families: config.json of a model folder to switches of the decoder, and back.
 
 A family is a row of `FAMILIES`. Families differ in which projections have a bias, in the norm of
-queries and keys, in rotations, and in which layers see a window.
+queries and keys, in rotations, in experts, and in which layers see a window.
 """
 
 import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dapo_jax.model.config_fields import check_number, read_number, read_switch
+from dapo_jax.model.config_fields import check_number, read_number, read_switch, read_table
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.layers import LIMIT, SHARPNESS
 from dapo_jax.model.rope_settings import (
     FULL,
     SLIDING,
@@ -19,6 +22,22 @@ from dapo_jax.model.rope_settings import (
 from dapo_jax.runtime.settings import ConfigError
 
 MAX_POSITION_EMBEDDINGS = 32_768  # of new folders, made from no other one
+
+# GptOssConfig of transformers 5.23; openai/gpt-oss-20b and 120b state all but the pattern.
+GPT_OSS_DEFAULTS = MappingProxyType(
+    {
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+)
 
 
 class Family(NamedTuple):
@@ -38,6 +57,8 @@ class Family(NamedTuple):
     query_growth: bool = False
     gemma: bool = False  # norms around both halves of a layer, GeGLU, scaled embeddings
     experts: bool = False
+    sinks: bool = False  # in every softmax of attention; biased experts with clipped gates
+    defaults: Mapping[str, Any] = MappingProxyType({})  # of fields that config.json lacks
     scalar_name: str = ""  # of the class with a scalar head, where it differs
 
 
@@ -64,10 +85,23 @@ FAMILIES = {  # by model_type
         gemma=True,
         scalar_name="Gemma3Text",
     ),
+    "gpt_oss": Family(
+        "GptOss",
+        head_dim=64,
+        attention_bias=True,
+        slides=True,
+        window=128,
+        typed=True,
+        pattern=True,
+        experts=True,
+        sinks=True,
+        defaults=GPT_OSS_DEFAULTS,
+    ),
 }
 
 TIED = "tie_word_embeddings"
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ours, and theirs
+# Ours, and theirs; gpt-oss clips whatever its field says.
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clipped_swish": "silu"}
 SIZES = {
     "vocab": "vocab_size",
     "layers": "num_hidden_layers",
@@ -81,12 +115,18 @@ EXPERT_SIZES = {
     "experts": "num_experts",
     "experts_per_token": "num_experts_per_tok",
 }
+BIASED_EXPERT_SIZES = EXPERT_SIZES | {"mlp": "intermediate_size", "experts": "num_local_experts"}
 
 # Settings that would change the numbers, with the only value that is supported.
 UNSUPPORTED: dict[str, Any] = {"hidden_act": "silu", "quantization_config": None}
 UNSUPPORTED_OF_EXPERTS: dict[str, Any] = UNSUPPORTED | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+UNSUPPORTED_OF_SINKS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "swiglu_alpha": SHARPNESS,
+    "swiglu_limit": LIMIT,
 }
 UNSUPPORTED_OF_GEMMA: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -97,9 +137,15 @@ UNSUPPORTED_OF_GEMMA: dict[str, Any] = {
 }
 
 
+def _expert_sizes(family: Family) -> dict[str, str]:
+    if family.sinks:
+        return BIASED_EXPERT_SIZES
+    return EXPERT_SIZES if family.experts else {}
+
+
 def _sizes(values: dict[str, Any], family: Family) -> dict[str, int]:
     """Sizes of the decoder. Raises KeyError for a missing one, ValueError for a wrong one."""
-    names = SIZES | (EXPERT_SIZES if family.experts else {})
+    names = SIZES | _expert_sizes(family)
     if family.experts and "num_experts" not in values:  # as newer folders call it
         names = names | {"experts": "num_local_experts"}
     sizes = {name: read_number(values, key) for name, key in names.items()}
@@ -127,14 +173,18 @@ def _switches(values: dict[str, Any], family: Family) -> dict[str, Any]:
     if family.gemma:
         of_gemma["query_scalar"] = read_number(values, "query_pre_attn_scalar", 256)
         of_gemma["activation"] = "gelu_tanh"
+    of_sinks = {"sinks": True, "expert_bias": True, "activation": "clipped_swish"}
+    # A softmax over the chosen logits alone is one over all whose chosen weights are normalised.
+    normalised = family.sinks or family.experts and read_switch(values, "norm_topk_prob")
     return {
         **(of_gemma if family.gemma else {}),
+        **(of_sinks if family.sinks else {}),
         "qk_norm": family.qk_norm,
         "qkv_bias": family.qkv_bias or bias,
         "out_bias": bias,
         "mlp_bias": family.mlp_bias and read_switch(values, "mlp_bias"),
         "tie_embeddings": tied,
-        "normalise_experts": family.experts and read_switch(values, "norm_topk_prob"),
+        "normalise_experts": normalised,
     }
 
 
@@ -187,6 +237,11 @@ def _check_supported(values: dict[str, Any]) -> None:
     family = FAMILIES[kind]
     table = UNSUPPORTED_OF_EXPERTS if family.experts else UNSUPPORTED
     table = UNSUPPORTED_OF_GEMMA if family.gemma else table
+    if family.sinks:
+        table = UNSUPPORTED_OF_SINKS
+        method = read_table(values, "quantization_config").get("quant_method", "mxfp4")
+        if method != "mxfp4":
+            raise ValueError(f"quantization_config of {reprlib.repr(method)}: must be 'mxfp4'")
     for name, plain in table.items():
         value = values.get(name, plain)
         if value != plain and not (value is None and not plain):
@@ -204,6 +259,8 @@ def decoder_config(
     try:
         _check_supported(values)
         family = FAMILIES[values["model_type"]]
+        missing = {name for name in family.defaults if values.get(name) is None}
+        values = values | {name: family.defaults[name] for name in missing}
         return DecoderConfig(
             **_sizes(values, family),
             family=values["model_type"],
@@ -245,8 +302,11 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         values["rope_scaling"] = scaling_json(scaling, family.query_growth)
         if scaling.kind == "dynamic":
             values["max_position_embeddings"] = scaling.original_tokens
+    elif family.defaults:
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if family.experts:
-        values |= {name: getattr(config, ours) for ours, name in EXPERT_SIZES.items()}
+        values |= {name: getattr(config, ours) for ours, name in _expert_sizes(family).items()}
+    if family.experts and not family.sinks:
         values["norm_topk_prob"] = config.normalise_experts
     if family.gemma:
         values["query_pre_attn_scalar"] = config.query_scalar
@@ -256,13 +316,16 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 
 def _windows_json(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Fields of a config.json about windows; none where a family has none anyway."""
+    slides = config.sliding or (config.window is not None,) * config.layers
+    types = [SLIDING if one else FULL for one in slides]
     if config.window is None:
-        return {"sliding_window": None} if family.slides and not family.gated else {}
-    slides = config.sliding or (True,) * config.layers
+        found: dict[str, Any] = {"sliding_window": None}
+        found |= {"layer_types": types} if family.pattern else {}
+        return found if family.slides and not family.gated else {}
     return {
         "sliding_window": config.window,
         **({"use_sliding_window": True} if family.gated else {}),
-        **({"layer_types": [SLIDING if one else FULL for one in slides]} if family.typed else {}),
+        **({"layer_types": types} if family.typed else {}),
     }
 
 

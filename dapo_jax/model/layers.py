@@ -1,7 +1,6 @@
 """Parts of a transformer layer: linear layers with low-rank adapters, norms, activations."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,20 @@ from dapo_jax.model.quantisation import int8_product
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
 SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
-ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
+BIAS = "_bias"  # ... that holds biases of matrices in one dictionary
+LIMIT, SHARPNESS = 7.0, 1.702  # of gpt-oss
+
+
+def _clipped_swish(gate: Array, up: Array) -> Array:
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return gate * nn.sigmoid(SHARPNESS * gate) * (up + 1)
+
+
+ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {  # of gate and up
+    "silu": lambda gate, up: nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: nn.gelu(gate, approximate=True) * up,
+    "clipped_swish": _clipped_swish,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,23 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors import SafetensorError, safe_open
 
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import families, weight_names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.param_paths import forward_dtype, summed_axes
+from dapo_jax.model.published_tensors import DTYPES, Tensors, weight_files
 from dapo_jax.runtime import nonfinite, sharding
-from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
+from dapo_jax.runtime.settings import ConfigError, read_json
 
 READ_WHOLE, READ_BYTES, READ_EVERY = 64 << 20, 64 << 10, 4 << 20  # for a fingerprint
 BLOCK_BYTES = 32 << 20  # read at once
 EXPERT_BYTES = 256 << 20  # of experts on the host at once, as float32
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
 Layers = Callable[[int], Any]  # layer of a parameter by number; 0 for one outside layers
 SHOWN_PROBLEMS = 1000  # of a folder, in one error
-OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.msgpack", "*.h5")
-INDEX = "model.safetensors.index.json"
 # OWNER/NAME of the hub, but not folders that our configs and commands name.
 HUB_NAME = re.compile(r"(?!models/|runs/)\w[\w.-]*/[\w.-]+")
 
@@ -58,85 +55,8 @@ def read_config(
     return families.decoder_config(read_json(path, field), str(folder), field, **numerics)
 
 
-def _weight_map(folder: pathlib.Path, field: str) -> Any:
-    """Files by tensor that the index names, as it is written; empty without an index."""
-    path = folder / INDEX
-    return read_json(path, field).get("weight_map", {}) if path.exists() else {}
-
-
-def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
-    """The *.safetensors files of a folder, by name.
-
-    Raises:
-        ConfigError: there are none, one that the index names is missing, or one is no file.
-    """
-    paths = sorted(folder.glob("*.safetensors"))
-    named = f"config.{field} = {str(folder)!r}"
-    if not paths:
-        others = [path.name for ending in OTHER_WEIGHTS for path in sorted(folder.glob(ending))]
-        beside = f" and can't read {others[0]}: save it as safetensors" if others else ""
-        raise ConfigError(f"{named}: has no *.safetensors file{beside}", field)
-    weight_map = _weight_map(folder, field)
-    files = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-    if missing := sorted(files - {path.name for path in paths}):
-        many = f" and {len(missing) - 1:,} more" * (len(missing) > 1)
-        raise ConfigError(f"{named}: lacks {missing[0]}{many}, which {INDEX} names", field)
-    for path in paths:
-        try:
-            check_regular(path)
-        except OSError as error:
-            raise ConfigError(f"config.{field}: {path} can't be read: {error}", field) from None
-    return paths
-
-
-class _Tensors:
-    """Tensors of a folder's safetensors files by name, and the problems found in the files.
-
-    Each read opens its file anew: the pages of an open one stay mapped, and count as memory of
-    this process.
-    """
-
-    def __init__(self, folder: str | pathlib.Path, field: str = "model.folder"):
-        self.named, self.problems = folder, []
-        self.folder = model_path(folder, field, weights=True)
-        self._files: dict[str, pathlib.Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        paths = weight_files(self.folder, field)
-        for path in paths:
-            self._open(path)
-        self._check_index(field)
-
-    def _open(self, path: pathlib.Path) -> None:
-        try:
-            file = safe_open(path, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            self.problems.append(f"{path.name}: {error}")
-            return
-        for name in file.keys():
-            if name in self._files:
-                self.problems.append(f"{name}: in {self._files[name].name} and in {path.name}")
-            part = file.get_slice(name)
-            self._files[name], self.shapes[name] = path, tuple(part.get_shape())
-            self.dtypes[name] = part.get_dtype()
-
-    def _check_index(self, field: str) -> None:
-        """Adds a problem for every tensor that is not in the file that the index names."""
-        weight_map = _weight_map(self.folder, field)
-        if not isinstance(weight_map, dict):
-            self.problems.append(f"{INDEX}: weight_map must be an object")
-            return
-        for name, file in weight_map.items():
-            if name not in self._files or self._files[name].name != file:
-                self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
-
-    def read(self, name: str, *index: slice) -> np.ndarray:
-        """Part of a tensor, in the file's dtype; all of it without an index."""
-        return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
-
-
 def _check_names(
-    tensors: _Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
+    tensors: Tensors, shapes: dict[str, tuple[int, ...]], config: DecoderConfig, field: str
 ) -> None:
     """Raises one `ConfigError` that names every missing, unknown or wrongly shaped tensor."""
     problems = list(tensors.problems)
@@ -147,8 +67,8 @@ def _check_names(
         problems.append(f"{head}: shape {tensors.shapes[head]}, expected {head_shape}")
     for path, shape in shapes.items():
         layer_shape = shape[weight_names.stacked_axes(path) :]
-        expected = weight_names.published_shape(path, layer_shape)
-        for name in weight_names.published_names(path, config):
+        expected = weight_names.tensor_shape(path, layer_shape, config)
+        for name in dict.fromkeys(weight_names.published_names(path, config)):
             known.add(name)
             if name not in tensors.shapes:
                 problems.append(f"{name}: missing")
@@ -167,9 +87,17 @@ def _check_names(
 
 
 def _read_part(
-    tensors: _Tensors, name: str, path: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    tensors: Tensors,
+    place: weight_names.Part,
+    path: str,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
 ) -> np.ndarray:
-    """Part `index` of the parameter of `shape` that is published as `name`; float32."""
+    """Part `index` of the parameter of `shape` that is published at `place`; float32."""
+    name = place.name
+    if place.expert >= 0:
+        bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
+        return tensors.read_expert(place, *(slice(*one) for one in bounds)).astype(np.float32)
     if len(tensors.shapes[name]) == 1 or path == "score":
         return tensors.read(name).reshape(shape)[index].astype(np.float32)
     inputs = summed_axes(path)
@@ -214,7 +142,7 @@ def _set_part(stack: jax.Array, part: jax.Array, *where: int) -> jax.Array:
 
 
 def _load_stack(
-    tensors: _Tensors,
+    tensors: Tensors,
     path: str,
     shape: tuple[int, ...],
     layout: jax.sharding.NamedSharding,
@@ -225,7 +153,7 @@ def _load_stack(
 
     Experts are read in blocks of at most EXPERT_BYTES, or one by one.
     """
-    axes, names = weight_names.stacked_axes(path), weight_names.published_names(path, config)
+    axes, parts = weight_names.stacked_axes(path), weight_names.published_parts(path, config)
     own = shape[axes:]  # of a published tensor, in our layout
     count = 1
     if axes > 1:
@@ -238,11 +166,11 @@ def _load_stack(
 
     def read(index: tuple[slice, ...], first: int) -> np.ndarray:
         if axes == 1:
-            return _read_part(tensors, names[first], path, own, index)
-        block = names[first : first + count]
-        return np.stack([_read_part(tensors, name, path, own, index[1:]) for name in block])
+            return _read_part(tensors, parts[first], path, own, index)
+        block = parts[first : first + count]
+        return np.stack([_read_part(tensors, part, path, own, index[1:]) for part in block])
 
-    for first in range(0, len(names), count):
+    for first in range(0, len(parts), count):
         part = _to_devices(part_shape, place, dtype, functools.partial(read, first=first))
         where = np.unravel_index(first, shape[:axes])
         stack = set_part(stack, part, *map(int, where)).block_until_ready()
@@ -274,7 +202,7 @@ def load_params(
     Raises:
         ConfigError: tensors are missing, unknown, wrongly shaped or not finite.
     """
-    tensors = _Tensors(folder, field)
+    tensors = Tensors(folder, field)
     boxed, shapes = abstract_params(config), weight_names.param_shapes(config)
     shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     arrays = {}
@@ -290,12 +218,12 @@ def load_params(
         if weight_names.below_stack(path):
             arrays[path] = _load_stack(tensors, path, shape, shardings[path], dtype, config)
             continue
-        (name,) = weight_names.published_names(path, config)
+        (place,) = weight_names.published_parts(path, config)
         arrays[path] = _to_devices(
             shape,
             shardings[path],
             dtype,
-            lambda index, p=path, n=name, s=shape: _read_part(tensors, n, p, s, index),
+            lambda index, p=path, at=place, s=shape: _read_part(tensors, at, p, s, index),
         )
     if nonfinite_names := nonfinite.describe(arrays):
         problem = f"holds numbers that are not finite: {nonfinite_names}"
@@ -307,27 +235,26 @@ def read_layers(
     folder: str | pathlib.Path, paths: Iterable[str], config: DecoderConfig
 ) -> Iterator[tuple[str, Layers]]:
     """Parameters of a model folder on the host, float32; a layer is read when it is requested."""
-    tensors, shapes = _Tensors(folder), weight_names.param_shapes(config)
+    tensors, shapes = Tensors(folder), weight_names.param_shapes(config)
 
-    def layer(path: str, number: int) -> np.ndarray:
+    def layer(path: str, parts: list[weight_names.Part], number: int) -> np.ndarray:
         shape = shapes[path][weight_names.stacked_axes(path) :]
-        name = weight_names.published_names(path, config)[number]
-        return _read_part(tensors, name, path, shape, (slice(None),) * len(shape))
+        return _read_part(tensors, parts[number], path, shape, (slice(None),) * len(shape))
 
     for path in paths:
-        yield path, functools.partial(layer, path)
+        yield path, functools.partial(layer, path, weight_names.published_parts(path, config))
 
 
 def check_weights(folder: str | pathlib.Path, field: str = "model.folder") -> None:
     """Raises `ConfigError` where a folder's weights can't be opened; reads only their headers."""
     read_config(folder, field=field)
-    if problems := _Tensors(folder, field).problems:
+    if problems := Tensors(folder, field).problems:
         raise ConfigError(f"config.{field} = {str(folder)!r}: can't be read: {problems[0]}", field)
 
 
 def stored_dtype(folder: str | pathlib.Path) -> str:
     """Dtype of a folder's weights; float32 where there are several."""
-    dtypes = set(_Tensors(folder).dtypes.values())
+    dtypes = set(Tensors(folder).dtypes.values())
     return DTYPES.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 

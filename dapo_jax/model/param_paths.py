@@ -8,8 +8,8 @@ from dapo_jax.model.decoder import DecoderConfig
 
 
 def forward_dtype(path: str, config: DecoderConfig) -> Any:
-    """Dtype of a parameter in a forward pass: float32 for norms, else the compute dtype."""
-    return jnp.float32 if path.endswith("scale") else config.dtype
+    """Dtype of a parameter in a forward pass: float32 for norms and sinks, else the compute's."""
+    return jnp.float32 if path.endswith(("scale", "sinks")) else config.dtype
 
 
 def summed_axes(path: str) -> int:

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from dapo_jax.model import save_huggingface, weight_names
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import ADAPTER_NAMES
-from dapo_jax.model.load_huggingface import DTYPES
+from dapo_jax.model.published_tensors import DTYPES
 from dapo_jax.model.trainable import is_trained, without_adapters
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json, require
@@ -47,7 +47,7 @@ ONLY = {  # the values that leave the base as it is
 def adapter_names(path: str, config: DecoderConfig) -> list[str]:
     """Names of an adapter's tensors in the file, first layer first."""
     matrix, _, part = path.rpartition("/")
-    names = weight_names.published_names(f"{matrix}/kernel", config)
+    names = weight_names.matrix_names(f"{matrix}/kernel", config)
     ending = f"{PUBLISHED[part]}.weight"
     return [f"base_model.model.{name.removesuffix('weight')}{ending}" for name in names]
 

@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import families, weight_names
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.model.load_huggingface import INDEX, Layers
+from dapo_jax.model.load_huggingface import Layers
+from dapo_jax.model.published_tensors import INDEX
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 
@@ -36,18 +37,41 @@ def _layer(stack: jax.Array, number: int, axes: int) -> jax.Array:
     return stack[jnp.unravel_index(number, stack.shape[:axes])]
 
 
-def _published(
+def published_tensors(
     leaves: Iterable[tuple[str, Layers]], config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Every published tensor with its name, converted one by one. Raises `NotFinite`."""
+    waiting: dict[str, Layers] = {}
     for path, layer in leaves:
-        for number, name in enumerate(weight_names.published_names(path, config)):
-            array = weight_names.to_published(path, to_host(layer(number)))
+        waiting[path] = layer
+        paths = weight_names.fused_paths(path, config)
+        if not all(other in waiting for other in paths):
+            continue
+        layers = [waiting.pop(other) for other in paths]
+        names = weight_names.published_names(path, config)
+        fused = config.experts if weight_names.is_fused(path, config) else 0
+        for number in range(0, len(names), fused or 1):
             with np.errstate(over="ignore"):  # NotFinite below says it better
-                array = array.astype(jnp.dtype(dtype))
+                if fused:
+                    array = _fused(layers, range(number, number + fused), dtype)
+                else:
+                    array = weight_names.to_published(path, to_host(layer(number)))
+                    array = array.astype(jnp.dtype(dtype))
             if not np.isfinite(array).all():
-                raise NotFinite(f"{name} holds numbers that are not finite as {dtype}: not written")
-            yield name, array
+                problem = f"holds numbers that are not finite as {dtype}: not written"
+                raise NotFinite(f"{names[number]} {problem}")
+            yield names[number], array
+
+
+def _fused(layers: list[Layers], numbers: range, dtype: str) -> np.ndarray:
+    """Published tensor [X, ...] of experts, whose last axis takes parameters in turn."""
+    first = to_host(layers[0](numbers[0]))
+    shape = len(numbers), *first.shape[:-1], first.shape[-1] * len(layers)
+    array = np.empty(shape, jnp.dtype(dtype))
+    for expert, number in enumerate(numbers):
+        for place, layer in enumerate(layers):
+            array[expert, ..., place :: len(layers)] = to_host(layer(number))
+    return array
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
@@ -77,7 +101,7 @@ def save_weights(
     Raises:
         NotFinite: a tensor holds numbers that are not finite in `dtype`.
     """
-    tensors = _published(leaves, config, dtype)
+    tensors = published_tensors(leaves, config, dtype)
     if folder is None:
         collections.deque(tensors, maxlen=0)
         return
@@ -144,6 +168,7 @@ def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: st
     source = model_path(source)
     values = json.loads((source / "config.json").read_text())
     values.pop("_name_or_path", None)  # where it lay on somebody's machine
+    values.pop("quantization_config", None)  # what is written is not quantised
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in KEPT_FILES:

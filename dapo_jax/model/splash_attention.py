@@ -81,6 +81,7 @@ def splash_attention(
     keys: Float[Array, "B T K E"],
     values: Float[Array, "B T K E"],
     segment_ids: Int[Array, "B T"],
+    sinks: Float[Array, "H"] | None = None,
     *,
     interpret: bool,
     window: int | None = None,
@@ -89,6 +90,7 @@ def splash_attention(
     """Causal attention inside segments; t, a multiple of 128, divides T.
 
     Args:
+        sinks: logits that heads add to each softmax's sum; float32.
         interpret: runs the kernel as plain operations, slowly, where there is no TPU (for tests).
         window: tokens that a token sees, itself counted; None: all before it.
         first: place of the first query, a multiple of t; None: the queries are all of the row's.
@@ -119,4 +121,5 @@ def splash_attention(
         ids = jax.lax.dynamic_slice_in_dim(segment_ids, first, mine, 1)
         segments = splash.SegmentIds(q=ids, kv=segment_ids)
     # Without `save_residuals` a kernel returns one array, which its type does not say.
-    return cast(Array, jax.vmap(kernel)(*heads_first, segments)).swapaxes(1, 2)
+    each_row = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
+    return cast(Array, each_row(*heads_first, segments, sinks)).swapaxes(1, 2)

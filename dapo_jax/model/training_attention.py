@@ -1,7 +1,7 @@
 """Training attention over packed rows: plain, blockwise or by the TPU's splash kernel.
 
-`Block` calls `attend(queries, keys, values, context, cache, window)` with [batch, time, heads,
-head_dim]; it returns the attention output in that shape and the cache, which is None in training.
+`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with [batch, time,
+heads, head_dim]; it returns the attention output in that shape and the cache, None in training.
 Layers share one segment number per token; only `attend_plain` builds a dense mask of it.
 `decode_attention.py` has the attention of the sampler.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.model.blockwise_attention import blocked_attention
+from dapo_jax.model.blockwise_attention import Sinks, blocked_attention
 from dapo_jax.model.context_attention import attend_in_context
 from dapo_jax.model.splash_attention import LANES, splash_attention
 from dapo_jax.runtime import sharding
@@ -76,12 +76,14 @@ def grouped_attention(
     mask: Bool[Array, "B Q T"],
     axes: tuple[str, str],
     scales: tuple[Float[Array, "B K T"] | None, Float[Array, "B K T"] | None] = (None, None),
+    sinks: Sinks = None,
 ) -> Float[Array, "B Q H E"]:
     """Grouped-query attention with a float32 softmax; adjacent query heads share a key head.
 
     Args:
         axes: order of the axes b, k, t, e in `keys` and in `values`.
         scales: scales of int8 keys and values, multiplied into their products.
+        sinks: logits that heads add to each softmax's sum; float32.
     """
     batch, count, heads, width = queries.shape
     groups, dtype = keys.shape[axes[0].index("k")], queries.dtype
@@ -99,59 +101,69 @@ def grouped_attention(
     if scales[1] is not None:
         weights *= scales[1][:, :, None, None]
     mixed = jnp.einsum(f"bkgqt,{axes[1]}->bkgqe", weights.astype(dtype), values.astype(dtype))
+    if sinks is not None:
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        kept = jax.nn.sigmoid(total - sinks.reshape(groups, -1, 1, 1))  # what no sink takes
+        mixed *= kept.astype(dtype)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads, width)
 
 
-def attend_plain(queries, keys, values, context: Context, cache, window: Window | None = None):
+def attend_plain(
+    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+):
     """Training attention with all scores at once, for short rows."""
     keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
     mask = packed_mask(context.segment_ids, window)
-    return grouped_attention(queries, keys, values, mask, ("bket", "bkte")), cache
+    axes = ("bket", "bkte")
+    return grouped_attention(queries, keys, values, mask, axes, sinks=sinks), cache
 
 
-def _on_each_device(attention: Callable, queries, keys, values, *shared):
+def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sinks, *shared):
     """Runs `attention` on every device over its own rows and heads.
 
     Nothing is exchanged but parts of rows whose length is cut.
 
     Args:
-        shared: segment numbers of the rows, and what all devices have alike.
+        shared: what all devices have alike.
     """
     mesh = sharding.active_mesh()
     if mesh is None:
-        return attention(queries, keys, values, *shared)
+        return attention(queries, keys, values, segment_ids, sinks, *shared)
     if sharding.shards(mesh, "sequence") > 1:
         axes = sharding.mesh_axes("sequence")
         attention = functools.partial(attend_in_context, attention, axes)
     heads, kv_heads = (
         sharding.spec("batch", "sequence", name, None) for name in ("heads", "kv_heads")
     )
-    rows = sharding.spec("batch", None)
-    whole = (sharding.spec(),) * (len(shared) - 1)
+    rows, of_heads = sharding.spec("batch", None), sharding.spec("heads")
+    whole = (sharding.spec(),) * len(shared)
     return jax.shard_map(
         attention,
-        in_specs=(heads, kv_heads, kv_heads, rows, *whole),
+        in_specs=(heads, kv_heads, kv_heads, rows, of_heads, *whole),
         out_specs=heads,
         check_vma=False,
-    )(queries, keys, values, *shared)
+    )(queries, keys, values, segment_ids, sinks, *shared)
 
 
-def attend_blocked(queries, keys, values, context: Context, cache, window: Window | None = None):
+def attend_blocked(
+    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+):
     """Training attention in blocks, without a [T, T] array; for every platform."""
-    shared = [context.segment_ids]
-    if window is not None:
-        shared.append(window.reach(queries.shape[1]))
-    return _on_each_device(blocked_attention, queries, keys, values, *shared), cache
+    reach = None if window is None else window.reach(queries.shape[1])
+    arrays = queries, keys, values, context.segment_ids, sinks
+    return _on_each_device(blocked_attention, *arrays, reach), cache
 
 
-def attend_splash(queries, keys, values, context: Context, cache, window: Window | None = None):
+def attend_splash(
+    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+):
     """Training attention by the TPU's splash kernel; plain where no mesh names the platform."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return attend_plain(queries, keys, values, context, cache, window)
+        return attend_plain(queries, keys, values, context, cache, window, sinks)
     interpret = mesh.abstract_device.platform != "tpu"
     full = functools.partial(splash_attention, interpret=interpret)
-    arrays = queries, keys, values, context.segment_ids
+    arrays = queries, keys, values, context.segment_ids, sinks
     if window is None:
         return _on_each_device(full, *arrays), cache
     local = functools.partial(full, window=window.tokens)

@@ -2,10 +2,12 @@
 
 A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors, and one with
 experts a stack [L, X, ...] of L * X, layer after layer; any other is one tensor. Published matrices
-are [out, in] with heads merged; ours are [in, out] with heads apart.
+are [out, in] with heads merged; ours are [in, out] with heads apart. Experts with biases are fused:
+a published tensor [X, in, out] has all of a layer, and gate and up take turns in its last axis.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,7 @@ LAYER_NAMES = {
     "value/bias": "self_attn.v_proj.bias",
     "out/kernel": "self_attn.o_proj.weight",
     "out/bias": "self_attn.o_proj.bias",
+    "sinks": "self_attn.sinks",
     "mlp_norm/scale": "post_attention_layernorm.weight",
     "moe/router/kernel": "mlp.gate.weight",
     "moe/expert_gate/kernel": "mlp.experts.{}.gate_proj.weight",
@@ -44,12 +47,33 @@ OUT_NORM_NAMES = {
     "mlp_norm/scale": "pre_feedforward_layernorm.weight",
     "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
 }
+# ... of experts with biases
+FUSED_NAMES = {
+    "moe/router/kernel": "mlp.router.weight",
+    "moe/router/bias": "mlp.router.bias",
+    "moe/expert_gate/kernel": "mlp.experts.gate_up_proj",
+    "moe/expert_gate/bias": "mlp.experts.gate_up_proj_bias",
+    "moe/expert_up/kernel": "mlp.experts.gate_up_proj",
+    "moe/expert_up/bias": "mlp.experts.gate_up_proj_bias",
+    "moe/expert_down/kernel": "mlp.experts.down_proj",
+    "moe/expert_down/bias": "mlp.experts.down_proj_bias",
+}
+IN_TURN = ("expert_gate", "expert_up")  # in the last axis of a fused tensor
 TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
     "head": "lm_head.weight",
     "score": "score.weight",
 }
+
+
+class Part(NamedTuple):
+    """Part of a published tensor that is one of our matrices or vectors."""
+
+    name: str
+    expert: int = -1  # place in the first axis of a fused tensor; -1: it is not fused
+    first: int = 0  # place in its last axis ...
+    step: int = 1  # ... and every so many from there on
 
 
 def param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -65,15 +89,54 @@ def below_stack(path: str) -> str | None:
 
 
 def published_names(path: str, config: DecoderConfig) -> list[str]:
-    """Names of the published tensors of a parameter, first layer first."""
+    """Names of the published tensors of a parameter, first layer first; fused ones repeat."""
+    names = LAYER_NAMES | (OUT_NORM_NAMES if config.out_norms else {})
+    return _names_by(names | (FUSED_NAMES if config.expert_bias else {}), path, config)
+
+
+def matrix_names(path: str, config: DecoderConfig) -> list[str]:
+    """Names of a parameter's matrices where none is fused, as adapters of them are called."""
+    return _names_by(LAYER_NAMES, path, config)
+
+
+def _names_by(names: dict[str, str], path: str, config: DecoderConfig) -> list[str]:
     below = below_stack(path)
     if below is None:
         return [TOP_NAMES[path]]
     frozen = path.startswith("frozen_layers")
     numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
-    names = LAYER_NAMES | (OUT_NORM_NAMES if config.out_norms else {})
     experts = range(config.experts if has_experts(path) else 1)
     return [f"model.layers.{i}.{names[below].format(e)}" for i in numbers for e in experts]
+
+
+def is_fused(path: str, config: DecoderConfig) -> bool:
+    """True for a parameter whose experts are in one published tensor a layer."""
+    return config.expert_bias and has_experts(path)
+
+
+def fused_paths(path: str, config: DecoderConfig) -> list[str]:
+    """Paths that a published tensor holds in turn, `path` among them."""
+    for name in IN_TURN:
+        if is_fused(path, config) and f"/{name}/" in path:
+            return [path.replace(name, other) for other in IN_TURN]
+    return [path]
+
+
+def published_parts(path: str, config: DecoderConfig) -> list[Part]:
+    """Places of a parameter's matrices or vectors in the folder, first layer first."""
+    names = published_names(path, config)
+    if not is_fused(path, config):
+        return [Part(name) for name in names]
+    paths = fused_paths(path, config)
+    place = paths.index(path), len(paths)
+    return [Part(name, number % config.experts, *place) for number, name in enumerate(names)]
+
+
+def tensor_shape(path: str, shape: tuple[int, ...], config: DecoderConfig) -> tuple[int, ...]:
+    """Shape of the published tensor of which a matrix or vector of `shape` is a part."""
+    if not is_fused(path, config):
+        return published_shape(path, shape)
+    return (config.experts, *shape[:-1], shape[-1] * len(fused_paths(path, config)))
 
 
 def stacked_axes(path: str) -> int:

@@ -159,11 +159,11 @@ def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
 def _read_by_kernel(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, dtype: Any
 ) -> bool:
-    """True where the TPU's kernel, which knows no scales of tokens, reads each device's pages."""
+    """True where the TPU's kernel reads each device's pages; it takes no sinks or tokens' scales."""
     platform, shards = mesh.devices.flat[0].platform, sharding.shards
     kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
     read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)
-    return read and settings.cache_dtype != "int8"
+    return read and settings.cache_dtype != "int8" and not config.sinks
 
 
 def choose_layout(

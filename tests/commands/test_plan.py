@@ -53,6 +53,8 @@ PARAMETERS = {
     "gemma-3-4b": 3.880,
     "gemma-3-12b": 11.77,
     "gemma-3-27b": 27.01,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
 }
 
 

@@ -13,7 +13,7 @@ from conftest import TINY
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.experts import NAMES, mix, route
 from dapo_jax.model.families import decoder_config
-from dapo_jax.model.layers import SCALE
+from dapo_jax.model.layers import ACTIVATIONS, SCALE
 from dapo_jax.model.param_paths import scaled_axes
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
@@ -23,6 +23,7 @@ from dapo_jax.runtime.sharding import make_mesh, unbox
 MOE = dataclasses.replace(
     TINY, mlp=16, experts=8, experts_per_token=3, normalise_experts=True, family="qwen3_moe"
 )
+SILU = ACTIVATIONS["silu"]
 RNG, KEY = np.random.default_rng(0), jax.random.key(0)
 TOKENS, PER_TOKEN, EXPERTS, WIDTH, INNER = 12, 3, 8, 6, 5
 SHAPES = [(EXPERTS, WIDTH, INNER), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER, WIDTH)]
@@ -63,7 +64,7 @@ def test_experts_and_their_gradients_are_those_of_a_loop(normalise):
 
     def grouped(x, logits, matrices):
         weights, chosen, _ = route(logits, PER_TOKEN, normalise)
-        return mix(x, weights[0], chosen[0], matrices, jax.nn.silu)
+        return mix(x, weights[0], chosen[0], matrices, SILU)
 
     def gradients(function):
         def loss(*arrays):
@@ -87,7 +88,7 @@ def test_int8_experts_have_a_scale_for_each_of_their_channels():
         whole[name], whole[name + SCALE] = quantise(jnp.asarray(matrix), jnp.int8, axis)
         rounded[name] = whole[name] * jnp.expand_dims(whole[name + SCALE], axis)
     assert whole[NAMES[2] + SCALE].shape == (EXPERTS, WIDTH)
-    found, expected = (mix(x, weights, chosen, m, jax.nn.silu) for m in (whole, rounded))
+    found, expected = (mix(x, weights, chosen, m, SILU) for m in (whole, rounded))
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert scaled_axes("layers/moe/router/kernel") == ()
 
@@ -139,7 +140,7 @@ def test_no_array_has_a_place_for_each_pair_of_token_and_expert():
     weights, chosen, _ = (array[0] for array in route(logits, taken, True))
 
     def loss(x, weights, matrices):
-        return jnp.sum(mix(x, weights, chosen, matrices, jax.nn.silu))
+        return jnp.sum(mix(x, weights, chosen, matrices, SILU))
 
     arrays = jnp.ones((tokens, width)), weights, dict(zip(NAMES, draws, strict=True))
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays)

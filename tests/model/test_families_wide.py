@@ -13,6 +13,7 @@ import sys
 import families_fixtures as families
 import numpy as np
 import pytest
+from mxfp4_folders import write_both
 
 from dapo_jax.model import load_huggingface, save_huggingface
 
@@ -91,6 +92,18 @@ def test_a_folder_made_from_nothing_loads_in_transformers(folders, one_device, t
         params = load_huggingface.load_params(folder, config, one_device)
         save_huggingface.save_folder(tmp_path / folder.name, params, config, (1,))
     check_logits(tmp_path, folders)
+
+
+def test_a_folder_in_mxfp4_is_read_as_transformers_reads_it(folders, one_device, tmp_path):
+    (source,) = (folder for folder in folders if folder.name == "gpt_oss")
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    write_both(source, packed, plain)
+    (packed / "expected.npz").symlink_to(source / "expected.npz")
+    run_writer("check", packed)
+    logits, used = families.packed_logits(packed, one_device)
+    difference = np.abs(logits - np.load(packed / "logits.npy"))[used].max()
+    print(f"largest difference {difference:.1e}")
+    assert difference < 2e-5
 
 
 def test_loading_two_gigabytes_needs_less_than_twice_the_largest_tensor_more(tmp_path):

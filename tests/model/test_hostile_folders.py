@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.model import load_huggingface
+from dapo_jax.model import load_huggingface, published_tensors
 from dapo_jax.model.config_fields import NUMBERS
 from dapo_jax.runtime.settings import LARGEST_TEXT, ConfigError
 
@@ -160,11 +160,11 @@ HOSTILE = {
     ),
     "weights: NaN": (tensor(model__norm__weight=np.full(32, np.nan, np.float32)), "not finite"),
     "index: a list": (
-        write(load_huggingface.INDEX, '{"weight_map": ["a"]}'),
+        write(published_tensors.INDEX, '{"weight_map": ["a"]}'),
         "weight_map must be an object",
     ),
-    "index: null": (write(load_huggingface.INDEX, '{"weight_map": null}'), "weight_map must be"),
-    "index: a pipe": (replace(load_huggingface.INDEX, os.mkfifo), "a pipe: must be a file"),
+    "index: null": (write(published_tensors.INDEX, '{"weight_map": null}'), "weight_map must be"),
+    "index: a pipe": (replace(published_tensors.INDEX, os.mkfifo), "a pipe: must be a file"),
     "tokenizer: a pipe": (replace(TOKENS, os.mkfifo), "a pipe: must be a file"),
     "tokenizer: nested deeply": (write(TOKENS, DEEP), "tokenizer.json can't be read"),
     "tokenizer: nothing known": (vocabulary(vocab={}), "tokenizer.json can't be read"),

@@ -224,7 +224,8 @@ def assert_logits_alike(base: pathlib.Path, adapters: pathlib.Path, lora: Lora, 
 @pytest.mark.parametrize("targets", ["query,value", ",".join(MATRICES)])
 def test_logits_of_an_adapter_of_ours_are_those_of_peft(targets, tmp_path, one_device):
     lora, pairs = Lora(rank=5, alpha=8.0, targets=targets), {}
-    for base in MODELS:
+    known = [base for base in MODELS if base.name != "gpt_oss" or "up" not in targets]
+    for base in known:
         config = choose_trained(load_huggingface.read_config(base), 0.0, lora)
         pairs[base] = save(tmp_path / base.name, random_adapters(config), config)
     run_peft("logits", pairs)
@@ -237,4 +238,7 @@ def test_an_adapter_that_peft_saved_is_read(tmp_path, one_device):
     pairs = {base: tmp_path / base.name for base in MODELS}
     run_peft("write", pairs)
     for base, adapters in pairs.items():
-        assert_logits_alike(base, adapters, Lora(rank=4, alpha=6.0), one_device)
+        lora = Lora(rank=4, alpha=6.0)
+        if load_huggingface.read_config(base).experts:
+            lora.targets = "query,key,value,out"
+        assert_logits_alike(base, adapters, lora, one_device)

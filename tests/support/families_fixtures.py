@@ -11,7 +11,6 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.model.weight_names import published_names, to_published
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
@@ -57,11 +56,8 @@ def packed_gradients(folder, mesh):
         logprobs, _ = token_logprobs(params, config, *rows, **options)
         return jnp.sum(logprobs * (places[used] > 0)[None])
 
-    found = {}
-    for path, layer in save_huggingface.flatten(jax.jit(jax.grad(loss))(params)):
-        for number, name in enumerate(published_names(path, config)):
-            found[name] = to_published(path, np.asarray(layer(number)))
-    return found
+    gradient = save_huggingface.flatten(jax.jit(jax.grad(loss))(params))
+    return dict(save_huggingface.published_tensors(gradient, config, "float32"))
 
 
 def greedy_tokens(folder, mesh):

@@ -1,7 +1,7 @@
-"""Published shapes of Qwen2.5, Qwen3, Llama 3.x and Gemma 3: a plan needs no weights.
+"""Published shapes of Qwen2.5, Qwen3, Llama 3.x, Gemma 3 and gpt-oss: a plan needs no weights.
 
 Values are those of each model's own config.json (huggingface.co/Qwen, huggingface.co/meta-llama,
-huggingface.co/google); of Gemma's models with images, those of the text part.
+huggingface.co/google, huggingface.co/openai); of Gemma with images, those of the text part.
 """
 
 import difflib
@@ -30,6 +30,10 @@ _GEMMA = _GEMMA_1B | {
     "sliding_window": 1024,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
+_GPT_OSS_20B, _GPT_OSS_120B = (
+    {"model_type": "gpt_oss", "num_local_experts": experts, "num_experts_per_tok": 4}
+    for experts in (32, 128)
+)
 _GEMMA_27B = _GEMMA | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 
@@ -67,6 +71,8 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "gemma-3-4b": (_GEMMA, (2_560, 34, 8, 4, 10_240, 262_208, True)),
     "gemma-3-12b": (_GEMMA, (3_840, 48, 16, 8, 15_360, 262_208, True)),
     "gemma-3-27b": (_GEMMA_27B, (5_376, 62, 32, 16, 21_504, 262_208, True)),
+    "gpt-oss-20b": (_GPT_OSS_20B, (2_880, 24, 64, 8, 2_880, 201_088, False)),
+    "gpt-oss-120b": (_GPT_OSS_120B, (2_880, 36, 64, 8, 2_880, 201_088, False)),
 }
 NAMES = tuple(_SHAPES)
 # Versions of a model that share its shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.
