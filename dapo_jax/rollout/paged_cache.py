@@ -140,12 +140,27 @@ class PagedLayout:
         pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % size), (0, 0), (0, 0)))
         blocks = pairs.reshape(len(pairs), -1, size, *pairs.shape[2:])[fills.row[0], fills.block[0]]
 
-        def fill(old, new):
-            return old.at[fills.page[0]].set(new, mode="drop")
-
         pages, scales = rounded(cache, blocks)
-        cache = cache.replace(pages=fill(cache.pages, pages))
-        return cache if scales is None else cache.replace(scales=fill(cache.scales, scales))
+        if cache.calibrated:
+            return cache.replace(pages=_fill_in_turn(cache.pages, pages, fills.page[0]))
+        filled = PageCache(pages, scales)
+        return jax.tree.map(
+            lambda old, new: old.at[fills.page[0]].set(new, mode="drop"), cache, filled
+        )
+
+
+def _fill_in_turn(pages: jax.Array, blocks: jax.Array, places: jax.Array) -> jax.Array:
+    """Pages with a block at each place; one past the last goes to page 0, which is nobody's.
+
+    XLA:TPU aborts where it compiles scatters of int8 blocks in more than a few layers (libtpu
+    0.0.42.1, memory_bound_loop_optimizer.cc).
+    """
+    places = jnp.where(places < len(pages), places, 0)
+
+    def put(i, pages):
+        return jax.lax.dynamic_update_index_in_dim(pages, blocks[i], places[i], 0)
+
+    return jax.lax.fori_loop(0, len(places), put, pages)
 
 
 def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
@@ -159,7 +174,7 @@ def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
 def _read_by_kernel(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, dtype: Any
 ) -> bool:
-    """True where the TPU's kernel reads each device's pages; it takes no sinks or tokens' scales."""
+    """True where the TPU's kernel reads each device's pages: no scales of tokens, no sinks."""
     platform, shards = mesh.devices.flat[0].platform, sharding.shards
     kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
     read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)

@@ -63,6 +63,7 @@ class Run:
     programs: str = PROGRAMS
     layers: int = 0  # only the first; 0: all
     weights: str = "auto"  # those that decode
+    cache_dtype: str = "auto"
 
     def config(self, folder: str) -> Config:
         """The settings that say so, for a model folder."""
@@ -88,6 +89,7 @@ class Run:
                 cache=self.cache,
                 load_layers=self.load_layers,
                 weights_dtype=self.weights,
+                cache_dtype=self.cache_dtype,
             ),
             mesh=mesh,
             packing=Packing(self.row_tokens, self.rows * replicas * mesh.decode_tensor),
