@@ -172,14 +172,11 @@ def policy_learner(
         return logprobs, jnp.moveaxis(records[ROUTES], 0, 2)
 
     def divergence_of(params, hidden, shape: DecoderConfig, rows: Rollouts):
-        given = params[TEACHER]
-        kind = Divergence(
-            algorithm.distillation_beta,
-            algorithm.distillation_top_k,
-            algorithm.distillation_temperature,
-        )
-        both = params, hidden, given, states_of(given, shape, rows)[0]
-        return divergences_of(*both, kind, chunk_tokens)
+        given, top_k = params[TEACHER], algorithm.distillation_top_k
+        beta, temperature = algorithm.distillation_beta, algorithm.distillation_temperature
+        kind = Divergence(beta, top_k, temperature)
+        theirs = given, states_of(given, shape, rows)[0]
+        return divergences_of(params, hidden, *theirs, kind, chunk_tokens)
 
     def loss(params, batch: TrainBatch):
         rows = batch.scored.rollouts
@@ -193,5 +190,5 @@ def policy_learner(
         kept: dict[str, Any] = {TOKEN_LOGPROBS: logprobs} if keep_logprobs else {}
         return value, metrics | kept
 
-    by_rows = not routers  # whose loads are those of a microbatch
-    return Learner(score, loss, abstract_params(config), settings, mesh, frozen, by_rows)
+    shapes, by_rows = abstract_params(config), not routers  # whose loads are a microbatch's
+    return Learner(score, loss, shapes, settings, mesh, frozen, by_rows)

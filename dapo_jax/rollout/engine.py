@@ -30,6 +30,7 @@ from dapo_jax.rollout.paged_cache import choose_layout, with_scales
 from dapo_jax.rollout.requests import Drawn
 from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.pace import Pace
 from dapo_jax.runtime.settings import require
 
 
@@ -84,7 +85,7 @@ class PolicyEngine(Engine):
         self.max_response_tokens = settings.max_response_tokens
         self.keeps_turns = settings.keep_turns
         self._tokenizer, self._seed, self._served = tokenizer, seed, itertools.count()
-        self._pace = sharding.Pace(mesh)
+        self._pace = Pace(mesh)
         self.prefill_width = -(-settings.prefill_prompts // self.replicas) * self.replicas
         self.layout = choose_layout(config, mesh, settings, self.cache_tokens)
         self.pages, self._page_scales = self.layout.pages, None

@@ -11,6 +11,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from test_attention import assert_equal, inputs, ragged_ids
 from test_windows import LENGTH, TOKENS, decode, hidden, unstacked
 
+from dapo_jax.commands.plan.simulated_engine import named_mesh
+from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import blockwise_attention, inference, splash_attention
 from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import PagedAttention, attend_slots
@@ -19,7 +21,8 @@ from dapo_jax.model.experts import NAMES, Experts, mix
 from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.model.layers import ACTIVATIONS, BIAS
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
-from dapo_jax.rollout import paged_cache
+from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
+from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
@@ -201,8 +204,10 @@ def test_experts_with_biases_on_eight_devices_are_those_of_one(params):
 def test_no_kernel_without_sinks_reads_the_pages():
     """Where a TPU would take pages for others, the layout is of slots."""
     wide = dataclasses.replace(GPT_OSS, head_dim=128, dtype=jnp.bfloat16)
-    assert paged_cache._reads_pages(dataclasses.replace(wide, sinks=False), "tpu", 16, jnp.bfloat16)
-    assert not paged_cache._reads_pages(wide, "tpu", 16, jnp.bfloat16)
+    chip = named_mesh(Mesh(), "tpu", 1)
+    for sinks, layout in (False, PagedLayout), (True, SlotLayout):
+        config = dataclasses.replace(wide, sinks=sinks, window=None, sliding=())
+        assert isinstance(choose_layout(config, chip, Sampler(slots=2), 256), layout)
 
 
 BASE = {

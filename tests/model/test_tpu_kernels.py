@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY, make_prompt
-from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 from paged_slots import SIZE, WIDTH, Slots, decode, make_slots, normal
 from samplers import TOKENIZER, sample
@@ -28,6 +27,7 @@ from dapo_jax.rollout import paged_cache
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.kept_programs import forget_programs
 
 pytestmark = pytest.mark.slow
 
@@ -248,6 +248,7 @@ def test_engine_draws_by_the_ragged_kernel_what_it_draws_otherwise(
         drawn = draw("paged")
     assert len(kernels) >= 20 * config.layers
     kernel = False
+    forget_programs()
     assert drawn == draw("slots" if cache_dtype == "auto" else "paged")
 
 
@@ -274,18 +275,11 @@ def test_a_copy_that_nobody_waits_for_is_found(monkeypatch, one_device):
     assert np.isnan(np.asarray(mixed, np.float32)).any()
 
 
-@pytest.mark.parametrize("per_head", [False, True], ids=["one-scale", "scale-per-head"])
-def test_ragged_kernel_reads_int8_pages_with_static_scales(per_head, monkeypatch):
-    """The engine has scales per head; those of the kernel are not used.
-
-    The kernel's scales are one number for all keys, one for all values. Scales per head need none:
-    those of keys are multiplied into queries, those of values into the output.
-    """
+def test_ragged_kernel_reads_int8_pages_by_a_scale_per_head():
     busy = tuple(filter(None, LENGTHS))
     heads, kv_heads, rng = 8, 2, np.random.default_rng(3)
     slots = make_slots(heads, kv_heads, 128, busy, FLOAT32)
-    spread = rng.uniform(0.5, 2, (2, kv_heads)) if per_head else np.ones((2, kv_heads))
-    scales = 0.03 * spread[:, :, None]
+    scales = 0.03 * rng.uniform(0.5, 2, (2, kv_heads, 1))
     both = np.stack(list(scales), 1).reshape(-1, 1)  # of pages: keys and values in turn
 
     def rounded(array, scale):
@@ -297,14 +291,11 @@ def test_ragged_kernel_reads_int8_pages_with_static_scales(per_head, monkeypatch
     )
     slots.pages = rounded(slots.pages, both) * both
     whole = np.nan_to_num(np.round(slots.written() / both), nan=127).astype(np.int8)
-    told = dict(zip(("k_scale", "v_scale"), (1.0, 1.0) if per_head else (0.03, 0.03), strict=True))
-    kernel = functools.partial(ragged_kernel.ragged_paged_attention, **told)
-    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", kernel)
-    folded = np.repeat(scales, heads // kv_heads, 1) if per_head else np.ones((2, 1, 1))
+    by_head = jnp.asarray(both[:, 0], FLOAT32)
 
-    def read(queries, pages, tables, lengths):
-        queries = (queries * folded[0]).astype(BFLOAT16)
-        return folded[1] * _read_by_kernel(queries, PageCache(pages), tables, lengths, None)
+    def read(queries, pages, *places):
+        cache = PageCache(pages, by_head)
+        return _read_by_kernel(queries.astype(BFLOAT16), cache, *places, None)
 
     arrays = (slots.queries, whole, slots.tables, slots.lengths)
     found, kernels = interpret(read, *map(jnp.asarray, arrays))

@@ -9,10 +9,12 @@ import pytest
 from conftest import TINY
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from paged_slots import SIZE, WIDTH, decode, make_slots
+from samplers import make_engine, place
 
 from dapo_jax.commands.plan.simulated_engine import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
-from dapo_jax.model.decode_attention import has_kernel
+from dapo_jax.model.decode_attention import has_kernel, interleave, rounded
+from dapo_jax.model.inference import prefill
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
 from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.runtime.settings import ConfigError
@@ -88,3 +90,18 @@ def test_int8_pages_have_a_scale_per_head_on_tpu_or_are_refused():
     assert isinstance(layout(cache_dtype="int8", head_dim=128), SlotLayout)
     with pytest.raises(ConfigError, match=r"sampler.cache = 'paged'.*reads no scales"):
         layout("paged", cache_dtype="int8", head_dim=128)
+
+
+def test_scales_per_head_hold_what_weights_make_of_other_prompts(tiny_params, one_device):
+    engine = make_engine(one_device, cache="paged", page_tokens=4, cache_dtype="int8_per_head")
+    params = engine.load_params(place(tiny_params, TINY, one_device))
+    scales = engine.init_decode_state().caches
+    prompt = np.array([[3, 9, 4, 7, 20, 5, 2, 11]])
+    caches, _ = prefill(params, TINY, jnp.asarray(prompt), jnp.array([8]))
+    for own, cache in zip(scales, caches, strict=True):
+        pairs = np.asarray(interleave(cache.keys, cache.values, 2))
+        assert own.scales.shape == (2 * TINY.kv_heads,) and (pairs.max((0, 1, 3)) > 0).all()
+        shares = np.abs(pairs).max((0, 1, 3)) / (127 * np.asarray(own.scales))
+        assert (shares > 0.2).all() and (shares <= 1).all()
+        whole, none = rounded(own, jnp.asarray(pairs) * 100)  # what is beyond them is cut off
+        assert none is None and np.abs(np.asarray(whole, int)).max() == 127
