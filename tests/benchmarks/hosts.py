@@ -1,4 +1,4 @@
-"""Processor seconds of a step that hosts take while their devices wait, by part.
+"""Seconds of a step that hosts take while their devices wait, by part.
 
     python tests/benchmarks/hosts.py                                # 8,192 responses of 4k tokens
     python tests/benchmarks/hosts.py --responses 64 --tokens 100    # seconds
@@ -70,9 +70,9 @@ class Stopwatch:
     def wrap(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def timed(*args: Any, **named: Any) -> Any:
-            outside, self._inside, started = self._inside, 0.0, time.thread_time()
+            outside, self._inside, started = self._inside, 0.0, time.perf_counter()
             result = function(*args, **named)
-            spent = time.thread_time() - started
+            spent = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inside
             self.calls[name] = self.calls.get(name, 0) + 1
             self._inside = outside + spent
@@ -198,7 +198,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(options, folder)
         counts = step(config, options, watch, behind)
-    print("| part | on | processor seconds | in the background |\n|---|---|---|---|")
+    print("| part | on | seconds | in the background |\n|---|---|---|---|")
     parts = {name: spent for name, spent in watch.seconds.items() if name != "(engine)"}
     later = behind.seconds
     for name in parts | later:
