@@ -39,7 +39,7 @@ pytest_plugins = ["durations"]
 # What imports have made stays: Python need not look through it again and again for what is unused.
 gc.freeze()
 # Tracing makes many objects and few cycles: each search for those takes longer than it frees.
-gc.set_threshold(100_000, 20, 100)
+gc.set_threshold(20_000, 10, 10)
 
 # Helpers stand in support/; processes that tests start find them too.
 TESTS = pathlib.Path(__file__).parent

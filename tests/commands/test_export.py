@@ -27,6 +27,7 @@ def run(saved_run):
     return saved_run
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_devices_is_exported_by_a_process_of_one(run, tmp_path, one_device):
     run_dir, source = run
     line = [

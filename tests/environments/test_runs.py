@@ -91,6 +91,7 @@ def test_a_run_goes_on_in_its_environment_alone(base, played):
         train(other)
 
 
+@pytest.mark.slow
 def test_a_program_plays_with_a_class_of_its_own(base):
     class Echo:
         def step(self, text):

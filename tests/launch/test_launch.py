@@ -149,7 +149,7 @@ def test_exit_codes_say_whether_another_try_makes_sense(cloud, code, starts, tex
 
 
 def test_a_run_that_is_stopped_from_elsewhere_is_not_tried_again(cloud):
-    cloud.plays(runs=[{"seconds": 0.1, "steps": 99}])
+    cloud.plays(runs=[{"seconds": 0.1, "steps": 9999}])
     process = cloud.start("run", *AT, "--yes", "--config=x", "--config.run_dir=gs://b")
     wait_for(lambda: cloud.starts(1))
     cloud.does("stop")

@@ -85,7 +85,12 @@ BLOCKED = dataclasses.replace(TINY, attention="blocked", remat="full")
         pytest.param(TINY, {"context": 4}, id="plain", marks=pytest.mark.slow),
         pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor"),
         pytest.param(WINDOWS, {"context": 4}, id="windows"),
-        pytest.param(BLOCKED, {"context": 2, "decode_tensor": 2}, id="decode_tensor"),
+        pytest.param(
+            BLOCKED,
+            {"context": 2, "decode_tensor": 2},
+            id="decode_tensor",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             dataclasses.replace(MOE, attention="blocked"),
             {"context": 2, "expert": 2},

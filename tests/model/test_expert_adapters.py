@@ -76,7 +76,8 @@ def test_adapters_of_experts_are_the_same_on_a_mesh(sizes, params):
     np.testing.assert_allclose(found[:4], expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_the_sampler_draws_what_the_merged_model_draws(dtype, params, merged, one_device):
     """With int8 matrices adapters keep their dtype, so only the log-probs are near."""
 

@@ -121,7 +121,8 @@ def test_responses_put_back_for_want_of_pages_are_drawn_again(
     assert max(held) > pages // 2 and held[-1] == 0
 
 
-@pytest.mark.parametrize("pages", [pytest.param(0, marks=pytest.mark.slow), 4 * 13])
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [0, 4 * 13])
 def test_replicas_have_pages_of_their_own(tiny_params, eight_devices, unpaged, pages):
     sampler = paged(eight_devices, slots=16, pages=pages)
     watch(sampler)

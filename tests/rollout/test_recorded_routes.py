@@ -147,7 +147,8 @@ def test_nothing_is_recorded_unless_asked(params, one_device):
     assert "routes" not in arrays
 
 
-@pytest.mark.parametrize("cache", [pytest.param("slots", marks=pytest.mark.slow), "paged"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["slots", "paged"])
 def test_experts_lie_apart_while_sampling_and_none_is_gathered(cache, params, groups):
     """Tokens go to the experts' devices and sums come back; a TPU's compiler would gather experts
     in every decode step where the program leaves that to it."""

@@ -97,9 +97,8 @@ def make_config(replay, moe_folder, score_folder, run_dir, **changes):
     return config
 
 
-@pytest.mark.parametrize(
-    "replay", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "old")), "sampler"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["none", "old", "sampler"])
 def test_a_run_measures_what_it_replays(replay, moe_folder, score_folder, alone, tmp_path):
     """A first update, in float32, would choose the same experts; the second one others."""
     train(make_config(replay, moe_folder, score_folder, tmp_path))

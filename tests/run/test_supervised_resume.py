@@ -19,7 +19,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "command", ["sft", pytest.param("dpo", marks=pytest.mark.slow), "dpo of adapters"]
+    "command",
+    ["sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("dpo", "dpo of adapters"))],
 )
 @pytest.mark.parametrize(
     "end",

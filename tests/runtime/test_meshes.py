@@ -50,7 +50,7 @@ def test_decode_tensor_cuts_embed_in_training_and_heads_in_decoding(tiny_params)
     assert loaded["embedding"].addressable_shards[0].data.shape == (32 // 2, 32)
 
 
-@pytest.mark.parametrize("kind", [PolicyEngine, ServedEngine])
+@pytest.mark.parametrize("kind", [PolicyEngine, pytest.param(ServedEngine, marks=pytest.mark.slow)])
 def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_device, kind):
     found = []
     for mesh in (one_device, make_mesh(1, 4, 1, decode_tensor=2), make_mesh(2, 2, 2)):

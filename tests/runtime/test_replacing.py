@@ -173,7 +173,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("steps", "every"),
-    [("one", 2), pytest.param("one", 1, marks=SLOW), pytest.param("several", 1, marks=SLOW)],
+    [("one", 3), pytest.param("one", 1, marks=SLOW), pytest.param("several", 1, marks=SLOW)],
 )
 def test_killed_anywhere_it_leaves_the_old_folder_or_the_new_one(steps, every, tmp_path):
     """Where names can't be exchanged in one step, the next command puts the old folder back."""
