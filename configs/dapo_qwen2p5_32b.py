@@ -5,8 +5,9 @@ dapo-jax train --config=configs/dapo_qwen2p5_32b.py:v5p_64 \
 
 Hardware: 64 chips of v5p (the default), or 256 of v6e or v5e: a name of VARIANTS behind the colon.
 The plan's estimate, a step of full size: 1,699 s and 30 chip-hours on v5p, 890 s and 63 on v6e,
-2,463 s and 175 on v5e (those two with hosts' writes still in the way), by dapo-jax plan --config=configs/dapo_qwen2p5_32b.py:v5p_64
---topology=v5p:4x4x4 (v6e_256, v6e:16x16; v5e_256, v5e:16x16; docs/pods.md has the output).
+2,463 s and 175 on v5e (those two with hosts' writes still in the way), by
+dapo-jax plan --config=configs/dapo_qwen2p5_32b.py:v5p_64 --topology=v5p:4x4x4
+(v6e_256, v6e:16x16; v5e_256, v5e:16x16; docs/pods.md has the output).
 
 Expected: AIME 2024 avg@32 of 50, which the paper reports after some 5,000 to 10,000 updates of
 torch code on 128 GPUs. Not yet run here.
