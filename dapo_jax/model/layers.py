@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dapo_jax.model.quantisation import int8_product
+from dapo_jax.runtime.sharding import active_pieces
 
 ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
 SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
@@ -84,7 +85,8 @@ class Projection(nn.Module):
         if scaled:
             scale = self.get_variable("params", "kernel" + SCALE).reshape(-1)
         if scaled and self.int8_products:
-            product = int8_product(flat, kernel, scale).astype(self.dtype)
+            pieces = active_pieces(inputs[0], self.axes[0])
+            product = int8_product(flat, kernel, scale, self.dtype, pieces)
         else:
             product = flat @ kernel.astype(self.dtype)
             product = (product * scale).astype(self.dtype) if scaled else product

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
@@ -27,13 +28,28 @@ def to_int8_by(x: Array, scale: Array) -> Array:
 
 
 def int8_product(
-    rows: Float[Array, "N I"], matrix: Int8[Array, "I O"], scale: Float[Array, "O"]
+    rows: Float[Array, "N I"],
+    matrix: Int8[Array, "I O"],
+    scale: Float[Array, "O"],
+    dtype: Any,
+    pieces: int = 1,
 ) -> Float[Array, "N O"]:
-    """Product of rows, each rounded to int8 by a scale of its own, and an int8 matrix; float32.
+    """Product of rows, each rounded to int8 by a scale of its own, and an int8 matrix.
 
     Sums are whole numbers of 32 bits, exact up to 133,000 of them; a row's result depends on no
     other row.
+
+    Args:
+        pieces: into which devices cut the dimension that is summed over. Each makes numbers of
+            `dtype` of its own sum before they are added: half the bytes of whole numbers.
     """
     whole, by_row = to_int8(rows)
-    sums = jnp.dot(whole, matrix, preferred_element_type=jnp.int32)
-    return sums * by_row[:, None] * scale
+    sums = jnp.einsum(
+        "npi,pio->pno",
+        whole.reshape(len(rows), pieces, -1),
+        matrix.reshape(pieces, -1, matrix.shape[1]),
+        preferred_element_type=jnp.int32,
+    )
+    products = (sums * by_row[:, None] * scale).astype(dtype)
+    # Not jnp.sum, which would send bfloat16 as float32.
+    return jax.lax.reduce(products, jnp.zeros((), dtype), jax.lax.add, (0,))

@@ -10,6 +10,7 @@ weights along `embed`; in decoding its devices are replicas.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -270,6 +271,13 @@ def constrain(array: Array, *names: str | None) -> Array:
     if active_mesh() is None or not nn.get_logical_axis_rules():
         return array
     return spmd.with_logical_constraint(array, tuple(_dividing(array.shape, names)))
+
+
+def active_pieces(size: int, name: str) -> int:
+    """Pieces into which the active mesh cuts a dimension; 1 where its axes do not divide it."""
+    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
+    axes = (table.get(name) if mesh is not None and _dividing((size,), (name,))[0] else None) or ()
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def active_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import inference
 from dapo_jax.model.decode_attention import PromptContext, attend_prompt
 from dapo_jax.model.decoder import abstract_params, for_decoding
-from dapo_jax.model.layers import Adapters
+from dapo_jax.model.layers import Adapters, Projection
 from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
@@ -162,21 +163,42 @@ def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
 
 
-def test_products_of_int8_are_those_of_the_rounded_factors():
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_products_of_int8_are_those_of_the_rounded_factors(pieces):
     rng = np.random.default_rng(0)
     rows, weights = (
         rng.normal(size=(5, 300)) * [[1], [9], [1e-3], [0], [40]],
         rng.normal(size=(300, 7)),
     )
     matrix, scale = to_int8(jnp.asarray(weights, jnp.float32), 0)
-    found = np.asarray(int8_product(jnp.asarray(rows, jnp.float32), matrix, scale))
+    product = functools.partial(
+        int8_product, matrix=matrix, scale=scale, dtype=jnp.float32, pieces=pieces
+    )
+    found = np.asarray(product(jnp.asarray(rows, jnp.float32)))
     largest = np.abs(rows).max(axis=1, keepdims=True) / 127
     rounded = np.round(rows / np.where(largest, largest, 1)) * largest
     exact = rounded @ (np.asarray(matrix, float) * np.asarray(scale, float))
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
     assert np.abs(found - rows @ weights).max() > 1e-3
-    alone = int8_product(jnp.asarray(rows[1:2], jnp.float32), matrix, scale)
-    np.testing.assert_array_equal(found[1:2], alone)
+    np.testing.assert_array_equal(found[1:2], product(jnp.asarray(rows[1:2], jnp.float32)))
+
+
+def test_devices_add_products_of_int8_as_real_numbers():
+    mesh = make_mesh(1, 1, 4, jax.devices()[:4])
+    layer = Projection((64,), ("mlp", "embed"), jnp.float32, int8_products=True)
+    params = {"kernel": jnp.ones((32, 64), jnp.int8), "kernel_scale": jnp.ones(64)}
+    places = {
+        "kernel": sharding.sharding(mesh, "mlp", "embed", column=sharding.DECODING),
+        "kernel_scale": sharding.sharding(mesh, None),
+    }
+    params, x = jax.device_put(params, places), jnp.arange(64.0).reshape(1, 2, 32) - 20
+    x = jax.device_put(x, sharding.sharding(mesh, None, None, "mlp", column=sharding.DECODING))
+    with sharding.activate(mesh, sharding.DECODING):
+        apply = jax.jit(lambda params, x: layer.apply({"params": params}, x))
+        text, found = apply.lower(params, x).compile().as_text(), apply(params, x)
+    assert re.search(r" f32\[[\d,]*64\]\S* all-reduce\(", text)
+    assert not re.search(r" (s32\S* all-reduce|s8\S* all-gather)\(", text)
+    np.testing.assert_allclose(found[0, :, 0], jnp.sum(x[0], axis=1), atol=1)
 
 
 def test_products_are_rounded_where_asked_alone(one_device):
