@@ -233,6 +233,7 @@ def test_every_mesh_that_cuts_the_policy_evenly_is_tried(config):
     assert sizes == expected
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_most_rows_and_slots_that_fit(config, settings, monkeypatch):
     small = dataclasses.replace(chips.CHIPS["cpu"], hbm_gib=0.01)
     monkeypatch.setitem(chips.CHIPS, "cpu", small)

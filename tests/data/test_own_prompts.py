@@ -196,6 +196,7 @@ def short(prompt, response, answer):
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_prompts_without_answers_goes_on_with_the_same_template_only(
     base, write_module, alone, tmp_path
 ):

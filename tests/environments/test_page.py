@@ -3,6 +3,8 @@
 import pathlib
 import re
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 SMALLER = {
     "STEPS, EXAMPLES = 30, 600": "STEPS, EXAMPLES = 1, 2",
@@ -17,6 +19,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.slow
 def test_the_program_runs_in_forty_lines(tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs/environments.md").read_text()
     (program,) = re.findall(r"```python\n(import re\n.*?)```", text, re.DOTALL)

@@ -90,6 +90,7 @@ def test_the_update_descends_the_papers_mean_divergence(
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_other_microbatches_change_nothing(
     teacher, tiny_params, one_device, eight_devices
 ):

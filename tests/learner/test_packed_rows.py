@@ -68,6 +68,7 @@ def test_fill_counts_what_microbatches_compute():
     assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)
 
 
+@pytest.mark.slow
 def test_a_run_with_auto_does_what_one_with_a_number_does(tiny_folder, alone, tmp_path):
     rows = {}
     for name, row_tokens in (("auto", -1), ("number", 64)):

@@ -104,6 +104,7 @@ def test_the_reference_is_held_in_the_compute_dtype(tiny_folder, alone, tmp_path
     assert parts.learners.reference["embedding"].dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_shape_or_tokenizer_is_refused(
     tiny_folder, other_folder, base, alone, tmp_path
 ):

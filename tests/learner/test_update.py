@@ -125,7 +125,7 @@ def one_device_updates(tiny_params, one_device):
     [
         pytest.param((2, 2, 1, 2), id="tensor", marks=pytest.mark.slow),
         pytest.param((1, 2, 4, 1), id="decode_tensor, so all fsdp", marks=pytest.mark.slow),
-        pytest.param((1, 2, 2, 2), id="both"),
+        pytest.param((1, 2, 2, 2), id="both", marks=pytest.mark.slow),
         pytest.param((8, 1, 1, 1), id="data alone"),
     ],
 )

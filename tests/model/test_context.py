@@ -83,7 +83,12 @@ BLOCKED = dataclasses.replace(TINY, attention="blocked", remat="full")
     ("config", "sizes"),
     [
         pytest.param(TINY, {"context": 4}, id="plain", marks=pytest.mark.slow),
-        pytest.param(BLOCKED, {"tensor": 2, "context": 2}, id="blocked, tensor"),
+        pytest.param(
+            BLOCKED,
+            {"tensor": 2, "context": 2},
+            id="blocked, tensor",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(WINDOWS, {"context": 4}, id="windows"),
         pytest.param(
             BLOCKED,

@@ -73,6 +73,7 @@ def test_fresh_adapters_are_keyed_by_the_seed_and_the_same_on_any_mesh(one_devic
     assert {path[1] for path in flatten_dict(on_one)} == set(MATRICES)
 
 
+@pytest.mark.slow
 def test_gradients_follow_from_those_of_the_merged_matrices(tiny_folder, tiny_params, one_device):
     """W' = W + s A B, so dA = s dW' B^T and dB = s A^T dW', layer by layer."""
     learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()

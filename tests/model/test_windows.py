@@ -54,6 +54,7 @@ def unstacked(params, config):
     return for_decoding(flat, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sliding", "first"), [((), 7), ((True, False), 0)])
 def test_the_last_token_sees_as_far_as_its_layers_together(sliding, first, tiny_params):
     """Two layers with a window of three reach back four tokens; a full one reaches all."""

@@ -94,6 +94,7 @@ def test_every_curve_is_of_metrics_that_exist():
     assert all(curve.healthy and curve.ill for curve in CURVES)
 
 
+@pytest.mark.slow
 def test_a_starved_step_with_a_single_update_has_no_ratios(base, tmp_path, alone):
     """The policy is then still the one that is differentiated; nothing was scored before."""
     log = Log(0, console=False, tensorboard=False, token_ratios=True)

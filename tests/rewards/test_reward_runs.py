@@ -75,6 +75,7 @@ def test_a_run_goes_on_without_the_groups_whose_reward_failed(
     assert f"prompt {next(line['prompt_id'] for line in lines if line['failure'])}" in shown
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_group_fails_is_saved_and_stops_with_the_cause(
     base, write_module, alone, tmp_path
 ):

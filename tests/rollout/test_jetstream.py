@@ -72,6 +72,7 @@ def test_a_slot_that_reached_its_budget_draws_nothing_more(byte_engine, byte_res
 # --- JetStream's orchestrator -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_jetstreams_orchestrator_drives_the_engine(
     byte_folder, alone, byte_engine, byte_responses, interleaved

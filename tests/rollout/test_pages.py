@@ -107,9 +107,8 @@ def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
     assert max(held) > 8 and held[-1] == 0
 
 
-@pytest.mark.parametrize(
-    "pages", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (17, 30))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [12, 17, 30])
 def test_responses_put_back_for_want_of_pages_are_drawn_again(
     tiny_params, one_device, unpaged, pages
 ):

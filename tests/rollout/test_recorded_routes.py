@@ -82,7 +82,7 @@ def test_routes_are_those_of_a_training_pass_up_to_the_last_token(params, groups
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cache": "paged", "page_tokens": 4},
+        pytest.param({"cache": "paged", "page_tokens": 4}, marks=pytest.mark.slow),
         pytest.param({"slots": 16, "burst": 7}, marks=pytest.mark.slow),
         pytest.param({"prefill_chunk_tokens": 3}, marks=pytest.mark.slow),
         pytest.param({"prefill_prompts": 4}, marks=pytest.mark.slow),
@@ -105,6 +105,7 @@ def test_routes_of_eight_devices_are_those_of_one(params, groups, eight_devices)
             np.testing.assert_array_equal(done.routes, again.routes)
 
 
+@pytest.mark.slow
 def test_a_response_that_goes_on_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
     """As it was drawn, by other parameters too; from a checkpoint's arrays."""
     sampler, rule = open_sampler(one_device), SamplingRule()

@@ -60,6 +60,7 @@ for run in range(int(sys.argv[3])):
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_and_the_next_process_compile_nothing(base, tmp_path):
     """By the Python API, in a cache of its own beside that of the tests."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}

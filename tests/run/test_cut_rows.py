@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from small_runs import make_quick_config
 
 from dapo_jax.config.experiment import Mesh, Packing
@@ -17,6 +18,7 @@ def metrics(base, folder, mesh) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_two_steps_with_cut_rows_equal_two_without(base, tmp_path):
     whole = metrics(base, tmp_path / "whole", Mesh(fsdp=8))
     cut = metrics(base, tmp_path / "cut", Mesh(fsdp=4, context=2))

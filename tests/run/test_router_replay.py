@@ -76,6 +76,7 @@ def test_an_update_takes_the_routes_of_its_batch(learner_of):
     assert np.abs(routers[1] - routers[0]).max() > 0.1 * np.abs(routers[0]).max()
 
 
+@pytest.mark.slow
 def test_the_balance_loss_is_added_in_the_weight_of_the_tokens(learner_of):
     plain, state = learner_of("none")
     weighed, _ = learner_of("none", balance=0.5)

@@ -27,6 +27,7 @@ def ports(byte_folder, same_engine):
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow
 def test_a_server_outlives_rude_clients_and_answers_the_others(ports, capsys):
     clients = Clients(ports, seed=0)
     soak(os.getpid(), clients, range(80), threads=2, every=40)

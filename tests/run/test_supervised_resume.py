@@ -77,6 +77,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_path, capfd):
     rows = example_rows()
     config = SftConfig(**settings(tmp_path, rows, tiny_folder, save_every_steps=1))

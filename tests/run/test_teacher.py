@@ -43,7 +43,9 @@ def two_steps(config):
     return seen
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [PRESETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS[1:])]
+)
 def test_a_wider_and_deeper_teacher_is_approached(
     preset, tiny_folder, large_folder, alone, tmp_path
 ):

@@ -202,6 +202,7 @@ def test_killed_anywhere_it_leaves_the_old_folder_or_the_new_one(steps, every, t
     assert missing == (steps == "several")
 
 
+@pytest.mark.slow
 def test_an_export_replaces_an_export_but_not_the_model_of_its_run(saved_run, tmp_path, capsys):
     run_dir, _ = saved_run
     assert call("export", tmp_path / "out", run_dir) == 0
