@@ -23,6 +23,16 @@ class NotFinite(RuntimeError):
 
 
 @jax.jit
+def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
+    # Layer by layer, since XLA:CPU writes the intermediate array. Not by the largest number: for
+    # long arrays XLA:CPU's maximum of NaN and others is not NaN.
+    def whole(part: jax.Array) -> jax.Array:
+        return jnp.all(jnp.isfinite(part))
+
+    return [jnp.all(jax.lax.map(whole, x)) if x.ndim > 2 else whole(x) for x in leaves]
+
+
+@jax.jit
 def _counts(leaves: list[jax.Array]) -> list[jax.Array]:
     # float32: a stack of layers may have more values than an int32 counts.
     return [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) for leaf in leaves]
@@ -40,11 +50,12 @@ def describe(tree: Any) -> str:
     Every process calls it.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
+    finite = jax.device_get(_finite([leaf for _, leaf in named]))
+    named = [one for one, whole in zip(named, finite, strict=True) if not whole]
     counts = jax.device_get(_counts([leaf for _, leaf in named]))
     broken = [
         f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
         for (path, leaf), count in zip(named, counts, strict=True)
-        if count
     ]
     rest = len(broken) - SHOWN
     return ", ".join(broken[:SHOWN]) + f" and {rest} more" * (rest > 0)
