@@ -1,10 +1,12 @@
 """Peak host memory of loading a random model folder, beyond the finished parameters.
 
-    python tests/benchmarks/loading.py FOLDER          # writes about 2 GB there first, if it is new
+    python tests/benchmarks/loading.py FOLDER            # writes about 2 GB there first, if it is new
+    python tests/benchmarks/loading.py FOLDER experts    # the same for a mixture of experts
 
 On a CPU the parameters are host memory themselves, so their bytes are taken off. Prints JSON.
 """
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -21,18 +23,28 @@ from dapo_jax.runtime.sharding import make_mesh
 SHAPE = DecoderConfig(
     vocab=65_536, layers=20, embed=1024, heads=16, kv_heads=4, head_dim=64, mlp=6144
 )
+EXPERTS = dataclasses.replace(
+    SHAPE,
+    layers=12,
+    mlp=384,
+    family="qwen3_moe",
+    qkv_bias=False,
+    qk_norm=True,
+    experts=32,
+    experts_per_token=4,
+)
 
 
-def write(folder: pathlib.Path, dtype: str) -> None:
+def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
     """A random folder of that shape, its files at most 1 GB."""
     folder.mkdir(parents=True)
-    draw, shapes = np.random.default_rng(0), weight_names.param_shapes(SHAPE)
+    draw, shapes = np.random.default_rng(0), weight_names.param_shapes(config)
     leaves = (
         (path, save_huggingface.layers_of(path, draw.standard_normal(shape, np.float32)))
         for path, shape in shapes.items()
     )
-    save_huggingface.save_weights(folder, leaves, SHAPE, dtype, max_shard_gb=1.0)
-    (folder / "config.json").write_text(json.dumps(families.config_json(SHAPE)))
+    save_huggingface.save_weights(folder, leaves, config, dtype, max_shard_gb=1.0)
+    (folder / "config.json").write_text(json.dumps(families.config_json(config)))
 
 
 def memory(field: str) -> int:
@@ -64,10 +76,10 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
 
 def main() -> None:
     """Measures in a process that has not written the folder."""
-    folder = pathlib.Path(sys.argv[1])
-    if len(sys.argv) == 2:
+    folder, kind = pathlib.Path(sys.argv[1]), "".join(sys.argv[2:3])
+    if kind != "measure":
         if not folder.exists():
-            write(folder, "float32")
+            write(folder, EXPERTS if kind == "experts" else SHAPE, "float32")
         subprocess.run([sys.executable, __file__, str(folder), "measure"], check=True)
     else:
         print(json.dumps({name: round(value, 1) for name, value in measure(folder).items()}))
