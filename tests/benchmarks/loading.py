@@ -1,12 +1,13 @@
 """Peak host memory of loading a random model folder, beyond the finished parameters.
 
-    python tests/benchmarks/loading.py FOLDER            # writes about 2 GB there first, if it is new
-    python tests/benchmarks/loading.py FOLDER experts    # the same for a mixture of experts
+    python tests/benchmarks/loading.py FOLDER           # writes about 2 GB there if it is new
+    python tests/benchmarks/loading.py FOLDER experts   # the same for a mixture of experts
 
 On a CPU the parameters are host memory themselves, so their bytes are taken off. Prints JSON.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
@@ -39,8 +40,9 @@ def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
     """A random folder of that shape, its files at most 1 GB."""
     folder.mkdir(parents=True)
     draw, shapes = np.random.default_rng(0), weight_names.param_shapes(config)
+    random = functools.partial(draw.standard_normal, dtype=np.float32)
     leaves = (
-        (path, save_huggingface.layers_of(path, draw.standard_normal(shape, np.float32)))
+        (path, save_huggingface.layers_of(path, jax.device_put(random(shape))))
         for path, shape in shapes.items()
     )
     save_huggingface.save_weights(folder, leaves, config, dtype, max_shard_gb=1.0)
