@@ -5,9 +5,10 @@ import sys
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 
@@ -57,12 +58,17 @@ def _largest_divisor(length: int, limit: int) -> int:
     return LANES * max(n for n in range(1, limit // LANES + 1) if lanes % n == 0)
 
 
+def block_tokens(row_tokens: int) -> int:
+    """Tokens of a block of queries and of keys, in rows of that many tokens."""
+    return _largest_divisor(row_tokens, MAX_BLOCK)
+
+
 def _block_sizes(row_tokens: int) -> splash.BlockSizes:
     """Block sizes for rows of that many tokens, with an unfused backward pass.
 
     The fused one holds five times as much memory.
     """
-    block = _largest_divisor(row_tokens, MAX_BLOCK)
+    block = block_tokens(row_tokens)
     compute = _largest_divisor(block, MAX_COMPUTE_BLOCK)
     return splash.BlockSizes(
         block_q=block,
@@ -74,6 +80,40 @@ def _block_sizes(row_tokens: int) -> splash.BlockSizes:
         block_q_dq=block,
         block_kv_dq=block,
     )
+
+
+def _meeting(segment_ids: Int[Array, "T"], block: int) -> Bool[Array, "N N"]:
+    """True for two blocks of a row that may share a segment.
+
+    A block of padding alone meets itself only, so that its output is finite.
+    """
+    ids = segment_ids.reshape(-1, block)
+    padding = jnp.iinfo(ids.dtype).max // 2  # above all ids: it stands at a row's end
+    ids = jnp.where(ids > 0, ids, padding)
+    low, high = ids.min(axis=1), ids.max(axis=1)
+    alone = jnp.where(low == padding, jnp.arange(len(low), dtype=ids.dtype), 0)
+    low, high = low + alone, high + alone
+    return (low[:, None] <= high) & (low <= high[:, None])
+
+
+def _skip(info: Any, meets: Bool[Array, "n N"], inner: int) -> Any:
+    """Mask of a kernel whose skipped blocks are also those that do not meet.
+
+    Args:
+        info: `MaskInfo`, whose arrays are [1, query blocks, key blocks] with the dimension `inner`,
+            the grid's innermost, without the blocks that nothing sees.
+    """
+    indices, kinds = jnp.asarray(info.data_next), jnp.asarray(info.block_mask)
+    computed = jnp.take_along_axis(meets[None], indices.astype(jnp.int32), axis=inner)
+    kinds = jnp.where(computed, kinds, 0)  # 0: nothing is seen
+    # A skipped step fetches the block of the next computed one, the last ones that of the first.
+    in_turn = kinds.swapaxes(inner, -1)
+    computed = in_turn.reshape(-1) > 0
+    steps = jnp.where(computed, jnp.arange(computed.size), computed.size)
+    following = jax.lax.cummin(steps, reverse=True)
+    following = jnp.where(following == computed.size, following[0], following)
+    fetched = jnp.take(indices.swapaxes(inner, -1), following).reshape(in_turn.shape)
+    return info._replace(data_next=fetched.swapaxes(inner, -1), block_mask=kinds)
 
 
 def splash_attention(
@@ -108,8 +148,7 @@ def splash_attention(
         residual_checkpoint_name=ATTENTION_RESIDUALS,
         interpret=interpret,
     )
-    heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
-    segments = splash.SegmentIds(q=segment_ids, kv=segment_ids)
+    place = jnp.zeros((), jnp.int32) if first is None else first
     if first is not None:
 
         def own(leaf: Array) -> Array:  # the place of a query block is axis 1 of [head, q, kv]
@@ -118,8 +157,16 @@ def splash_attention(
             return jax.lax.dynamic_slice_in_dim(leaf, first // mine * size, size, axis)
 
         kernel = jax.tree.map(own, kernel)
-        ids = jax.lax.dynamic_slice_in_dim(segment_ids, first, mine, 1)
-        segments = splash.SegmentIds(q=ids, kv=segment_ids)
-    # Without `save_residuals` a kernel returns one array, which its type does not say.
-    each_row = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
-    return cast(Array, each_row(*heads_first, segments, sinks)).swapaxes(1, 2)
+    block = block_tokens(mine)
+
+    def attend_row(queries: Array, keys: Array, values: Array, ids: Array) -> Array:
+        meets = jax.lax.dynamic_slice_in_dim(_meeting(ids, block), place // block, mine // block, 0)
+        masks = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+        masks = map(_skip, masks, [meets] * 3, (2, 2, 1))
+        segments = splash.SegmentIds(jax.lax.dynamic_slice_in_dim(ids, place, mine, 0), ids)
+        # Without `save_residuals` a kernel returns one array, which its type does not say.
+        mine_alone = type(kernel)(*masks, **kernel.kwargs)
+        return cast(Array, mine_alone(queries, keys, values, segments, sinks))
+
+    heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
+    return jax.vmap(attend_row)(*heads_first, segment_ids).swapaxes(1, 2)

@@ -188,8 +188,8 @@ def test_mfu_and_fill_are_those_of_the_step(made, settings):
 
 def test_phases_of_a_decode_step_add_up(made, settings):
     """Products and attention of a layer wait for each other; all slots are computed."""
-    layout, chip = made.layout, made.layout.topology.chip
-    unit = estimate(layout, made.measured["decode"], 100.0)
+    layout, chip, lengths = made.layout, made.layout.topology.chip, made.lengths
+    unit = estimate(layout, made.measured["decode"], lengths)
     seconds = unit.seconds(chip, settings.efficiency)
     assert set(seconds) == {"products", "keys and values", "exchange", "draw"}
     assert min(seconds.values()) > 0
@@ -200,7 +200,7 @@ def test_phases_of_a_decode_step_add_up(made, settings):
     assert unit.phases["draw"].hbm_bytes == DRAW_PASSES * logits
     truncated = dataclasses.replace(layout.config.sampler, top_p=0.9)
     sorting = dataclasses.replace(layout.config, sampler=truncated)
-    unit = estimate(dataclasses.replace(layout, config=sorting), made.measured["decode"], 100.0)
+    unit = estimate(dataclasses.replace(layout, config=sorting), made.measured["decode"], lengths)
     assert unit.phases["draw"].hbm_bytes == (DRAW_PASSES + 9 * 10) * logits  # of 2**9 tokens
     decode = sum(made.step.seconds[f"decode_{part}"] for part in ("products", "exchange", "draw"))
     steps = made.step.counts["decode_step"]

@@ -24,7 +24,9 @@ def test_operations_agree_with_a_count_by_hand():
     scores = 64 * 2 * 2 * 40 * 128 * (tokens * row / 2)
     forward = tokens * (64 * layer + head) + scores
     by_hand = 3 * forward + tokens * (64 * layer + head) + scores  # all is computed again
-    assert roofline.update_flops(large, tokens, row) == pytest.approx(by_hand, rel=0.02)
+    assert roofline.update_flops(large, tokens, tokens * row / 2) == pytest.approx(
+        by_hand, rel=0.02
+    )
     assert roofline.forward_flops(large, tokens, tokens * row / 2) == pytest.approx(
         forward, rel=0.02
     )
@@ -40,7 +42,7 @@ def test_operations_of_the_embedded_policy_agree_with_a_count_by_hand():
     layer = 128 * 4 * 32 + 2 * 128 * 2 * 32 + 4 * 32 * 128 + 3 * 128 * 384
     forward = 16 * 160 * 2 * (3 * layer + 128 * 23) + 3 * 2 * 2 * 4 * 32 * 16 * 160 * 160 / 2
     head_again = 16 * 160 * 2 * 128 * 23
-    found = roofline.update_flops(decoder, 16 * 160, 160)
+    found = roofline.update_flops(decoder, 16 * 160, 16 * 160 * 160 / 2)
     assert found == pytest.approx(3 * forward + head_again, rel=0.02)
 
 
@@ -72,6 +74,19 @@ def test_a_window_bounds_the_pairs_that_training_attention_computes():
     assert roofline.seen_pairs(decoder, 5000) == pytest.approx(by_hand, rel=0.001)
     assert roofline.seen_pairs(decoder, 900) == 900**2 / 2  # the window holds it all
     assert roofline.seen_pairs(read_shape("Qwen2.5-7B"), 5000) == 5000**2 / 2
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_pairs_of_a_packed_row_are_those_of_the_blocks_that_the_kernel_computes(window):
+    """Counted pair by pair: a block of 64 is computed whole where one of its pairs is seen."""
+    decoder, lengths = dataclasses.replace(read_shape("Qwen2.5-7B"), window=window), [150, 42, 128]
+    ids, places = np.repeat([1, 2, 3, 0], [*lengths, 192]), np.arange(512)
+    distance = places[:, None] - places
+    seen = (distance >= 0) & (distance < (window or 512)) & (ids[:, None] == ids)
+    blocks = seen.reshape(8, 64, 8, 64).any(axis=(1, 3))
+    blocks[5:] = np.eye(8)[5:]  # of padding, the block itself
+    found = roofline.row_pairs(decoder, lengths, 512, 64)
+    assert found == 64**2 * blocks.sum()
 
 
 TEXT = """

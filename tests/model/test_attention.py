@@ -38,13 +38,17 @@ def inputs(length: int = LENGTH):
 
 
 def results(name: str, arrays, ids, mesh=None, window=None):
-    """Output and gradients of one kind of training attention; `window` as arrays of one program."""
+    """Output and gradients of one kind of training attention; `window` as arrays of one program.
+
+    Padding, whose output nothing reads, is left out.
+    """
     queries, keys, values, weights = arrays
     context = training_attention.Context(jnp.zeros_like(ids), jnp.asarray(ids))
 
     def loss(queries, keys, values, window):
         arrays = queries, keys, values, context, None, window
         mixed, _ = training_attention.TRAINING_ATTENTION[name](*arrays)
+        mixed = jnp.where(jnp.asarray(ids)[..., None, None] > 0, mixed, 0)
         return jnp.sum(jnp.sin(mixed) * weights), mixed
 
     run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
@@ -81,6 +85,23 @@ def test_splash_attention_equals_plain(block, monkeypatch, one_device, by_plain)
     monkeypatch.setattr(splash_attention, "MAX_BLOCK", block)  # 3 x 3 blocks, or one
     arrays, ids, expected = by_plain
     assert_equal(results("splash", arrays, ids, one_device), expected)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_splash_skips_blocks_of_other_segments(window, monkeypatch, one_device):
+    """NaN in a segment stays in its blocks and their gradients; a mask alone would spread it."""
+    monkeypatch.setattr(splash_attention, "MAX_BLOCK", 128)
+    ids = np.repeat([[1, 2, 2, 3, 0, 0]], 128, axis=1)
+    arrays = [array[:1] for array in inputs(ids.size)]
+    spoilt = [array.at[:, 128:384].set(jnp.nan) for array in arrays]
+    shown = window and training_attention.Window(window, jnp.array(True))
+    outcomes = [
+        jax.device_get(results("splash", x, ids, one_device, shown)) for x in (arrays, spoilt)
+    ]
+    for whole, found in zip(*map(jax.tree.leaves, outcomes), strict=True):
+        others = np.delete(found, np.s_[128:384], axis=1)
+        np.testing.assert_array_equal(others, np.delete(whole, np.s_[128:384], axis=1))
+        assert np.isnan(found[:, 128:384]).all()
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 2, 2, 2), (1, 1, 4, 2)])

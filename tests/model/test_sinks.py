@@ -62,7 +62,7 @@ def params():
 
 
 def by_definition(queries, keys, values, ids, sinks):
-    """Attention head by head, with a sink as one more column of scores."""
+    """Attention head by head, with a sink as one more column of scores; 0 for padding."""
     heads = []
     mask = (ids[:, :, None] == ids[:, None]) & jnp.tril(jnp.ones((ids.shape[1],) * 2, bool))
     for head in range(queries.shape[2]):
@@ -72,7 +72,7 @@ def by_definition(queries, keys, values, ids, sinks):
         column = jnp.broadcast_to(sinks[head], (*scores.shape[:2], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
         heads.append(jnp.einsum("bqk,bke->bqe", weights, values[:, :, of_keys]))
-    return jnp.stack(heads, axis=2)
+    return jnp.where(ids[..., None, None] > 0, jnp.stack(heads, axis=2), 0)
 
 
 def gradients(attend, arrays, mesh=None):
@@ -92,7 +92,8 @@ def by_name(name, ids, window=None):
 
     def attend(queries, keys, values, sinks):
         arrays = queries, keys, values, context, None, window, sinks
-        return TRAINING_ATTENTION[name](*arrays)[0]
+        mixed = TRAINING_ATTENTION[name](*arrays)[0]
+        return jnp.where(context.segment_ids[..., None, None] > 0, mixed, 0)
 
     return attend
 

@@ -2,21 +2,17 @@
 
 It simulates a TPU's memories: what nothing has written holds NaN, a copy is made when it is waited
 for and not before, parallel dimensions of a grid come in a random order, and accesses that nothing
-orders are races. The kernels' own source runs as it is; three functions of the interpreter do not:
+orders are races. The kernels' own source runs as it is; two functions of the interpreter do not:
 
-- `_get_parallel_dim_semantics` of `jax._src.pallas.mosaic.interpret.interpret_pallas_call`: vmap
-  puts a dimension in front of a kernel's grid that `dimension_semantics` lacks, so that grid and
-  semantics no longer match. The compiler takes it as parallel (`MosaicGridMapping` in
-  `jax._src.pallas.mosaic.lowering`). Splash is called under vmap.
-- `get`, there too: it understands indices of a ref, but no reshape or bitcast of one (`to_range` in
-  `interpret.utils`). The ragged kernel reads heads of packed dtypes as 32-bit words.
+- `get` of `jax._src.pallas.mosaic.interpret.interpret_pallas_call` understands indices of a ref,
+  but no reshape or bitcast of one (`to_range` in `interpret.utils`). The ragged kernel reads heads
+  of packed dtypes as 32-bit words.
 - `SharedMemory.swap_buffer_content` of `interpret.shared_memory`: the check of a masked store
   excludes what is out of bounds on each axis along axis 0 instead, so it refuses stores of arrays
   whose first axis is longer than another. The ragged kernel stores its running sums so.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -33,17 +29,8 @@ from jax._src.state.indexing import NDIndexer
 from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
 
-_parallel_dimensions = interpreter._get_parallel_dim_semantics
 _get = interpreter.get.__wrapped__
 _swap = SharedMemory.swap_buffer_content
-
-
-def _parallel_dimensions_of_vmap(params, dimensions: int) -> tuple[bool, ...]:
-    semantics = params.dimension_semantics
-    if semantics is not None:
-        added = ("parallel",) * (dimensions - len(semantics))
-        params = dataclasses.replace(params, dimension_semantics=(*added, *semantics))
-    return _parallel_dimensions(params, dimensions)
 
 
 def _view(value: np.ndarray, transform) -> np.ndarray:
@@ -95,7 +82,6 @@ def interpreted(**params: Any) -> Iterator[list[RaceDetectionState]]:
     with (
         mock.patch.object(interpreter, "RaceDetectionState", recorded),
         mock.patch.object(interpreter, "get", _get_of_views),
-        mock.patch.object(interpreter, "_get_parallel_dim_semantics", _parallel_dimensions_of_vmap),
         mock.patch.object(SharedMemory, "swap_buffer_content", _swap_by_mask),
         pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**params)),
     ):

@@ -99,9 +99,9 @@ def make(config: Config, settings: PlanSettings) -> Plan:
     measured = measure_all(layout, settings, lengths.microbatches)
     plan = Plan(layout, lengths, measured, limit(layout))
     if plan.fits:
-        costs = step_costs(layout, measured, settings.efficiency, lengths.tokens / 2)
+        costs = step_costs(layout, measured, settings.efficiency, lengths)
         step = simulate_step(layout, workload, costs)
-        update = estimate(layout, measured["update"], lengths.tokens / 2)
+        update = estimate(layout, measured["update"], lengths)
         chip = topology.chip
         seconds = lengths.microbatches * update.each.bound(chip, settings.efficiency)[1]
         seconds += update.once.bound(chip, settings.efficiency)[1]

@@ -7,6 +7,7 @@ operations, wherever operations are the longest.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,31 @@ def seen_pairs(config: DecoderConfig, length: Any) -> Any:
     return (1 - sliding) * length**2 / 2 + sliding * (length * reach - reach**2 / 2)
 
 
+def row_pairs(
+    config: DecoderConfig, lengths: Sequence[int], row_tokens: int, block: int = 0
+) -> float:
+    """Pairs of a query and a key that training computes in a packed row, mean over layers.
+
+    Args:
+        lengths: of the row's responses with their prompts, in their order.
+        block: tokens of the kernel's blocks, of which it skips those of other responses; 0: it
+            computes all pairs of the row, but what no window reaches.
+    """
+    if not block:
+        return float(seen_pairs(config, row_tokens))
+    ends = np.cumsum([0, *lengths])
+    starts = np.arange(0, row_tokens, block)
+    first = ends[np.searchsorted(ends, starts, side="right") - 1]  # of the first token's response
+    first = np.where(starts >= ends[-1], starts, first)
+
+    def computed(first: np.ndarray) -> float:
+        return float(block**2 * (starts // block - first // block + 1).sum())
+
+    sliding = sum(config.sliding) / config.layers if config.sliding else float(bool(config.window))
+    near = computed(np.maximum(first, starts + 1 - (config.window or row_tokens)))
+    return sliding * near + (1 - sliding) * computed(first)
+
+
 def forward_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     """Operations of a forward pass: two for each weight and token, and attention."""
     weights = matrix_weights(config) + adapter_weights(config)
@@ -106,12 +132,11 @@ def useful_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
     return 3 * forward - 2 * below
 
 
-def update_flops(config: DecoderConfig, tokens: float, row_tokens: int) -> float:
-    """Operations of an update for so many places in packed rows.
+def update_flops(config: DecoderConfig, tokens: float, pairs: float) -> float:
+    """Operations of an update for so many places in packed rows, and pairs that it computes.
 
-    Padding, other responses in the same row and what backward computes again count.
+    Padding and what backward computes again count.
     """
-    pairs = tokens / row_tokens * seen_pairs(config, row_tokens)
     trained = 1 - config.frozen_layers / config.layers
     again = 2.0 * config.embed * config.vocab * tokens  # the head's logits are never kept
     if config.remat in REMAT_MATRICES:

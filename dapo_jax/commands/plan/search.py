@@ -143,7 +143,7 @@ class Search:
         layout = self._lay_out(config)
         measured = {"update": trained[1], "decode": decode}
         lengths = measure_lengths(config, layout.decoder, self._workload)
-        costs = step_costs(layout, measured, self._settings.efficiency, lengths.tokens / 2)
+        costs = step_costs(layout, measured, self._settings.efficiency, lengths)
         step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds
         return Candidate(config, seconds, trained[1].together / GIB, decode.together / GIB)

@@ -18,6 +18,7 @@ from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.splash_attention import block_tokens
 from dapo_jax.run import memory
 
 READ_PER_WRITTEN = 1  # what a program writes to memory it reads again, once
@@ -34,12 +35,14 @@ class Lengths:
     Attributes:
         tokens: mean length.
         pairs: mean number of pairs of a token and one that it sees, over responses and layers.
+        row_pairs: mean number of pairs that training attention computes in a row.
         response: mean without the prompt.
         rows, fill: of an update, packed; the share of their places that holds a token.
     """
 
     tokens: float
     pairs: float
+    row_pairs: float
     response: float
     responses: int
     rows: int
@@ -56,12 +59,21 @@ def measure_lengths(config: Config, decoder: DecoderConfig, workload: Workload) 
         (workload.prompt_tokens(i), workload.draw(0, i, samples).tokens) for i in range(groups)
     ]
     lengths = np.concatenate([prompt + tokens for prompt, tokens in drawn])
-    rows = len(assign_rows(lengths.tolist(), packing.row_tokens))
+    packed = assign_rows(lengths.tolist(), packing.row_tokens)
+    rows = len(packed)
     microbatches = -(-rows // packing.rows_per_microbatch)
-    places = microbatches * packing.rows_per_microbatch * packing.row_tokens
+    with_empty = microbatches * packing.rows_per_microbatch
+    places = with_empty * packing.row_tokens
+    block = 0
+    if decoder.attention == "splash":
+        cut = 2 * config.mesh.context if config.mesh.context > 1 else 1
+        block = block_tokens(packing.row_tokens // cut)
+    each = [lengths[row] for row in packed] + [[]] * (with_empty - rows)
+    pairs = [roofline.row_pairs(decoder, row, packing.row_tokens, block) for row in each]
     return Lengths(
         float(lengths.mean()),
         float(roofline.seen_pairs(decoder, lengths.astype(float)).mean()),
+        float(np.mean(pairs)),
         float(np.mean([tokens.mean() for _, tokens in drawn])),
         len(lengths),
         rows,
@@ -95,14 +107,13 @@ def _moved(measured: CompiledProgram, part: str) -> Work:
     return Work(hbm_bytes=hbm, ici_bytes=sum(getattr(times, part) for times in sent))
 
 
-def _training(layout: Layout, measured: CompiledProgram) -> Estimate:
+def _training(layout: Layout, measured: CompiledProgram, lengths: Lengths) -> Estimate:
     packing, decoder = layout.config.rows(), layout.decoder
     places = packing.rows_per_microbatch * packing.row_tokens
-    if measured.name.endswith("update"):
-        flops = roofline.update_flops(decoder, places, packing.row_tokens)
-    else:
-        pairs = packing.rows_per_microbatch * roofline.seen_pairs(decoder, packing.row_tokens)
-        flops = roofline.forward_flops(decoder, places, pairs)
+    pairs = packing.rows_per_microbatch * lengths.row_pairs
+    is_update = measured.name.endswith("update")
+    count = roofline.update_flops if is_update else roofline.forward_flops
+    flops = count(decoder, places, pairs)
     each = dataclasses.replace(_moved(measured, "each"), flops=flops / layout.mesh.size)
     return Estimate("microbatch", each, _moved(measured, "once"))
 
@@ -116,6 +127,7 @@ def token_bytes(layout: Layout) -> float:
 def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
     """Estimate of a decode step: of every slot, busy or not, phase after phase.
 
+    `context` is the mean length of a running response, prompt included.
     A layer's products wait for its attention, and both for the sums over chips: nothing hides.
     Sliding layers read their rings, the others what is there.
     """
@@ -178,23 +190,19 @@ def _prefill(layout: Layout, measured: CompiledProgram) -> Estimate:
     return Estimate("call", Work(flops / layout.sampling_mesh.size, hbm, ici))
 
 
-def estimate(layout: Layout, measured: CompiledProgram, context: float) -> Estimate:
-    """Estimate of a program, from the compiled text and the shape of the policy.
-
-    Args:
-        context: mean tokens of a running response, prompt included.
-    """
+def estimate(layout: Layout, measured: CompiledProgram, lengths: Lengths) -> Estimate:
+    """Estimate of a program, from the compiled text and the shape of the policy."""
     if measured.name not in SAMPLING:
-        return _training(layout, measured)
+        return _training(layout, measured, lengths)
     if measured.name == "decode":
-        return _decode(layout, measured, context)
+        return _decode(layout, measured, lengths.tokens / 2)
     if measured.name == "prefill":
         return _prefill(layout, measured)
     return Estimate("call", _moved(measured, "once"))
 
 
 def step_costs(
-    layout: Layout, measured: dict[str, CompiledProgram], efficiency: Efficiency, context: float
+    layout: Layout, measured: dict[str, CompiledProgram], efficiency: Efficiency, lengths: Lengths
 ) -> Costs:
     """Costs of the simulator's calls, by the roofline."""
     chip, config = layout.topology.chip, layout.config
@@ -202,11 +210,11 @@ def step_costs(
     def bound(name: str, part: str = "each") -> float:
         if name not in measured:
             return 0.0
-        work: Any = getattr(estimate(layout, measured[name], context), part)
+        work: Any = getattr(estimate(layout, measured[name], lengths), part)
         return work.bound(chip, efficiency)[1]
 
     places = config.packing.rows_per_microbatch * config.rows().row_tokens
-    engine, decode = layout.engine, estimate(layout, measured["decode"], context)
+    engine, decode = layout.engine, estimate(layout, measured["decode"], lengths)
     phases = decode.seconds(chip, efficiency)
     prompts = engine.prefill_width * config.data.max_prompt_tokens / engine.replicas
     return Costs(

@@ -238,11 +238,11 @@ def tables(plan: Any, settings: PlanSettings) -> str:
 
 def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
     """Whole report of a plan for programs; bytes and seconds."""
-    layout, context = plan.layout, plan.lengths.tokens / 2
+    layout = plan.layout
     chip = layout.topology.chip
     programs = {}
     for name, program in plan.measured.items():
-        unit = estimate(layout, program, context)
+        unit = estimate(layout, program, plan.lengths)
         programs[name] = {
             "fits": program.fits(plan.limit),
             "peak_bytes": program.peak,
