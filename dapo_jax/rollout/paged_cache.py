@@ -188,8 +188,8 @@ def choose_layout(
     dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
     kind, platform = settings.cache, mesh.devices.flat[0].platform
     by_head = settings.cache_dtype == "int8_per_head"
+    read = _read_by_kernel(config, mesh, settings, dtype)
     if kind == "auto":
-        read = _read_by_kernel(config, mesh, settings, dtype)
         kind = "paged" if read or by_head else "slots"
     require(
         kind == "slots" or platform != "tpu" or settings.cache_dtype != "int8",
@@ -203,6 +203,13 @@ def choose_layout(
         "sampler.cache",
         kind,
         "'paged' or 'auto' with sampler.cache_dtype = 'int8_per_head'",
+    )
+    require(
+        read or not by_head or platform != "tpu",
+        "sampler.cache_dtype",
+        settings.cache_dtype,
+        "'auto' where the TPU's paged kernel can't read its pages: a chip must hold 2, 4, 8 or a "
+        "multiple of 16 key/value heads of a multiple of 128 numbers",
     )
     layout = SlotLayout if kind == "slots" else PagedLayout
     return layout(config, mesh, settings, cache_tokens, dtype)

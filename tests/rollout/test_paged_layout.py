@@ -84,7 +84,8 @@ def test_layout_goes_by_the_heads_of_a_device():
 def test_int8_pages_have_a_scale_per_head_on_tpu_or_are_refused():
     by_head = {"cache_dtype": "int8_per_head", "head_dim": 128}
     assert layout(**by_head).attend.kernel
-    assert not layout(**by_head, kv_heads=1).attend.kernel  # a word has four int8
+    with pytest.raises(ConfigError, match=r"sampler.cache_dtype = 'int8_per_head'.*2, 4, 8 or"):
+        layout(**by_head, kv_heads=1)  # a word has four int8
     with pytest.raises(ConfigError, match=r"sampler.cache = 'slots'.*'paged' or 'auto'"):
         layout("slots", **by_head)
     assert isinstance(layout(cache_dtype="int8", head_dim=128), SlotLayout)
