@@ -202,6 +202,12 @@ def test_phases_of_a_decode_step_add_up(made, settings):
     sorting = dataclasses.replace(layout.config, sampler=truncated)
     unit = estimate(dataclasses.replace(layout, config=sorting), made.measured["decode"], lengths)
     assert unit.phases["draw"].hbm_bytes == (DRAW_PASSES + 9 * 10) * logits  # of 2**9 tokens
+    rounding = dataclasses.replace(layout.config.sampler, weights_dtype="int8_products")
+    rounding = dataclasses.replace(layout.config, sampler=rounding)
+    unit = estimate(lay_out(rounding, layout.topology), made.measured["decode"], lengths)
+    head = 2 * slots * decoder.embed * decoder.vocab  # which stays as it is
+    in_layers = forward_flops(decoder, slots, 0) - head
+    assert unit.phases["products"].flops * pieces == head + in_layers / 2
     decode = sum(made.step.seconds[f"decode_{part}"] for part in ("products", "exchange", "draw"))
     steps = made.step.counts["decode_step"]
     without = sum(seconds.values()) - seconds["keys and values"]
