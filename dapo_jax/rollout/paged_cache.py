@@ -209,7 +209,7 @@ def choose_layout(
         "sampler.cache_dtype",
         settings.cache_dtype,
         "'auto' where the TPU's paged kernel can't read its pages: a chip must hold 2, 4, 8 or a "
-        "multiple of 16 key/value heads of a multiple of 128 numbers",
+        "multiple of 16 key/value heads of a multiple of 128 numbers, and the policy no sinks",
     )
     layout = SlotLayout if kind == "slots" else PagedLayout
     return layout(config, mesh, settings, cache_tokens, dtype)
