@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,9 +164,8 @@ def splash_attention(
         masks = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
         masks = map(_skip, masks, [meets] * 3, (2, 2, 1))
         segments = splash.SegmentIds(jax.lax.dynamic_slice_in_dim(ids, place, mine, 0), ids)
-        # Without `save_residuals` a kernel returns one array, which its type does not say.
-        mine_alone = type(kernel)(*masks, **kernel.kwargs)
-        return cast(Array, mine_alone(queries, keys, values, segments, sinks))
+        kind: Any = type(kernel)  # which the module does not export
+        return kind(*masks, **kernel.kwargs)(queries, keys, values, segments, sinks)
 
     heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
     return jax.vmap(attend_row)(*heads_first, segment_ids).swapaxes(1, 2)

@@ -276,7 +276,9 @@ def constrain(array: Array, *names: str | None) -> Array:
 def active_pieces(size: int, name: str) -> int:
     """Pieces into which the active mesh cuts a dimension; 1 where its axes do not divide it."""
     mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
-    axes = (table.get(name) if mesh is not None and _dividing((size,), (name,))[0] else None) or ()
+    if mesh is None or _dividing((size,), (name,)) == [None]:
+        return 1
+    axes = table.get(name) or ()
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 

@@ -68,7 +68,7 @@ def measure_lengths(config: Config, decoder: DecoderConfig, workload: Workload) 
     if decoder.attention == "splash":
         cut = 2 * config.mesh.context if config.mesh.context > 1 else 1
         block = block_tokens(packing.row_tokens // cut)
-    each = [lengths[row] for row in packed] + [[]] * (with_empty - rows)
+    each = [lengths[row].tolist() for row in packed] + [[]] * (with_empty - rows)
     pairs = [roofline.row_pairs(decoder, row, packing.row_tokens, block) for row in each]
     return Lengths(
         float(lengths.mean()),
