@@ -168,4 +168,5 @@ def splash_attention(
         return kind(*masks, **kernel.kwargs)(queries, keys, values, segments, sinks)
 
     heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))
-    return jax.vmap(attend_row)(*heads_first, segment_ids).swapaxes(1, 2)
+    queries, keys, values = heads_first
+    return jax.vmap(attend_row)(queries, keys, values, segment_ids).swapaxes(1, 2)
