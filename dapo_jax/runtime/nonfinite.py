@@ -23,13 +23,9 @@ class NotFinite(RuntimeError):
 
 
 @jax.jit
-def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
-    # Layer by layer, since XLA:CPU writes the intermediate array. Not by the largest number: for
-    # long arrays XLA:CPU's maximum of NaN and others is not NaN.
-    def whole(part: jax.Array) -> jax.Array:
-        return jnp.all(jnp.isfinite(part))
-
-    return [jnp.all(jax.lax.map(whole, x)) if x.ndim > 2 else whole(x) for x in leaves]
+def _finite(leaf: jax.Array) -> jax.Array:
+    # Not by the largest number: for long arrays XLA:CPU's maximum of NaN and others is not NaN.
+    return jnp.all(jnp.isfinite(leaf))
 
 
 @jax.jit
@@ -50,8 +46,8 @@ def describe(tree: Any) -> str:
     Every process calls it.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
-    finite = jax.device_get(_finite([leaf for _, leaf in named]))
-    named = [one for one, whole in zip(named, finite, strict=True) if not whole]
+    # One after the other, since XLA:CPU writes the intermediate array.
+    named = [(path, leaf) for path, leaf in named if not _finite(leaf)]
     counts = jax.device_get(_counts([leaf for _, leaf in named]))
     broken = [
         f"{path_name(path)} ({count:.0f} of {np.size(leaf)})"
