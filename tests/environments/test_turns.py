@@ -108,6 +108,7 @@ def test_kept_trajectories_are_those_that_are_prefilled_again(setting, tiny_para
     same(again, kept, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_kept_trajectory_whose_pages_others_needed_is_drawn_on_bit_for_bit(
     tiny_params, one_device
 ):

@@ -96,6 +96,7 @@ def test_gradients_follow_from_those_of_the_merged_matrices(tiny_folder, tiny_pa
             assert_close(actual["layers"][name][part], value.reshape(pair[part].shape), 1e-4)
 
 
+@pytest.mark.slow
 def test_an_update_on_eight_devices_equals_one(tiny_folder, one_device, eight_devices):
     (batch, used), states = make_batch(), []
     for mesh in (one_device, eight_devices):

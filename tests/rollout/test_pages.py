@@ -203,6 +203,7 @@ def test_an_eight_bit_cache_stays_near_the_exact_one(tiny_params, one_device):
     assert len(gaps) > 100 and 1e-6 < gaps.mean() < 0.05
 
 
+@pytest.mark.slow
 def test_pages_with_a_scale_per_head_stay_near_the_exact_ones(
     tiny_params, one_device, eight_devices
 ):

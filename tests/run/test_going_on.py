@@ -131,6 +131,7 @@ def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     assert calls == [str(tmp_path / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch):
     """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
     path, said = tmp_path / "metrics.jsonl", []

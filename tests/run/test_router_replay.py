@@ -55,6 +55,7 @@ def test_a_score_pass_records_routes_whose_replay_changes_no_bit(learner_of):
     np.testing.assert_array_equal(again, logprobs)
 
 
+@pytest.mark.slow
 def test_an_update_takes_the_routes_of_its_batch(learner_of):
     """The ratio is 1 on them, and on others the gradient is another: the gates' own."""
     learner, state = learner_of("old")
