@@ -57,8 +57,8 @@ class Learner:
         by_rows: bool = True,
     ):
         self.mesh, self.frozen = mesh, frozen or {}
-        # Then devices need each other once an update, and not in every microbatch.
-        self._apart = by_rows and sharding.cuts_data_alone(mesh)
+        # Then replicas need each other once an update, and not in every microbatch.
+        self._apart = by_rows and mesh.shape["data"] > 1
         self._score_rows, self._loss = score, loss
         self._optimizer = make_optimizer(settings)
         boxed = jax.eval_shape(self._fresh_state, without(boxed_params, self.frozen))
@@ -168,7 +168,7 @@ class Learner:
         return gradient, metrics | kept
 
     def _add_apart(self, *arguments):
-        """Sums over a device's own rows of all microbatches, then over devices."""
+        """Sums over a replica's own rows of all microbatches, then over replicas."""
         gradient, metrics, kept = self._add_microbatches(*arguments)
         return *jax.lax.psum((gradient, metrics), "data"), kept
 

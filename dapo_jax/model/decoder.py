@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
+from dapo_jax.model.embedding import look_up
 from dapo_jax.model.experts import RECORDS, Experts
 from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, named
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
@@ -266,12 +267,8 @@ class Decoder(nn.Module):
         elif not c.tie_embeddings:
             init = named(nn.initializers.normal(0.02), ("embed", "vocab"))
             self.param("head", init, (c.embed, c.vocab))
-        # The table is gathered over fsdp first, and x is sharded by length only afterwards: a
-        # lookup in a table sharded both ways replicates the batch, and a lookup of tokens sharded
-        # by length in a table sharded by vocabulary gathers the table.
-        table = constrain(embedding.astype(c.dtype), "vocab", None)
-        x = constrain(table[tokens], "batch", "sequence", None)
-        x = constrain(scaled_embeddings(x, c), "batch", "length", None)
+        x = scaled_embeddings(look_up(embedding, tokens, c.dtype), c)
+        x = constrain(x, "batch", "length", None)
         block = Block
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)

@@ -147,7 +147,7 @@ def _spread(
 
     if sharding.active_mesh() is None:
         return flat(x, weights, chosen, matrices, 0)
-    rows = sharding.active_spec(x.shape, "batch", "sequence", None)
+    rows = sharding.dividing_spec(x.shape, "batch", "sequence", None)
     names = {name: ("experts", None, "mlp") for name in NAMES[:2]}
     names |= {NAMES[2]: ("experts", "mlp", None)}
     down, up = ADAPTER_NAMES
@@ -155,7 +155,7 @@ def _spread(
         names |= {name + SCALE: (experts, outer), name + BIAS: (experts, outer)}
         names |= {name + down: (experts, inner, None), name + up: (experts, None, outer)}
     specs = {
-        name: sharding.active_spec(array.shape, *names[name]) for name, array in matrices.items()
+        name: sharding.dividing_spec(array.shape, *names[name]) for name, array in matrices.items()
     }
     gate = specs[NAMES[0]]
     of_experts, of_mlp = _axes(gate[0]), _axes(gate[2])

@@ -35,7 +35,7 @@ class Share:
 
     def __init__(self, mesh: Any):
         def axes(name: str) -> tuple[str, ...]:
-            return sharding.mesh_axes(name) if mesh is not None else ()
+            return sharding.active_axes(name) if mesh is not None else ()
 
         self.vocab, self.embed = axes("vocab"), axes("embed")
         of_rows = axes("batch") + axes("sequence")
@@ -176,7 +176,7 @@ def sharded(function: Callable, takes: str, gives: str):
     local = functools.partial(function, Share(mesh))
     if mesh is None:
         return local
-    rows, weights = sharding.spec(*ROWS), sharding.spec(*WEIGHTS)
+    rows, weights = sharding.active_spec(*ROWS), sharding.active_spec(*WEIGHTS)
     specs = {"h": PartitionSpec(*rows, None), "w": weights, "r": rows}
     given = [specs[kind] for kind in gives]
     return jax.shard_map(

@@ -130,13 +130,13 @@ def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sin
     if mesh is None:
         return attention(queries, keys, values, segment_ids, sinks, *shared)
     if sharding.shards(mesh, "sequence") > 1:
-        axes = sharding.mesh_axes("sequence")
+        axes = sharding.active_axes("sequence")
         attention = functools.partial(attend_in_context, attention, axes)
     heads, kv_heads = (
-        sharding.spec("batch", "sequence", name, None) for name in ("heads", "kv_heads")
+        sharding.active_spec("batch", "sequence", name, None) for name in ("heads", "kv_heads")
     )
-    rows, of_heads = sharding.spec("batch", None), sharding.spec("heads")
-    whole = (sharding.spec(),) * len(shared)
+    rows, of_heads = sharding.active_spec("batch", None), sharding.active_spec("heads")
+    whole = (sharding.active_spec(),) * len(shared)
     return jax.shard_map(
         attention,
         in_specs=(heads, kv_heads, kv_heads, rows, of_heads, *whole),

@@ -22,6 +22,7 @@ from dapo_jax.model import decoder, param_paths
 from dapo_jax.model.layers import SCALE
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
+from dapo_jax.runtime.sampler_devices import move
 
 # Of [embed, heads, head_dim].
 _PER_HEAD = ("query/kernel", "key/kernel", "value/kernel")
@@ -123,7 +124,7 @@ class Loader:
     def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
         if not self._elsewhere:
             return loaded
-        return sharding.move(loaded, {path: self._final[path] for path in loaded})
+        return move(loaded, {path: self._final[path] for path in loaded})
 
     def abstract(self, params: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and places of the loaded arrays, from the shapes of parameters."""

@@ -260,10 +260,10 @@ def open_decoder(
 ) -> tuple[DecoderConfig, jax.sharding.Mesh, jax.sharding.Mesh]:
     """The policy's shape, the mesh that learns and the mesh that samples; loads no weights.
 
-    Raises:
-        ConfigError: they don't fit together, or not into the devices' memory.
+    Raises `ConfigError` where they don't fit together, or not into the devices' memory.
     """
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
+    processes.exchange_on(sampling_mesh.devices.flat)  # not on those that an update keeps busy
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)

@@ -23,15 +23,9 @@ from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.runtime.kept_programs import keep
+from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
 from dapo_jax.runtime.settings import require
-from dapo_jax.runtime.sharding import (
-    DECODING,
-    TRAINING,
-    by_slice,
-    make_mesh,
-    shards,
-    split_devices,
-)
+from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
 # Fields of the decoder, which are logical names too.
@@ -66,15 +60,13 @@ def open_meshes(
 
     The same one without `sampler_share`, and where nothing is learned.
     """
+    devices, share = devices or jax.devices(), settings.sampler_share if training else 0
     block = settings.expert * settings.decode_tensor * settings.tensor
-    devices = jax.devices() if devices is None else devices
-    learning, sampling = split_devices(devices, settings.sampler_share if training else 0, block)
+    learning, sampling = split_devices(devices, share, block)
     mesh = open_mesh(settings, rows_per_microbatch, learning)
     if sampling is learning:
         return mesh, mesh
-    cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
-    slices = len(by_slice(sampling))
-    return mesh, make_mesh(slices, -1, settings.tensor, sampling, **cut)
+    return mesh, open_sampling_mesh(mesh, learning, sampling, share)
 
 
 def numerics(

@@ -5,6 +5,7 @@ know: what a worker, a clock, a file or a signal decides. One process alone exch
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -15,14 +16,14 @@ import threading
 import time
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import distributed  # the one way to the coordination service
-from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Heartbeat
 from dapo_jax.runtime.lasting_output import LastingOutput
@@ -42,6 +43,7 @@ STDERR: Any = LastingOutput("stderr")
 
 _heartbeat: Heartbeat | None = None
 _command = False
+_devices: tuple[Any, ...] = ()  # that carry messages; none: all
 
 
 def count() -> int:
@@ -242,12 +244,34 @@ def _gather(message: bytes) -> list[bytes]:
     framed, size = len(message).to_bytes(LENGTH_BYTES, "little") + message, FIRST_BYTES
     while True:
         row = np.frombuffer(framed[:size].ljust(size, b"\0"), np.uint8)
-        # On a mesh of all devices: libtpu aborts where a program runs on some chips of a host only.
-        rows = [bytes(row) for row in multihost_utils.process_allgather(row)]
+        rows = [bytes(row) for row in _gather_rows(row)]
         ends = [LENGTH_BYTES + int.from_bytes(row[:LENGTH_BYTES], "little") for row in rows]
         if max(ends) <= size:
             return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
         size = 1 << (max(ends) - 1).bit_length()  # a power of two: few programs are compiled
+
+
+def exchange_on(devices: Iterable[Any]) -> None:
+    """Sets the devices that carry messages from now on, as many of each process.
+
+    A message waits for the programs that its devices have been given before. On a flat torus they
+    must be all: libtpu aborts where a program runs on some chips of a host only.
+    """
+    global _devices
+    _devices = tuple(sorted(devices, key=lambda device: (device.process_index, device.id)))
+
+
+def _gather_rows(row: np.ndarray) -> np.ndarray:
+    """Rows of all processes [process, byte]."""
+    mesh = Mesh(np.reshape(_devices or jax.devices(), (count(), -1)), ("process", "device"))
+    place = NamedSharding(mesh, PartitionSpec("process"))
+    rows = jax.make_array_from_process_local_data(place, row[None], (count(), len(row)))
+    return np.asarray(_replicated(mesh)(rows))
+
+
+@functools.cache
+def _replicated(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def from_first(work: Callable[[], Any], name: str) -> Any:

@@ -20,8 +20,7 @@ import numpy as np
 from flax import traverse_util
 from flax.linen import spmd
 from jax.experimental import mesh_utils
-from jax.experimental.layout import Format
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from dapo_jax.runtime.settings import require
@@ -101,7 +100,7 @@ def make_mesh(
     allowed = f"a multiple of the {len(slices)} slices, across which gradients are summed"
     require(shape[0] % len(slices) == 0, "mesh.data", shape[0], allowed)
     each = (shape[0] // len(slices), *shape[1:])
-    if devices[0].platform == "tpu" and all(map(_fills_a_box, slices)):
+    if devices[0].platform == "tpu" and all(map(fills_a_box, slices)):
         arrange = functools.partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
         grids = [arrange(each, chips) for chips in slices]
     else:
@@ -119,72 +118,11 @@ def by_slice(devices: Sequence) -> list[list]:
     return [slices[number] for number in sorted(slices)]
 
 
-def _fills_a_box(devices: Sequence) -> bool:
+def fills_a_box(devices: Sequence) -> bool:
     """True if chips of a slice lie without gaps in their torus, so that neighbours are known."""
     coordinates = np.array([device.coords for device in devices])
     extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
-
-
-def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
-    """Devices that learn, and devices that sample: the last ones of each process.
-
-    Args:
-        share: of the devices that sample; 0: all do both.
-        block: devices that hold the decoding weights once. Each process must have whole blocks on
-            both sides, so that new weights go from one to the other inside it.
-
-    Raises `ConfigError` where the devices can't be shared out so.
-    """
-    if share == 0:
-        return devices, devices
-    owned: dict[int, list] = {}
-    for device in devices:
-        owned.setdefault(device.process_index, []).append(device)
-    learning, sampling = [], []
-    for mine in owned.values():
-        count = round(share * len(mine))
-        require(
-            abs(count - share * len(mine)) < 1e-6
-            and 0 < count < len(mine)
-            and count % block == (len(mine) - count) % block == 0,
-            "mesh.sampler_share",
-            share,
-            "0, or a share that gives learner and sampler multiples of expert x decode_tensor x "
-            f"tensor = {block} of a process's {len(mine)} devices",
-        )
-        learning += mine[:-count]
-        sampling += mine[-count:]
-    flat = devices[0].platform == "tpu" and "lite" in devices[0].device_kind  # a torus of two axes
-    require(
-        not flat or all(map(_fills_a_box, by_slice(learning) + by_slice(sampling))),
-        "mesh.sampler_share",
-        share,
-        f"0 on several hosts of {devices[0].device_kind}, whose compiler joins no chips with gaps "
-        "between them",
-    )
-    return learning, sampling
-
-
-def move(tree: Any, places: Any) -> Any:
-    """Copies arrays to other devices that are cut alike; each process copies what it has.
-
-    Args:
-        places: for each array a sharding, with or without a layout in memory, whose every piece a
-            device of this process has already, in that layout.
-    """
-
-    def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
-        here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
-        where = place.sharding if isinstance(place, Format) else place
-        assert isinstance(where, Sharding)  # a format's may also be left to the compiler
-        pieces = [
-            jax.device_put(here[str(at)], device)  # which keeps the layout
-            for device, at in where.addressable_devices_indices_map(leaf.shape).items()
-        ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, where, pieces)
-
-    return jax.tree.map(move_one, tree, places)
 
 
 def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
@@ -221,19 +159,15 @@ def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
 def active_mesh() -> Any:
     """Mesh that the code being traced will run on; None where it has one device.
 
-    Code that every device runs by itself (`each_of_data`) has one.
+    Of code that each replica runs by itself (`each_of_data`), the replica's devices count.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
-
-
-def cuts_data_alone(mesh: Mesh) -> bool:
-    """True where devices share the rows and nothing else."""
-    return mesh.size > 1 and mesh.shape["data"] == mesh.size
+    alone = all(size == 1 or axis in mesh.manual_axes for axis, size in mesh.shape.items())
+    return None if mesh.empty or alone else mesh
 
 
 def each_of_data(function: Callable, mesh: Mesh, cut: Any, gives: Any) -> Callable:
-    """Runs `function` on every device of a mesh that cuts data alone, without the others.
+    """Runs `function` on every replica of `data`, without the others.
 
     Args:
         cut, gives: for each argument and each result, the dimension that `data` cuts; None: it is
@@ -244,18 +178,24 @@ def each_of_data(function: Callable, mesh: Mesh, cut: Any, gives: Any) -> Callab
         cuts = (None if i is None else (*(None,) * i, "data") for i in dimensions)
         return tuple(PartitionSpec(*(one or ())) for one in cuts)
 
+    def of_replica(*arguments: Any) -> Any:
+        rest = [
+            (name, tuple(axis for axis in mesh_axes(name) if axis != "data") or None)
+            for name in RULES
+        ]
+        with nn.logical_axis_rules(rest):
+            return function(*arguments)
+
     specs = {"in_specs": places(cut), "out_specs": places(gives)}
-    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
+    return jax.shard_map(of_replica, mesh=mesh, axis_names={"data"}, check_vma=False, **specs)
 
 
 def _dividing(shape: Sequence[int], names: Sequence[str | None]) -> list[str | None]:
     """Names whose axes divide their dimension, by the active mesh and table; None for others."""
-    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
+    mesh = active_mesh()
 
     def divides(size: int, name: str | None) -> bool:
-        axes = (table.get(name) if name else None) or ()
-        axes = (axes,) if isinstance(axes, str) else axes
-        return size % int(np.prod([mesh.shape[axis] for axis in axes])) == 0
+        return size % math.prod(mesh.shape[axis] for axis in active_axes(name or "")) == 0
 
     sized = zip(shape, names, strict=True)
     return [name if divides(size, name) else None for size, name in sized]
@@ -275,17 +215,27 @@ def constrain(array: Array, *names: str | None) -> Array:
 
 def active_pieces(size: int, name: str) -> int:
     """Pieces into which the active mesh cuts a dimension; 1 where its axes do not divide it."""
-    mesh, table = active_mesh(), dict(nn.get_logical_axis_rules())
+    mesh = active_mesh()
     if mesh is None or _dividing((size,), (name,)) == [None]:
         return 1
-    axes = table.get(name) or ()
-    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+    return math.prod(mesh.shape[axis] for axis in active_axes(name))
 
 
-def active_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
-    """Partition by the active mesh and table; an axis that does not divide is left out."""
+def active_axes(name: str) -> tuple[str, ...]:
+    """Mesh axes that cut a dimension of that name by the active table, outermost first."""
+    axes = dict(nn.get_logical_axis_rules()).get(name)
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def active_spec(*names: str | None) -> PartitionSpec:
+    """Partition by the active table of an array whose dimensions have these logical names."""
     table = dict(nn.get_logical_axis_rules())
-    return PartitionSpec(*(name and table.get(name) for name in _dividing(shape, names)))
+    return PartitionSpec(*(name and table.get(name) for name in names))
+
+
+def dividing_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
+    """Partition by the active mesh and table; an axis that does not divide is left out."""
+    return active_spec(*_dividing(shape, names))
 
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:

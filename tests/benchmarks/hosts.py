@@ -1,14 +1,16 @@
 """Seconds of a step that hosts take while their devices wait, by part.
 
     python tests/benchmarks/hosts.py                                # 8,192 responses of 4k tokens
+    python tests/benchmarks/hosts.py --processes 64                 # as the first of so many
     python tests/benchmarks/hosts.py --responses 64 --tokens 100    # seconds
 
 Schedule, filter, text, journal, packing, feedback, metrics, traces and rollouts/ are the run's own
 code, with the settings of DAPO on 64 chips of v5p. The devices' programs are replaced by ones that
 hand out text of this project's documentation at once, in lengths of a law, and the workers by
-verdicts. Parts of every process take as long on each of 64 as on one: all do all of it. Parts of
-process 0 keep the other 63 waiting, except in the background, where they run beside decoding. Left
-out: what processes tell each other, and a bucket's delay for each file.
+verdicts. With several processes this is one of them, and the messages of the others are made here,
+which does not count: verdicts and signals are packed, read and put in order as in a run, but no
+network carries them. Parts of process 0 keep the others waiting, except in the background, where
+they run beside decoding. Left out: a bucket's delay for each file.
 Prints a table, and a JSON line with what `commands/plan/host_costs.py` holds.
 """
 
@@ -46,6 +48,7 @@ from dapo_jax.rollout.source import RolloutResult
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.compute import open_engine
 from dapo_jax.run.step_record import measure, trace
+from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.storage.retries import Storage
 from dapo_jax.structs import ScoredBatch
@@ -116,6 +119,49 @@ class Programs(simulated_engine.SimulatedPrograms):
         return rows
 
 
+class OtherProcesses:
+    """Stands for `processes._gather`: messages of processes that have done their share.
+
+    Attributes:
+        verdicts: of the groups that are asked for, by piece and process.
+    """
+
+    def __init__(self, count: int):
+        self._count, self.verdicts = count, [{} for _ in range(count)]
+
+    def watch(self, stopwatch: Stopwatch) -> None:
+        """Takes the place of the network; only what this process does for messages counts."""
+        processes.count = lambda: self._count
+        processes._gather = stopwatch.wrap("(others)", self)
+        processes.agree = stopwatch.wrap("messages", processes.agree)
+
+    def __call__(self, message: bytes) -> list[bytes]:
+        name, answer = json.loads(message)
+        answers = [["", theirs] for theirs in self.verdicts]
+        answers = answers if name == "verdicts" else [answer] * self._count
+        return [json.dumps([name, theirs]).encode() for theirs in answers]
+
+
+class Judge(simulated_engine.SimulatedJudge):
+    """Simulated judge whose verdicts each process has for its own prompts alone."""
+
+    def __init__(self, others: OtherProcesses, *args: Any):
+        super().__init__(*args)
+        self._others = others
+
+    def groups(self, pending: list) -> list:
+        groups, owners = super().groups(pending), [group.prompt.index for group in pending]
+        verdicts = [[dataclasses.asdict(one) for one in group.verdicts] for group in groups]
+        others = self._others.verdicts
+        for theirs in others:
+            theirs.clear()
+        for i, owner in enumerate(owners):
+            others[owner % len(others)][str(i)] = verdicts[i]
+        found = processes.share_out(owners, verdicts.__getitem__, "verdicts")
+        assert found == verdicts
+        return groups
+
+
 def make_config(options: argparse.Namespace, folder: str) -> Config:
     """DAPO on a pod, with so many responses and no filter, so that all are trained on."""
     config = runpy.run_path(str(ROOT / "configs/dapo_qwen2p5_32b.py"))["get_config"]()
@@ -153,16 +199,18 @@ def step(
         setattr(engine.programs, name, method)
     sampler = Scheduler(engine, tokenizer, config.seed)
     sampler.begin(None, purpose=SAMPLE_FOR_TRAINING, step=0, rule=SamplingRule())
-    folder = epath.Path(config.run_dir)
-    storage = Storage()
+    others = OtherProcesses(options.processes)
+    others.watch(watch)
+    folder, storage = epath.Path(config.run_dir), Storage()
     storage.attempt = behind.wrap("journal", storage.attempt)
     journal = RolloutJournal(folder, "benchmark", storage, tokenizer.decode)
     batch = watch.wrap("scheduling", collect)(
         open_collection(config, 0.5, 0, (), 0),
         simulated_engine.SimulatedPrompts(workload),
         sampler,
-        simulated_engine.SimulatedJudge(config, workload, meter, {}),
+        Judge(others, config, workload, meter, {}),
         on_judged=watch.wrap("journal", journal.add),
+        on_burst=lambda _: processes.agree("", "signals"),
     )
     packed = watch.wrap("packing", make_minibatches)(config, batch.groups, decoder, mesh)
     old: Any = np.zeros(packed.rollouts.tokens.shape, np.float32)  # where a run has the devices'
@@ -192,6 +240,7 @@ def main() -> None:
     """Prints seconds by part."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--responses", type=int, default=8192)
+    parser.add_argument("--processes", type=int, default=1, help="of which this is the first")
     parser.add_argument("--tokens", type=float, default=4096, help="mean of a response, uncut")
     parser.add_argument("--spread", type=float, default=0.9, help="of the length's logarithm")
     options, watch, behind = parser.parse_args(), Stopwatch(), Stopwatch()
@@ -199,7 +248,7 @@ def main() -> None:
         config = make_config(options, folder)
         counts = step(config, options, watch, behind)
     print("| part | on | seconds | in the background |\n|---|---|---|---|")
-    parts = {name: spent for name, spent in watch.seconds.items() if name != "(engine)"}
+    parts = {name: spent for name, spent in watch.seconds.items() if name[0] != "("}
     later = behind.seconds
     for name in parts | later:
         spent = f"{parts.get(name, 0.0):.2f} | {later.get(name, 0.0):.2f}"

@@ -233,10 +233,12 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change(made):
 
 
 def test_every_mesh_that_cuts_the_policy_evenly_is_tried(config):
-    tried = [one.mesh for one in search.meshes(config, 8, kv_heads=4)]
-    sizes = [(one.fsdp, one.decode_tensor, one.tensor) for one in tried]
     expected = [(8, 1, 1), (4, 2, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (2, 1, 4)]
-    assert sizes == expected
+    for slices in (1, 2):
+        topology = chips.parse("v5e:2x4", slices)
+        tried = [one.mesh for one in search.meshes(config, topology, kv_heads=4)]
+        assert [(one.fsdp, one.decode_tensor, one.tensor) for one in tried] == expected
+        assert {one.data for one in tried} == {slices}
 
 
 @pytest.mark.slow
@@ -314,6 +316,7 @@ def test_what_a_spot_machines_notice_can_save_is_said():
     assert "one host writes" in describe_saving(1e9, chips.parse("v5e:2x4").hosts, 0)
     counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
     assert {name: chips.parse(name).hosts for name in counts} == counts
+    assert chips.parse("v6e:2x4", 2).hosts == 2 and chips.parse("v5p:4x4x4", 3).chips == 192
 
 
 @pytest.mark.slow

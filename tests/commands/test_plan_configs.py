@@ -29,6 +29,12 @@ def test_a_topology_that_is_none_is_refused(name, message):
         chips.parse(name)
 
 
+@pytest.mark.parametrize(("name", "slices"), [("v5p:4x4x4", 0), ("h100:8", 2)])
+def test_slices_are_of_tpus_and_at_least_one(name, slices):
+    with pytest.raises(ConfigError, match=f"--slices = {slices}: must be"):
+        chips.parse(name, slices)
+
+
 @pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1", "h100:8"])
 def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
     """launch/env.sh is the one place for them."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.commands.plan import hlo_traffic, roofline
-from dapo_jax.commands.plan.hlo_traffic import Times
+from dapo_jax.commands.plan.hlo_traffic import BETWEEN_SLICES, Times
 from dapo_jax.commands.plan.published_shapes import read_shape
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_logprobs
@@ -122,6 +122,8 @@ ENTRY %main (a: f32[8,64]) -> f32[8,64] {
   %c = f32[8,64]{1,0:S(1)} copy(%a)
   %d = f32[8,64]{1,0} add(%a, %c)
   %l = (s32[], f32[8,64]) while(%t), condition=%outer_cond, body=%outer
+  %k = (f32[2,8,64]{2,1,0}, u32[], token[]) send(%d, %t), channel_id=4, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
   ROOT %o = f32[] all-reduce(%d), channel_id=9, to_apply=%add
 }
 """
@@ -133,6 +135,7 @@ def test_traffic_of_a_text_is_counted_as_often_as_its_loops_run():
     assert found.sent["all-gather"] == Times(0.0, 5 * gathered)
     assert found.sent["reduce-scatter"] == Times(0.0, 16 * 64 * 2 * 3)
     assert found.sent["all-reduce"] == Times(2 * 4 * 7 / 8, 0.0)  # over all 8
+    assert found.sent[BETWEEN_SLICES] == Times(2 * 8 * 64 * 4, 0.0)
     # Written: the add and the sum around the loop; inside it a row in place, what was gathered,
     # and what was scattered. What stays on the chip, S(1), is not.
     assert found.written == Times(8 * 64 * 4 + 4, 5 * (64 * 4 + 32 * 64 * 2) + 16 * 64 * 2)

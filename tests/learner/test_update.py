@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -23,11 +24,12 @@ from learners import (
 )
 
 from dapo_jax import algorithms
+from dapo_jax.commands.plan import hlo_text
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.losses import response_weights
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import assign_rows, pack, padded_microbatches
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM
+from dapo_jax.learner.ratio_quantiles import EDGES, RATIO_HISTOGRAM
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import ScoredBatch
 
@@ -173,6 +175,21 @@ def test_devices_that_share_rows_alone_meet_once_an_update():
     learner, (batch, _) = make_learner(mesh), make_batch(rows=8, microbatches=2)
     text = learner.lower("update", batch).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+
+
+def test_replicas_of_several_devices_meet_once_an_update():
+    """In the loop over microbatches they exchange what one replica alone does, but for bins."""
+    looped, all_reduces = [], []
+    for data in (1, 2):
+        mesh = sharding.make_mesh(data, 2, 2, devices=jax.devices()[: 4 * data])
+        learner, (batch, _) = make_learner(mesh), make_batch(rows=2 * data, microbatches=4)
+        text = learner.lower("update", batch).compile().as_text()
+        made = hlo_text.instructions(text)
+        large = [one for one in made if math.prod(one.shape) > len(EDGES) + 1 and one.group != 1]
+        looped.append(hlo_text.collectives(large, looped=True))
+        all_reduces.append(len(re.findall(r" all-reduce(?:-start)?\(", text)))
+    assert looped[0] == looped[1] != []
+    assert all_reduces[1] > all_reduces[0]
 
 
 def test_without_old_logprobs_the_ratio_is_exactly_one(tiny_params, one_device):

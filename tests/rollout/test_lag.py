@@ -16,8 +16,8 @@ from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.run import step_record
 from dapo_jax.run.compute import open_meshes
 from dapo_jax.run.run import train
+from dapo_jax.runtime.sampler_devices import split_devices
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.sharding import split_devices
 
 
 def make_config(base, run_dir, lag=1, **changes) -> Config:

@@ -172,3 +172,43 @@ def test_samplers_of_two_slices_have_a_mesh_of_their_own():
     learning, sampling = open_meshes(sizes, 8, devices=two_slices())
     assert learning.devices.shape == sampling.devices.shape == (2, 2, 1, 1, 1, 2)
     assert [{chip.slice_index for chip in half.flat} for half in sampling.devices] == [{0}, {1}]
+
+
+def hosts_of_four(count: int) -> list[Chip]:
+    """Chips of v5p in a row of hosts of 2 x 2."""
+    inner = [(x, y) for y in range(2) for x in range(2)]
+    return [
+        Chip(4 * host + i, 0, (2 * host + x, y, 0))
+        for host in range(count)
+        for i, (x, y) in enumerate(inner)
+    ]
+
+
+def test_a_replica_of_four_chips_may_lie_on_halves_of_two_hosts():
+    """Weights then go from each chip that learns to the one with its pieces in the same host."""
+    sizes = Mesh(fsdp=-1, decode_tensor=2, tensor=2, sampler_share=0.5)
+    learning, sampling = open_meshes(sizes, 16, devices=hosts_of_four(8))
+    assert sampling.devices.shape == (1, 4, 1, 1, 2, 2) == learning.devices.shape
+    assert not set(sampling.devices.flat) & set(learning.devices.flat)
+    for one, other in zip(learning.devices.flat, sampling.devices.flat, strict=True):
+        assert one.process_index == other.process_index
+    replicas = sampling.devices.reshape(4, 4)
+    assert all(len({chip.process_index for chip in replica}) == 2 for replica in replicas)
+
+
+def test_context_joins_fsdp_where_devices_sample_apart():
+    sizes = Mesh(fsdp=2, expert=2, context=2, sampler_share=0.5)
+    learning, sampling = open_meshes(sizes, 4, devices=hosts_of_four(4))
+    assert sampling.shape["fsdp"] == 4 and sampling.shape["context"] == 1
+    for (_, _, expert, *_), chip in np.ndenumerate(learning.devices):
+        there = sampling.devices[:, :, expert]
+        assert {other.process_index for other in there.flat} >= {chip.process_index}
+
+
+def test_samplers_without_their_pieces_at_hand_are_refused():
+    """Three chips of each host sample, each with another quarter, and one has a quarter."""
+    said = "sampler_share = 0.75: must be 0, 0.5, or a share that gives.* tensor = 4 of each"
+    with pytest.raises(ConfigError, match=said):
+        open_meshes(Mesh(tensor=4, sampler_share=0.75), 48, devices=hosts_of_four(16))
+    learning, _ = open_meshes(Mesh(tensor=4, sampler_share=0.25), 48, devices=hosts_of_four(16))
+    assert learning.size == 48

@@ -118,6 +118,33 @@ def test_what_one_process_finds_all_know_and_lost_ones_are_stopped(tmp_path):
         )
 
 
+BESIDE = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax
+from dapo_jax.runtime import processes
+make, used = jax.make_array_from_process_local_data, []
+def watch(place, *arguments):
+    used.append(place.device_set)
+    return make(place, *arguments)
+def work():
+    jax.make_array_from_process_local_data = watch
+    assert processes.agree(processes.index(), "all") == [0, 1]
+    sampling = [jax.local_devices(process_index=i)[1] for i in range(2)]
+    processes.exchange_on(sampling[::-1])
+    assert processes.agree(processes.index(), "some") == [0, 1]
+    assert used == [set(jax.devices()), set(sampling)], used
+    return 0
+sys.exit(processes.run(work))
+"""
+
+
+def test_messages_go_over_devices_that_sample(tmp_path):
+    """On the others they would wait for an update."""
+    for ended in Several(tmp_path, [sys.executable, "-c", BESIDE], 2).wait(60):
+        assert ended.code == 0, ended.err
+
+
 LOSE = """
 import os, signal, sys
 from dapo_jax.runtime import heartbeat as watch, processes
@@ -226,10 +253,11 @@ def test_however_many_processes_do_the_same(count, base, one, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_beside_the_next_rollouts_as_one_does(base, tmp_path):
-    """`rollout.lag`, and half of each process's devices only sample."""
+@pytest.mark.parametrize("sizes", ["1, 2, 1", "1, 1, 2", "1, 1, 1, decode_tensor=2"])
+def test_two_processes_learn_beside_the_next_rollouts_as_one_does(sizes, base, tmp_path):
+    """`rollout.lag`, and half of each process's devices only sample, alone or two as a replica."""
     lag = "config.rollout.lag, config.algorithm.importance_cap = 1, 2.0\n"
-    share = "config.mesh = config.mesh.__class__(1, 2, 1, sampler_share=0.5)\n"
+    share = f"config.mesh = config.mesh.__class__({sizes}, sampler_share=0.5)\n"
     train_with(base, tmp_path / "one", 1, patch=lag)
     train_with(base, tmp_path / "two", 2, patch=lag + share)
     assert_same_run(base, tmp_path / "two", tmp_path / "one")

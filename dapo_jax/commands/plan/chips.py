@@ -18,6 +18,7 @@ class Chip:
         hbm_gib: what a program may use; of a TPU what its compiler holds it to.
         hbm_bytes_per_second: of its own memory.
         ici_bytes_per_second: that it sends to its neighbours, over all its links, one way.
+        dcn_bytes_per_second: that it sends to other slices, its share of its host's network.
         ring_multiple: of chips in a dimension that is a ring.
         dimensions: of its topologies.
         config_name: of the chip's mode, as its compiler calls it.
@@ -32,16 +33,17 @@ class Chip:
     dimensions: int
     config_name: str = "default"
     platform: str = "tpu"
+    dcn_bytes_per_second: float = math.inf
 
 
 # cpu: this machine's own devices, to try a plan out; of their speed nobody knows.
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
-# H200 SXM (dense; NVLink one way).
+# H200 SXM (dense; NVLink one way); dcn: jax-ml.github.io/scaling-book, its table of TPUs.
 CHIPS = {
-    "v4": Chip(275e12, 31.25, 1228e9, 300e9, 4, 3, "megacore"),
-    "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2),
-    "v5p": Chip(459e12, 95.74, 2765e9, 600e9, 4, 3, "megacore"),
-    "v6e": Chip(918e12, 31.25, 1640e9, 400e9, 16, 2),
+    "v4": Chip(275e12, 31.25, 1228e9, 300e9, 4, 3, "megacore", dcn_bytes_per_second=3.125e9),
+    "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2, dcn_bytes_per_second=3.125e9),
+    "v5p": Chip(459e12, 95.74, 2765e9, 600e9, 4, 3, "megacore", dcn_bytes_per_second=6.25e9),
+    "v6e": Chip(918e12, 31.25, 1640e9, 400e9, 16, 2, dcn_bytes_per_second=12.5e9),
     "cpu": Chip(5e11, 4.0, 2e10, 1e10, 0, 1, platform="cpu"),
     "h100": Chip(989e12, 79.1, 3350e9, 450e9, 0, 1, platform="cuda"),
     "h200": Chip(989e12, 139.8, 4800e9, 450e9, 0, 1, platform="cuda"),
@@ -51,21 +53,26 @@ _SHAPE = re.compile(r"\d+(x\d+)*")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Number, kind and wiring of chips."""
+    """Number, kind and wiring of chips; `shape` is that of each slice."""
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    slices: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.slices == 1 else f"{self.slices} x {self.name}"
 
     @property
     def chips(self) -> int:
-        return math.prod(self.shape)
+        return self.slices * math.prod(self.shape)
 
     @property
     def hosts(self) -> int:
         """Machines of so many chips: 4 a host, but 8 on one of GPUs, v5e or v6e alone."""
-        eight = self.chip.platform != "tpu" or (self.chips == 8 and self.chip.dimensions == 2)
-        return math.ceil(self.chips / (8 if eight else 4))
+        each = math.prod(self.shape)
+        eight = self.chip.platform != "tpu" or (each == 8 and self.chip.dimensions == 2)
+        return self.slices * math.ceil(each / (8 if eight else 4))
 
 
 def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
@@ -74,8 +81,12 @@ def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
         raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
 
 
-def parse(name: str) -> Topology:
-    """Topology of a name such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
+def parse(name: str, slices: int = 1) -> Topology:
+    """Topology of a name such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`.
+
+    Args:
+        slices: so many of it, joined by the data centre's network.
+    """
     kind, _, text = name.partition(":")
     kinds = ", ".join(CHIPS)
     check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
@@ -86,4 +97,6 @@ def parse(name: str) -> Topology:
     check_flag(
         fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}"
     )
-    return Topology(name, chip, sizes)
+    allowed = "at least 1" if chip.platform == "tpu" else f"1: {kind} has no slices"
+    check_flag(slices == 1 or (slices > 1 and chip.platform == "tpu"), "slices", slices, allowed)
+    return Topology(name, chip, sizes, slices)

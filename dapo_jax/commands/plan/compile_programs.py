@@ -91,7 +91,7 @@ class Compiler:
     def __init__(self, layout: Layout, folder: pathlib.Path | None):
         self._layout, self._folder = layout, folder
         topology = layout.topology
-        self._key = f"{topology.name} {versions()} {traffic.VERSION}"
+        self._key = f"{topology} {versions()} {traffic.VERSION}"
         self._options: dict[str, Any] | None = compiler_options(topology)
         if self._options is not None and topology.chip.platform == "cuda":
             # Without a device nothing can be tried out; other levels would.

@@ -19,6 +19,7 @@ class PlanSettings:
     """Flags of `dapo-jax plan`."""
 
     topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4, v6e:16x16 or h100:8.")
+    slices: int = setting(1, "So many slices of that topology; mesh.data is a multiple of it.")
     model: str = setting("", "A folder with a config.json or a published name; else the config's.")
     search: bool = setting(False, "Find mesh, rows and slots that fit, the cheapest first.")
     simulate: bool = setting(False, "What slots, dynamic sampling and a lag do to a step.")
@@ -27,7 +28,7 @@ class PlanSettings:
     price: float = setting(0.0, "Dollars of a chip for an hour; 0: no dollars are shown.")
     flops: float = setting(0.75, "Assumed share of peak FLOP/s; MFU is it times useful / executed.")
     hbm: float = setting(0.8, "The same of memory bandwidth.")
-    ici: float = setting(0.7, "The same of the links between chips.")
+    ici: float = setting(0.7, "The same of the links between chips, and between slices.")
     law: str = setting("", "A run's folder whose lengths and verdicts are taken; empty: assumed.")
     median_tokens: float = setting(
         0.0, f"Assumed median length of a response; 0: {MEDIAN_SHARE} of the limit."

@@ -9,6 +9,7 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # They name memory that exists already, or hold none.
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional")
+FREE += ("send", "send-done", "recv-done")
 # An array with its layout: S(1) and above are on the chip itself, not in its memory.
 ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")

@@ -24,6 +24,7 @@ VERSION = 3  # of what is read from a text; kept results of another are not used
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _KNOWN = re.compile(r"known_trip_count\W+n\W+(\d+)")
+BETWEEN_SLICES = "between slices"  # by the data centre's network, once summed within a slice
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 
 
@@ -50,7 +51,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one chip: `sent` over its links by operation, `written` to its memory."""
+    """Bytes of one chip: `sent` by operation, or `BETWEEN_SLICES`; `written` to its memory."""
 
     sent: dict[str, Times]
     written: Times
@@ -161,6 +162,9 @@ def read(text: str, devices: int) -> Traffic:
             if line.operation not in FREE and name not in hlo.fused:
                 written += times[name].scaled(_written(hlo, name, line))
             kind = line.operation.removesuffix("-start")
+            if kind == "send" and "megascale" in line.rest:
+                moved = times[name].scaled(max(_sizes(line.shapes, in_memory=False)))
+                sent[BETWEEN_SLICES] = sent.get(BETWEEN_SLICES, Times()) + moved
             channel = _CHANNEL.search(line.rest)
             # Parts of one collective stand in several fusions, with the same channel.
             if kind not in COLLECTIVES or (channel and channel[1] in channels):

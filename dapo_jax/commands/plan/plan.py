@@ -91,9 +91,9 @@ def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
 
 def make(config: Config, settings: PlanSettings) -> Plan:
     """Makes the plan of a config: compiles and simulates."""
-    started, topology = time.perf_counter(), parse(settings.topology)
+    started, topology = time.perf_counter(), parse(settings.topology, settings.slices)
     workload = settings.make_workload(config)
-    say(f"describing {topology.name}")
+    say(f"describing {topology}")
     layout = lay_out(config, topology)
     lengths = measure_lengths(config, layout.decoder, workload)
     measured = measure_all(layout, settings, lengths.microbatches)

@@ -32,11 +32,12 @@ class Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one chip: operations, and bytes through memory and over links."""
+    """Work of one chip: operations, and bytes through memory, over links and to other slices."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
     ici_bytes: float = 0.0
+    dcn_bytes: float = 0.0
 
     def seconds(self, chip: Chip, efficiency: Efficiency) -> dict[str, float]:
         """Seconds of each part alone."""
@@ -44,6 +45,7 @@ class Work:
             "FLOP": self.flops / (chip.flops_per_second * efficiency.flops),
             "HBM": self.hbm_bytes / (chip.hbm_bytes_per_second * efficiency.hbm),
             "ICI": self.ici_bytes / (chip.ici_bytes_per_second * efficiency.ici),
+            "DCN": self.dcn_bytes / (chip.dcn_bytes_per_second * efficiency.ici),
         }
 
     def bound(self, chip: Chip, efficiency: Efficiency) -> tuple[str, float]:

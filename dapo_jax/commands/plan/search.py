@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dapo_jax.commands.plan import plan
-from dapo_jax.commands.plan.chips import GIB, parse
+from dapo_jax.commands.plan.chips import GIB, Topology, parse
 from dapo_jax.commands.plan.compile_programs import CompiledProgram, limit
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.programs import Layout, lay_out, sampling_programs, training_programs
@@ -43,8 +43,9 @@ class Candidate:
 HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
 
 
-def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
+def meshes(config: Config, topology: Topology, kv_heads: int) -> Iterator[Config]:
     """Configs of every mesh: shards while training, and as many or more while decoding."""
+    chips = topology.chips // topology.slices
     for decoding in (1, 2, 4, 8, 16):
         for training in (1, 2, 4, 8, 16):
             fits = (
@@ -55,7 +56,7 @@ def meshes(config: Config, chips: int, kv_heads: int) -> Iterator[Config]:
             if fits:
                 sizes = {"tensor": training, "decode_tensor": decoding // training}
                 rest = chips // decoding // config.mesh.context
-                yield changed(config, "mesh", data=1, fsdp=rest, **sizes)
+                yield changed(config, "mesh", data=topology.slices, fsdp=rest, **sizes)
 
 
 class Search:
@@ -63,7 +64,7 @@ class Search:
 
     def __init__(self, config: Config, settings: PlanSettings):
         self._config, self._settings = config, settings
-        self._topology = parse(settings.topology)
+        self._topology = parse(settings.topology, settings.slices)
         self._devices, self._workload = (
             target_devices(self._topology),
             settings.make_workload(config),
@@ -150,9 +151,8 @@ class Search:
 
     def __call__(self) -> list[Candidate]:
         """Candidates that fit, the fastest first."""
-        chips = self._topology.chips
         kv_heads = read_shape(self._config.model.folder).kv_heads
-        tried = map(self.try_mesh, meshes(self._config, chips, kv_heads))
+        tried = map(self.try_mesh, meshes(self._config, self._topology, kv_heads))
         return sorted(filter(None, tried), key=lambda candidate: candidate.seconds)
 
 

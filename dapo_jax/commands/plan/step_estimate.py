@@ -11,6 +11,7 @@ from dapo_jax.commands.plan import roofline
 from dapo_jax.commands.plan.chips import Chip
 from dapo_jax.commands.plan.compile_programs import CompiledProgram
 from dapo_jax.commands.plan.cost_model import Costs
+from dapo_jax.commands.plan.hlo_traffic import BETWEEN_SLICES
 from dapo_jax.commands.plan.host_costs import host_costs
 from dapo_jax.commands.plan.programs import SAMPLING, Layout
 from dapo_jax.commands.plan.roofline import Efficiency, Work
@@ -102,9 +103,11 @@ class Estimate:
 
 
 def _moved(measured: CompiledProgram, part: str) -> Work:
-    written, sent = measured.traffic.written, measured.traffic.sent.values()
-    hbm = (1 + READ_PER_WRITTEN) * getattr(written, part)
-    return Work(hbm_bytes=hbm, ici_bytes=sum(getattr(times, part) for times in sent))
+    traffic = measured.traffic
+    sent = {kind: getattr(times, part) for kind, times in traffic.sent.items()}
+    hbm = (1 + READ_PER_WRITTEN) * getattr(traffic.written, part)
+    crossed = sent.pop(BETWEEN_SLICES, 0.0)
+    return Work(hbm_bytes=hbm, ici_bytes=sum(sent.values()), dcn_bytes=crossed)
 
 
 def _training(layout: Layout, measured: CompiledProgram, lengths: Lengths) -> Estimate:

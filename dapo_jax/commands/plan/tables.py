@@ -69,7 +69,7 @@ def headline(plan: Any) -> str:
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     parts = [
         f"{config.model.folder} ({matrix_weights(layout.decoder) / 1e9:.2f} G weights that tokens "
-        f"meet) on {topology.name}, {topology.chips} chips: {sizes or 'one device'}",
+        f"meet) on {topology}, {topology.chips} chips: {sizes or 'one device'}",
         f"rows of {config.rows().row_tokens:,} tokens, {config.packing.rows_per_microbatch} a "
         f"microbatch, remat {config.compute.remat!r}, {config.compute.dtype}; "
         f"{config.sampler.slots} slots",
@@ -102,14 +102,17 @@ def memory_table(figures: dict[str, Any]) -> str:
 
 def roofline_table(figures: dict[str, Any]) -> str:
     """Table of seconds of each program's unit by what bounds it."""
+    crossed = any(program["work"]["dcn_bytes"] for program in figures["programs"].values())
+    parts = ("FLOP", "HBM", "ICI", *(("DCN",) if crossed else ()))
     rows = [
         [name, program["unit"], f"{program['work']['flops']:.3g}"]
-        + [f"{program['seconds'][part]:.4f}" for part in ("FLOP", "HBM", "ICI")]
+        + [f"{program['seconds'][part]:.4f}" for part in parts]
         + [program["bound"], f"{program['unit_seconds']:.4f}"]
         for name, program in figures["programs"].items()
         if program["peak_bytes"] is not None  # else there is no text to count bytes in
     ]
-    header = ["program", "of one", "FLOP of a chip", "FLOP s", "HBM s", "ICI s", "bound by", "s"]
+    header = ["program", "of one", "FLOP of a chip", *(f"{part} s" for part in parts)]
+    header += ["bound by", "s"]
     told = "Roofline, seconds at the assumed shares of peak:\n\n" + table(header, rows)
     phases = figures["programs"].get("decode", {}).get("phases")
     return told if not phases else f"{told}\n\ndecode, one after the other: {', '.join(phases)}"
@@ -199,7 +202,8 @@ def step_record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
 
 def assumptions(plan: Any, settings: PlanSettings) -> str:
     """Assumptions of a plan: everything that was not compiled or counted."""
-    chip, lengths = plan.layout.topology.chip, plan.lengths
+    topology, lengths = plan.layout.topology, plan.lengths
+    chip = topology.chip
     workload = f"as recorded in {settings.law}"
     if not settings.law:
         workload = f"log-normal with spread {settings.spread:g}, {settings.accuracy:.0%} right, "
@@ -209,7 +213,10 @@ def assumptions(plan: Any, settings: PlanSettings) -> str:
             "Assumed:",
             f"- a chip: {chip.flops_per_second / 1e12:g} TFLOP/s in bfloat16, "
             f"{chip.hbm_bytes_per_second / 1e9:g} GB/s of memory, "
-            f"{chip.ici_bytes_per_second / 1e9:g} GB/s over links, one way (published), of which "
+            f"{chip.ici_bytes_per_second / 1e9:g} GB/s over links, one way"
+            + f", {chip.dcn_bytes_per_second / 1e9:g} GB/s to other slices"
+            * (topology.slices > 1)
+            + " (published), of which "
             f"{settings.flops:.0%}, {settings.hbm:.0%} and {settings.ici:.0%} are reached, each "
             "hiding behind the longest; phases of decoding hide nothing",
             f"- responses of {lengths.response:,.0f} tokens on average ({workload})",
@@ -264,6 +271,7 @@ def record(plan: Any, settings: PlanSettings) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "topology": layout.topology.name,
+        "slices": layout.topology.slices,
         "chips": layout.topology.chips,
         "mesh": dict(layout.mesh.shape),
         "limit_bytes": plan.limit,

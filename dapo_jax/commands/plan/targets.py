@@ -82,6 +82,7 @@ def _tpus(topology: Topology) -> list[Any]:
         return topologies.get_topology_desc(
             platform="tpu",
             topology_name=topology.name,
+            num_slices=topology.slices,
             chip_config_name=topology.chip.config_name,
             chips_per_host_bounds=(*(min(2, size) for size in sizes[:2]), 1),
             wrap=rings,  # without it there are no links back to the first chip
