@@ -14,6 +14,7 @@ import functools
 import math
 import re
 import unicodedata
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -96,7 +97,7 @@ class Completion:
     sampler_logprobs: np.ndarray  # [n] float32, untruncated, temperature-scaled; 0 if observed
     truncated: bool  # the budget ran out before the end token
     policy_step: int
-    text: str  # of the last turn that was drawn
+    text: str  # of the last turn that was drawn; empty until it is decoded
     sample: int = 0  # its place among the responses to the prompt, which keys its draws
     earlier: tuple[tuple[int, int], ...] = ()  # (policy step, tokens) of older policies, in order
     turns: tuple[Turn, ...] = ()  # none where nothing was observed
@@ -132,6 +133,24 @@ class Completion:
         """(policy step, tokens) of every policy that drew some of it, in order."""
         last = len(self) - sum(tokens for _, tokens in self.earlier)
         return (*self.earlier, (self.policy_step, last)) if last else self.earlier
+
+
+def with_texts(
+    completions: Sequence[Completion], decode_all: Callable[[list[list[int]]], list[str]]
+) -> tuple[Completion, ...]:
+    """Responses, each with the text of its last turn; those that have one keep it."""
+    missing = [completion for completion in completions if not completion.text]
+    texts = iter(decode_all([completion.last_turn.tolist() for completion in missing]))
+
+    def with_text(completion: Completion) -> Completion:
+        if completion.text:
+            return completion
+        text, turns = next(texts), completion.turns
+        if turns and turns[-1].drawn:
+            turns = (*turns[:-1], Turn(True, turns[-1].tokens, text))
+        return dataclasses.replace(completion, text=text, turns=turns)
+
+    return tuple(with_text(completion) for completion in completions)
 
 
 class Interrupted(Exception):

@@ -16,7 +16,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, estimate
 from dapo_jax.learner.learners import Learners, LearnerStates, UpdateRecord, update
 from dapo_jax.learner.minibatches import Minibatches, TokenWeights, make_minibatches, weigh
-from dapo_jax.learner.score_pass import gather, score_pass
+from dapo_jax.learner.score_pass import await_scores, gather, score_pass
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.source import RolloutResult, RolloutSource, SourceState
 
@@ -68,7 +68,7 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
         scored = score_pass(config, programs, learners, minibatches)
         feedback = gather(config, minibatches, scored, rollouts.groups)
         advantages, returns = estimate(config.algorithm, feedback)
-        batches = weigh(config, minibatches, scored, advantages, returns)
+        batches = weigh(config, minibatches, await_scores(scored), advantages, returns)
         record = StepRecord(state.step, rollouts, minibatches, feedback, advantages, returns)
         for u, batch in enumerate(batches):
             used = minibatches.microbatches[u]

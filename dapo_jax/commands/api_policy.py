@@ -138,6 +138,7 @@ class Policy:
     ) -> "list[list[Completion]]":
         """Samples responses to each prompt; arguments as for `dapo_jax.sample`."""
         from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
+        from dapo_jax.structs import with_texts
 
         require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
         for name, value in {"samples": samples, "top_k": top_k}.items():
@@ -161,7 +162,8 @@ class Policy:
             while not sampler.idle:
                 responses |= {prompt.index: list(done) for prompt, done in sampler.decode_burst()}
             sampler.release()
-        return [responses[prompt.index] for prompt in requests]
+        decode_all = self.tokenizer.decode_all
+        return [list(with_texts(responses[prompt.index], decode_all)) for prompt in requests]
 
 
 def sample(

@@ -25,7 +25,7 @@ def score_pass(
 ) -> ScoredBatch:
     """Rollouts with log-probs and values of policy, reference, teacher and critic before updates.
 
-    Returns when the devices are done.
+    Returns at once: they are still being computed.
     """
     algorithm, rollouts = config.algorithm, minibatches.rollouts
     unrouted = rollouts.replace(routes=None)  # routes are the policy's alone
@@ -58,7 +58,13 @@ def score_pass(
         values = over_minibatches(learners.critic, states.critic.params)
     if distilled and learners.teacher:
         teacher = over_minibatches(learners.teacher, learners.teacher_params)
-    return jax.block_until_ready(ScoredBatch(rollouts, old, reference, values, teacher))
+    return ScoredBatch(rollouts, old, reference, values, teacher)
+
+
+@timed("score")
+def await_scores(scored: ScoredBatch) -> ScoredBatch:
+    """The same, once the devices are done."""
+    return jax.block_until_ready(scored)
 
 
 def gather(

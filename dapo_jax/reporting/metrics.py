@@ -77,17 +77,14 @@ def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(
-    collected: RolloutBatch, counts: SamplerCounts, seconds: Mapping[str, float], step: int = 0
+    collected: RolloutBatch, counts: SamplerCounts, step: int = 0
 ) -> dict[str, float]:
     """Metrics of a rollout batch: means leave its surplus groups out, counts of cost do not.
 
     Args:
-        seconds: of the parts of the step, by metric.
         step: steps that the policy has learned.
     """
     judged, everything = max(1, len(collected.judged)), collected.judged + collected.surplus
-    trained_tokens = sum(len(c) for group in collected.groups for c in group.completions)
-    updating = sum(seconds.get(f"seconds_{part}", 0.0) for part in ("update", "ahead"))
     parts = {
         f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
         for name in (collected.judged[0].reward_parts if collected.judged else ())
@@ -105,17 +102,34 @@ def rollout_metrics(
             "all_wrong_fraction": collected.all_wrong / judged,
             "surplus_groups": float(len(collected.surplus)),
             "trained_groups": float(len(collected.groups)),
-            "sampled_to_kept_tokens": counts.drawn_tokens / max(1, trained_tokens),
+            "sampled_to_kept_tokens": counts.drawn_tokens / max(1, _trained_tokens(collected)),
             "carried_groups": float(sum(group.tokens > 0 for group in collected.carried)),
             "carried_tokens": float(sum(group.tokens for group in collected.carried)),
             "expired_groups": float(collected.expired),
             "dropped_prompts": float(collected.dropped_prompts),
             "truncated_prompts": float(collected.truncated_prompts),
             "starved": float(collected.starved),
-            "sampled_tokens_per_second": counts.tokens / seconds["seconds_rollout"],
-            "trained_tokens_per_second": trained_tokens / (updating or math.inf),
         }
     )
+
+
+def _trained_tokens(collected: RolloutBatch) -> int:
+    return sum(len(c) for group in collected.groups for c in group.completions)
+
+
+def speed_metrics(
+    collected: RolloutBatch, counts: SamplerCounts, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Tokens a second.
+
+    Args:
+        seconds: of the parts of the step, by metric.
+    """
+    updating = sum(seconds.get(f"seconds_{part}", 0.0) for part in ("update", "ahead"))
+    return {
+        "sampled_tokens_per_second": counts.tokens / seconds["seconds_rollout"],
+        "trained_tokens_per_second": _trained_tokens(collected) / (updating or math.inf),
+    }
 
 
 def feedback_metrics(

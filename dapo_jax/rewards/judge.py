@@ -12,7 +12,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
-from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict
+from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
 
 LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
 
@@ -37,6 +37,7 @@ class Judge:
     """Judge of responses beside the decoding: `submit` returns at once, `groups` waits.
 
     Args:
+        decode_all: texts of responses that have none yet.
         given_up: tells whether to stop waiting; `groups` then raises.
     """
 
@@ -46,12 +47,14 @@ class Judge:
         pool: RewardPool,
         model: RewardModel | None = None,
         given_up: Callable[[], bool] = lambda: False,
+        decode_all: Callable[[list[list[int]]], list[str]] = lambda rows: [""] * len(rows),
     ):
         self._config, self._pool, self._model = config, pool, model
-        self._given_up = given_up
+        self._given_up, self._decode_all = given_up, decode_all
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
-        """Submits the responses to the pool, where this process judges the prompt."""
+        """Decodes the responses, and submits them where this process judges the prompt."""
+        completions = with_texts(completions, self._decode_all)
         if prompt.index % processes.count() != processes.index():
             return Pending(prompt, completions, [])
         return Pending(prompt, completions, self._pool.submit_group(prompt, completions))

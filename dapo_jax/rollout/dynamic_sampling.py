@@ -7,6 +7,7 @@ is never kept. In `carry_over.py` groups go on in the next step (`rollout.carry_
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Set
@@ -21,6 +22,7 @@ from dapo_jax.structs import Completion, Group, Interrupted, PartialGroup, Promp
 Pending = TypeVar("Pending")  # a judge's handle of a group whose verdicts are under way
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
 
+FinishedResponses = tuple[Prompt, tuple[Completion, ...]]
 # Judged groups by place in the data, each with the digest of its prompt's tokens.
 FinishedGroups = Mapping[int, tuple[str, Group]]
 NOTHING: FinishedGroups = MappingProxyType({})
@@ -78,7 +80,9 @@ class Sampler(Protocol):
 
     def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None: ...
 
-    def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]: ...
+    def decode_burst(
+        self, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[FinishedResponses]: ...
 
     def suspend(self) -> list[PartialGroup]: ...
 
@@ -147,9 +151,10 @@ class Collection(Generic[Pending]):
             self._note(group)
         return group is None
 
-    def add_pending(self, pending: Pending) -> None:
-        """Adds a finished group whose verdicts are under way."""
-        self._unread.append(pending)
+    def submit(self, judge: Judge[Pending], ended: list[FinishedResponses]) -> None:
+        """Hands finished groups to the judge, whose verdicts are then under way."""
+        self._unread += [judge.submit(*group) for group in ended]
+        ended.clear()
 
     def read_verdicts(self, judge: Judge[Pending]) -> None:
         """Waits for the verdicts on all groups finished so far."""
@@ -272,8 +277,8 @@ def collect(
     It ends without them where max_sample_rounds batches of prompts are judged, or a whole batch
     has no reward.
 
-    Verdicts on groups of one burst are read after the next one, so judging overlaps decoding and
-    yet every decision is a function of burst counts, never of the clock.
+    Groups of one burst are decoded to text and judged while the next one runs, and their verdicts
+    read after it: every decision is a function of burst counts, never of the clock.
 
     Args:
         finished: groups that an earlier try of this step has judged, as `on_judged` wrote them.
@@ -285,6 +290,8 @@ def collect(
         Interrupted: `interrupted()` was True between two bursts, or the judge gave up waiting.
     """
     samples = collection.config.rollout.samples_per_prompt
+    ended: list[FinishedResponses] = []  # in the last burst
+    judge_ended = functools.partial(collection.submit, judge, ended)
     collection.resume(sampler)
     while not collection.full():
         if interrupted():
@@ -294,13 +301,12 @@ def collect(
             prompt = next(prompts)
             if collection.ask(prompt, finished):
                 sampler.submit(prompt, samples)
-        groups = sampler.decode_burst()
+        ended += sampler.decode_burst(judge_ended)
         collection.read_verdicts(judge)
-        for prompt, completions in groups:
-            collection.add_pending(judge.submit(prompt, completions))
         if collection.all_broken():
             break
         if sampler.idle:
+            judge_ended()
             collection.read_verdicts(judge)
             if collection.exhausted():
                 break
@@ -308,6 +314,7 @@ def collect(
     if interrupted():  # verdicts on the last groups may already be the interruption's
         raise Interrupted
     on_judged(collection.take_unwritten())
+    judge_ended()
     batch = collection.end(sampler, judge, prompts.position)
     _check_starved(collection.config, batch)
     return batch

@@ -25,11 +25,6 @@ class HeldTurns:
         """Slots that are held, the oldest first."""
         return [one.slot for one in self._held.values() if one.slot is not None]
 
-    @property
-    def in_slots(self) -> list[tuple[int, PendingResponses]]:
-        """Slots that are held, and how their trajectories began."""
-        return [(one.slot, one.begun_as) for one in self._held.values() if one.slot is not None]
-
     def hold(self, pending: PendingResponses, sample: int, slot: int) -> None:
         """Holds the slot of a trajectory whose turn ended."""
         self._held[pending.group, sample] = Held(pending, slot)

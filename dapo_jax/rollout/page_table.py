@@ -145,6 +145,11 @@ class PageTable:
         Returns the slots that lost their pages, in that order.
         """
         waiting, held, stopped = list(slots), list(held), []
+        reach = np.minimum(self._tokens[waiting] + tokens, self._slot_tokens)
+        lacking = np.maximum(-(-reach // self._page_tokens) - self._count[waiting], 0)
+        each = np.bincount(np.array(waiting, int) // self._slots_each, lacking, self._replicas)
+        if (each <= [len(free) for free in self._free]).all():  # most slots have what they need
+            waiting = [slot for slot, pages in zip(waiting, lacking, strict=True) if pages]
         while waiting:
             if self._extend(waiting[0], self._tokens[waiting[0]] + tokens):
                 del waiting[0]

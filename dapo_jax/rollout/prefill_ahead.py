@@ -1,11 +1,13 @@
-"""Prefill of the prompts that wait: those of one padded length go in one call."""
+"""Prefill of the prompts that wait, those of one padded length in one call, and their insertion."""
 
 import collections
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.requests import PendingResponses
 from dapo_jax.rollout.sampling import sample_keys
@@ -47,3 +49,18 @@ def prefill_ahead(
     for row, pending in enumerate(batch):
         pending.prefilled = (prefix, row)
     return len(batch)
+
+
+def insert_all(
+    engine: PolicyEngine, state: Any, prefix: Prefix, started: Sequence[tuple[int, int, int]]
+) -> Any:
+    """State in which responses to prefilled prompts begin, as many in a call as it takes.
+
+    Args:
+        started: of each response its slot, its sample number and its prompt's row of `prefix`.
+    """
+    for i in range(0, len(started), engine.most_inserted):
+        part = started[i : i + engine.most_inserted]
+        slots, samples, rows = map(np.array, zip(*part, strict=True))
+        state = engine.insert(prefix, state, slots, sample_index=samples, row=rows)
+    return state

@@ -6,7 +6,7 @@ what was drawn, and its key that of the step which began it, so that the same dr
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,20 +137,6 @@ def completion_of(
             more = [Turn(True, last.tokens + new, "")] if last.drawn else more
             fields["turns"] = (*turns, *more)
     return Completion(tokens, logprobs, policy_step=policy_step, sample=sample, **fields)
-
-
-def with_texts(
-    completions: Sequence[Completion], decode_all: Callable[[list[list[int]]], list[str]]
-) -> list[Completion]:
-    """Responses, each with the text of its last turn."""
-    found = []
-    texts = decode_all([completion.last_turn.tolist() for completion in completions])
-    for completion, text in zip(completions, texts, strict=True):
-        turns = completion.turns
-        if turns and turns[-1].drawn:
-            turns = (*turns[:-1], Turn(True, turns[-1].tokens, text))
-        found.append(dataclasses.replace(completion, text=text, turns=turns))
-    return found
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:

@@ -3,7 +3,7 @@
 import collections
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.held_turns import HeldTurns
-from dapo_jax.rollout.prefill_ahead import prefill_ahead
+from dapo_jax.rollout.prefill_ahead import insert_all, prefill_ahead
 from dapo_jax.rollout.requests import (
     COARSE,
     PendingGroup,
@@ -22,12 +22,11 @@ from dapo_jax.rollout.requests import (
     completion_of,
     pad_prompt,
     split_group,
-    with_texts,
 )
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.trajectories import Steps, Trajectories
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Completion, PartialGroup, Prompt
+from dapo_jax.structs import Completion, PartialGroup, Prompt, present, with_texts
 
 
 class Scheduler:
@@ -52,7 +51,9 @@ class Scheduler:
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._params: Any = None  # they and the decode state are there from `begin` to `release`
         self._state: Any = None
-        self._generated = np.zeros(engine.max_concurrent_decodes, np.int64)
+        # Of each slot's response: drawn tokens, their limit, tokens of its prompt.
+        of_slots = np.zeros((3, engine.max_concurrent_decodes), np.int64)
+        self._generated, self._limit, self._prompt_tokens = of_slots
         self._waiting: collections.deque[PendingResponses] = collections.deque()
         self._in_slot: dict[int, tuple[PendingResponses, int]] = {}  # the oldest first
         self._held = HeldTurns()
@@ -86,9 +87,8 @@ class Scheduler:
         self._slot_counts_before = (0, 0)
         key, most = (self._seed, purpose), self._engine.max_response_tokens
         self._trajectories = Trajectories(self.environments, most, key)
-        self.counts = SamplerCounts(
-            turns=self._trajectories.counts if self.environments is not None else None
-        )
+        turns = self._trajectories.counts if self.environments is not None else None
+        self.counts = SamplerCounts(turns=turns)
 
     def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
         """Queues a group of `samples` responses. Raises ValueError for an empty prompt.
@@ -155,15 +155,25 @@ class Scheduler:
         busy = len(self._in_slot) + len(self._held.slots)
         return self._engine.max_concurrent_decodes - busy - waiting
 
-    def decode_burst(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        """Refills free slots, decodes one burst, returns the groups that it completed."""
+    def decode_burst(
+        self, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[tuple[Prompt, tuple[Completion, ...]]]:
+        """Refills free slots, decodes one burst, returns the groups that it completed.
+
+        `meanwhile` runs beside the devices. Texts are made where an environment reads them.
+        """
         completed = self._place_observations()
         self._fill_slots()
         if not self._in_slot:
+            meanwhile()
             return completed
         self._make_room()
-        self._state, _ = self._engine.generate(self._params, self._state, longest=self._longest())
-        state, began = self._state, time.perf_counter()
+        # The burst runs along in held slots, and writes beyond what they have.
+        reach = (self._prompt_tokens + self._generated)[[*self._in_slot, *self._held.slots]]
+        longest, began = int(reach.max()) - 1, time.perf_counter()
+        state, _ = self._engine.generate(self._params, self._state, longest=longest)
+        self._state = state
+        meanwhile()
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
         active, self._generated, busy, total = map(np.array, to_host(read))
         self.counts.decode_seconds += time.perf_counter() - began
@@ -173,15 +183,18 @@ class Scheduler:
             self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
             self.counts.slot_steps += int(total) - self._slot_counts_before[1]
         self._slot_counts_before = (int(busy), int(total))
-        ended = [slot for slot in self._in_slot if not active[slot] or self._spent(slot)]
-        if running := [slot for slot in ended if active[slot]]:
-            self._state = self._engine.stop(self._state, running)
+        ends = (~active | (self._generated >= self._limit)).tolist()
+        ended = [slot for slot in self._in_slot if ends[slot]]
+        self._state = self._engine.stop(self._state, [slot for slot in ended if active[slot]])
         return completed + self._collect(ended)
 
-    def _spent(self, slot: int) -> bool:
-        """True where a trajectory has drawn as much as it may."""
-        most = self._in_slot[slot][0].most_tokens(self._trajectories.drawn_limit)
-        return int(self._generated[slot]) >= most
+    def _occupy(self, slot: int, pending: PendingResponses) -> int:
+        """Gives a slot to the next of those responses; returns its sample number."""
+        sample = pending.waiting.popleft()
+        self._in_slot[slot] = pending, sample
+        self._limit[slot] = pending.most_tokens(self._trajectories.drawn_limit)
+        self._prompt_tokens[slot] = len(pending.group.prompt.tokens)
+        return sample
 
     def _place_observations(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
         """Lets trajectories go on whose environments are due; returns groups that this ended."""
@@ -204,7 +217,7 @@ class Scheduler:
                 self._trajectories.counts.prefilled_again_tokens += known
                 going_on.append(pending)
             else:
-                self._in_slot[slot] = pending, pending.waiting.popleft()
+                self._occupy(slot, pending)
                 held_on.append(slot)
         self._waiting.extendleft(reversed(going_on))
         self._feed(held_on)
@@ -229,7 +242,8 @@ class Scheduler:
             (pending, sample), length = self._in_slot[slot], int(self._generated[slot])
             begun.append(completion_of(pending, sample, drawn, length, self._policy_step))
             self.counts.unfinished_tokens += max(length - pending.drawn, 0)
-        begun = with_texts(begun, self._tokenizer.decode_all)
+        if self.environments is not None:
+            begun = with_texts(begun, self._tokenizer.decode_all)
         for slot, response in zip(slots, begun, strict=True):
             some = response if self._generated[slot] else None
             parts.append((self._in_slot[slot][0].group, some))
@@ -256,19 +270,12 @@ class Scheduler:
         self.abandon()
         self._state = self._params = None
 
-    def _longest(self) -> int:
-        drawing = [(slot, pending) for slot, (pending, _) in self._in_slot.items()]
-        # The next burst runs along in held slots, and writes beyond what they have.
-        return max(
-            len(pending.group.prompt.tokens) - 1 + int(self._generated[slot])
-            for slot, pending in drawing + self._held.in_slots
-        )
-
     def _fill_slots(self) -> None:
         """Gives the first response that waits a free slot that has room for it, and so on."""
-        slots = range(self._engine.max_concurrent_decodes)
-        held, fed = self._held.slots, []
-        free = [slot for slot in slots if slot not in self._in_slot and slot not in held]
+        if not self._waiting:
+            return
+        slots, taken, fed = len(self._generated), {*self._in_slot, *self._held.slots}, []
+        free = [slot for slot in range(slots) if slot not in taken]
         starting: dict[int, list[tuple[int, int, int]]] = {}  # slot, sample, row by prefix
         prefixes: dict[int, Prefix] = {}
         while free and self._waiting:
@@ -281,23 +288,16 @@ class Scheduler:
                 key = self._seed, self._purpose
                 prefilled = prefill_ahead(self._engine, self._params, self._waiting, *key)
                 self.counts.prefills += prefilled
-            assert pending.prefilled is not None
-            prefix, row = pending.prefilled
-            sample = pending.waiting.popleft()
-            self._in_slot[slot] = (pending, sample)
+            prefix, row = present(pending.prefilled, "prefilled")
+            sample = self._occupy(slot, pending)
             prefixes[id(prefix)] = prefix
             starting.setdefault(id(prefix), []).append((slot, sample, row))
             self._generated[slot] = pending.ahead
             fed += [slot] if pending.fed else []
             if not pending.waiting:
                 self._waiting.popleft().prefilled = None
-        width = self._engine.most_inserted
         for number, started in starting.items():
-            for i in range(0, len(started), width):
-                slots, samples, rows = map(np.array, zip(*started[i : i + width], strict=True))
-                self._state = self._engine.insert(
-                    prefixes[number], self._state, slots, sample_index=samples, row=rows
-                )
+            self._state = insert_all(self._engine, self._state, prefixes[number], started)
         self._feed(fed)
 
     def _drawn_here(self, slot: int, pending: PendingResponses) -> int:
@@ -320,13 +320,13 @@ class Scheduler:
         ended, responses, completed = [], [], []
         for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
             pending, sample = self._in_slot.pop(slot)
-            most = pending.most_tokens(self._trajectories.drawn_limit)
-            length = min(int(self._generated[slot]), most)
+            length = int(min(self._generated[slot], self._limit[slot]))
             cut, by = not self._ended(drawn.tokens[:length]), self._policy_step
             ended.append((slot, pending, sample))
             responses.append(completion_of(pending, sample, drawn, length, by, truncated=cut))
             self.counts.tokens += length - pending.drawn
-        responses = with_texts(responses, self._tokenizer.decode_all)
+        if self.environments is not None:
+            responses = with_texts(responses, self._tokenizer.decode_all)
         for (slot, pending, sample), completion in zip(ended, responses, strict=True):
             asked = self._trajectories.ask(pending.group, completion, self.counts.bursts)
             if not asked:

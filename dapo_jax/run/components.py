@@ -334,14 +334,14 @@ def _build(
     teacher = load_teacher(config, decoder, mesh) if training else None
     learners = open_programs(config, decoder, mesh, frozen, teacher)
     reference = load_reference(config, decoder, mesh, frozen) if training else None
-    reward_model = load_reward_model(config, mesh)
+    pool, model = RewardPool(config.reward, tokenizer.split), load_reward_model(config, mesh)
     return Components(
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
         sampler=Scheduler(engine, tokenizer, config.seed, environments),
         environments=environments,
-        judge=Judge(config, RewardPool(config.reward, tokenizer.split), reward_model, given_up),
+        judge=Judge(config, pool, model, given_up, tokenizer.decode_all),
         learners=dataclasses.replace(learners, reference=reference),
         progress=progress,
         frozen=frozen,

@@ -142,11 +142,11 @@ class Run:
         with console.working(f"step {self.state.step + 1}: updating", stays=False):
             with clock.running():
                 self.state, record = train_step(self.trainer, self.state)
+            traces = trace(self.config, record)
             values = measure(self.config, record, clock)
         self.progress.unwritten = values
         self.progress.skipped = count_skipped(self.progress.skipped, values)
         step, batch = self.state.step, record.rollouts.batch
-        traces = trace(self.config, record)
         self.files.write_rollouts(step, dataclasses.replace(batch, traces=traces))
         for group in batch.broken[:SHOWN_BROKEN_GROUPS]:
             console.warn(f"step {step}: a group was dropped: {escape(str(group.broken))}")

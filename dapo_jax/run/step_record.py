@@ -1,4 +1,4 @@
-"""Metrics and traces of a step, read from its record once the devices are done."""
+"""Metrics and traces of a step, of its record; what hosts compute comes before the devices end."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from dapo_jax.learner.packing import fill
 from dapo_jax.learner.policy import IMPORTANCE_SQUARE
 from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, quantiles
 from dapo_jax.learner.token_traces import trace_ratios, trace_responses
-from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics
+from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.structs import Mean, Trace
 from dapo_jax.train import StepRecord
@@ -25,26 +25,33 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     Args:
         clock: ran while the step was made.
     """
+    rollouts, of_hosts = record.rollouts, _of_hosts(config, record)  # beside the devices
     means = jax.device_get([(update.learner, update.means) for update in record.updates])
     policy = [values for learner, values in means if learner == "policy"]
     critic = [as_value_metrics(values) for learner, values in means if learner == "critic"]
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
-    seconds["seconds_rollout"] = record.rollouts.seconds  # also of rollouts made ahead
-    values = _of_ratios(policy) | add_up(policy) | add_up(critic)
+    seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead
+    values = _of_ratios(policy) | add_up(policy) | add_up(critic) | of_hosts
+    values |= speed_metrics(rollouts.batch, rollouts.counts, seconds)
+    return values | seconds | {"seconds_step": clock.total()}
+
+
+def _of_hosts(config: Config, record: StepRecord) -> dict[str, float]:
+    """Metrics that need nothing of the updates."""
+    values = rollout_metrics(record.rollouts.batch, record.rollouts.counts, record.step)
     if record.minibatches and record.feedback and record.advantages is not None:
         arrays = record.feedback, record.advantages, record.returns
         values |= feedback_metrics(config.algorithm, *arrays)
+        taken = sum(update.learner == "policy" for update in record.updates)
         rate, critic_rate = learning_rates(config, record.step)
         values |= {
             "learning_rate": rate,
-            "empty_updates": float(len(record.minibatches) - len(policy)),
+            "empty_updates": float(len(record.minibatches) - taken),
             "packing_fill": fill(record.minibatches.rollouts, record.minibatches.microbatches),
         }
         values |= {"value_learning_rate": critic_rate} if config.algorithm.critic else {}
-    rollouts = record.rollouts
-    values |= rollout_metrics(rollouts.batch, rollouts.counts, seconds, record.step)
-    return values | seconds | {"seconds_step": clock.total()}
+    return values
 
 
 def _of_ratios(updates: list[dict[str, Mean]]) -> dict[str, float]:

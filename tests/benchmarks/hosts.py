@@ -9,8 +9,9 @@ code, with the settings of DAPO on 64 chips of v5p. The devices' programs are re
 hand out text of this project's documentation at once, in lengths of a law, and the workers by
 verdicts. With several processes this is one of them, and the messages of the others are made here,
 which does not count: verdicts and signals are packed, read and put in order as in a run, but no
-network carries them. Parts of process 0 keep the others waiting, except in the background, where
-they run beside decoding. Left out: a bucket's delay for each file.
+network carries them. For some parts the devices wait; others run beside a burst (texts), beside
+scores and updates (feedback, weights, metrics, traces) or in a thread of process 0 (files). Left
+out: a bucket's delay for each file.
 Prints a table, and a JSON line with what `commands/plan/host_costs.py` holds.
 """
 
@@ -51,12 +52,13 @@ from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.storage.retries import Storage
-from dapo_jax.structs import ScoredBatch
+from dapo_jax.structs import Completion, Prompt, ScoredBatch, with_texts
 from dapo_jax.train import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHIPS, VOCAB, END = 64, 16_384, "<end>"
 FIRST = ("journal", "rollouts JSON")  # process 0's alone
+BESIDE = ("texts", "feedback", "metrics", "traces")  # the devices, on the main thread
 
 
 class Stopwatch:
@@ -145,9 +147,12 @@ class OtherProcesses:
 class Judge(simulated_engine.SimulatedJudge):
     """Simulated judge whose verdicts each process has for its own prompts alone."""
 
-    def __init__(self, others: OtherProcesses, *args: Any):
+    def __init__(self, others: OtherProcesses, tokenizer: Tokenizer, *args: Any):
         super().__init__(*args)
-        self._others = others
+        self._others, self._decode_all = others, tokenizer.decode_all
+
+    def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Any:
+        return super().submit(prompt, with_texts(completions, self._decode_all))
 
     def groups(self, pending: list) -> list:
         groups, owners = super().groups(pending), [group.prompt.index for group in pending]
@@ -183,7 +188,7 @@ def step(
         behind: watches the thread in the background.
     """
     tokenizer, drawn = train_tokenizer()
-    tokenizer.decode_all = watch.wrap("detokenising", tokenizer.decode_all)
+    tokenizer.decode_all = watch.wrap("texts", tokenizer.decode_all)
     median = options.tokens / math.exp(options.spread**2 / 2)
     limit = config.sampler.max_response_tokens
     workload, meter = AssumedWorkload(median, options.spread, limit), Meter(Costs())
@@ -208,7 +213,7 @@ def step(
         open_collection(config, 0.5, 0, (), 0),
         simulated_engine.SimulatedPrompts(workload),
         sampler,
-        Judge(others, config, workload, meter, {}),
+        Judge(others, tokenizer, config, workload, meter, {}),
         on_judged=watch.wrap("journal", journal.add),
         on_burst=lambda _: processes.agree("", "signals"),
     )
@@ -247,23 +252,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(options, folder)
         counts = step(config, options, watch, behind)
-    print("| part | on | seconds | in the background |\n|---|---|---|---|")
+    print("| part | on | devices wait, s | beside them, s |\n|---|---|---|---|")
     parts = {name: spent for name, spent in watch.seconds.items() if name[0] != "("}
-    later = behind.seconds
+    later = {name: parts.pop(name) for name in BESIDE} | behind.seconds
     for name in parts | later:
         spent = f"{parts.get(name, 0.0):.2f} | {later.get(name, 0.0):.2f}"
         print(f"| {name} | {'process 0' if name in FIRST else 'every process'} | {spent} |")
     print(f"| together | | {sum(parts.values()):.2f} | {sum(later.values()):.2f} |")
-    tokens, trained = counts["tokens"], ("packing", "feedback", "metrics", "traces")
+    tokens = counts["tokens"]
     each = {
         "SLOT": parts["scheduling"] / counts["bursts"] / config.sampler.slots,
-        "TEXT": parts["detokenising"] / tokens,
-        "TRAINED": sum(parts[name] for name in trained) / tokens,
+        "PACKED": parts["packing"] / tokens,
+        "TRAINED": sum(later[name] for name in BESIDE[1:]) / tokens,
         "JOURNAL": later["journal"] / tokens,
         "LISTED": later["rollouts JSON"] / tokens,
     }
     costs = {f"{name}_SECONDS": float(f"{cost:.3g}") for name, cost in each.items()}
-    print(json.dumps({"seconds": parts, "background": later, **counts, "costs": costs}))
+    print(json.dumps({"seconds": parts, "beside": later, **counts, "costs": costs}))
 
 
 if __name__ == "__main__":

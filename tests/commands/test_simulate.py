@@ -90,16 +90,19 @@ def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
 def test_hosts_cost_what_they_do():
     """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
     background = "host_judged", "host_write", "host_listed"
-    costs = Costs(**dict.fromkeys(("host_slot", "host_text", "host_trained", *background), 1.0))
+    names = "host_slot", "host_packed", "host_trained", *background
+    costs = Costs(**dict.fromkeys(names, 1.0) | {"host_listed": 2.0}, update_token=1e-2)
     step = make_simulation(Constant(20), costs, filtered=False).step()
-    drawn = 64 * 20
-    files = 4  # a wave of slots ends 4 groups, whose verdicts are read after the next burst
+    drawn, trained, updates = 64 * 20, 64 * 25, 4 * 16 * 256 * 1e-2
+    files = 2  # the second for all that is judged while the first is written
     assert [step.counts[name] for name in background] == [drawn, files, drawn]
-    # The last file begins once all is drawn, and is done 321 s later; then rollouts/ is written.
-    rollout = 12 * 16 + drawn
-    late = rollout + 1 + 4 * 80 + drawn - (rollout + 64 * 25)
-    assert [step.seconds[name] for name in HOSTS] == [12 * 16, drawn, 64 * 25, late] and late == 1
-    assert step.update_seconds == 64 * 25  # packing and the like wait for no rollout
+    # Rows are packed before the updates; weights and metrics are computed beside them.
+    seconds = [step.seconds[name] for name in HOSTS]
+    assert seconds[:2] == [12 * 16, trained] and math.isclose(seconds[2], trained - updates)
+    assert math.isclose(step.update_seconds, 2 * trained)
+    # The first file begins once the first groups are judged, after 4 bursts; rollouts/ is the last.
+    ends, learned = 4 * 16 + files + drawn + 2 * drawn, 12 * 16 + 2 * trained
+    assert math.isclose(seconds[3], ends - learned)
 
 
 def test_groups_that_are_judged_while_a_file_is_written_share_the_next():

@@ -13,7 +13,7 @@ from dapo_jax.environments.sessions import Step
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.structs import PartialGroup
+from dapo_jax.structs import PartialGroup, with_texts
 
 # One that ends often, so that a tiny policy has many turns.
 TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)
@@ -54,7 +54,9 @@ def play(
 ):
     engine = make_engine(mesh, slots, burst, response, tokenizer=TOKENIZER, **WINDOW | more)
     sampler = Scheduler(engine, TOKENIZER, 5, environment)
-    return sample(sampler, params, prompts, samples, RULE), sampler.counts
+    groups = sample(sampler, params, prompts, samples, RULE)
+    texts = {index: with_texts(group, TOKENIZER.decode_all) for index, group in groups.items()}
+    return texts, sampler.counts
 
 
 def same(one, other, atol=0.0):

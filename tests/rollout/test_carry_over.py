@@ -17,6 +17,7 @@ from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import with_texts
 
 TOKENIZER = arithmetic_tokenizer()
 PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for i in range(8)]
@@ -138,8 +139,10 @@ def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
         sampler.submit(next(prompts), 4)
     found = {}
     while not sampler.idle:
-        found |= {p.index: [one.text for one in done] for p, done in sampler.decode_burst()}
-    return found
+        found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
+    decode_all = run.components.tokenizer.decode_all
+    texts = {index: with_texts(done, decode_all) for index, done in found.items()}
+    return {index: [one.text for one in done] for index, done in texts.items()}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from conftest import TINY
 from samplers import END, GREEDY, PROMPTS, forward, greedy_loop, make_sampler, sample
 
 from dapo_jax.model.logprobs import token_logprobs
+from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.requests import pad_prompt
 from dapo_jax.rollout.sampling import (
     SamplingRule,
@@ -274,3 +275,23 @@ def test_keys_of_several_prompts_are_those_of_each(seed):
         np.testing.assert_array_equal(together[i], expected)
         alone = sample_key(seed, 2, np.uint32(step), index)
         np.testing.assert_array_equal(jax.random.key_data(alone), expected)
+
+
+def test_hosts_work_while_a_burst_is_decoded_and_where_there_is_none(
+    tiny_params, one_device, monkeypatch
+):
+    sampler, events = make_sampler(one_device), []
+    generate, to_host = sampler._engine.generate, scheduler.to_host
+
+    def note(name, function):
+        return lambda *args, **named: (events.append(name), function(*args, **named))[1]
+
+    sampler._engine.generate = note("launched", generate)
+    monkeypatch.setattr(scheduler, "to_host", note("waited for", to_host))
+    sampler.begin(tiny_params, purpose=0, step=2, rule=GREEDY)
+    sampler.submit(PROMPTS[0], 2)
+    sampler.decode_burst(lambda: events.append("host"))
+    assert events == ["launched", "host", "waited for"]
+    sampler.abandon()
+    sampler.decode_burst(lambda: events.append("alone"))
+    assert events[3:] == ["alone"]

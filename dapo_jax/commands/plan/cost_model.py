@@ -29,16 +29,16 @@ class Costs:
     update: float = 0.0
     update_token: float = 0.0
     host_slot: float = 0.0  # of any replica, in a burst
-    host_text: float = 0.0  # a token of a finished response
-    host_trained: float = 0.0  # a token of a trained response
+    host_packed: float = 0.0  # a token of a trained response
+    host_trained: float = 0.0  # the same, beside scores and updates
     host_judged: float = 0.0  # in the background: a token of a judged group that is kept
     host_write: float = 0.0  # a file of judged groups
     host_listed: float = 0.0  # a token of a response in rollouts/
 
 
-LEARNING = ("score_pass", "score_token", "update", "update_token", "host_trained")
+LEARNING = ("score_pass", "score_token", "update", "update_token", "host_packed", "host_trained")
 BACKGROUND = "host_background"  # seconds that are waited for it
-HOSTS = ("host_slot", "host_text", "host_trained", BACKGROUND)
+HOSTS = ("host_slot", "host_packed", "host_trained", BACKGROUND)
 
 
 class Meter:
@@ -48,13 +48,14 @@ class Meter:
         counts: by field of `Costs`.
         seconds: the same in seconds, and what was waited for.
         background_free: when what was given to the background is done.
+        launched: when the burst was launched beside which hosts now work.
     """
 
     def __init__(self, costs: Costs):
         self.costs = costs
         self.counts: Counts = collections.defaultdict(float)
         self.seconds: Counts = collections.defaultdict(float)
-        self.background_free = 0.0
+        self.background_free = self.launched = 0.0
 
     def add(self, **used: float) -> None:
         """Books amounts, by field of `Costs`."""

@@ -219,6 +219,7 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
         or algorithm.distillation == "reverse"
     )
     passes, rows, places, tokens = old + algorithm.reference + algorithm.critic, 0, 0, 0
+    began = meter.now
     for i in range(0, len(groups), share):
         part = groups[i : i + share]
         lengths = [len(g.prompt.tokens) + len(c) for g in part for c in g.completions]
@@ -227,5 +228,7 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
         used = microbatches * packing.rows_per_microbatch * packing.row_tokens
         rows, places, tokens = rows + packed, places + used, tokens + sum(lengths)
         meter.add(score_pass=passes, score_token=passes * used)
-        meter.add(update=models, update_token=models * used, host_trained=sum(lengths))
+        meter.add(update=models, update_token=models * used, host_packed=sum(lengths))
+    each = meter.costs.host_packed + meter.costs.host_trained
+    meter.wait("host_trained", began + tokens * each)
     return rows, tokens / places if places else 0.0

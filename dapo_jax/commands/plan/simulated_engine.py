@@ -176,7 +176,7 @@ class SimulatedPrograms:
 
     def _book(self, state: DecodeState, steps: int, drawn: np.ndarray, columns: Any) -> None:
         """Books a burst: every replica waits for the one that reads most."""
-        each, before = self._slots // self._replicas, self.meter.now
+        each, self.meter.launched = self._slots // self._replicas, self.meter.now
         # With the i-th token, i - 1 drawn ones and what was there before.
         tokens = drawn * state.length + drawn * (drawn + 1) // 2
         existing = tokens.reshape(self._replicas, each).sum(axis=1).max()
@@ -192,7 +192,7 @@ class SimulatedPrograms:
         self.meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
         phases = "decode_step decode_products decode_exchange decode_draw".split()
         self.meter.add(**dict.fromkeys(phases, steps))
-        running, seconds = int(state.active.sum()), self.meter.now - before
+        running, seconds = int(state.active.sum()), self.meter.now - self.meter.launched
         self.bursts.append(Burst(steps, running, int(drawn.sum()), seconds))
 
     def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -234,14 +234,15 @@ class SimulatedJudge:
         self._workload, self._meter, self._begun, self._free = workload, meter, begun, 0.0
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> PendingVerdicts:
-        self._meter.add(response=len(completions), host_text=sum(map(len, completions)))
+        self._meter.add(response=len(completions))
         seconds = len(completions) * self._meter.costs.judged / self._workers
-        self._free = max(self._free, self._meter.now) + seconds
+        self._free = max(self._free, self._meter.launched) + seconds
         return PendingVerdicts(prompt, completions, self._free)
 
     def groups(self, pending: list[PendingVerdicts]) -> list[Group]:
         for group in pending:
             self._meter.wait("judge", group.ready)
+        self._meter.launched = self._meter.now
         return [self._judged(group.prompt, group.completions) for group in pending]
 
     def _judged(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:
