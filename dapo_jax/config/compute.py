@@ -24,10 +24,10 @@ class Compute:
         "Layers per iteration of the training scan; more: faster on CPU, slower to compile.",
         may_change=True,
     )
-    attention: Literal["auto", "plain", "blocked", "splash"] = setting(
+    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = setting(
         "auto",
         "In training: 'plain' (short rows), 'blocked', 'splash' (TPU; row_tokens a multiple of "
-        "128) or 'auto' (by platform and row_tokens).",
+        "128), 'triton' (GPU; the same) or 'auto' (by platform and row_tokens).",
         may_change=True,
     )
     logprob_chunk_tokens: Count = setting(

@@ -57,8 +57,9 @@ class Learner:
         by_rows: bool = True,
     ):
         self.mesh, self.frozen = mesh, frozen or {}
-        # Then replicas need each other once an update, and not in every microbatch.
-        self._apart = by_rows and mesh.shape["data"] > 1
+        # Then replicas need each other once an update, not in every microbatch; and XLA scatters
+        # a microbatch's float32 gradients over fsdp, not sums of bfloat16 to all chips.
+        self._apart = by_rows and mesh.size > 1
         self._score_rows, self._loss = score, loss
         self._optimizer = make_optimizer(settings)
         boxed = jax.eval_shape(self._fresh_state, without(boxed_params, self.frozen))
@@ -170,7 +171,9 @@ class Learner:
     def _add_apart(self, *arguments):
         """Sums over a replica's own rows of all microbatches, then over replicas."""
         gradient, metrics, kept = self._add_microbatches(*arguments)
-        return *jax.lax.psum((gradient, metrics), "data"), kept
+        if self.mesh.shape["data"] > 1:
+            gradient, metrics = jax.lax.psum((gradient, metrics), "data")
+        return gradient, metrics, kept
 
     def _add_microbatches(self, params, frozen, batch: TrainBatch, microbatches):
         """Gradient and metrics, and apart from them what is kept of every token."""

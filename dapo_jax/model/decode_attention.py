@@ -8,6 +8,7 @@ Every write is in place: compiled programs hold no second cache (tests read them
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from dapo_jax.model import gpu_attention
 from dapo_jax.model.blockwise_attention import Sinks
 from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.quantisation import quantise, to_int8_by
@@ -112,10 +114,14 @@ def attend_slots(
     cache: KVCache,
     window: Window | None = None,
     sinks: Sinks = None,
+    read: Callable[..., Array] | None = None,
 ) -> tuple[Array, KVCache]:
     """Decoding attention of one token per slot, over slot caches of one length.
 
     With a window the cache is a ring: a token takes the place of one that nothing sees any longer.
+
+    Args:
+        read: a kernel's attention over (queries [S, H, E], cache, lengths [S]), without a window.
     """
     length, at = cache.values.shape[2], context.positions[:, 0]
     if window is not None and length >= window.tokens:
@@ -147,6 +153,8 @@ def attend_slots(
         value_scale=scaled(cache.value_scale, value_scale),
     )
     if window is None:
+        if read is not None:
+            return read(queries[:, 0], cache, jnp.where(context.active, at + 1, 1))[:, None], cache
         mask = _seen(length, context.positions, None)
     else:
         places = in_ring(length, context.positions)
@@ -155,6 +163,34 @@ def attend_slots(
     scales = (cache.key_scale, cache.value_scale)
     arrays = queries, cache.keys, cache.values, mask
     return grouped_attention(*arrays, axes, scales, sinks), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotAttention:
+    """Decoding attention over slots on a mesh; the GPU's kernel reads caches as far as filled."""
+
+    mesh: jax.sharding.Mesh
+    kernel: bool
+
+    def __call__(self, *arrays) -> tuple[Array, KVCache]:
+        return attend_slots(*arrays, read=self._read if self.kernel else None)
+
+    def _read(self, queries: Array, cache: KVCache, lengths: Array) -> Array:
+        if gpu_attention.split_of(cache.values.shape[2]) is None:  # the shortest caches
+            mask = _seen(cache.values.shape[2], lengths[:, None] - 1, None)[:, None]
+            arrays = queries[:, None], cache.keys, cache.values, mask
+            return grouped_attention(*arrays, ("bkte", "bkte"))[:, 0]
+        heads, slot = (
+            sharding.spec("batch", *names, column=sharding.DECODING) for names in (["kv_heads"], [])
+        )
+        interpret = self.mesh.devices.flat[0].platform not in gpu_attention.PLATFORMS
+        return jax.shard_map(
+            functools.partial(gpu_attention.slots_attention, interpret=interpret),
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, slot),
+            out_specs=heads,
+            check_vma=False,
+        )(queries, cache.keys, cache.values, lengths)
 
 
 # --- pages -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Training attention over packed rows: plain, blockwise or by the TPU's splash kernel.
+"""Training attention over packed rows: plain, blockwise, by the TPU's or the GPU's kernel.
 
 `Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with [batch, time,
 heads, head_dim]; it returns the attention output in that shape and the cache, None in training.
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dapo_jax.model import gpu_attention
 from dapo_jax.model.blockwise_attention import Sinks, blocked_attention
 from dapo_jax.model.context_attention import attend_in_context
 from dapo_jax.model.splash_attention import LANES, splash_attention
@@ -66,7 +67,10 @@ def choose(requested: str, platform: str, row_tokens: int) -> str:
         return requested
     if platform == "tpu" and (row_tokens % LANES == 0 or row_tokens > SHORT_ROW_TOKENS):
         return "splash"
-    return "blocked" if row_tokens > SHORT_ROW_TOKENS else "plain"
+    if row_tokens <= SHORT_ROW_TOKENS:
+        return "plain"
+    kernel = platform in gpu_attention.PLATFORMS and row_tokens % gpu_attention.ROW_MULTIPLE == 0
+    return "triton" if kernel else "blocked"
 
 
 def grouped_attention(
@@ -178,8 +182,27 @@ def attend_splash(
     return _on_each_device(either, *arrays, window.slides), cache
 
 
+def attend_triton(
+    queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
+):
+    """Training attention by the GPU's Triton kernel; blockwise for what it doesn't know.
+
+    These are windows, sinks, rows cut by length and heads whose width is no power of two.
+    """
+    platforms, (_, length, _, width) = gpu_attention.PLATFORMS, queries.shape
+    here, mesh = jax.sharding.get_abstract_mesh(), sharding.active_mesh()
+    platform = jax.default_backend() if here.empty else here.abstract_device.platform
+    fits = gpu_attention.has_kernels("gpu", width) and length % gpu_attention.ROW_MULTIPLE == 0
+    cut = mesh is not None and sharding.shards(mesh, "sequence") > 1
+    if window is not None or sinks is not None or cut or not fits:
+        return attend_blocked(queries, keys, values, context, cache, window, sinks)
+    kernel = functools.partial(gpu_attention.rows_attention, interpret=platform not in platforms)
+    return _on_each_device(kernel, queries, keys, values, context.segment_ids, None), cache
+
+
 TRAINING_ATTENTION = {
     "plain": attend_plain,
     "blocked": attend_blocked,
     "splash": attend_splash,
+    "triton": attend_triton,
 }

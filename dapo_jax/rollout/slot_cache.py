@@ -14,8 +14,9 @@ from jaxtyping import Array
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PromptCache
-from dapo_jax.model.decode_attention import attend_slots, in_ring
+from dapo_jax.model.decode_attention import SlotAttention, in_ring
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.gpu_attention import has_kernels
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
 
@@ -43,7 +44,6 @@ class SlotLayout:
     """
 
     pages, calibrated = None, False
-    attend = staticmethod(attend_slots)
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class SlotLayout:
         self._config, self._mesh, self._dtype = config, mesh, dtype
         self._slots, self._limit = settings.slots, cache_tokens
         self._first = settings.first_window_tokens
-        self._time_last = mesh.devices.flat[0].platform == "cpu"
+        platform = mesh.devices.flat[0].platform
+        self._time_last = platform == "cpu"
+        kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
+        self.attend = SlotAttention(mesh, kernel)
         # A replica takes up what is for others too, and drops it.
         self.takes_many = mesh.size == 1
 

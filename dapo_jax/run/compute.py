@@ -20,6 +20,7 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
 from dapo_jax.model.context_attention import PIECES
 from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.gpu_attention import PLATFORMS, ROW_MULTIPLE
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import engine_programs
 from dapo_jax.runtime.kept_programs import keep
@@ -79,8 +80,9 @@ def numerics(
     """
     device = mesh.devices.flat[0]
     chosen = training_attention.choose(compute.attention, device.platform, row_tokens or 1)
+    homes = {"splash": ("tpu",), "triton": PLATFORMS}
     require(
-        chosen != "splash" or device.platform == "tpu",
+        device.platform in homes.get(chosen, (device.platform,)),
         "compute.attention",
         compute.attention,
         f"'auto', 'plain' or 'blocked' on {device.platform}",
@@ -89,6 +91,9 @@ def numerics(
     if chosen == "splash":
         reasons.append(f"compute.attention = {compute.attention!r} on TPU")
         unit = training_attention.LANES
+    if chosen == "triton":
+        reasons.append(f"compute.attention = {compute.attention!r} on GPUs")
+        unit = ROW_MULTIPLE
     if context > 1:
         reasons.append(f"mesh.context = {context}, each with two pieces of a row")
         unit *= PIECES * context

@@ -58,6 +58,7 @@ def make_simulation(
     filtered=True,
     carry_over="none",
     shape=SHAPE,
+    platform="tpu",
     **sampler,
 ):
     algorithm = algorithms.dapo()
@@ -69,7 +70,7 @@ def make_simulation(
         rollout=Rollout(prompts_per_step=16, samples_per_prompt=4, carry_over=carry_over),
         sampler=Sampler(**sizes | sampler),
     )
-    mesh = named_mesh(Mesh(fsdp=replicas), "tpu", replicas)
+    mesh = named_mesh(Mesh(fsdp=replicas), platform, replicas)
     return Simulation(config, shape, mesh, workload, costs)
 
 
@@ -85,6 +86,16 @@ def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
     # A row of 256 places holds ten responses of 25; each of 4 updates has 16, so two rows of 16.
     assert step.rows == 4 * 2 and math.isclose(step.fill, 64 * 25 / (4 * 16 * 256))
     assert math.isclose(step.update_seconds, 4 * 16 * 256 * 1e-5)
+
+
+def test_gpus_read_slots_as_far_as_they_are_filled():
+    settings = {"filtered": False, "cache": "slots"}
+    shape = dataclasses.replace(SHAPE, head_dim=64)
+    by_gpu, by_tpu = (
+        make_simulation(Constant(20), shape=shape, platform=platform, **settings).step()
+        for platform in ("cuda", "tpu")
+    )
+    assert by_gpu.counts["read_token"] == 64 * sum(range(5, 25)) < by_tpu.counts["read_token"]
 
 
 def test_hosts_cost_what_they_do():

@@ -181,14 +181,14 @@ class SimulatedPrograms:
         tokens = drawn * state.length + drawn * (drawn + 1) // 2
         existing = tokens.reshape(self._replicas, each).sum(axis=1).max()
 
-        def read_of(cache: Any) -> int:
+        def read_of(cache: Any, reach: int | None) -> int:
             paged = isinstance(cache, PageCache)
-            if not self._reads_window and (paged or self._reads_existing):
+            if not self._reads_window and (paged or reach is None or self._reads_existing):
                 return existing
             window = columns * self._settings.page_tokens if paged else cache.values.shape[2]
             return steps * each * window
 
-        read = sum(map(read_of, state.caches)) / len(state.caches)
+        read = sum(map(read_of, state.caches, self._config.reaches)) / len(state.caches)
         self.meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
         phases = "decode_step decode_products decode_exchange decode_draw".split()
         self.meter.add(**dict.fromkeys(phases, steps))

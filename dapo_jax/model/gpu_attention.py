@@ -1,0 +1,83 @@
+"""Attention of GPUs, by the Triton kernels that JAX ships: over packed rows, over slot caches.
+
+No GPU has run them here: tests run them by Pallas' interpreter, and `dapo-jax plan` compiles them.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+PLATFORMS = ("gpu", "cuda")  # of devices that are here, and of those that are compiled for
+ROW_MULTIPLE = 128  # tokens; both kernels' blocks divide it
+SPLITS, BLOCKS = (16, 8, 4, 2, 1), (128, 64, 32, 16)  # of a cache's tokens, the best first
+
+
+def has_kernels(platform: str, head_dim: int, dtype: Any = None) -> bool:
+    """True where the kernels take heads of that width, and a cache of that dtype."""
+    fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    return platform in PLATFORMS and fits and (dtype is None or jnp.dtype(dtype) != jnp.int8)
+
+
+def rows_attention(
+    queries: Float[Array, "R T H E"],
+    keys: Float[Array, "R T K E"],
+    values: Float[Array, "R T K E"],
+    segment_ids: Int[Array, "R T"],
+    sinks: None,
+    *,
+    interpret: bool,
+) -> Float[Array, "R T H E"]:
+    """Causal attention inside segments, without a [T, T] array; T a multiple of ROW_MULTIPLE."""
+    assert sinks is None, "the kernel has none"
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    groups = queries.shape[2] // keys.shape[2]
+    keys, values = (jnp.repeat(array, groups, axis=2) for array in (keys, values))
+    scale = queries.shape[-1] ** -0.5
+    return mha(queries, keys, values, segment_ids, scale, True, interpret=interpret)
+
+
+def split_of(length: int) -> tuple[int, int] | None:
+    """(pieces, block) in which the kernel reads a cache of `length`; None where it can't."""
+    pairs = ((pieces, block) for block in BLOCKS for pieces in SPLITS)
+    return next((pair for pair in pairs if length % (pair[0] * pair[1]) == 0), None)
+
+
+def slots_attention(
+    queries: Float[Array, "S H E"],
+    keys: Float[Array, "S K T E"],
+    values: Float[Array, "S K T E"],
+    lengths: Int[Array, "S"],
+    *,
+    interpret: bool,
+) -> Float[Array, "S H E"]:
+    """Attention of one query a slot over the first `lengths` tokens of its cache.
+
+    Blocks beyond them are not read.
+    """
+    from jax.experimental.pallas.ops.gpu.decode_attention import decode_attn_unbatched
+
+    slots, heads, width = queries.shape
+    pieces, block = split_of(keys.shape[2]) or (1, keys.shape[2])
+    kernel = functools.partial(
+        decode_attn_unbatched,
+        start_idx=None,
+        sm_scale=width**-0.5,
+        block_h=16,
+        block_k=block,
+        k_splits=pieces,
+        num_warps=None,
+        num_stages=2,
+        grid=None,
+        interpret=interpret,
+        debug=False,
+        return_residuals=False,
+        normalize_output=True,
+    )
+    each_head = jax.vmap(lambda *one: kernel(*one[:3], kv_seq_len=one[3]), (0, 0, 0, None))
+    split = queries.reshape(slots, keys.shape[1], -1, width)
+    mixed: Any = jax.vmap(each_head)(split, keys, values, lengths)
+    return mixed.reshape(slots, heads, width)

@@ -1,0 +1,138 @@
+"""The GPU's kernels compute plain attention, here by Pallas' interpreter."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_attention import assert_equal, ragged_ids, results
+
+from dapo_jax.commands.plan import chips
+from dapo_jax.commands.plan.targets import target_devices
+from dapo_jax.config.experiment import Sampler
+from dapo_jax.model import decode_attention, gpu_attention, training_attention
+from dapo_jax.model.caches import KVCache
+from dapo_jax.model.decode_attention import SlotAttention, SlotContext
+from dapo_jax.model.gpu_attention import rows_attention, slots_attention
+from dapo_jax.rollout.slot_cache import SlotLayout
+from dapo_jax.runtime.sharding import make_mesh
+
+RNG = np.random.default_rng(5)
+
+
+def arrays_of(rows: int, length: int, heads: int, kv_heads: int, width: int):
+    shapes = [(rows, length, n, width) for n in (heads, kv_heads, kv_heads, heads)]
+    return [jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2)])
+def test_packed_rows_and_their_gradients(heads, kv_heads):
+    arrays, ids = arrays_of(2, 256, heads, kv_heads, 16), ragged_ids(256, 2)
+    assert_equal(results("triton", arrays, ids), results("plain", arrays, ids))
+
+
+def test_packed_rows_on_a_mesh_whose_devices_have_rows_and_heads_of_their_own():
+    arrays, ids = arrays_of(4, 128, 4, 2, 16), ragged_ids(128, 4)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    assert_equal(results("triton", arrays, ids, mesh), results("plain", arrays, ids))
+
+
+@pytest.mark.parametrize("case", ["window", "sinks", "length", "width"])
+def test_blocks_take_what_the_kernel_does_not_know(case, monkeypatch):
+    monkeypatch.setattr(gpu_attention, "rows_attention", None)  # would fail
+    length, width = (100 if case == "length" else 128), (24 if case == "width" else 16)
+    queries, keys, values, _ = arrays_of(2, length, 4, 2, width)
+    ids = jnp.asarray(ragged_ids(length, 2))
+    context = training_attention.Context(jnp.zeros_like(ids), ids)
+    window = training_attention.Window(9) if case == "window" else None
+    sinks = jnp.ones(4) if case == "sinks" else None
+    given = queries, keys, values, context, None, window, sinks
+    found, expected = (
+        jnp.where(ids[..., None, None] > 0, attend(*given)[0], 0)
+        for attend in (training_attention.attend_triton, training_attention.attend_plain)
+    )
+    assert_equal(found, expected)
+
+
+def test_long_rows_of_gpus_are_trained_by_it():
+    choose = training_attention.choose
+    assert choose("auto", "gpu", 2048) == choose("auto", "cuda", 4096) == "triton"
+    assert choose("auto", "gpu", 2050) == "blocked" and choose("auto", "gpu", 512) == "plain"
+
+
+def decode(attend, lengths, cache, heads=4, active=None):
+    """A token for each slot, after `lengths` that are there."""
+    slots, kv_heads, _, width = cache.values.shape
+    shapes = [(slots, 1, n, width) for n in (heads, kv_heads, kv_heads)]
+    new = (
+        jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32) for shape in shapes
+    )
+    active = jnp.ones(slots, bool) if active is None else active
+    context = SlotContext(jnp.asarray(lengths, jnp.int32)[:, None], active, None)
+    return jax.jit(attend)(*new, context, cache, None, None)
+
+
+def filled(slots: int, kv_heads: int, length: int, width: int) -> KVCache:
+    shape = slots, kv_heads, length, width
+    keys, values = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for _ in range(2))
+    return KVCache(keys, values, None, None, time_last=False)
+
+
+@pytest.mark.parametrize("length", [256, 96, 8])  # the last is too short for the kernel
+@pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
+def test_slots_are_read_as_far_as_they_are_filled(length, mesh, request, monkeypatch):
+    mesh, cache = request.getfixturevalue(mesh), filled(8, 2, length, 16)
+    lengths = [0, 1, length // 2 - 1, length // 2, 5, 3, length - 2, length - 1]
+    active = jnp.arange(8) != 5
+    expected, written = decode(decode_attention.attend_slots, lengths, cache, active=active)
+    # Blocks that nobody may read hold what would spoil every sum.
+    _, block = gpu_attention.split_of(length) or (1, length)
+    beyond = jnp.arange(length) // block > jnp.array(lengths)[:, None] // block
+    spoilt = cache.replace(
+        **{
+            name: jnp.where(beyond[:, None, :, None], jnp.nan, getattr(cache, name))
+            for name in ("keys", "values")
+        }
+    )
+    given = spoilt if length > 8 else cache
+    found, after = decode(SlotAttention(mesh, True), lengths, given, active=active)
+    each = np.asarray(active)
+    assert_equal(found[each], expected[each])
+    np.testing.assert_array_equal(after.values[0, :, 0], written.values[0, :, 0])
+
+
+def test_engines_of_gpus_take_it_and_those_of_others_do_not(one_device):
+    layout = SlotLayout(TINY, one_device, Sampler(slots=4), 64, jnp.float32)
+    assert not layout.attend.kernel
+    assert gpu_attention.has_kernels("gpu", 64) and gpu_attention.has_kernels("cuda", 128)
+    assert not gpu_attention.has_kernels("gpu", 96) and not gpu_attention.has_kernels("tpu", 128)
+    assert not gpu_attention.has_kernels("gpu", 64, jnp.int8)
+
+
+@pytest.mark.slow  # needs the cuda extra, no GPU
+def test_an_h100s_compiler_takes_both_kernels():
+    pytest.importorskip("jax_cuda12_plugin")
+    mesh = Mesh(np.array(target_devices(chips.parse("h100:1"))), ("data",))
+
+    def text(function, *shapes):
+        place = NamedSharding(mesh, PartitionSpec())
+        arrays = (jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes)
+        compiled = jax.jit(function).lower(*arrays)
+        return compiled.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+
+    def loss(*arrays):
+        return rows_attention(*arrays, None, interpret=False).astype(jnp.float32).sum()
+
+    rows = [((2, 2048, heads, 128), jnp.bfloat16) for heads in (12, 2, 2)]
+    update = text(jax.grad(loss, (0, 1, 2)), *rows, ((2, 2048), jnp.int32))
+    cache = ((32, 2, 1536, 128), jnp.bfloat16)
+    step = functools.partial(slots_attention, interpret=False)
+    decoding = text(step, ((32, 12, 128), jnp.bfloat16), cache, cache, ((32,), jnp.int32))
+    assert update.count("xla.gpu.triton") >= 3 and decoding.count("xla.gpu.triton") == 1
+    assert "2048,2048" not in update
+    # The cache is no operand of anything but the kernel: it is not copied.
+    assert not re.search(r"= bf16\[32,2,1536,128\]\S* (copy|transpose|fusion)", decoding)
