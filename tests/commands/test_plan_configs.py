@@ -40,7 +40,10 @@ def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
     """launch/env.sh is the one place for them."""
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     found = compiler_options(chips.parse(kind))
-    assert found and all(f"--{name}={value}" in ENVIRONMENT for name, value in found.items())
+    words = {True: "true", False: "false"}  # XLA:GPU refuses words for truth
+    flags = {f"--{name}={words.get(value, value)}" for name, value in (found or {}).items()}
+    assert flags and all(flag in ENVIRONMENT for flag in flags)
+    assert found and ("true" in found.values()) == (not kind.startswith("h100"))
     assert ("xla_tpu_scoped_vmem_limit_kib" in found) == kind.startswith("v6e")
     fusion = "xla_tpu_enable_async_collective_fusion"
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}=false")

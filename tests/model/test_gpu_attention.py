@@ -1,4 +1,4 @@
-"""The GPU's kernels compute plain attention, here by Pallas' interpreter."""
+"""The GPU's kernels compute plain attention, here by Pallas' interpreter; plans compile them."""
 
 import functools
 import re
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_attention import assert_equal, ragged_ids, results
 
 from dapo_jax.commands.plan import chips
+from dapo_jax.commands.plan.run_flags import compiler_options
 from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention
@@ -116,13 +117,15 @@ def test_engines_of_gpus_take_it_and_those_of_others_do_not(one_device):
 @pytest.mark.slow  # needs the cuda extra, no GPU
 def test_an_h100s_compiler_takes_both_kernels():
     pytest.importorskip("jax_cuda12_plugin")
-    mesh = Mesh(np.array(target_devices(chips.parse("h100:1"))), ("data",))
+    topology = chips.parse("h100:1")
+    mesh = Mesh(np.array(target_devices(topology)), ("data",))
+    options = {"xla_gpu_autotune_level": 0} | (compiler_options(topology) or {})
 
     def text(function, *shapes):
         place = NamedSharding(mesh, PartitionSpec())
         arrays = (jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes)
-        compiled = jax.jit(function).lower(*arrays)
-        return compiled.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text()
+        lowered = jax.jit(function).lower(*arrays)
+        return lowered.compile(compiler_options=options).as_text()
 
     def loss(*arrays):
         return rows_attention(*arrays, None, interpret=False).astype(jnp.float32).sum()

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import subprocess
+from typing import Any
 
 from dapo_jax.commands.plan.chips import Topology
 
@@ -17,7 +18,7 @@ def environment_script() -> pathlib.Path:
     return installed if installed.exists() else package.parent / "launch" / "env.sh"
 
 
-def compiler_options(topology: Topology) -> dict[str, str] | None:
+def compiler_options(topology: Topology) -> dict[str, Any] | None:
     """Options of `lowered.compile` that stand for the flags of a run on that topology.
 
     A flag that the user has set in `LIBTPU_INIT_ARGS` keeps its value, as for a run.
@@ -36,4 +37,6 @@ def compiler_options(topology: Topology) -> dict[str, str] | None:
         check=True,
     )
     pairs = (flag.removeprefix("--").partition("=") for flag in told.stdout.split())
-    return {name: value for name, _, value in pairs}
+    # XLA:GPU takes no words for truth, libtpu nothing else.
+    words: dict[str, Any] = {"true": True, "false": False} if kind == "gpu" else {}
+    return {name: words.get(value, value) for name, _, value in pairs}
