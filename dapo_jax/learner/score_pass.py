@@ -67,6 +67,7 @@ def await_scores(scored: ScoredBatch) -> ScoredBatch:
     return jax.block_until_ready(scored)
 
 
+@timed("score")  # where it needs the scores it waits for them
 def gather(
     config: Config, minibatches: Minibatches, scored: ScoredBatch, groups: Sequence[Group]
 ) -> Feedback:

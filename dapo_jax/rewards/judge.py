@@ -34,10 +34,10 @@ class RewardModel(Protocol):
 
 
 class Judge:
-    """Judge of responses beside the decoding: `submit` returns at once, `groups` waits.
+    """Judge of responses beside the decoding: `submit` waits for no verdict, `groups` does.
 
     Args:
-        decode_all: texts of responses that have none yet.
+        decode_all: texts of responses that have none yet; by default they stay empty.
         given_up: tells whether to stop waiting; `groups` then raises.
     """
 

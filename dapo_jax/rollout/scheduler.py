@@ -170,10 +170,10 @@ class Scheduler:
         self._make_room()
         # The burst runs along in held slots, and writes beyond what they have.
         reach = (self._prompt_tokens + self._generated)[[*self._in_slot, *self._held.slots]]
-        longest, began = int(reach.max()) - 1, time.perf_counter()
+        longest = int(reach.max()) - 1
         state, _ = self._engine.generate(self._params, self._state, longest=longest)
-        self._state = state
         meanwhile()
+        self._state, began = state, time.perf_counter()
         read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
         active, self._generated, busy, total = map(np.array, to_host(read))
         self.counts.decode_seconds += time.perf_counter() - began

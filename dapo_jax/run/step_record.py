@@ -1,4 +1,4 @@
-"""Metrics and traces of a step, of its record; what hosts compute comes before the devices end."""
+"""Metrics and traces of a step, read from its record."""
 
 import functools
 import operator
@@ -20,7 +20,7 @@ from dapo_jax.train import StepRecord
 
 
 def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float]:
-    """Every metric of a step by name; waits for its updates.
+    """Every metric of a step by name; waits for its updates once the hosts' are computed.
 
     Args:
         clock: ran while the step was made.

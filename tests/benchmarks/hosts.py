@@ -263,7 +263,8 @@ def main() -> None:
     each = {
         "SLOT": parts["scheduling"] / counts["bursts"] / config.sampler.slots,
         "PACKED": parts["packing"] / tokens,
-        "TRAINED": sum(later[name] for name in BESIDE[1:]) / tokens,
+        "WEIGHED": later["feedback"] / tokens,
+        "MEASURED": (later["metrics"] + later["traces"]) / tokens,
         "JOURNAL": later["journal"] / tokens,
         "LISTED": later["rollouts JSON"] / tokens,
     }

@@ -101,19 +101,21 @@ def test_gpus_read_slots_as_far_as_they_are_filled():
 def test_hosts_cost_what_they_do():
     """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
     background = "host_judged", "host_write", "host_listed"
-    names = "host_slot", "host_packed", "host_trained", *background
-    costs = Costs(**dict.fromkeys(names, 1.0) | {"host_listed": 2.0}, update_token=1e-2)
+    names = "host_slot", "host_packed", "host_weighed", "host_measured", *background
+    costs = dict.fromkeys(names, 1.0) | {"host_listed": 5.0}
+    costs = Costs(**costs, update_token=1e-2, score_token=1e-1)
     step = make_simulation(Constant(20), costs, filtered=False).step()
     drawn, trained, updates = 64 * 20, 64 * 25, 4 * 16 * 256 * 1e-2
     files = 2  # the second for all that is judged while the first is written
     assert [step.counts[name] for name in background] == [drawn, files, drawn]
-    # Rows are packed before the updates; weights and metrics are computed beside them.
-    seconds = [step.seconds[name] for name in HOSTS]
-    assert seconds[:2] == [12 * 16, trained] and math.isclose(seconds[2], trained - updates)
-    assert math.isclose(step.update_seconds, 2 * trained)
+    # Rows are packed before the score pass, which hides weights; updates hide some of the metrics.
+    seconds, scores = [step.seconds[name] for name in HOSTS], 10 * updates
+    assert seconds[:3] == [12 * 16, trained, 0] and scores > trained
+    assert math.isclose(seconds[3], trained - updates)
+    assert math.isclose(step.update_seconds, 2 * trained + scores)
     # The first file begins once the first groups are judged, after 4 bursts; rollouts/ is the last.
-    ends, learned = 4 * 16 + files + drawn + 2 * drawn, 12 * 16 + 2 * trained
-    assert math.isclose(seconds[3], ends - learned)
+    ends, learned = 4 * 16 + files + drawn + 5 * drawn, 12 * 16 + 2 * trained + scores
+    assert math.isclose(seconds[4], ends - learned)
 
 
 def test_groups_that_are_judged_while_a_file_is_written_share_the_next():

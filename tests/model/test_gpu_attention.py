@@ -1,5 +1,6 @@
 """The GPU's kernels compute plain attention, here by Pallas' interpreter; plans compile them."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,7 +14,9 @@ from test_attention import assert_equal, ragged_ids, results
 
 from dapo_jax.commands.plan import chips
 from dapo_jax.commands.plan.run_flags import compiler_options
+from dapo_jax.commands.plan.simulated_engine import named_mesh
 from dapo_jax.commands.plan.targets import target_devices
+from dapo_jax.config.compute import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention
 from dapo_jax.model.caches import KVCache
@@ -59,19 +62,12 @@ def test_blocks_take_what_the_kernel_does_not_know(case, monkeypatch):
     assert_equal(found, expected)
 
 
-def test_long_rows_of_gpus_are_trained_by_it():
-    choose = training_attention.choose
-    assert choose("auto", "gpu", 2048) == choose("auto", "cuda", 4096) == "triton"
-    assert choose("auto", "gpu", 2050) == "blocked" and choose("auto", "gpu", 512) == "plain"
-
-
-def decode(attend, lengths, cache, heads=4, active=None):
+def decode(attend, lengths, cache, heads=4, active=None, dtype=jnp.float32):
     """A token for each slot, after `lengths` that are there."""
     slots, kv_heads, _, width = cache.values.shape
     shapes = [(slots, 1, n, width) for n in (heads, kv_heads, kv_heads)]
-    new = (
-        jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32) for shape in shapes
-    )
+    rng = np.random.default_rng(1)
+    new = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
     active = jnp.ones(slots, bool) if active is None else active
     context = SlotContext(jnp.asarray(lengths, jnp.int32)[:, None], active, None)
     return jax.jit(attend)(*new, context, cache, None, None)
@@ -106,12 +102,28 @@ def test_slots_are_read_as_far_as_they_are_filled(length, mesh, request, monkeyp
     np.testing.assert_array_equal(after.values[0, :, 0], written.values[0, :, 0])
 
 
+def test_in_bfloat16_it_rounds_about_as_plain_attention_does(one_device):
+    cache, lengths = filled(8, 2, 1536, 64), [1535, 700, 30, 1, 0, 900, 1200, 77]
+    exact, _ = decode(decode_attention.attend_slots, lengths, cache)
+    half = cache.replace(keys=jnp.bfloat16(cache.keys), values=jnp.bfloat16(cache.values))
+    kinds = (decode_attention.attend_slots, SlotAttention(one_device, True))
+    rounded = (decode(attend, lengths, half, dtype=jnp.bfloat16)[0] for attend in kinds)
+    plain, kernel = (float(np.abs(np.float32(one) - exact).max()) for one in rounded)
+    print(f"bfloat16 against float32: plain {plain:.1e}, kernel {kernel:.1e}")
+    assert kernel < 3 * plain < 0.1
+
+
 def test_engines_of_gpus_take_it_and_those_of_others_do_not(one_device):
-    layout = SlotLayout(TINY, one_device, Sampler(slots=4), 64, jnp.float32)
-    assert not layout.attend.kernel
+    gpu = named_mesh(MeshSettings(), "cuda", 1)
+
+    def takes_it(mesh, dtype=jnp.float32, **shape):
+        config = dataclasses.replace(TINY, head_dim=16, **shape)
+        return SlotLayout(config, mesh, Sampler(slots=4), 64, dtype).attend.kernel
+
+    assert takes_it(gpu) and not takes_it(one_device)
+    assert not takes_it(gpu, sinks=True) and not takes_it(gpu, jnp.int8)
     assert gpu_attention.has_kernels("gpu", 64) and gpu_attention.has_kernels("cuda", 128)
     assert not gpu_attention.has_kernels("gpu", 96) and not gpu_attention.has_kernels("tpu", 128)
-    assert not gpu_attention.has_kernels("gpu", 64, jnp.int8)
 
 
 @pytest.mark.slow  # needs the cuda extra, no GPU

@@ -30,15 +30,17 @@ class Costs:
     update_token: float = 0.0
     host_slot: float = 0.0  # of any replica, in a burst
     host_packed: float = 0.0  # a token of a trained response
-    host_trained: float = 0.0  # the same, beside scores and updates
+    host_weighed: float = 0.0  # the same, beside the score pass
+    host_measured: float = 0.0  # the same, beside the updates
     host_judged: float = 0.0  # in the background: a token of a judged group that is kept
     host_write: float = 0.0  # a file of judged groups
     host_listed: float = 0.0  # a token of a response in rollouts/
 
 
-LEARNING = ("score_pass", "score_token", "update", "update_token", "host_packed", "host_trained")
+SCORE, UPDATE = ("score_pass", "score_token"), ("update", "update_token")
+LEARNING = (*SCORE, *UPDATE, "host_packed", "host_weighed", "host_measured")
 BACKGROUND = "host_background"  # seconds that are waited for it
-HOSTS = ("host_slot", "host_packed", "host_trained", BACKGROUND)
+HOSTS = ("host_slot", "host_packed", "host_weighed", "host_measured", BACKGROUND)
 
 
 class Meter:

@@ -13,7 +13,15 @@ from typing import Any
 
 import jax
 
-from dapo_jax.commands.plan.cost_model import BACKGROUND, LEARNING, Costs, Counts, Meter
+from dapo_jax.commands.plan.cost_model import (
+    BACKGROUND,
+    LEARNING,
+    SCORE,
+    UPDATE,
+    Costs,
+    Counts,
+    Meter,
+)
 from dapo_jax.commands.plan.simulated_engine import (
     Burst,
     SimulatedJudge,
@@ -219,7 +227,6 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
         or algorithm.distillation == "reverse"
     )
     passes, rows, places, tokens = old + algorithm.reference + algorithm.critic, 0, 0, 0
-    began = meter.now
     for i in range(0, len(groups), share):
         part = groups[i : i + share]
         lengths = [len(g.prompt.tokens) + len(c) for g in part for c in g.completions]
@@ -229,6 +236,7 @@ def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float
         rows, places, tokens = rows + packed, places + used, tokens + sum(lengths)
         meter.add(score_pass=passes, score_token=passes * used)
         meter.add(update=models, update_token=models * used, host_packed=sum(lengths))
-    each = meter.costs.host_packed + meter.costs.host_trained
-    meter.wait("host_trained", began + tokens * each)
+    for name, beside in (("host_weighed", SCORE), ("host_measured", UPDATE)):
+        hidden = sum(meter.seconds.get(part, 0.0) for part in beside)
+        meter.wait(name, meter.now + tokens * getattr(meter.costs, name) - hidden)
     return rows, tokens / places if places else 0.0
