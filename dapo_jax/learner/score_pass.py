@@ -63,7 +63,7 @@ def score_pass(
 
 @timed("score")
 def await_scores(scored: ScoredBatch) -> ScoredBatch:
-    """The same, once the devices are done."""
+    """Waits for the devices that compute the scores."""
     return jax.block_until_ready(scored)
 
 
