@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-SHOWN_OF_BROKEN = 200  # characters
+MAX_SHOWN_CHARACTERS = 200  # characters
 _BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # and the signs that only say where mathematics begins
 
 Value = TypeVar("Value")
@@ -200,7 +200,7 @@ class Group:
         for i, verdict in enumerate(self.verdicts):
             if not math.isfinite(self.rewards[i]):
                 cause = verdict.broken or verdict.failure or "the reward is not a finite number"
-                tail = self.completions[i].text[-SHOWN_OF_BROKEN:]
+                tail = self.completions[i].text[-MAX_SHOWN_CHARACTERS:]
                 return f"{cause}; prompt {self.prompt.id}, response {i}, which ends in {tail!r}"
         return None
 
@@ -235,7 +235,7 @@ class Trace:
 
 
 @dataclasses.dataclass
-class RolloutBatch:
+class CollectedGroups:
     """Rollout batch of a step: its groups in data order, and counts of what they cost."""
 
     groups: list[Group]  # the kept ones, at most prompts_per_step
@@ -264,7 +264,7 @@ class RolloutBatch:
         return sum(not group.correct.any() for group in self.judged)
 
 
-class Rollouts(struct.PyTreeNode):
+class PackedRows(struct.PyTreeNode):
     """Responses packed into rows of one length, before anything was computed on them.
 
     `segment_ids` is 0 on padding and counts from 1 inside a row; a segment is one prompt with
@@ -288,7 +288,7 @@ class ScoredBatch(struct.PyTreeNode):
     are None where the algorithm has no reference, no critic or no teacher of drawn tokens.
     """
 
-    rollouts: Rollouts
+    rollouts: PackedRows
     old_logprobs: Float[Array, "*M R T"] | None
     reference_logprobs: Float[Array, "*M R T"] | None = None
     values: Float[Array, "*M R T"] | None = None

@@ -4,7 +4,7 @@ collect     groups of responses that carry signal      rollout/dynamic_sampling.
 minibatches split, packed into rows                    learner/minibatches.py
 score       log-probs of old policy and reference      learner/score_pass.py
 estimate    an advantage per token                     learner/advantages.py
-weigh       a loss weight per token                    learner/losses.py
+weights     a loss weight per token                    learner/minibatches.py
 update      loss = sum(loss_weights * token_loss)      learner/learners.py, learner/policy.py
 """
 
@@ -14,11 +14,16 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, estimate
-from dapo_jax.learner.learners import Learners, LearnerStates, UpdateRecord, update
-from dapo_jax.learner.minibatches import Minibatches, TokenWeights, make_minibatches, weigh
-from dapo_jax.learner.score_pass import await_scores, gather, score_pass
+from dapo_jax.learner.learners import LearnerPrograms, LearnerStates, UpdateRecord, update
+from dapo_jax.learner.minibatches import (
+    Minibatches,
+    TokenWeights,
+    make_minibatches,
+    make_train_batches,
+)
+from dapo_jax.learner.score_pass import await_scores, make_feedback, score_pass
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.source import RolloutResult, RolloutSource, SourceState
+from dapo_jax.rollout.source import Rollout, RolloutSource, SourceState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Trainer:
 
     config: Config
     source: RolloutSource
-    learners: Learners
+    learners: LearnerPrograms
     decoder: DecoderConfig
     token_weights: TokenWeights | None = None
 
@@ -49,7 +54,7 @@ class StepRecord:
     """
 
     step: int
-    rollouts: RolloutResult
+    rollouts: Rollout
     minibatches: Minibatches | None = None
     feedback: Feedback | None = None
     advantages: np.ndarray | None = None
@@ -66,9 +71,9 @@ def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, Ste
         shape = trainer.decoder, programs.policy.mesh
         minibatches = make_minibatches(config, rollouts.groups, *shape, trainer.token_weights)
         scored = score_pass(config, programs, learners, minibatches)
-        feedback = gather(config, minibatches, scored, rollouts.groups)
+        feedback = make_feedback(config, minibatches, scored, rollouts.groups)
         advantages, returns = estimate(config.algorithm, feedback)
-        batches = weigh(config, minibatches, await_scores(scored), advantages, returns)
+        batches = make_train_batches(config, minibatches, await_scores(scored), advantages, returns)
         record = StepRecord(state.step, rollouts, minibatches, feedback, advantages, returns)
         for u, batch in enumerate(batches):
             used = minibatches.microbatches[u]

@@ -14,7 +14,7 @@ from dapo_jax.commands.api_folders import File, load, read_metrics
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.config.experiment import Config
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rewards.given import name_of
+from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dapo_jax.config import sections
 from dapo_jax.config.experiment import Config
-from dapo_jax.rewards.given import name_of
+from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime.settings import require
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def opened(
     if environment is None and not tools:
         yield None, Shown(lambda problem: problem, None)
         return
-    from dapo_jax.environments.ready import described_tools
+    from dapo_jax.environments.registry import described_tools
     from dapo_jax.environments.sessions import Environments
 
     require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")

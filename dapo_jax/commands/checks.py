@@ -18,7 +18,7 @@ from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.ownership import RUN, check_free, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import UNSAVED, is_refusal, of_a_bucket, reason
+from dapo_jax.runtime.storage.retries import UNSAVED, is_bucket_error, is_refusal, reason
 
 WORKERS_PER_CORE = 64  # each has processes of its own; most wait for other machines
 FOLDERS = (
@@ -115,16 +115,16 @@ def guarded(work: Callable[[], int | None]) -> int:
     try:
         return work() or 0
     except ConfigError as error:
-        processes.complain(f"error: {error}")
+        processes.print_error(f"error: {error}")
         return 2
     except NotFinite as error:
-        processes.complain(f"error: {error}")
+        processes.print_error(f"error: {error}")
         return EXIT_CODE
     except Exception as error:
         if line := limits.told(error):
-            processes.complain(f"error: {line}")
+            processes.print_error(f"error: {line}")
             return os.EX_OSERR
-        if not of_a_bucket(error):
+        if not is_bucket_error(error):
             raise
-        processes.complain(f"error: the bucket can't be read or written: {reason(error)}")
+        processes.print_error(f"error: the bucket can't be read or written: {reason(error)}")
         return 2 if is_refusal(error) else UNSAVED

@@ -28,7 +28,7 @@ from dapo_jax.run.components import (
     open_prompts,
     open_tokenizer,
 )
-from dapo_jax.runtime.lasting_output import LastingOutput
+from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Completion, Group, Problem, Prompt
@@ -37,7 +37,7 @@ from dapo_jax.verifier.normalisation import normalise
 from dapo_jax.verifier.numerals import read_number
 
 SHOWN_PROMPTS = 3
-MOST_LOOKED_AT, MOST_GENERATED = 10_000, 500  # problems whose golds and lengths are measured
+MAX_LOOKED_AT, MAX_GENERATED = 10_000, 500  # problems whose golds and lengths are measured
 SHOWN_CHARACTERS = 40  # of an answer, in a table
 
 
@@ -72,7 +72,7 @@ def _show(
     problems = [
         problem
         for source in prompts.sources
-        for problem in source.sample(MOST_GENERATED if source.generated else MOST_LOOKED_AT)
+        for problem in source.sample(MAX_GENERATED if source.generated else MAX_LOOKED_AT)
     ]
     replies = [play(config, environments, prompt) for prompt in shown]
     groups = judge(config, tokenizer, shown, replies)
@@ -93,7 +93,7 @@ def _show(
 
 
 def _say(text: str) -> None:
-    print(printable(text), file=LastingOutput("stdout"), flush=True)
+    print(printable(text), file=BrokenPipeSafeStream("stdout"), flush=True)
 
 
 def _short(text: str, most: int = SHOWN_CHARACTERS) -> str:

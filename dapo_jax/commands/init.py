@@ -27,7 +27,7 @@ from dapo_jax.commands.starting_files import MODEL, Found, check_flag, make_file
 from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.structs import Problem
 
-MOST_ROWS, LONGEST_SHOWN = 10_000, 60
+MAX_ROWS, LONGEST_SHOWN = 10_000, 60
 # Names of fields, the likeliest first, compared in lower case.
 QUESTIONS = "problem question prompt instruction query ask task input messages text q".split()
 ANSWERS = (
@@ -66,7 +66,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     check_flag(bool(split_suffix(path.name)[1]), "data", name, allowed)
     check_flag(not set(name) & set(",=*?["), "data", name, "a name without , = * ? and [")
     try:
-        rows = [row for _, row in itertools.islice(read_rows(path), MOST_ROWS)]
+        rows = [row for _, row in itertools.islice(read_rows(path), MAX_ROWS)]
     except ConfigError as error:
         raise ConfigError(f"--data = {name!r}: {error}") from None
     objects = [row for row in rows if isinstance(row, dict)]
@@ -189,7 +189,7 @@ def init(flags: Any) -> int:
     folder = choose_folder(flags, by_rule)
     files = make_files(flags, found, folder, by_rule)
     write(folder, files)
-    first, more = found.problems[0], " and more" * (found.rows == MOST_ROWS)
+    first, more = found.problems[0], " and more" * (found.rows == MAX_ROWS)
     taken = ", ".join(f"{key} is {field!r}" for key, field in found.fields.items())
     print(f"{flags.data}: {len(found.problems):,} problems of {found.rows:,} rows{more}")
     print(f"  fields: {taken or 'of the usual names'}")

@@ -71,7 +71,7 @@ def exit_code(train: Callable[[Any], Any], config: SftConfig | DpoConfig) -> int
         goes_on = "No step is kept: the same command begins anew"
         if stopped.step:
             goes_on = f"Saved after step {stopped.step}: the same command goes on from there"
-        processes.complain(f"stopped by {name}: {config.out} is as it was. {goes_on}")
+        processes.print_error(f"stopped by {name}: {config.out} is as it was. {goes_on}")
         return 128 + signal.Signals[name]
     return 0
 

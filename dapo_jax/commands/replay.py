@@ -23,7 +23,7 @@ from dapo_jax.structs import present
 if TYPE_CHECKING:
     from dapo_jax.runtime.storage.ownership import Folder
 
-MOST_TOKENS = 5  # of a row that are named
+MAX_TOKENS = 5  # of a row that are named
 WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
 
 
@@ -31,9 +31,9 @@ def only(batch: Any, microbatch: int, row: int, places: Any) -> Any:
     """One microbatch in which only these positions of a row have weights."""
     import numpy as np
 
-    from dapo_jax.learner.packing import nth
+    from dapo_jax.learner.packing import tree_index
 
-    one = nth(batch, slice(microbatch, microbatch + 1))
+    one = tree_index(batch, slice(microbatch, microbatch + 1))
     on = np.zeros(one.loss_weights.shape, bool)
     on[0, row, places] = True
     kept = {name: getattr(one, name) for name in WEIGHTS if getattr(one, name) is not None}
@@ -48,9 +48,9 @@ def bisect(is_bad: Callable[[list[int]], bool], places: list[int]) -> list[int]:
         return []
     middle, bad = len(places) // 2, []
     for half in places[:middle], places[middle:]:
-        if middle and len(bad) < MOST_TOKENS:
+        if middle and len(bad) < MAX_TOKENS:
             bad += bisect(is_bad, half)
-    return bad[:MOST_TOKENS] or places
+    return bad[:MAX_TOKENS] or places
 
 
 def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int, model: str):

@@ -37,10 +37,10 @@ def work(config: Config) -> int:
     try:
         train(config)
     except Starved as error:
-        processes.complain(f"stopped: {error}")
+        processes.print_error(f"stopped: {error}")
         return 3
     except NotSaved as error:
-        processes.complain(
+        processes.print_error(
             f"error: config.run_dir = {config.run_dir!r}: the last checkpoint could not be "
             f"written: {error}. Those before it are whole; make room, and start it again"
         )

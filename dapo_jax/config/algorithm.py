@@ -33,13 +33,13 @@ AGGREGATES = Choices(
     "pair_sum".split()
 )
 # Estimators by what they read; one that is in none of these reads the reward alone.
-OF_GROUPS = (
+GROUP_ESTIMATORS = (
     "group_zscore group_centre leave_one_out length_weighted_centre reward_parts pass_at_k "
     "best_minus_second preference"
 ).split()
 OF_VALUES = ("gae", "length_adaptive_gae")
 PER_TOKEN = ("reward_to_go", *OF_VALUES)
-OF_NO_REWARD = ("one", "preference", "zero")
+REWARD_FREE_ESTIMATORS = ("one", "preference", "zero")
 CENTRED = ("group_centre", "leave_one_out", "length_weighted_centre")
 READS_OLD_LOGPROBS = When(
     "algorithm.ratio algorithm.kl algorithm.kl_to algorithm.kl_importance algorithm.rejection "

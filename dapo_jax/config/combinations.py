@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from dapo_jax.config.algorithm import OF_GROUPS, OF_NO_REWARD, OF_VALUES, Algorithm
+from dapo_jax.config.algorithm import GROUP_ESTIMATORS, OF_VALUES, REWARD_FREE_ESTIMATORS, Algorithm
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import SHAPING, Rollout, Sampler
 
@@ -50,7 +50,7 @@ def _check_preference(algorithm: Algorithm, check: Check) -> None:
 
 
 def _check_imitation(algorithm: Algorithm, check: Check) -> None:
-    has_reward = algorithm.advantage not in OF_NO_REWARD
+    has_reward = algorithm.advantage not in REWARD_FREE_ESTIMATORS
     check(
         "algorithm.trained_responses",
         algorithm.advantage != "one" or algorithm.trained_responses == "correct",
@@ -108,7 +108,9 @@ def _check_ratio(algorithm: Algorithm, sampler: Sampler, check: Check) -> None:
         "'recompute' where sampler.top_p or sampler.top_k truncates the distribution",
     )
     uncapped, of_sampler = algorithm.importance_cap == 0, algorithm.old_logprobs == "sampler"
-    sampled = algorithm.advantage not in OF_NO_REWARD or algorithm.distillation == "reverse"
+    sampled = (
+        algorithm.advantage not in REWARD_FREE_ESTIMATORS or algorithm.distillation == "reverse"
+    )
     for name, off in (("importance_cap", 0), ("rejection", "none")):
         check(
             f"algorithm.{name}",
@@ -159,7 +161,7 @@ def _check_reference(algorithm: Algorithm, check: Check) -> None:
     )
     check(
         "algorithm.kl",
-        algorithm.kl != "reward" or algorithm.advantage not in OF_NO_REWARD,
+        algorithm.kl != "reward" or algorithm.advantage not in REWARD_FREE_ESTIMATORS,
         f"'none' or 'loss': algorithm.advantage = {algorithm.advantage!r} reads no reward",
     )
     # E[penalty * grad log p] is the KL's gradient for k1. The others are positive also where the
@@ -209,7 +211,7 @@ def _check_distillation(config: Config, check: Check) -> None:
 
 
 def _check_updates(algorithm: Algorithm, rollout: Rollout, check: Check) -> None:
-    grouped = algorithm.advantage in OF_GROUPS or algorithm.dynamic_sampling
+    grouped = algorithm.advantage in GROUP_ESTIMATORS or algorithm.dynamic_sampling
     check(
         "rollout.samples_per_prompt",
         not grouped or rollout.samples_per_prompt > 1,

@@ -11,7 +11,7 @@ from dapo_jax.runtime.settings import ConfigError, leaves, nearest
 
 COLUMNS = 80
 EVERYTHING = "all"
-MOST_CHANGED = (
+MAX_CHANGED = (
     "run_dir model.folder data.source data.template reward.parts reward.verifier total_steps "
     "rollout.prompts_per_step rollout.samples_per_prompt data.max_prompt_tokens "
     "sampler.max_response_tokens packing.row_tokens optimizer.learning_rate "
@@ -108,7 +108,7 @@ def help_text(config: Any, usage: str, asked: str, short_names: Mapping[str, str
             f"  --{short}=..".ljust(22) + f"is --config.{n}=.." for short, n in short_names.items()
         ]
         lines.append("")
-    first = [n for n in MOST_CHANGED if n in settings.names(None)]
+    first = [n for n in MAX_CHANGED if n in settings.names(None)]
     groups = {"Changed most": first, "The run": [n for n in settings.names("") if n not in first]}
     groups |= {
         f"{section}: {text}": [n for n in settings.names(section) if n not in first]

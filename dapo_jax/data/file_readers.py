@@ -21,7 +21,7 @@ BATCH_ROWS, BUFFER_BYTES = 4096, 1 << 20
 LONGEST_LINE = 64 << 20  # bytes; of a cell of CSV too, whose own limit is below a long solution
 LARGEST_WHOLE = 1 << 30  # bytes of a JSON file, which is read whole
 # Texts shrink by a factor of 3 to 20; what grows by more, from few bytes, was made to fill memory.
-MOST_GROWTH, ALWAYS_ALLOWED = 100, 256 << 20
+MAX_GROWTH, ALWAYS_ALLOWED = 100, 256 << 20
 
 
 class _Unpacked(io.RawIOBase):
@@ -47,7 +47,7 @@ class _Unpacked(io.RawIOBase):
 
 def _check_growth(unpacked: int, size: int) -> None:
     """Raises ValueError where a file of `size` bytes holds too much."""
-    if unpacked > max(MOST_GROWTH * size, ALWAYS_ALLOWED):
+    if unpacked > max(MAX_GROWTH * size, ALWAYS_ALLOWED):
         raise ValueError(f"its {size:,} bytes unpack to {unpacked:,} and more")
 
 
@@ -108,7 +108,7 @@ def _number_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, 
 def _parquet(file: BinaryIO) -> Iterator[tuple[str, Any]]:
     table = parquet.ParquetFile(file)
     rows, size = table.metadata.num_rows, file.seek(0, io.SEEK_END)
-    if rows > MOST_GROWTH * size:
+    if rows > MAX_GROWTH * size:
         raise ValueError(f"its {size:,} bytes hold {rows:,} rows: one row, again and again")
     return _number_rows(table.iter_batches(BATCH_ROWS))
 

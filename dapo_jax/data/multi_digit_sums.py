@@ -12,7 +12,7 @@ import numpy as np
 from dapo_jax.config.experiment import Data, Examples
 from dapo_jax.structs import Problem
 
-DIGITS, FEWEST_TERMS, MOST_TERMS = 2, 2, 4
+DIGITS, FEWEST_TERMS, MAX_TERMS = 2, 2, 4
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
 
 
@@ -20,7 +20,7 @@ def make_problem(split: str, seed: int, index: int) -> Problem:
     """Problem `index` of split 'train' or 'heldout'; no text occurs in both splits."""
     rng = np.random.default_rng([seed, zlib.crc32(b"sums"), zlib.crc32(split.encode()), index])
     while True:
-        limits = 10 ** rng.integers(1, DIGITS + 1, rng.integers(FEWEST_TERMS, MOST_TERMS + 1))
+        limits = 10 ** rng.integers(1, DIGITS + 1, rng.integers(FEWEST_TERMS, MAX_TERMS + 1))
         numbers = rng.integers(0, limits)
         text = "+".join(map(str, numbers)) + "="
         if (zlib.crc32(text.encode()) % HELDOUT_SHARE == 0) == (split == "heldout"):

@@ -28,7 +28,7 @@ from dapo_jax.data.row_formats import (
     parse_fields,
     read_row,
 )
-from dapo_jax.runtime.limits import saying_what_is_too_large
+from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem
 from dapo_jax.verifier.normalisation import normalise
@@ -167,7 +167,7 @@ def _read_problems(
     needs_answer: bool,
 ) -> Loaded:
     collector, named = _Collector(source, bad_rows_limit, needs_answer), False
-    with saying_what_is_too_large(", ".join(paths)):
+    with memory_error_as_config_error(", ".join(paths)):
         for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
             named = named or bool(names)
             collector.add(place, row, names)

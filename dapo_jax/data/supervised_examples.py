@@ -16,11 +16,11 @@ from dapo_jax.data.problem_files import find_files
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.row_formats import SHOWN_COMPLAINTS, MalformedRow, check_malformed
 from dapo_jax.data.supervised_rows import PAIRS, Example, Forms, Turns, Writer
-from dapo_jax.runtime.limits import saying_what_is_too_large
+from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
 
-HELDOUT_SHARE, MOST_HELDOUT = 20, 256
+HELDOUT_SHARE, MAX_HELDOUT = 20, 256
 
 
 class Examples(NamedTuple):
@@ -61,7 +61,7 @@ def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example
 
     The smallest hashes are held out, whatever the seed and the order.
     """
-    count = min(len(examples) // HELDOUT_SHARE, MOST_HELDOUT) if asked < 0 else asked
+    count = min(len(examples) // HELDOUT_SHARE, MAX_HELDOUT) if asked < 0 else asked
     allowed = f"below the {len(examples)} examples of {name!r}, from which they are taken"
     require(count < len(examples), "data.heldout_examples", count, allowed)
 
@@ -128,7 +128,7 @@ def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: F
     """
     collector = _Collector(Writer(data, tokenizer, forms), data, row_tokens, forms is PAIRS)
     for path in map(epath.Path, find_source(data)):
-        with naming("data.source", data.source), saying_what_is_too_large(str(path)):
+        with naming("data.source", data.source), memory_error_as_config_error(str(path)):
             for place, row in read_rows(path):
                 collector.add(f"{path} {place}", row)
     counts, what = collector.counts, "pairs" if forms is PAIRS else "examples"

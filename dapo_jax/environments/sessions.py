@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.environments.interface import Problem as Fields
-from dapo_jax.environments.ready import open_factory, tool_names
+from dapo_jax.environments.registry import open_factory, tool_names
 from dapo_jax.environments.transcript import Transcript
-from dapo_jax.rewards.given import GIVEN, write_copies
+from dapo_jax.rewards.pickled_functions import GIVEN, write_copies
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.structs import Interrupted, Problem, Prompt
 
 WORKER = "dapo_jax.environments.worker"
-LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
+POLL_SECONDS = 0.2  # between two looks whether to wait any longer
 SHOWN_OF_ERROR = 200  # characters
 
 
@@ -58,7 +58,7 @@ class Environments:
 
     Args:
         chat: whether prompts are written by the model's chat template.
-        given_up: tells whether to stop waiting; `steps` then raises.
+        should_abort: tells whether to stop waiting; `steps` then raises.
 
     Raises:
         ConfigError: there is no such environment, or the chat template can't show observations.
@@ -69,9 +69,9 @@ class Environments:
         settings: Environment,
         tokenizer: Tokenizer,
         chat: bool,
-        given_up: Callable[[], bool] = lambda: False,
+        should_abort: Callable[[], bool] = lambda: False,
     ):
-        self.settings, self._given_up, self._begun = settings, given_up, False
+        self.settings, self._given_up, self._begun = settings, should_abort, False
         self._first: dict[str, dict[str, Any]] = {}  # problem of a source, whose reset comes first
         names = tool_names(settings)
         open_factory(settings.name, names)  # a wrong name stops here, not in a worker
@@ -156,12 +156,12 @@ class Environments:
         def wait(i: int) -> list[Any] | None:
             step = asked[i].step
             assert step is not None
-            while not futures.wait([step], LOOK_SECONDS).done:
+            while not futures.wait([step], POLL_SECONDS).done:
                 if self._given_up():
                     return None
             return list(step.result())
 
-        replies = processes.share_out([one.index for one in asked], wait, "observations")
+        replies = processes.map_over_hosts([one.index for one in asked], wait, "observations")
         if None in replies:
             raise Interrupted
         return [Step(*reply) for reply in replies]

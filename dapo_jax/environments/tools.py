@@ -13,7 +13,7 @@ from dapo_jax.runtime.tool_calls import OPEN_CALL, read_calls
 
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 TYPES |= {dict: "object", tuple: "array", type(None): "null"}
-MOST_CALLS = 8  # of one turn; those beyond are not made
+MAX_CALLS = 8  # of one turn; those beyond are not made
 SHOWN_OF_ERROR = 500  # characters
 _ARGUMENT = re.compile(r"^\s*(\w+)[ \t]*(?:\([^)\n]*\))?:[ \t]*(\S.*)$", re.MULTILINE)
 # JSON that was meant as a call, by a template that has no tag for it.
@@ -95,14 +95,14 @@ class ToolUse:
                 "tool_call_id": f"{number:09}",
                 "content": self._call(**call["function"]),
             }
-            for number, call in enumerate(calls[:MOST_CALLS])
+            for number, call in enumerate(calls[:MAX_CALLS])
         ]
         if _is_meant(rest):
             names = ", ".join(self._functions)
             error = f"error: a call that can't be read; the tools are {names}"
             messages.append({"role": "tool", "content": error})
-        if len(calls) > MOST_CALLS:
-            error = f"error: {len(calls)} calls; at most {MOST_CALLS} are made in a turn"
+        if len(calls) > MAX_CALLS:
+            error = f"error: {len(calls)} calls; at most {MAX_CALLS} are made in a turn"
             messages.append({"role": "tool", "content": error})
         contents = [message["content"] for message in messages]
         failure = next((text for text in contents if text.startswith("error: ")), "")

@@ -17,8 +17,8 @@ from typing import Any
 
 from dapo_jax.runtime.workers.child import serve
 
-MOST_LIVE = 512  # environments that a process keeps between steps
-MOST_CHARACTERS = 1 << 16  # of an observation; the limit in tokens is far below
+MAX_LIVE = 512  # environments that a process keeps between steps
+MAX_CHARACTERS = 1 << 16  # of an observation; the limit in tokens is far below
 
 
 class Sessions:
@@ -45,11 +45,11 @@ class Sessions:
         observation = check_observation(environment.step(said[-1]))
         if not observation.done:
             self._live[job["session"]] = environment, len(said)
-        while len(self._live) > MOST_LIVE:
+        while len(self._live) > MAX_LIVE:
             self._live.popitem(last=False)
         texts = [str(message.get("content", "")) for message in observation.messages]
-        if sum(map(len, [observation.text, *texts])) > MOST_CHARACTERS:
-            text = (observation.text or "\n".join(texts))[:MOST_CHARACTERS]
+        if sum(map(len, [observation.text, *texts])) > MAX_CHARACTERS:
+            text = (observation.text or "\n".join(texts))[:MAX_CHARACTERS]
             return vars(observation) | {"text": text, "messages": [], "cut": True}
         return vars(observation) | {"messages": list(observation.messages)}
 
@@ -69,8 +69,8 @@ def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict
     os.dup2(nowhere, 2)
     try:
         from dapo_jax.environments.interface import make_environment
-        from dapo_jax.environments.ready import open_factory
-        from dapo_jax.rewards.given import read_copies
+        from dapo_jax.environments.registry import open_factory
+        from dapo_jax.rewards.pickled_functions import read_copies
 
         if file:
             read_copies(pathlib.Path(file))

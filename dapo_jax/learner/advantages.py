@@ -22,7 +22,7 @@ from dapo_jax.learner.baselines import (
     centre_in_groups,
     leave_one_out,
     normalise_in_groups,
-    of_right_sets,
+    pass_at_k_advantages,
 )
 from dapo_jax.structs import present
 
@@ -142,7 +142,7 @@ def gather_feedback(
     return feedback
 
 
-def spread(
+def broadcast_to_tokens(
     per_response: Float[np.ndarray, "B"], response_index: Int[np.ndarray, "*M R T"]
 ) -> Float[np.ndarray, "*M R T"]:
     """The value of each token's response; 0 off the responses (index -1)."""
@@ -157,7 +157,7 @@ def _of_responses(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> "
         advantages = function(feedback.rewards, feedback.groups)
         scale = SCALES[algorithm.advantage_scale]
         scaled = scale(advantages, feedback.rewards, feedback.groups)
-        return spread(scaled, feedback.response_index)
+        return broadcast_to_tokens(scaled, feedback.response_index)
 
     return estimator
 
@@ -181,13 +181,13 @@ def reward_parts(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     scores = [normalise_in_groups(part, feedback.groups) for part in parts]
     total = np.sum(weights[:, None] * np.array(scores), axis=0)
     whitened = (total - total.mean()) / (total.std(ddof=min(1, len(total) - 1)) + STD_EPSILON)
-    return spread(whitened, feedback.response_index)
+    return broadcast_to_tokens(whitened, feedback.response_index)
 
 
 def pass_at_k(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
-    """`of_right_sets` of `pass_k` responses."""
-    gains = of_right_sets(feedback.correct, feedback.groups, algorithm.pass_k)
-    return spread(gains, feedback.response_index)
+    """`pass_at_k_advantages` of `pass_k` responses."""
+    gains = pass_at_k_advantages(feedback.correct, feedback.groups, algorithm.pass_k)
+    return broadcast_to_tokens(gains, feedback.response_index)
 
 
 # --- one value per token ---------------------------------------------------------------------
@@ -231,7 +231,7 @@ def length_adaptive_gae(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     index = feedback.response_index
     length = np.maximum(_sum_over_responses(np.ones(index.shape), index, len(feedback.rewards)), 1)
     lambdas = np.maximum(0.0, 1 - 1 / (algorithm.lambda_alpha * length))
-    return generalised_advantages(algorithm, feedback, spread(lambdas, index))
+    return generalised_advantages(algorithm, feedback, broadcast_to_tokens(lambdas, index))
 
 
 # --- imitation and preference ----------------------------------------------------------------
@@ -275,7 +275,7 @@ def preference(algorithm: Algorithm, feedback: Feedback) -> np.ndarray:
     pull = beta * np.exp(-np.logaddexp(0.0, beta * margins))
     coefficients = np.zeros(len(feedback.rewards))
     coefficients[pairs] = pull[:, None] * np.array([1.0, -1.0])
-    return spread(coefficients, feedback.response_index)
+    return broadcast_to_tokens(coefficients, feedback.response_index)
 
 
 Estimator = Callable[[Algorithm, Feedback], np.ndarray]

@@ -67,7 +67,7 @@ def centre_by_length(
     return rewards - weighted / np.maximum(length, STD_EPSILON)
 
 
-def of_right_sets(
+def pass_at_k_advantages(
     correct: Bool[np.ndarray, "B"], groups: Int[np.ndarray, "B"], k: int
 ) -> np.ndarray:
     """Analytic advantages of pass@k training (arXiv 2508.10751, equations 14 and 15).

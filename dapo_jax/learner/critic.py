@@ -16,7 +16,7 @@ from dapo_jax.learner.losses import value_loss
 from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_values
-from dapo_jax.structs import Mean, Rollouts, TrainBatch, present
+from dapo_jax.structs import Mean, PackedRows, TrainBatch, present
 
 
 def critic_objective(
@@ -34,7 +34,7 @@ def critic_learner(
 ) -> Learner:
     """The learner whose score is V(tokens before t), aligned with token t."""
 
-    def score(params, rows: Rollouts):
+    def score(params, rows: PackedRows):
         return token_values(params, config, rows.tokens, rows.segment_ids, rows.positions)
 
     def loss(params, batch: TrainBatch):

@@ -12,7 +12,7 @@ from dapo_jax.structs import Mean, TrainBatch, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Learners:
+class LearnerPrograms:
     """Compiled programs of policy and critic, and the frozen parameters that score beside them.
 
     Attributes:
@@ -66,7 +66,7 @@ def learning_rates(config: Config, step: int) -> tuple[float, float]:
 
 def update(
     config: Config,
-    learners: Learners,
+    learners: LearnerPrograms,
     states: LearnerStates,
     step: int,
     minibatch: int,

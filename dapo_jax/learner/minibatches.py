@@ -10,14 +10,14 @@ from jaxtyping import Float
 
 from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.user_code import describe_error
-from dapo_jax.learner.packing import Segment, choose_rows, make_batch, nth, pack_updates
+from dapo_jax.learner.packing import Segment, choose_rows, make_batch, pack_updates, tree_index
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.training_attention import SHORT_ROW_TOKENS
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import shards
-from dapo_jax.structs import Group, Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import Group, PackedRows, ScoredBatch, TrainBatch
 
 TokenWeights = Callable[[Group, int], Sequence[float]]  # a user's function
 
@@ -33,7 +33,7 @@ class Minibatches:
     """
 
     segments: list[list[Segment]]
-    rollouts: Rollouts
+    rollouts: PackedRows
     microbatches: list[int]
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ def _ask_token_weights(
     """Weights of the tokens of each response of each group, asked on one process each."""
     if token_weights is None:
         return [[None] * len(group.completions) for group in groups]
-    weights = processes.share_out(
+    weights = processes.map_over_hosts(
         [group.prompt.index for group in groups],
         lambda i: [
             _check_token_weights(config, token_weights, groups[i], j).tolist()
@@ -137,7 +137,7 @@ def choose_packing(
     )
 
 
-def weigh(
+def make_train_batches(
     config: Config,
     minibatches: Minibatches,
     scored: ScoredBatch,
@@ -147,5 +147,5 @@ def weigh(
     """The batch of each update with its loss weights, made while the one before is computed."""
     budget, planned = config.drawn_budget(), prompts_per_update(config)
     for u, segments in enumerate(minibatches.segments):
-        part, gains, targets = nth((scored, advantages, returns), u)
+        part, gains, targets = tree_index((scored, advantages, returns), u)
         yield make_batch(part, segments, gains, targets, config.algorithm, budget, planned)

@@ -15,9 +15,9 @@ from jaxtyping import Bool
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.compute import Packing
-from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.advantages import broadcast_to_tokens
 from dapo_jax.learner.losses import response_weights
-from dapo_jax.structs import Completion, Prompt, Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import Completion, PackedRows, Prompt, ScoredBatch, TrainBatch
 
 LONGER = (1, 2, 3, 4)  # times the shortest row that holds the longest response
 SMALLER = (1, 2)  # microbatches in place of one
@@ -72,7 +72,7 @@ def pack(
     row_tokens: int,
     rows_per_microbatch: int,
     microbatches: int | None = None,
-) -> tuple[Rollouts, int]:
+) -> tuple[PackedRows, int]:
     """Packs one minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
 
     Args:
@@ -112,7 +112,7 @@ def pack(
     arrays: list[Any] = [tokens, segment_ids, positions, response_index, logprobs]
     arrays += _pack_routes(segments, rows, shape)
     split = (microbatches, rows_per_microbatch)
-    return Rollouts(*(array.reshape(*split, *array.shape[1:]) for array in arrays)), used
+    return PackedRows(*(array.reshape(*split, *array.shape[1:]) for array in arrays)), used
 
 
 def _pack_routes(
@@ -169,7 +169,7 @@ def choose_rows(
     return best
 
 
-def fill(rollouts: Rollouts, used: Sequence[int]) -> float:
+def fill(rollouts: PackedRows, used: Sequence[int]) -> float:
     """Share of the places in microbatches that hold something which are no padding."""
     segment_ids = np.asarray(rollouts.segment_ids)
     return float((segment_ids > 0).sum() / (sum(used) * math.prod(segment_ids.shape[2:])))
@@ -177,7 +177,7 @@ def fill(rollouts: Rollouts, used: Sequence[int]) -> float:
 
 def pack_updates(
     updates: Sequence[Sequence[Segment]], packing: Packing
-) -> tuple[Rollouts, list[int]]:
+) -> tuple[PackedRows, list[int]]:
     """Packs the minibatches of one rollout batch: [U, M, R, T] and the microbatches each uses."""
     shape = packing.row_tokens, packing.rows_per_microbatch
     microbatches = padded_microbatches(updates, *shape)
@@ -185,7 +185,7 @@ def pack_updates(
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
 
 
-def nth(tree: Any, index: int | slice | tuple[int | slice, ...]) -> Any:
+def tree_index(tree: Any, index: int | slice | tuple[int | slice, ...]) -> Any:
     """Entry `index` of the first axis of every array, or some of them."""
     return jax.tree.map(lambda array: array[index], tree)
 
@@ -248,7 +248,7 @@ def make_batch(
     def of_responses(values: np.ndarray) -> np.ndarray:
         whole = np.zeros(1 + max((segment.index for segment in segments), default=0))
         whole[[segment.index for segment in segments]] = values
-        return spread(whole, index)
+        return broadcast_to_tokens(whole, index)
 
     present = len(np.unique(groups))
     share = present / (planned_groups or present)

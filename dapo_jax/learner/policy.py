@@ -17,7 +17,7 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
-from dapo_jax.structs import Mean, Rollouts, TrainBatch, present
+from dapo_jax.structs import Mean, PackedRows, TrainBatch, present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
 TEACHER = "teacher"  # its parameters among those of a learner that never change
@@ -156,22 +156,22 @@ def policy_learner(
     chunk_tokens = compute.logprob_chunk_tokens
     routers = recorded_of_routers(algorithm, config)
 
-    def states_of(params, shape: DecoderConfig, rows: Rollouts, **options: Any):
+    def states_of(params, shape: DecoderConfig, rows: PackedRows, **options: Any):
         arrays = rows.tokens, rows.segment_ids, rows.positions
         return hidden_states(params, shape, *arrays, **options)
 
-    def of_rows(params, rows: Rollouts, record: Sequence[str] = ()):
+    def of_rows(params, rows: PackedRows, record: Sequence[str] = ()):
         hidden, records = states_of(params, config, rows, routes=rows.routes, record=record)
         pair = logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
         return hidden, *pair, records
 
-    def score(params, rows: Rollouts):
+    def score(params, rows: PackedRows):
         if algorithm.router_replay != "old" or rows.routes is not None:
             return of_rows(params, rows)[1]
         _, logprobs, _, records = of_rows(params, rows, record=[ROUTES])
         return logprobs, jnp.moveaxis(records[ROUTES], 0, 2)
 
-    def divergence_of(params, hidden, shape: DecoderConfig, rows: Rollouts):
+    def divergence_of(params, hidden, shape: DecoderConfig, rows: PackedRows):
         given, top_k = params[TEACHER], algorithm.distillation_top_k
         beta, temperature = algorithm.distillation_beta, algorithm.distillation_temperature
         kind = Divergence(beta, top_k, temperature)

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.learner.packing import Segment, nth, pack
+from dapo_jax.learner.packing import Segment, pack, tree_index
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.logprobs import scalars_after
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import Completion, Prompt, Rollouts
+from dapo_jax.structs import Completion, PackedRows, Prompt
 
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -53,17 +53,17 @@ class RewardModel:
                 for i, text in enumerate(texts)
             ]
             packed, used = pack(segments, row_tokens, 1)
-            parts.append(nth(packed, slice(used)))
+            parts.append(tree_index(packed, slice(used)))
         stacked = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
         scores = np.zeros(ends[-1], np.float32)
         for i in range(0, len(stacked.tokens), rows):
-            batch = nth(stacked, (slice(i, i + rows), 0))
+            batch = tree_index(stacked, (slice(i, i + rows), 0))
             pad = rows - len(batch.tokens)  # by rows whose scores are written again
             batch = jax.tree.map(lambda x, pad=pad: np.pad(x, ((0, pad), (0, 0)), "edge"), batch)
             self._read_last_tokens(batch, scores)
         return np.split(scores, ends[:-1])
 
-    def _read_last_tokens(self, rollouts: Rollouts, scores: np.ndarray) -> None:
+    def _read_last_tokens(self, rollouts: PackedRows, scores: np.ndarray) -> None:
         index = rollouts.response_index
         following = np.pad(index[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         last = (index >= 0) & (following != index)

@@ -9,19 +9,19 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, gather_feedback
-from dapo_jax.learner.learners import Learners, LearnerStates
+from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.losses import KL_ESTIMATORS
 from dapo_jax.learner.minibatches import Minibatches
-from dapo_jax.learner.packing import nth, place_tokens, trained_tokens
+from dapo_jax.learner.packing import place_tokens, trained_tokens, tree_index
 from dapo_jax.learner.update import Learner
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Group, Rollouts, ScoredBatch, present
+from dapo_jax.structs import Group, PackedRows, ScoredBatch, present
 
 
 @timed("score")
 def score_pass(
-    config: Config, learners: Learners, states: LearnerStates, minibatches: Minibatches
+    config: Config, learners: LearnerPrograms, states: LearnerStates, minibatches: Minibatches
 ) -> ScoredBatch:
     """Rollouts with log-probs and values of policy, reference, teacher and critic before updates.
 
@@ -30,9 +30,9 @@ def score_pass(
     algorithm, rollouts = config.algorithm, minibatches.rollouts
     unrouted = rollouts.replace(routes=None)  # routes are the policy's alone
 
-    def over_minibatches(learner: Learner, params: Any, rollouts: Rollouts = unrouted) -> Any:
+    def over_minibatches(learner: Learner, params: Any, rollouts: PackedRows = unrouted) -> Any:
         used = enumerate(minibatches.microbatches)
-        each = [learner.score(params, nth(rollouts, u), count) for u, count in used]
+        each = [learner.score(params, tree_index(rollouts, u), count) for u, count in used]
         return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
     old = reference = values = teacher = None
@@ -68,7 +68,7 @@ def await_scores(scored: ScoredBatch) -> ScoredBatch:
 
 
 @timed("score")  # where it needs the scores it waits for them
-def gather(
+def make_feedback(
     config: Config, minibatches: Minibatches, scored: ScoredBatch, groups: Sequence[Group]
 ) -> Feedback:
     """Feedback on a rollout batch: rewards, with the KL penalty where it belongs to them."""

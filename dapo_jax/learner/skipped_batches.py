@@ -12,7 +12,7 @@ from dapo_jax.runtime.nonfinite import path_name
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import replacing, write_text
-from dapo_jax.structs import Group, Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import Group, PackedRows, ScoredBatch, TrainBatch
 
 FOLDER, ARRAYS, RECORD = "skipped", "batch.npz", "record.json"
 MOST = 8  # in a run: what comes later is skipped for the same reason
@@ -74,6 +74,6 @@ def read_skipped(folder: Folder) -> tuple[dict[str, Any], TrainBatch]:
         return {name: array for name, array in named.items() if "/" not in name}
 
     scored = {"old_logprobs": None} | of("scored/")
-    rollouts = Rollouts(**of("scored/rollouts/"))
+    rollouts = PackedRows(**of("scored/rollouts/"))
     batch = TrainBatch(ScoredBatch(rollouts, **scored), **of(""))
     return json.loads((folder / RECORD).read_text()), batch

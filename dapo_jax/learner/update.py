@@ -17,7 +17,7 @@ from dapo_jax.learner.optimizer import make_optimizer
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
-from dapo_jax.structs import Mean, Rollouts, TrainBatch, TrainState
+from dapo_jax.structs import Mean, PackedRows, TrainBatch, TrainState
 
 ROWS = None, "batch", "sequence"  # logical names of [M, R, T]
 TOKEN_LOGPROBS = "token_logprobs"  # [M, R, T] among the metrics of an update that keeps them
@@ -48,7 +48,7 @@ class Learner:
 
     def __init__(
         self,
-        score: Callable[[Any, Rollouts], Any],
+        score: Callable[[Any, PackedRows], Any],
         loss: Callable[[Any, TrainBatch], tuple[Array, dict[str, Mean]]],
         boxed_params: Any,
         settings: Optimizer,
@@ -80,7 +80,7 @@ class Learner:
             self._update_fn, donate_argnums=0, out_shardings=(self.shardings, None)
         )
 
-    def score(self, params: Any, rollouts: Rollouts, microbatches: int) -> Any:
+    def score(self, params: Any, rollouts: PackedRows, microbatches: int) -> Any:
         """Log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
 
         A policy that records routes returns them too [M, R, T, L, k].
@@ -117,7 +117,7 @@ class Learner:
         return means["loss"].total, gradient
 
     def lower(
-        self, program: str, batch: Rollouts | TrainBatch, params: Any = None
+        self, program: str, batch: PackedRows | TrainBatch, params: Any = None
     ) -> jax.stages.Lowered:
         """`score` of rollouts or `update` on a batch, of these shapes [M, R, T], to be compiled.
 
@@ -143,7 +143,7 @@ class Learner:
     def _fresh_state(self, params: Any) -> TrainState:
         return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    def _score_fn(self, params: Any, rollouts: Rollouts, microbatches) -> Any:
+    def _score_fn(self, params: Any, rollouts: PackedRows, microbatches) -> Any:
         def of_microbatch(i):
             return self._score_rows(params, _microbatch(rollouts, i))
 
@@ -163,7 +163,7 @@ class Learner:
             gradient, metrics, kept = self._add_microbatches(*arguments)
         else:
             cut, gives = (None, None, 1, None), (None, None, 1)
-            add_up = sharding.each_of_data(self._add_apart, self.mesh, cut, gives)
+            add_up = sharding.per_replica(self._add_apart, self.mesh, cut, gives)
             gradient, metrics, kept = add_up(*arguments)
         gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)
         return gradient, metrics | kept

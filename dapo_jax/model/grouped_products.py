@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 TILE = 512  # of the kernel's rows, and of both sides of a matrix
 SMALLEST_TILE = 128  # of rows; it has to divide them
-MOST_ROWS, FEWEST_ROWS = 64, 8  # of a block
+MAX_ROWS, FEWEST_ROWS = 64, 8  # of a block
 
 
 @jax.custom_vjp
@@ -78,7 +78,7 @@ def product_by_blocks(
 ) -> Float[Array, "n O"]:
     """The product of groups that are padded to whole blocks of rows, each with one matrix."""
     count, groups = len(rows), len(sizes)
-    block = min(MOST_ROWS, max(FEWEST_ROWS, 1 << (count // groups).bit_length()))
+    block = min(MAX_ROWS, max(FEWEST_ROWS, 1 << (count // groups).bit_length()))
     places = (-(-count // block) + groups) * block
     padded = -(-sizes // block) * block
     ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded)

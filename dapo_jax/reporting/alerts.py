@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapo_jax.config.algorithm import OF_NO_REWARD
+from dapo_jax.config.algorithm import REWARD_FREE_ESTIMATORS
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import OF_THE_ANSWER
 from dapo_jax.runtime.nonfinite import PREFIXES, reasons
@@ -65,7 +65,7 @@ ONE_POLICY = When("rollout.lag rollout.carry_over", lambda lag, carry: (lag, car
 TOKEN_RATIO = When("algorithm.ratio", "token")
 NO_PUNISHMENT = When(
     "algorithm.overlong_punishment algorithm.advantage",
-    lambda punishes, advantage: not punishes and advantage not in OF_NO_REWARD,
+    lambda punishes, advantage: not punishes and advantage not in REWARD_FREE_ESTIMATORS,
 )
 MAY_STOP = When(
     "algorithm.dynamic_sampling rollout.when_starved",

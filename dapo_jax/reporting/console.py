@@ -22,7 +22,7 @@ from dapo_jax.reporting.compile_seconds import PROGRAMS, CompileSeconds
 from dapo_jax.reporting.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.lasting_output import LastingOutput
+from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.processes import printable
 from dapo_jax.structs import Completion, Group, Turn
 
@@ -166,7 +166,7 @@ class Progress:
         if reconfigure := getattr(sys.stdout, "reconfigure", None):  # a notebook's has none
             reconfigure(errors="backslashreplace")
         quiet = not (speaks and processes.is_first())
-        output: Any = LastingOutput("stdout")
+        output: Any = BrokenPipeSafeStream("stdout")
         options: Any = {"file": output, "highlight": False, "soft_wrap": True, "quiet": quiet}
         self.console = Console(**options)
         if self.console.is_jupyter:  # lines of text, where rich would make HTML of each

@@ -13,7 +13,7 @@ from dapo_jax.reporting.scores import REFLECTION
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.runtime.nonfinite import is_reason
-from dapo_jax.structs import Completion, Group, Mean, RolloutBatch, present
+from dapo_jax.structs import CollectedGroups, Completion, Group, Mean, present
 
 # Beginnings of names whose values differ between two runs of the same settings.
 CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
@@ -77,7 +77,7 @@ def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
 
 
 def rollout_metrics(
-    collected: RolloutBatch, counts: SamplerCounts, step: int = 0
+    collected: CollectedGroups, counts: SamplerCounts, step: int = 0
 ) -> dict[str, float]:
     """Metrics of a rollout batch: means leave its surplus groups out, counts of cost do not.
 
@@ -113,12 +113,12 @@ def rollout_metrics(
     )
 
 
-def _trained_tokens(collected: RolloutBatch) -> int:
+def _trained_tokens(collected: CollectedGroups) -> int:
     return sum(len(c) for group in collected.groups for c in group.completions)
 
 
 def speed_metrics(
-    collected: RolloutBatch, counts: SamplerCounts, seconds: Mapping[str, float]
+    collected: CollectedGroups, counts: SamplerCounts, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Tokens a second.
 

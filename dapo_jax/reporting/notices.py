@@ -12,7 +12,7 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
 MANY_WITHOUT_ANSWER = 0.5
-MOST_CUT = 0.5  # share of prompts that may be cut; beyond it a run learns beside the question
+MAX_CUT = 0.5  # share of prompts that may be cut; beyond it a run learns beside the question
 LIMIT_MULTIPLE = 64  # advised limits are a multiple of it, in tokens
 SHOWN_CHARACTERS = 200
 SPOT_SECONDS = 30.0  # of notice before a spot machine goes, at most
@@ -40,7 +40,7 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
         )
     lengths = [length for length in prompts.lengths if length.over]
     cut = config.data.overlong_prompts == "truncate_left"
-    many = any(length.over > MOST_CUT * length.looked_at for length in lengths)
+    many = any(length.over > MAX_CUT * length.looked_at for length in lengths)
     if not (lengths and cut or many):
         return
     fate = "lose their beginning" if cut else "are dropped"

@@ -4,7 +4,7 @@ from dapo_jax.config.outputs import Log
 from dapo_jax.reporting.writers import rollouts_name
 from dapo_jax.runtime.storage.jsonl import objects, read_object, spell
 from dapo_jax.runtime.storage.ownership import Folder
-from dapo_jax.runtime.storage.retries import overlooked
+from dapo_jax.runtime.storage.retries import suppress_storage_errors
 
 # Of each kind of records so many bytes are read, the newest files first.
 READ_BYTES = 1 << 28
@@ -58,7 +58,7 @@ def is_damaged(path: Folder) -> bool:
 def _read(path: Folder) -> bytes:
     """Content of a file; nothing where it can't be read, which counts as damaged."""
     content = b""
-    with overlooked():
+    with suppress_storage_errors():
         content = path.read_bytes()
     return content
 

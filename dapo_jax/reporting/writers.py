@@ -21,7 +21,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
-from dapo_jax.structs import Completion, RolloutBatch, Trace
+from dapo_jax.structs import CollectedGroups, Completion, Trace
 
 TOKEN_DECIMALS = 3
 
@@ -135,7 +135,7 @@ def trajectory_fields(completion: Completion) -> dict[str, list]:
 def write_rollouts(
     run_dir: Folder,
     step: int,
-    collected: RolloutBatch,
+    collected: CollectedGroups,
     token_groups: int = 0,
     tokenizer: Tokenizer | None = None,
     keep: int = 0,

@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from dapo_jax.config.user_code import describe_error, resolve
-from dapo_jax.rewards import given
+from dapo_jax.rewards import pickled_functions
 from dapo_jax.runtime.settings import ConfigError, require
 
 GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
 # They read tokens, verdicts, devices.
-OF_THE_TRAINER = ("rule", "format", "repetition", "model", "environment", GYM)
+TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM)
 # Arguments of functions that see a response, and of those that see a group.
 RESPONSE = ("prompt", "response", "answer")
 GROUP = ("prompt", "responses", "answer", "lengths", "correct")
@@ -56,8 +56,8 @@ READY: dict[str, RewardFunction] = {"think_format": think_format}  # parts to be
 def _find(name: str) -> Callable:
     if name in READY:
         return READY[name]
-    if name.startswith((given.HERE, given.GIVEN)):
-        return given.find(name)
+    if name.startswith((pickled_functions.HERE, pickled_functions.GIVEN)):
+        return pickled_functions.find(name)
     return resolve("reward.parts", name)
 
 
@@ -67,11 +67,11 @@ def own_parts(names: Sequence[str]) -> dict[str, Callable]:
     Raises:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
     """
-    ready = (*OF_THE_TRAINER, *READY)
+    ready = (*TRAINER_PARTS, *READY)
     for name in names:
         allowed = ", ".join(ready) + " or module:function"
         require(name in ready or ":" in name, "reward.parts", name, allowed)
-    functions = {name: _find(name) for name in names if name not in OF_THE_TRAINER}
+    functions = {name: _find(name) for name in names if name not in TRAINER_PARTS}
     for name, function in functions.items():
         try:
             inspect.signature(function).bind(**dict.fromkeys(arguments(function)))

@@ -14,7 +14,7 @@ from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
 
-LOOK_SECONDS = 0.2  # between two looks whether to wait any longer
+POLL_SECONDS = 0.2  # between two looks whether to wait any longer
 
 
 class Pending(NamedTuple):
@@ -38,7 +38,7 @@ class Judge:
 
     Args:
         decode_all: texts of responses that have none yet; by default they stay empty.
-        given_up: tells whether to stop waiting; `groups` then raises.
+        should_abort: tells whether to stop waiting; `groups` then raises.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Judge:
         config: Config,
         pool: RewardPool,
         model: RewardModel | None = None,
-        given_up: Callable[[], bool] = lambda: False,
+        should_abort: Callable[[], bool] = lambda: False,
         decode_all: Callable[[list[list[int]]], list[str]] = lambda rows: [""] * len(rows),
     ):
         self._config, self._pool, self._model = config, pool, model
-        self._given_up, self._decode_all = given_up, decode_all
+        self._given_up, self._decode_all = should_abort, decode_all
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
         """Decodes the responses, and submits them where this process judges the prompt."""
@@ -78,13 +78,15 @@ class Judge:
             except Interrupted:  # on all processes, once all have been told
                 return None
 
-        groups = processes.share_out([group.prompt.index for group in pending], judge, "verdicts")
+        groups = processes.map_over_hosts(
+            [group.prompt.index for group in pending], judge, "verdicts"
+        )
         if None in groups:
             raise Interrupted
         return [tuple(Verdict(**fields) for fields in group) for group in groups]
 
     def _wait(self, verdicts: list[Future[Verdict]]) -> tuple[Verdict, ...]:
-        while futures.wait(verdicts, LOOK_SECONDS).not_done:
+        while futures.wait(verdicts, POLL_SECONDS).not_done:
             if self._given_up():
                 raise Interrupted
         return tuple(future.result() for future in verdicts)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.functions import GYM, TOKENS, arguments, compute, own_parts, sees_group, waits
-from dapo_jax.rewards.given import GIVEN, HERE, write_copies
+from dapo_jax.rewards.pickled_functions import GIVEN, HERE, write_copies
 from dapo_jax.rewards.token_rewards import place_rewards
 from dapo_jax.rewards.waiting import WaitingParts
 from dapo_jax.runtime.workers.parent import RestartingWorker

@@ -29,7 +29,7 @@ def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], 
     """
     from dapo_jax.config.user_code import describe_error
     from dapo_jax.rewards.functions import compute, compute_together, own_parts
-    from dapo_jax.rewards.given import read_copies
+    from dapo_jax.rewards.pickled_functions import read_copies
 
     try:
         if file:

@@ -14,11 +14,11 @@ import numpy as np
 from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending, Sampler
 from dapo_jax.structs import (
+    CollectedGroups,
     Completion,
     Group,
     PartialGroup,
     Prompt,
-    RolloutBatch,
     Turn,
     Verdict,
 )
@@ -76,7 +76,7 @@ class CarryOverCollection(Collection[Pending]):
         late = (i for i, step in self._steps.items() if step <= oldest and i not in self._judged)
         return super().full() and next(late, None) is None
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> RolloutBatch:
+    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> CollectedGroups:
         """The rollout batch with the groups for the next step."""
         self.read_verdicts(judge)
         unfinished, groups = sampler.suspend(), self.first_kept()

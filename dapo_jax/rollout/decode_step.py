@@ -59,7 +59,7 @@ def start_responses(
     samples: Int[Array, "n"],
     fills: Fills | None,
     *,
-    take_up: Callable,
+    write_prompts: Callable,
     in_turn: bool = False,
 ) -> DecodeState:
     """Starts sample `samples[i]` of prompt `rows[i]` in `slots[i]`; one past the last is dropped.
@@ -67,7 +67,7 @@ def start_responses(
     The tokens that a response has already are on the host: only their count is written.
 
     Args:
-        take_up: of the cache's layout; `fills` is for it.
+        write_prompts: of the cache's layout; `fills` is for it.
         in_turn: layer after layer: else XLA:TPU gathers all prompts of all layers at once. A CPU
             would copy the caches.
     """
@@ -80,7 +80,7 @@ def start_responses(
     for cache, new in zip(state.caches, prefix.caches, strict=True):
         if in_turn and caches:
             new, caches[-1] = jax.lax.optimization_barrier((new, caches[-1]))
-        caches.append(take_up(cache, new, slots, rows, prefix.true_length[rows], fills))
+        caches.append(write_prompts(cache, new, slots, rows, prefix.true_length[rows], fills))
     routes = state.routes
     if routes is not None and prefix.routes is not None:
         prefilled = prefix.routes[rows, : routes.shape[1]]

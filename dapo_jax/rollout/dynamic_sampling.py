@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.structs import Completion, Group, Interrupted, PartialGroup, Prompt, RolloutBatch
+from dapo_jax.structs import CollectedGroups, Completion, Group, Interrupted, PartialGroup, Prompt
 
 Pending = TypeVar("Pending")  # a judge's handle of a group whose verdicts are under way
 SMALLEST_KEPT_FRACTION = 1 / 16  # bounds how far ahead a pessimistic estimate asks
@@ -209,7 +209,7 @@ class Collection(Generic[Pending]):
         """True if every prompt that a step may ask for is judged."""
         return len(self._judged) == len(self._asked) >= self._limit
 
-    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> RolloutBatch:
+    def end(self, sampler: Sampler, judge: Judge[Pending], position: int) -> CollectedGroups:
         """The rollout batch; nothing is decoded or judged any more.
 
         Surplus groups are not trained on: the next step asks their prompts again, of its policy.
@@ -227,12 +227,12 @@ class Collection(Generic[Pending]):
 
     def _batch(
         self, groups: list[Group], surplus: Set[int], following: int, kept_fraction: float
-    ) -> RolloutBatch:
+    ) -> CollectedGroups:
         judged = [self._judged[p.index] for p in self._asked if p.index in self._judged]
         passed = [prompt for prompt in self._asked if self._start <= prompt.index < following]
         whole = [group for group in judged if not group.broken]
         used = [group for group in whole if group.prompt.index not in surplus]
-        return RolloutBatch(
+        return CollectedGroups(
             groups=groups,
             judged=used,
             surplus=[group for group in whole if group.prompt.index in surplus],
@@ -247,7 +247,7 @@ class Collection(Generic[Pending]):
         )
 
 
-def _check_starved(config: Config, batch: RolloutBatch) -> None:
+def _check_starved(config: Config, batch: CollectedGroups) -> None:
     """Raises `Starved` where too few groups can teach, or none has a reward."""
     if batch.broken and not batch.judged:
         raise Starved(f"the reward failed in every group, first: {batch.broken[0].broken}")
@@ -271,7 +271,7 @@ def collect(
     on_judged: Callable[[list[Group]], None] = lambda _: None,
     on_burst: Callable[[Collection], None] = lambda _: None,
     interrupted: Callable[[], bool] = lambda: False,
-) -> RolloutBatch:
+) -> CollectedGroups:
     """Samples, judges and filters until `collection` has its groups.
 
     It ends without them where max_sample_rounds batches of prompts are judged, or a whole batch

@@ -84,7 +84,7 @@ class EnginePrograms:
         )
         on_tpu = mesh.devices.flat[0].platform == "tpu"
         start = decode_step.start_responses
-        start = functools.partial(start, take_up=layout.take_up, in_turn=on_tpu)
+        start = functools.partial(start, write_prompts=layout.write_prompts, in_turn=on_tpu)
         self.insert = jax.jit(start, donate_argnums=1, out_shardings=state)
         self.stop = jax.jit(decode_step.stop_responses, donate_argnums=0, out_shardings=state)
         self.generate = jax.jit(
@@ -133,7 +133,7 @@ class EnginePrograms:
         """
         shape = CALIBRATION_ROWS, min(CALIBRATION_TOKENS, self._cache_tokens)
         tokens = jax.random.randint(jax.random.key(0), shape, 0, self._config.vocab)
-        with self._mesh_in_sight():
+        with self._mesh_context():
             caches, _ = prefill(params, self._config, tokens, jnp.full(shape[0], shape[1]))
 
         def scale(cache: PromptCache) -> Array:
@@ -145,14 +145,14 @@ class EnginePrograms:
     def _grow(self, state: DecodeState, *, window: int) -> DecodeState:
         return state.replace(caches=self._layout.grow(state.caches, window))
 
-    def _mesh_in_sight(self) -> contextlib.AbstractContextManager:
+    def _mesh_context(self) -> contextlib.AbstractContextManager:
         """Context of traced code that computes experts where they lie, and adds by pieces."""
         if not (self._config.experts or self._config.int8_products):  # others need no mesh
             return contextlib.nullcontext()
         return sharding.activate_traced(self._mesh, sharding.DECODING)
 
     def _prefill(self, *arrays: Any) -> Prefix:
-        with self._mesh_in_sight():
+        with self._mesh_context():
             chunk_tokens = self._settings.prefill_chunk_tokens
             return decode_step.prefill_prefix(self._config, chunk_tokens, *arrays)
 
@@ -167,7 +167,7 @@ class EnginePrograms:
 
         started_at, tokens = state.generated, self._settings.burst_tokens
         early = sharding.shards(self._mesh, "batch", sharding.DECODING) == 1
-        with self._mesh_in_sight():
+        with self._mesh_context():
             state = decode_step.decode_burst(draw_token, state, tokens, early=early)
         return state, result_tokens(state, started_at, tokens)
 

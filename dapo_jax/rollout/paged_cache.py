@@ -120,10 +120,12 @@ class PagedLayout:
         """Caches as they are: pages do not grow."""
         return caches
 
-    def take_up(self, cache: Any, new: PromptCache, slots, rows, lengths, fills: Fills) -> Any:
+    def write_prompts(
+        self, cache: Any, new: PromptCache, slots, rows, lengths, fills: Fills
+    ) -> Any:
         """Writes the blocks of prompts that `fills` names into pages, or whole ones into rings."""
         if isinstance(cache, KVCache):
-            return self._rings.take_up(cache, new, slots, rows, lengths, None)
+            return self._rings.write_prompts(cache, new, slots, rows, lengths, None)
         place = functools.partial(sharding.spec, column=sharding.DECODING)
         pages, mine, prompts = page_specs(cache), place("batch"), place(None, None, "kv_heads")
         places = (jax.tree.map(lambda _: prompts, new), jax.tree.map(lambda _: mine, fills))

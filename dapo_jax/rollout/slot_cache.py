@@ -122,7 +122,7 @@ class SlotLayout:
             grown.append(rest.replace(keys=keys))
         return tuple(grown)
 
-    def take_up(
+    def write_prompts(
         self, cache: KVCache, new: PromptCache, slots: Array, rows: Array, lengths: Array, _: Any
     ) -> KVCache:
         """Writes prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]`.

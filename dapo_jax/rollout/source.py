@@ -25,17 +25,17 @@ from dapo_jax.rollout.dynamic_sampling import (
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.clock import timed
-from dapo_jax.structs import Group, Interrupted, PartialGroup, RolloutBatch
+from dapo_jax.structs import CollectedGroups, Group, Interrupted, PartialGroup
 
 FIRST_KEPT_FRACTION = 0.5  # before any group was judged
 OnBurst = Callable[[Collection], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutResult:
+class Rollout:
     """The rollout batch of a step, the sampler's counts of its cost, and the seconds it took."""
 
-    batch: RolloutBatch
+    batch: CollectedGroups
     counts: SamplerCounts
     seconds: float
 
@@ -60,7 +60,7 @@ class SourceState:
     kept_fraction: float = FIRST_KEPT_FRACTION
     partial: tuple[PartialGroup, ...] = ()
     behaviour: Any = None
-    ahead: RolloutResult | None = None
+    ahead: Rollout | None = None
 
 
 class Journal(Protocol):
@@ -117,9 +117,7 @@ class OnPolicy:
         self._journal, self._interrupted, self._show = journal or NoJournal(), interrupted, show
 
     @timed("rollout")
-    def collect(
-        self, state: SourceState, params: Any, step: int
-    ) -> tuple[SourceState, RolloutResult]:
+    def collect(self, state: SourceState, params: Any, step: int) -> tuple[SourceState, Rollout]:
         """The rollouts of `step`, and the state after them.
 
         Args:
@@ -136,7 +134,7 @@ class OnPolicy:
         """The state with the rollouts of step + 1, where they may be drawn during the update."""
         return state
 
-    def draw(self, state: SourceState, params: Any, step: int, policy_step: int) -> RolloutResult:
+    def draw(self, state: SourceState, params: Any, step: int, policy_step: int) -> Rollout:
         """The rollouts of `step`, drawn by a policy that has learned for `policy_step` steps."""
         start, sampler, settings = time.perf_counter(), self._sampler, self._config.sampler
         rule = SamplingRule(settings.temperature, settings.top_p, settings.top_k)
@@ -159,7 +157,7 @@ class OnPolicy:
             )
         sampler.release()  # where an update follows, it needs the memory of the caches
         counts = dataclasses.replace(sampler.counts)
-        return RolloutResult(batch, counts, time.perf_counter() - start)
+        return Rollout(batch, counts, time.perf_counter() - start)
 
 
 class CarryOver(OnPolicy):
@@ -204,7 +202,7 @@ class Lagged(OnPolicy):
 RolloutSource = OnPolicy  # the type of all three
 
 
-def _advance(state: SourceState, result: RolloutResult, behaviour: Any = None) -> SourceState:
+def _advance(state: SourceState, result: Rollout, behaviour: Any = None) -> SourceState:
     batch = result.batch
     return SourceState(batch.next_position, batch.kept_fraction, behaviour=behaviour)
 

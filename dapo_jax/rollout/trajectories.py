@@ -41,7 +41,7 @@ class Steps(Protocol):
     def steps(self, asked: Sequence[Any]) -> list[Any]: ...
 
 
-class Between(NamedTuple):
+class AwaitingStep(NamedTuple):
     """Trajectory whose environment is asked."""
 
     burst: int  # after which its turn ended
@@ -61,7 +61,7 @@ class Trajectories:
 
     def __init__(self, environments: Steps | None, most_tokens: int, key: Sequence[int] = ()):
         self._environments, self._most_tokens, self._key = environments, most_tokens, key
-        self._between: collections.deque[Between] = collections.deque()
+        self._between: collections.deque[AwaitingStep] = collections.deque()
         self.counts = TurnCounts()
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Trajectories:
         said = said or [completion.text]
         asked = self._environments.submit(prompt, seed, said, completion.failures)
         self.counts.turns += 1
-        self._between.append(Between(burst, group, completion, asked))
+        self._between.append(AwaitingStep(burst, group, completion, asked))
         return True
 
     def due(self, burst: int, idle: bool) -> list[tuple[PendingGroup, Completion, bool]]:

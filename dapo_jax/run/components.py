@@ -13,10 +13,10 @@ from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
-from dapo_jax.environments.ready import described_tools, judged_by
+from dapo_jax.environments.registry import described_tools, judged_by
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.critic import scalar_config
-from dapo_jax.learner.learners import Learners
+from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.minibatches import TokenWeights
 from dapo_jax.learner.reward_model import RewardModel
 from dapo_jax.model import load_huggingface, peft_adapters
@@ -29,7 +29,7 @@ from dapo_jax.model.trainable import (
     without_adapters,
 )
 from dapo_jax.reporting.console import Progress
-from dapo_jax.reporting.notices import MOST_CUT, fitting
+from dapo_jax.reporting.notices import MAX_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.scheduler import Scheduler
@@ -89,7 +89,7 @@ def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
     """Raises `ConfigError` where most of what a prompt asks would be cut off."""
     for one in lengths if config.data.overlong_prompts == "truncate_left" else ():
         require(
-            one.over <= MOST_CUT * one.looked_at,
+            one.over <= MAX_CUT * one.looked_at,
             "data.max_prompt_tokens",
             config.data.max_prompt_tokens,
             f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
@@ -106,7 +106,7 @@ class Components:
     prompts: PromptStream
     sampler: Scheduler
     judge: Judge
-    learners: Learners
+    learners: LearnerPrograms
     progress: Progress
     frozen: Any  # the policy's parameters that are never trained, in their forward dtype
     environments: Environments | None
@@ -242,17 +242,17 @@ def check_same_model(
 
 
 def build(
-    config: Config, *, training: bool = True, given_up: Callable[[], bool] = lambda: False
+    config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
 ) -> Components:
     """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
 
     Args:
         training: without it there are no training prompts, no reference policy and no teacher.
-        given_up: whether nobody waits for verdicts any longer.
+        should_abort: whether nobody waits for verdicts any longer.
     """
     progress = Progress(config.log.console)
     with progress.working(f"loading {config.model.folder}"):
-        return _build(config, progress, training, given_up)
+        return _build(config, progress, training, should_abort)
 
 
 def open_decoder(
@@ -285,7 +285,7 @@ def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
 
 
 def open_environments(
-    config: Config, tokenizer: Tokenizer, given_up: Callable[[], bool] = lambda: False
+    config: Config, tokenizer: Tokenizer, should_abort: Callable[[], bool] = lambda: False
 ) -> Environments | None:
     """Environments of the trajectories; None where responses have one turn.
 
@@ -296,7 +296,7 @@ def open_environments(
         return None
     chat = config.data.template == "chat"
     check_chat(config.data.template, tokenizer.chat)
-    return Environments(judged_by(config.environment, config.reward), tokenizer, chat, given_up)
+    return Environments(judged_by(config.environment, config.reward), tokenizer, chat, should_abort)
 
 
 def open_prompts(
@@ -318,13 +318,13 @@ def open_prompts(
 
 
 def _build(
-    config: Config, progress: Progress, training: bool, given_up: Callable[[], bool]
+    config: Config, progress: Progress, training: bool, should_abort: Callable[[], bool]
 ) -> Components:
     hook = config.algorithm.token_weights
     token_weights = resolve("algorithm.token_weights", hook) if hook else None
     decoder, mesh, sampling_mesh = open_decoder(config, training)
     tokenizer = open_tokenizer(config, decoder)
-    environments = open_environments(config, tokenizer, given_up)
+    environments = open_environments(config, tokenizer, should_abort)
     prompts = open_prompts(config, tokenizer, environments, training)
     check_lengths(config, prompts.lengths)
     frozen = load_frozen(config.model.folder, decoder, mesh)
@@ -341,7 +341,7 @@ def _build(
         prompts=prompts,
         sampler=Scheduler(engine, tokenizer, config.seed, environments),
         environments=environments,
-        judge=Judge(config, pool, model, given_up, tokenizer.decode_all),
+        judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
         learners=dataclasses.replace(learners, reference=reference),
         progress=progress,
         frozen=frozen,

@@ -58,7 +58,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import claim
 from dapo_jax.runtime.storage.ownership import RUN
-from dapo_jax.runtime.storage.retries import Storage, overlooked
+from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.structs import Interrupted
 from dapo_jax.train import Trainer, TrainerState, train_step
 
@@ -120,7 +120,7 @@ class Run:
             responses = sample_heldout(config, params, self._heldout, *rooms, self.signals)
         self.files.write_evaluation(self.state.step, responses)
         # Whether two answers are equal is asked of a worker.
-        values = processes.from_first(
+        values = processes.broadcast_from_host0(
             lambda: heldout_metrics(report_on(responses, config)), "held-out metrics"
         )
         return values | {"seconds_evaluation": clock.total()}, responses
@@ -180,7 +180,7 @@ class Run:
         wanted = last or learns and due(step, config.checkpoint.every_steps)
         self._saver.step(wanted, self._save)
         if config.checkpoint.keep_groups and processes.is_first():
-            with overlooked():  # else after the next step
+            with suppress_storage_errors():  # else after the next step
                 self._journal.forget(max(find_steps(config.run_dir), default=0))
         if (
             self._on_step
@@ -198,14 +198,14 @@ class Run:
         """Saves, and returns when the state is on disk. Raises `NotSaved`, `NotFinite`."""
         with self._console.working("saving"):
             self._saver.last(self._save)
-        self._storage.rested()  # what comes now has no later
+        self._storage.clear_backoff()  # what comes now has no later
         self._journal.forget(self.state.step)
         self._storage.drain()
 
     def finish(self) -> dict[str, Any]:
         """The summary, after the last checkpoint, with its file, picture and page."""
         self.keep()
-        return processes.from_first(self._finish, "summary")
+        return processes.broadcast_from_host0(self._finish, "summary")
 
     def _finish(self) -> dict[str, Any]:
         rows, progress, config = self.files.rows(), self.progress, self.config
@@ -246,7 +246,7 @@ def open_run(
         ConfigError: the folder holds another run, or settings and model don't fit together.
     """
     folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
-    components = build(config, given_up=signals.here)
+    components = build(config, should_abort=signals.here)
     console, prompts = components.progress, components.prompts
     stack.enter_context(console.compilation(config.model.folder))
     stack.callback(components.close)

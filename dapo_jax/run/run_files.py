@@ -21,7 +21,7 @@ from dapo_jax.run.evaluation.response_file import write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
-from dapo_jax.structs import Group, RolloutBatch
+from dapo_jax.structs import CollectedGroups, Group
 
 CONFIG = "config.json"
 
@@ -73,7 +73,7 @@ class RunFiles:
         if self._writer:
             self._writer.write(step, values)
 
-    def write_rollouts(self, step: int, batch: RolloutBatch) -> None:
+    def write_rollouts(self, step: int, batch: CollectedGroups) -> None:
         """rollouts/step_N.jsonl, in the background, where `log.rollouts` asks for it."""
         if self._writer and self._config.log.rollouts:
             log = self._config.log

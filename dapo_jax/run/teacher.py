@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.learner.learners import Learners
+from dapo_jax.learner.learners import LearnerPrograms
 from dapo_jax.learner.policy import TEACHER, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
@@ -124,22 +124,22 @@ def open_programs(
     mesh: jax.sharding.Mesh,
     frozen: Any,
     teacher: Teacher | None,
-) -> Learners:
+) -> LearnerPrograms:
     """Programs of policy and critic, and the teacher where the policy's loss or advantage reads it.
 
     Args:
         frozen: parameters of the policy that are never trained.
     """
     if teacher is None:
-        return Learners(*open_learners(config, decoder, mesh, frozen))
+        return LearnerPrograms(*open_learners(config, decoder, mesh, frozen))
     if config.algorithm.distillation == "jsd":
         frozen = {**(frozen or {}), TEACHER: teacher.params}
         programs = open_learners(config, decoder, mesh, frozen, teacher.decoder)
-        return Learners(*programs, teacher_params=teacher.params)
+        return LearnerPrograms(*programs, teacher_params=teacher.params)
     settings = config.algorithm, config.compute, config.optimizer
     scorer = keep(policy_learner, *settings, teacher.decoder, mesh, config.sampler.temperature)
     programs = open_learners(config, decoder, mesh, frozen)
-    return Learners(*programs, teacher=scorer, teacher_params=teacher.params)
+    return LearnerPrograms(*programs, teacher=scorer, teacher_params=teacher.params)
 
 
 def _convert(path: str, leaf: jax.Array, wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:

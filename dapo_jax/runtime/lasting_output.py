@@ -10,7 +10,7 @@ from typing import IO, Any
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 
 
-class LastingOutput:
+class BrokenPipeSafeStream:
     """Stream that goes on where its reader is gone: what is written then is lost, and nothing else.
 
     The other stream gets a line about it, once.

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from dapo_jax.runtime.settings import ConfigError
 
 # Measured on two cores, for the command that needs least: below, a library can't be loaded.
-LEAST_ADDRESSES = 3 << 30  # bytes; what is resident is a tenth of it
-LEAST_THREADS, THREADS_PER_CORE = 24, 4
+MIN_ADDRESSES = 3 << 30  # bytes; what is resident is a tenth of it
+MIN_THREADS, THREADS_PER_CORE = 24, 4
 NO_MORE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def check_limits() -> None:
     """Raises `ConfigError` where the process may have too little memory, or too few threads."""
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if addresses != resource.RLIM_INFINITY and addresses < LEAST_ADDRESSES:
+    if addresses != resource.RLIM_INFINITY and addresses < MIN_ADDRESSES:
         raise ConfigError(
             f"ulimit -v = {addresses >> 10}: must be unlimited, or at least "
-            f"{LEAST_ADDRESSES >> 10} (kB), which the libraries reserve"
+            f"{MIN_ADDRESSES >> 10} (kB), which the libraries reserve"
         )
-    wanted = LEAST_THREADS + THREADS_PER_CORE * (os.cpu_count() or 1)
+    wanted = MIN_THREADS + THREADS_PER_CORE * (os.cpu_count() or 1)
     started = _startable(wanted)
     if started < wanted:
         raise ConfigError(
@@ -55,7 +55,7 @@ def _startable(wanted: int) -> int:
 
 
 @contextlib.contextmanager
-def saying_what_is_too_large(what: str) -> Iterator[None]:
+def memory_error_as_config_error(what: str) -> Iterator[None]:
     """Context in which missing memory becomes a `ConfigError` about `what`."""
     try:
         yield

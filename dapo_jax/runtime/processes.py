@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.runtime.heartbeat import LEAVING_SECONDS, SILENCE_SECONDS, Heartbeat
-from dapo_jax.runtime.lasting_output import LastingOutput
+from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.settings import ConfigError
 
 # Set by a launcher that starts the processes itself; on Cloud TPU, GKE and Slurm jax knows.
@@ -39,7 +39,7 @@ FIRST_BYTES = 1024  # of an all-gather; a longer message takes a second one
 LENGTH_BYTES = 4
 SHOW_CURSOR = b"\x1b[?25h"  # which a live line hides
 
-STDERR: Any = LastingOutput("stderr")
+STDERR: Any = BrokenPipeSafeStream("stderr")
 
 _heartbeat: Heartbeat | None = None
 _command = False
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
     )
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints a line on standard error, with the number of the process where there are several."""
     before = f"process {index()}: " if count() > 1 else ""
     print(before + printable(text), file=STDERR, flush=True)
@@ -187,19 +187,19 @@ def _run(work: Callable[[], int], alone: str) -> int:
     if count() == 1:
         return work()
     if alone:
-        complain(f"error: {alone} is the work of one process, but {count()} were started")
-        leave(2)
+        print_error(f"error: {alone} is the work of one process, but {count()} were started")
+        exit_all(2)
     try:
         code = work()
     except BaseException as error:
         # Often another process died, for which the heartbeat has a better line than a trace.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
             time.sleep(SILENCE_SECONDS + LEAVING_SECONDS)
-        complain(traceback.format_exc())
+        print_error(traceback.format_exc())
         code = 1
     if code:
-        leave(code)
-    agree("done", "the end")
+        exit_all(code)
+    all_gather_json("done", "the end")
     if _heartbeat is not None:
         _heartbeat.close()
     jax.distributed.shutdown()
@@ -208,14 +208,14 @@ def _run(work: Callable[[], int], alone: str) -> int:
 
 def _leave_on_signal(number: int, _: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the signal came while a line was being written
-        complain(f"stopped by {signal.Signals(number).name}")
-    leave(128 + number)
+        print_error(f"stopped by {signal.Signals(number).name}")
+    exit_all(128 + number)
 
 
-def leave(code: int) -> None:
+def exit_all(code: int) -> None:
     """Ends this process where it stands, and the others with the same exit code."""
     with contextlib.suppress(RuntimeError):
-        LastingOutput("stdout").flush()
+        BrokenPipeSafeStream("stdout").flush()
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), SHOW_CURSOR)
     if _heartbeat is not None:
@@ -223,7 +223,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def agree(value: Any, name: str) -> list[Any]:
+def all_gather_json(value: Any, name: str) -> list[Any]:
     """Values of all processes, in their order: one small all-gather.
 
     Args:
@@ -274,12 +274,12 @@ def _replicated(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def from_first(work: Callable[[], Any], name: str) -> Any:
+def broadcast_from_host0(work: Callable[[], Any], name: str) -> Any:
     """Result of `work` on process 0, on every process; JSON must be able to hold it."""
-    return agree(work() if is_first() else None, name)[0]
+    return all_gather_json(work() if is_first() else None, name)[0]
 
 
-def share_out(owners: list[int], work: Callable[[int], Any], name: str) -> list[Any]:
+def map_over_hosts(owners: list[int], work: Callable[[int], Any], name: str) -> list[Any]:
     """Results of pieces of work, each done by one process, on every process.
 
     Args:
@@ -296,7 +296,7 @@ def share_out(owners: list[int], work: Callable[[int], Any], name: str) -> list[
                 mine[str(i)] = work(i)
             except ConfigError as problem:
                 error = str(problem)
-    answers = agree([error, mine], name)
+    answers = all_gather_json([error, mine], name)
     for error, _ in answers:
         if error:
             raise ConfigError(error)
@@ -308,7 +308,7 @@ def check_same(values: Callable[[], dict[str, Any]]) -> None:
     """Raises one `ConfigError` on every process where values differ, with their names."""
     if count() == 1:
         return
-    first, *others = agree(values(), "what all must share")
+    first, *others = all_gather_json(values(), "what all must share")
     differ = [
         f"{name} = {theirs.get(name)!r} on process {process}, but {first.get(name)!r} on process 0"
         for process, theirs in enumerate(others, 1)

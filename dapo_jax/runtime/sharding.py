@@ -159,14 +159,14 @@ def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
 def active_mesh() -> Any:
     """Mesh that the code being traced will run on; None where it has one device.
 
-    Of code that each replica runs by itself (`each_of_data`), the replica's devices count.
+    Of code that each replica runs by itself (`per_replica`), the replica's devices count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     alone = all(size == 1 or axis in mesh.manual_axes for axis, size in mesh.shape.items())
     return None if mesh.empty or alone else mesh
 
 
-def each_of_data(function: Callable, mesh: Mesh, cut: Any, gives: Any) -> Callable:
+def per_replica(function: Callable, mesh: Mesh, cut: Any, gives: Any) -> Callable:
     """Runs `function` on every replica of `data`, without the others.
 
     Args:

@@ -100,7 +100,7 @@ class Signals:
     def _answer(self, number: int) -> None:
         self.received = self.received or signal.Signals(number).name
         soon = f" within {self._seconds:g} s" * bool(self._seconds and processes.is_command())
-        processes.complain(f"{self.received}: leaving at the next safe place{soon}")
+        processes.print_error(f"{self.received}: leaving at the next safe place{soon}")
         if soon:
             threading.Thread(target=self._count_down, args=(number,), daemon=True).start()
 
@@ -118,11 +118,11 @@ class Signals:
 
     def __call__(self) -> bool:
         """True if any process received a signal. Every process calls it at the same place."""
-        heard = processes.agree(self.received, "signals")
+        heard = processes.all_gather_json(self.received, "signals")
         self.received = self.received or next(filter(None, heard), "")
         return any(heard)
 
 
 def _leave(number: int, text: str) -> None:
-    processes.complain(text)
-    processes.leave(128 + number)
+    processes.print_error(text)
+    processes.exit_all(128 + number)

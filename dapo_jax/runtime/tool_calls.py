@@ -15,13 +15,13 @@ OPEN_CALL = "<tool_call>"
 PYTHON_TAG = "<|python_tag|>"  # where a tokenizer takes it for plain text
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 
 
 def tools_problem(tools: Any) -> str:
     """Mistake in a request's `tools`; empty if there is none."""
-    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
-        return f"must be a list of up to {MOST_TOOLS} tools"
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        return f"must be a list of up to {MAX_TOOLS} tools"
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":

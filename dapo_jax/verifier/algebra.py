@@ -20,11 +20,11 @@ from dapo_jax.verifier.polynomials import Element
 from dapo_jax.verifier.roots import NeedsSign, is_real, sign
 from dapo_jax.verifier.tree_to_element import read
 
-MOST_SIGNS, MOST_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
+MAX_SIGNS, MAX_REMAINDERS = 6, 36  # cases of one comparison: at most 2^6, and so many beside
 FILTER_BITS = (192, 1_024, 4_096, 16_384)  # before a proof is tried, and after one failed
 SCALES = (1, 1_000, 1, 30, 1_000_000, 1)  # of the points tried: near and far
 ENOUGH_POINTS = 3
-MOST_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
+MAX_HOLES = 2  # points where an answer has no value though gold has one: 1/(n - 2), (-3)!
 WHOLE_POINTS = (2, 3, 4, 5, 6, 7, 30, 101, -3, -8)
 STEPPED = {"floor", "ceiling", "factorial", "binomial"}
 
@@ -72,7 +72,7 @@ def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
             seen += 1
         except (Undecided, Refused):
             continue
-    if seen < ENOUGH_POINTS or holes > MOST_HOLES:
+    if seen < ENOUGH_POINTS or holes > MAX_HOLES:
         raise Undecided("no value at whole numbers")
     return False
 
@@ -111,7 +111,7 @@ def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
         try:
             proven = holds(field)
         except NeedsSign as case:
-            if len(signs) == MOST_SIGNS:
+            if len(signs) == MAX_SIGNS:
                 raise Undecided("too many cases") from None
             return all(over_signs(signs | {case.name: way}, residues) for way in (1, -1))
         moduli.update(field.moduli)
@@ -119,7 +119,7 @@ def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
 
     if over_signs({}, {}):
         return True
-    if not moduli or math.prod(moduli.values()) > MOST_REMAINDERS:
+    if not moduli or math.prod(moduli.values()) > MAX_REMAINDERS:
         return False
     asked = dict(moduli)
     remainders = itertools.product(*(range(modulus) for modulus in asked.values()))

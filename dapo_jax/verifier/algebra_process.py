@@ -11,7 +11,7 @@ from dapo_jax.verifier.verifier import dapo, math, math_box, math_label
 
 WORKER = "dapo_jax.verifier.algebra_worker"
 WORK = 400_000  # units of a verdict; a unit is about a microsecond
-MOST_REMEMBERED = 100_000
+MAX_REMEMBERED = 100_000
 SECONDS = 2.0  # limit of one verdict of `is_equivalent`, without a worker's start
 MODES = {"any": math, "box": math_box, "label": math_label, "dapo": dapo}
 
@@ -28,7 +28,7 @@ class Memory:
 
     def put(self, key: bytes, reply: dict) -> None:
         self._replies[key] = reply
-        if len(self._replies) > MOST_REMEMBERED:
+        if len(self._replies) > MAX_REMEMBERED:
             self._replies.popitem(last=False)
 
 

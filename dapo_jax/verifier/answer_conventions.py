@@ -27,8 +27,8 @@ from dapo_jax.verifier.numerals import read_number
 from dapo_jax.verifier.units import split_unit
 from dapo_jax.verifier.written_form import CONSTANTS, Form, key, value_at
 
-MOST_FORMULAS, LONGEST_FORMULA = 64, 400  # of a problem, from its end; characters
-MOST_PAIRED = 16  # values of an answer
+MAX_FORMULAS, LONGEST_FORMULA = 64, 400  # of a problem, from its end; characters
+MAX_PAIRED = 16  # values of an answer
 POINTS, NEAR = 3, 1e-9
 _RATIO = re.compile(r" ?(?::|\\text\{ ?to ?\}) ?")
 _MIXED = re.compile(r"(?<=\d) (\d+) ?/ ?(\d+)")
@@ -147,7 +147,7 @@ def _asked(problem: str) -> _Parts:
         pieces += _ROWS.split(inline or display)
     pieces = [piece for piece in pieces if piece.strip() and len(piece) <= LONGEST_FORMULA]
     texts, equations = [], []
-    for piece in pieces[-MOST_FORMULAS:]:
+    for piece in pieces[-MAX_FORMULAS:]:
         node = read(normalise(piece))
         for item in (node, *node.items):
             is_relation = item.kind == "relation"
@@ -199,7 +199,7 @@ def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
                 return True
         if mine and gold and _is_as_asked(mine, gold, asked.unsolved, is_equation=True):
             return True
-    forms = itertools.product(ours.forms[:MOST_PAIRED], theirs.forms[:MOST_PAIRED])
+    forms = itertools.product(ours.forms[:MAX_PAIRED], theirs.forms[:MAX_PAIRED])
     pairs = [pair for pair in forms if _agree(*pair, is_equation=False)]
     if any(_is_as_asked(*pair, asked.forms, is_equation=False) for pair in pairs):
         return True

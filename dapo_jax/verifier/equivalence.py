@@ -25,7 +25,7 @@ from dapo_jax.verifier.normalisation import FORBIDDEN, normalise
 from dapo_jax.verifier.numerals import read_integer, read_number
 from dapo_jax.verifier.units import split_unit
 
-LONGEST_COMPARED, MOST_ITEMS = 2_000, 64  # characters; members of a set
+LONGEST_COMPARED, MAX_ITEMS = 2_000, 64  # characters; members of a set
 _INEQUALITIES = {"<", ">", "<=", ">=", "!="}
 _REGIONS = {"union", "intersection", "difference"}
 REALS = r"\mathbbR"  # compact
@@ -89,7 +89,7 @@ class _Comparison:
     def _same_members(self, mine: Node, gold: Node) -> bool:
         """Equality of members, as often as they are written unless gold is a set."""
         ours, theirs, found = _items(mine), _items(gold), set[int]()
-        if max(len(ours), len(theirs)) > MOST_ITEMS:
+        if max(len(ours), len(theirs)) > MAX_ITEMS:
             return False
         again = gold.kind == "set"
         for item in ours:

@@ -13,7 +13,7 @@ from dapo_jax.verifier import expression_tree as trees
 from dapo_jax.verifier.expression_tree import Refused, Tree
 from dapo_jax.verifier.tokens import DEGREE, FUNCTIONS, GREEK, INVERTED, tokens_of
 
-DEEPEST, MOST_DIGITS, LARGEST_ROOT = 40, 400, 100
+DEEPEST, MAX_DIGITS, LARGEST_ROOT = 40, 400, 100
 
 
 _FUNCTION_NAMES = {"f", "F", "Gamma", "zeta", "phi", "psi"}  # before any bracket
@@ -226,7 +226,7 @@ class _Parser:
             return part
         token = self._take()
         if token[0].isdigit() or token[0] == "." and len(token) > 1:
-            if len(token) > MOST_DIGITS:
+            if len(token) > MAX_DIGITS:
                 raise Refused("a long number")
             literal = _rational(token)
             return literal if self._folds else literal._replace(kind="numeral")

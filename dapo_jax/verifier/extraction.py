@@ -11,7 +11,7 @@ LONGEST_ANSWER = 10_000  # characters; what is longer is not an answer
 LONGEST_SHORT_LINE = 400  # a response without a marker is an answer up to here
 REQUIRE = ("any", "box", "label")
 
-MOST_MARKERS = 1_000  # looked at, from the end, before a response is given up
+MAX_MARKERS = 1_000  # looked at, from the end, before a response is given up
 
 _BOXES = ("\\boxed", "\\fbox")
 _BOX_END = re.compile(r"(?:boxed|fbox)(?![A-Za-z])[ \t]{0,8}")
@@ -47,7 +47,7 @@ def closing_brace(text: str, start: int, end: int) -> int:
 def _last_box(text: str) -> Extraction | None:
     """The last box that holds something; None without any."""
     places = {name: text.rfind(name) for name in _BOXES}
-    for _ in range(MOST_MARKERS):
+    for _ in range(MAX_MARKERS):
         last = max(places, key=places.__getitem__)
         end = places[last]
         if end < 0:
@@ -113,7 +113,7 @@ def _last_label(text: str) -> Extraction | None:
     """Answer behind the last 'answer:', 'answer is' or 'final answer'."""
     plain = text.encode("ascii", "replace").lower()  # one byte a character: places stay
     end = len(plain)
-    for _ in range(MOST_MARKERS):
+    for _ in range(MAX_MARKERS):
         start = plain.rfind(b"answer", 0, end)
         if start < 0:
             break

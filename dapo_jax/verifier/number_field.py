@@ -14,7 +14,7 @@ from dapo_jax.verifier.ball_arithmetic import Ball, Undefined, is_apart, with_bi
 from dapo_jax.verifier.expression_tree import Budget, Refused, Undecided
 from dapo_jax.verifier.polynomials import (
     GENERATORS,
-    MOST_ATOMS,
+    MAX_ATOMS,
     ONE,
     Atom,
     Element,
@@ -29,10 +29,10 @@ from dapo_jax.verifier.polynomials import (
 )
 
 BITS = (64, 256, 1_024, 4_096, 16_384)  # of one ball after another
-MOST_BITS = 60_000  # that the bound of an algebraic number may ask for
+MAX_BITS = 60_000  # that the bound of an algebraic number may ask for
 LARGEST_DEGREE = 4_096  # of the field in which that bound is computed
 IMAGINARY_KEY = "-1 2"  # of the atom i
-MOST_FACTORS = 200  # of a product of powers that is compared with 1
+MAX_FACTORS = 200  # of a product of powers that is compared with 1
 
 
 class NumberField:
@@ -64,7 +64,7 @@ class NumberField:
         number = self._numbers.get((kind, key))
         if number is None:
             number = len(self.atoms)
-            if number == MOST_ATOMS:
+            if number == MAX_ATOMS:
                 raise Undecided("too many atoms")
             self.atoms.append(Atom(kind, GENERATORS[number], **fields))
             self._numbers[kind, key] = number
@@ -76,7 +76,7 @@ class NumberField:
         return [
             (number, atom)
             for number, atom in enumerate(self.atoms)
-            if any(of[MOST_ATOMS - 1 - number] for of in degrees)
+            if any(of[MAX_ATOMS - 1 - number] for of in degrees)
         ]
 
     def is_constant(self, element: Element) -> bool:
@@ -246,7 +246,7 @@ class NumberField:
         largest = self.log2_conjugates(whole)
         smallest = math.ceil((degree - 1) * largest) + 2  # nothing but 0 is below 2^-smallest
         enough = smallest + math.ceil(largest) + 64
-        decidable = degree <= LARGEST_DEGREE and enough <= MOST_BITS
+        decidable = degree <= LARGEST_DEGREE and enough <= MAX_BITS
         tried = [bits for bits in BITS if not decidable or bits < enough]
         for bits in [*tried, enough] if decidable else tried:
             if self._is_apart(whole, bits):
@@ -294,7 +294,7 @@ class NumberField:
     def _is_log_of_one(self, factors: list[tuple[Element, fmpq]], parts: dict[tuple, Poly]) -> bool:
         n = math.lcm(*(int(power.q) for _, power in factors))
         whole = [(base, int(power * n)) for base, power in factors]
-        if sum(abs(power) for _, power in whole) > MOST_FACTORS:
+        if sum(abs(power) for _, power in whole) > MAX_FACTORS:
             raise Undecided("high powers")
         product = rational(1)
         for base, power in whole:

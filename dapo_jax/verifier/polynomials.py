@@ -12,10 +12,10 @@ from flint import Ordering, fmpq, fmpq_mpoly, fmpq_mpoly_ctx, fmpz
 
 from dapo_jax.verifier.ball_arithmetic import Ball
 
-MOST_ATOMS = 32
+MAX_ATOMS = 32
 
 # Newer atoms stand before older ones, on which their relations are built.
-_RING = fmpq_mpoly_ctx.get(("g", MOST_ATOMS), Ordering.lex)
+_RING = fmpq_mpoly_ctx.get(("g", MAX_ATOMS), Ordering.lex)
 GENERATORS = _RING.gens()[::-1]
 Poly = fmpq_mpoly
 
@@ -66,12 +66,12 @@ class Atom:
 
 def powers_of(exponents: tuple[int, ...]) -> dict[int, int]:
     """Exponents of a term by number of atom."""
-    return {MOST_ATOMS - 1 - place: int(n) for place, n in enumerate(exponents) if n}
+    return {MAX_ATOMS - 1 - place: int(n) for place, n in enumerate(exponents) if n}
 
 
 def monomial(powers: dict[int, int]) -> Poly:
     """Product of atoms, by number, to these powers."""
-    exponents = tuple(powers.get(MOST_ATOMS - 1 - place, 0) for place in range(MOST_ATOMS))
+    exponents = tuple(powers.get(MAX_ATOMS - 1 - place, 0) for place in range(MAX_ATOMS))
     return _RING.from_dict({exponents: fmpq(1)})
 
 
@@ -81,7 +81,7 @@ def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], P
     for exponents, coefficient in poly.terms():
         key = tuple(item for item in powers_of(exponents).items() if item[0] in chosen)
         rest = tuple(
-            0 if MOST_ATOMS - 1 - place in chosen else n for place, n in enumerate(exponents)
+            0 if MAX_ATOMS - 1 - place in chosen else n for place, n in enumerate(exponents)
         )
         terms.setdefault(key, {})[rest] = coefficient
     return {key: _RING.from_dict(inner) for key, inner in terms.items()}

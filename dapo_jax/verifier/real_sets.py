@@ -25,10 +25,10 @@ from dapo_jax.verifier.polynomials import ONE, Element, Poly, rational
 from dapo_jax.verifier.roots import NeedsSign, is_real, root, sign
 from dapo_jax.verifier.tree_to_element import read
 
-MOST_PIECES = 32  # of a union
+MAX_PIECES = 32  # of a union
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 SIGNS = {"=": (0,), "!=": (1, -1), ">": (1,), ">=": (1, 0), "<": (-1,), "<=": (-1, 0)}
-MOST_SIGNS = 4  # of absolute values in one relation
+MAX_SIGNS = 4  # of absolute values in one relation
 
 
 class End(NamedTuple):
@@ -150,7 +150,7 @@ class RealSets:
         raise Refused("no region")
 
     def _of_members(self, node: Node) -> Pieces:
-        if len(node.items) > MOST_PIECES:
+        if len(node.items) > MAX_PIECES:
             raise Refused("too many pieces")
         if node.kind == "set":
             return self.union([self._point(item.text) for item in node.items])
@@ -188,7 +188,7 @@ class RealSets:
 
     def _by_sign(self, case: NeedsSign, solve) -> Pieces:
         signs = self.field.signs
-        if len(signs) == MOST_SIGNS:
+        if len(signs) == MAX_SIGNS:
             raise Undecided("too many cases")
         pieces = []
         for way, mark in ((1, ">="), (-1, "<")):

@@ -4,7 +4,7 @@ import re
 
 from dapo_jax.verifier.expression_tree import Refused
 
-MOST_TOKENS, LONGEST_PRODUCT = 400, 4  # letters of a product that nothing parts
+MAX_TOKENS, LONGEST_PRODUCT = 400, 4  # letters of a product that nothing parts
 _TOKEN = re.compile(
     r"\s*(?:(\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z]+)|(\\.|.))", re.S
 )
@@ -24,7 +24,7 @@ _WORDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
 
 
 def tokens_of(text: str) -> list[str]:
-    """At most `MOST_TOKENS`. Raises `Refused` for words that are no function's."""
+    """At most `MAX_TOKENS`. Raises `Refused` for words that are no function's."""
     tokens = []
     for match in _TOKEN.finditer(_DEGREE.sub(DEGREE, text.rstrip())):
         number, command, word, other = match.groups()
@@ -40,6 +40,6 @@ def tokens_of(text: str) -> list[str]:
             tokens.extend(word)
         else:
             tokens.append(number or command or other)
-        if len(tokens) > MOST_TOKENS:
+        if len(tokens) > MAX_TOKENS:
             raise Refused("too long")
     return tokens

@@ -38,14 +38,14 @@ from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.advantages import estimate
-from dapo_jax.learner.minibatches import make_minibatches, weigh
-from dapo_jax.learner.score_pass import gather
+from dapo_jax.learner.minibatches import make_minibatches, make_train_batches
+from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.dynamic_sampling import collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.rollout.source import RolloutResult
+from dapo_jax.rollout.source import Rollout
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
 from dapo_jax.run.compute import open_engine
 from dapo_jax.run.step_record import measure, trace
@@ -135,7 +135,7 @@ class OtherProcesses:
         """Takes the place of the network; only what this process does for messages counts."""
         processes.count = lambda: self._count
         processes._gather = stopwatch.wrap("(others)", self)
-        processes.agree = stopwatch.wrap("messages", processes.agree)
+        processes.all_gather_json = stopwatch.wrap("messages", processes.all_gather_json)
 
     def __call__(self, message: bytes) -> list[bytes]:
         name, answer = json.loads(message)
@@ -162,7 +162,7 @@ class Judge(simulated_engine.SimulatedJudge):
             theirs.clear()
         for i, owner in enumerate(owners):
             others[owner % len(others)][str(i)] = verdicts[i]
-        found = processes.share_out(owners, verdicts.__getitem__, "verdicts")
+        found = processes.map_over_hosts(owners, verdicts.__getitem__, "verdicts")
         assert found == verdicts
         return groups
 
@@ -215,21 +215,21 @@ def step(
         sampler,
         Judge(others, tokenizer, config, workload, meter, {}),
         on_judged=watch.wrap("journal", journal.add),
-        on_burst=lambda _: processes.agree("", "signals"),
+        on_burst=lambda _: processes.all_gather_json("", "signals"),
     )
     packed = watch.wrap("packing", make_minibatches)(config, batch.groups, decoder, mesh)
     old: Any = np.zeros(packed.rollouts.tokens.shape, np.float32)  # where a run has the devices'
     scored = ScoredBatch(packed.rollouts, old, None, None, None)
 
     def feed_back() -> tuple:
-        feedback = gather(config, packed, scored, batch.groups)
+        feedback = make_feedback(config, packed, scored, batch.groups)
         advantages, returns = estimate(config.algorithm, feedback)
-        for _ in weigh(config, packed, scored, advantages, returns):
+        for _ in make_train_batches(config, packed, scored, advantages, returns):
             pass
         return feedback, advantages, returns
 
     found = watch.wrap("feedback", feed_back)()
-    record = StepRecord(0, RolloutResult(batch, sampler.counts, 1.0), packed, *found)
+    record = StepRecord(0, Rollout(batch, sampler.counts, 1.0), packed, *found)
     watch.wrap("metrics", measure)(config, record, Clock())
     traces = watch.wrap("traces", trace)(config, record)
     log, batch = config.log, dataclasses.replace(batch, traces=traces)

@@ -35,7 +35,7 @@ from soak_clients import MODEL, Case, Clients, Refused, Web, Wrong
 
 SLOT_FLAGS = ["--slots=8", "--max_prompt_tokens=20", f"--max_response_tokens={BUDGET}"]
 SETTLING_SECONDS = 3.0  # for connections that were dropped to be seen as such
-MOST_GROWTH = 32 << 20  # bytes of memory, from the first quarter of the requests to their end
+MAX_GROWTH = 32 << 20  # bytes of memory, from the first quarter of the requests to their end
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def soak(
     # gRPC makes a thread more where so many ask at once; one for each request would be a leak.
     if held.threads > first.threads + threads or held.files > first.files:
         raise Wrong(f"the server holds more and more: {first}, then {held}")
-    if held.memory > first.memory + MOST_GROWTH:
+    if held.memory > first.memory + MAX_GROWTH:
         raise Wrong(f"the server's memory grows: {first}, then {held}")
     print(f"right: {dict(Counter(clients.said))}")
 

@@ -16,7 +16,7 @@ from supervised_runs import pair_rows, settings
 
 import dapo_jax
 from dapo_jax.commands.plan.published_shapes import config_values
-from dapo_jax.rewards import given
+from dapo_jax.rewards import pickled_functions
 from dapo_jax.runtime.settings import ConfigError
 
 OFFERED = [getattr(dapo_jax, name) for name in dapo_jax.__all__]
@@ -219,7 +219,7 @@ def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
     ).metrics
     assert program["loss"].to_pylist() == named["loss"].to_pylist()
     assert program["reward_parts/given:lambda"].to_pylist() == here[column].to_pylist()
-    given._functions.clear()  # as in another program, which only asks the policy
+    pickled_functions._functions.clear()  # as in another program, which only asks the policy
     assert dapo_jax.Policy(config.run_dir).name.endswith("step 1")
     (tmp_path / "from_file").mkdir()
     with pytest.raises(ConfigError, match="must be given by the program"):

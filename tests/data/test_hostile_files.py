@@ -84,7 +84,7 @@ def test_texts_that_shrink_well_are_read(tmp_path):
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     loaded = read_problems((str(path),), "set", 0)
     assert len(loaded.problems) == 2000 and loaded.problems[7].answer == "8"
-    assert file_readers.ALWAYS_ALLOWED > 100 << 20 and file_readers.MOST_GROWTH >= 50
+    assert file_readers.ALWAYS_ALLOWED > 100 << 20 and file_readers.MAX_GROWTH >= 50
 
 
 def test_a_line_without_end_is_refused_with_its_number(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from conftest import make_prompt
 
 from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.environments.ready import open_factory
+from dapo_jax.environments.registry import open_factory
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
 

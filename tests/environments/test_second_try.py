@@ -10,7 +10,7 @@ from conftest import make_prompt
 from dapo_jax.config.experiment import Data, Environment, Reward
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.environments.ready import judged_by
+from dapo_jax.environments.registry import judged_by
 from dapo_jax.environments.second_try import SecondTry
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.rewards.pool import RewardPool

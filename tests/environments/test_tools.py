@@ -6,8 +6,8 @@ import typing
 import pytest
 from chat_families import TAGGED
 
-from dapo_jax.environments.tools import MOST_CALLS, SHOWN_OF_ERROR, ToolUse, describe_tool
-from dapo_jax.environments.worker import MOST_CHARACTERS, Sessions
+from dapo_jax.environments.tools import MAX_CALLS, SHOWN_OF_ERROR, ToolUse, describe_tool
+from dapo_jax.environments.worker import MAX_CHARACTERS, Sessions
 
 if typing.TYPE_CHECKING:
     from nowhere import Thing
@@ -180,8 +180,8 @@ def test_every_call_of_a_turn_is_answered_in_order():
 
 def test_ten_thousand_calls_in_one_turn():
     found = contents("".join(call("add", a=i, b=0) for i in range(10_000)))
-    assert found[:-1] == [str(i) for i in range(MOST_CALLS)]
-    assert found[-1] == f"error: 10000 calls; at most {MOST_CALLS} are made in a turn"
+    assert found[:-1] == [str(i) for i in range(MAX_CALLS)]
+    assert found[-1] == f"error: 10000 calls; at most {MAX_CALLS} are made in a turn"
 
 
 def test_a_repeated_step_says_the_same():
@@ -198,7 +198,7 @@ def test_ten_megabytes_stay_a_result_of_a_tool(text):
         {"session": "0", "seed": 0, "problem": problem, "said": [text]}
     )
     assert reply["cut"] and reply["role"] == "tool" and not reply["failure"]
-    assert len(reply["text"]) == MOST_CHARACTERS and not reply["messages"]
+    assert len(reply["text"]) == MAX_CHARACTERS and not reply["messages"]
 
 
 def test_a_tool_that_exits_is_left_to_the_worker():

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from dapo_jax.algorithms import dapo
-from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback, spread, whiten
+from dapo_jax.learner.advantages import (
+    ESTIMATORS,
+    broadcast_to_tokens,
+    estimate,
+    gather_feedback,
+    whiten,
+)
 
 RNG = np.random.default_rng(0)
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
@@ -331,7 +337,9 @@ def test_feedback_sums_penalties_and_puts_the_reward_on_the_last_token():
 
 def test_what_belongs_to_a_response_is_spread_over_its_tokens_only():
     index = np.array([[-1, 0, 0, -1, 1, -1]])
-    np.testing.assert_array_equal(spread(np.array([2.0, -3.0]), index), [[0, 2, 2, 0, -3, 0]])
+    np.testing.assert_array_equal(
+        broadcast_to_tokens(np.array([2.0, -3.0]), index), [[0, 2, 2, 0, -3, 0]]
+    )
 
 
 def test_every_estimator_has_a_loop_in_this_file():

@@ -34,7 +34,7 @@ from policy_loops import (
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.advantages import broadcast_to_tokens
 from dapo_jax.learner.losses import KL_ESTIMATORS, policy_loss, response_weights
 from dapo_jax.learner.packing import make_batch, pack, place_tokens
 from dapo_jax.learner.policy import policy_learner, policy_objective
@@ -310,7 +310,7 @@ def split_batch(algorithm, scores, rows, microbatches, row_tokens):
     rollouts = dataclasses.replace(rollouts, sampler_logprobs=near["sampler"])
     reference = near["reference"] if algorithm.reference else None
     scored = ScoredBatch(rollouts, near["old"], reference)
-    advantages = spread(ADVANTAGES, index)
+    advantages = broadcast_to_tokens(ADVANTAGES, index)
     return make_batch(scored, SEGMENTS, advantages, None, algorithm, BUDGET), used
 
 

@@ -14,7 +14,7 @@ from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, make_batch, pack
-from dapo_jax.learner.score_pass import gather
+from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion, ScoredBatch
 
@@ -224,9 +224,9 @@ def gathered(algorithm, earned, weights=None):
     known = {"correct": np.array(CORRECT), "reward_parts": {"rule": rewards}, "token_rewards": None}
     groups = [types.SimpleNamespace(rewards=rewards, **known)]
     scored = ScoredBatch(rollouts, old, reference, values)
-    return gather(config, Minibatches([segments], rollouts, [1]), scored, groups), np.float64(
-        old
-    ) - reference
+    return make_feedback(
+        config, Minibatches([segments], rollouts, [1]), scored, groups
+    ), np.float64(old) - reference
 
 
 EARNED = [1.0, -1.0, -1.0, 0.5, 2.0, -0.25, 0.0]

@@ -14,7 +14,7 @@ from dapo_jax.learner.corrections import importance_weights
 from dapo_jax.learner.critic import critic_objective
 from dapo_jax.learner.losses import KL_ESTIMATORS, RATIOS, policy_loss, value_loss
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 STEP = 1e-5  # of central differences
@@ -65,7 +65,9 @@ def make_case(log_ratios, seed=0, rubbish=np.nan, old=True, whole=False):
     for row, _, start, n in RESPONSES + MASKED:
         advantages[row, start : start + n] = rng.normal(size=n)
     integers, fill = np.zeros(SHAPE, int), rubbish
-    rollouts = Rollouts(integers, segment_ids(), integers, integers - 1, on_trained(sampler, fill))
+    rollouts = PackedRows(
+        integers, segment_ids(), integers, integers - 1, on_trained(sampler, fill)
+    )
     olds = on_trained(logprobs - log_ratios, fill) if old else None
     scored = ScoredBatch(rollouts, olds, on_trained(reference, fill))
     weights = on_trained(rng.uniform(0.1, 1, count), 0.0)

@@ -8,7 +8,7 @@ import pytest
 from conftest import make_prompt
 
 from dapo_jax import algorithms
-from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.advantages import broadcast_to_tokens
 from dapo_jax.learner.losses import LOSS_WEIGHTS
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.policy import policy_objective
@@ -33,7 +33,7 @@ def planned_batch(algorithm, groups, planned=PLANNED):
     ]
     rollouts, _ = pack(segments, 11, 2, 8)
     rng = np.random.default_rng(0)
-    advantages = spread(rng.normal(size=2 * PLANNED + 2), rollouts.response_index)
+    advantages = broadcast_to_tokens(rng.normal(size=2 * PLANNED + 2), rollouts.response_index)
     scored = ScoredBatch(rollouts, None)
     return make_batch(scored, segments, advantages, advantages, algorithm, BUDGET, planned)
 

@@ -29,7 +29,7 @@ from dapo_jax.reporting.console import (
 )
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.run.run import train
-from dapo_jax.runtime.processes import complain, printable
+from dapo_jax.runtime.processes import print_error, printable
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Group, Turn, Verdict
 
@@ -135,7 +135,7 @@ def test_text_of_models_and_files_is_never_obeyed(capsys):
     speaker.group(Group(prompt, completions, verdicts, {}, rewards, rewards, right))
     speaker.alarm(HOSTILE, HOSTILE)
     speaker.warn("a reward raised: \x1b[2J")
-    complain(f"error: {HOSTILE}")
+    print_error(f"error: {HOSTILE}")
     said = capsys.readouterr()
     for text in said.out, said.err:
         assert text and not any(code in text for code in "\x1b\x07\x9b\r\u202e\ud800")
@@ -234,7 +234,7 @@ def work():
     progress = Progress()
     for step in range(2_000):
         progress.say(f"step {step}")
-    processes.complain("an error's line")
+    processes.print_error("an error's line")
     pathlib.Path(sys.argv[1]).touch()
     return 0
 sys.exit(processes.run(work))

@@ -203,7 +203,7 @@ def test_a_thousand_steps_and_long_responses_stay_under_the_cap(write_run):
     assert 5.5e6 < len(text.encode()) <= 6e6
     assert "did not fit" in data["sample"] and str(len(data["rollouts"])) in data["sample"]
     (one,) = data["experiments"]
-    assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MOST_POINTS
+    assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MAX_POINTS
     assert {group["step"] for group in data["rollouts"]} >= {1, 60}
     assert all(len(r["text"]) < 7000 for g in data["rollouts"] for r in g["responses"])
     with pytest.raises(ConfigError, match="max_mb = 4.8: must be at least 4.9"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards import given, waiting
+from dapo_jax.rewards import pickled_functions, waiting
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
 
@@ -25,7 +25,7 @@ def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple
     """Rewards or failures of the responses through the real pool, and its killed workers."""
     names: list[str] = []
     for function in functions:
-        names.append(given.name_of(function, in_process, taken=names))
+        names.append(pickled_functions.name_of(function, in_process, taken=names))
     pool = RewardPool(Reward(parts=",".join(f"{name}=1" for name in names), **reward))
     try:
         futures = [pool.submit("p", response, "7") for response in responses]
@@ -62,7 +62,7 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
     program = """
         import functools, os
         from dapo_jax.config.experiment import Reward
-        from dapo_jax.rewards import given, waiting
+        from dapo_jax.rewards import pickled_functions, waiting
         from dapo_jax.rewards.pool import RewardPool
         TRAINER = os.getpid()
         @functools.cache
@@ -74,14 +74,14 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
                 return "named"  # by name, which no worker knows
         named = Named()
         try:
-            given.name_of(lambda prompt, response, answer: named, False)
+            pickled_functions.name_of(lambda prompt, response, answer: named, False)
         except ValueError as error:
             print("refused", "`named`" in str(error))
         def score(prompt, response, answer):
             if not response:
                 return 1 / len(response)
             return helper(response)
-        name = given.name_of(score, False)
+        name = pickled_functions.name_of(score, False)
         pool = RewardPool(Reward(parts=f"{name}=1"))
         verdicts = [pool.submit("", text, "7").result() for text in ("abc", "")]
         pool.close()
@@ -123,9 +123,9 @@ def test_what_a_worker_can_not_have_is_refused_by_the_name_of_its_variable(monke
     }
     for words, function in refused.items():
         with pytest.raises(ConfigError, match="config.reward.parts = <function") as error:
-            given.name_of(function, False)
+            pickled_functions.name_of(function, False)
         assert words in str(error.value) and "in_process=True" in str(error.value)
-        assert given.name_of(function, True).startswith("in_process:")
+        assert pickled_functions.name_of(function, True).startswith("in_process:")
 
 
 def test_what_a_given_function_returns_or_raises_costs_at_most_its_response():
@@ -192,7 +192,9 @@ def test_closing_a_pool_ends_calls_that_wait_and_leaves_no_copy():
     async def ever(prompt, response, answer):
         await asyncio.Event().wait()
 
-    pool = RewardPool(Reward(parts=f"{given.name_of(ever, False)}=1", timeout_seconds=100))
+    pool = RewardPool(
+        Reward(parts=f"{pickled_functions.name_of(ever, False)}=1", timeout_seconds=100)
+    )
     future, folder = pool.submit("", "a", "7"), os.path.dirname(pool._copies)
     assert os.path.exists(folder)
     pool.close()

@@ -18,7 +18,7 @@ from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import gather
-from dapo_jax.rewards import given
+from dapo_jax.rewards import pickled_functions
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
@@ -158,7 +158,7 @@ def test_a_group_without_rewards_of_tokens_has_none():
 
 
 def test_a_function_in_this_process_may_reward_tokens():
-    name = given.name_of(lambda prompt, response, answer: [(0, 1, 1.0)], True)
+    name = pickled_functions.name_of(lambda prompt, response, answer: [(0, 1, 1.0)], True)
     group = judge_group(f"{name}=3", "ab")
     np.testing.assert_array_equal(group.token_rewards, [[3, 0, 0]])
 

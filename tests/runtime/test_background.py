@@ -6,23 +6,23 @@ import threading
 
 import pytest
 
-from dapo_jax.runtime.storage.background import MOST_WAITING, Background
+from dapo_jax.runtime.storage.background import MAX_WAITING, Background
 
 
 def test_work_is_done_in_order_and_drain_waits_for_it():
     background, done, going = Background(), [], threading.Event()
     background.give(going.wait)
-    for i in range(MOST_WAITING):
+    for i in range(MAX_WAITING):
         background.give(lambda i=i: done.append(i))
     assert done == []
     going.set()
     background.drain()
-    assert done == list(range(MOST_WAITING))
+    assert done == list(range(MAX_WAITING))
 
 
 def test_the_caller_waits_where_too_much_waits():
     background, going = Background(), threading.Event()
-    for _ in range(1 + MOST_WAITING):
+    for _ in range(1 + MAX_WAITING):
         background.give(going.wait)
     caller = threading.Thread(target=background.give, args=(going.wait,))
     caller.start()

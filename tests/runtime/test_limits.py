@@ -45,7 +45,7 @@ def test_too_few_addresses_are_one_line(megabytes, tmp_path):
 
 @pytest.mark.slow
 def test_as_many_addresses_as_the_line_asks_for_are_enough(tmp_path):
-    done = command(tmp_path, addresses=limits.LEAST_ADDRESSES)
+    done = command(tmp_path, addresses=limits.MIN_ADDRESSES)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

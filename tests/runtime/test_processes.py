@@ -88,24 +88,24 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 def work():
     me = processes.index()
-    assert processes.agree("x" * (me * 5000), "long") == ["", "x" * 5000]
-    assert processes.from_first(lambda: me, "first") == 0
+    assert processes.all_gather_json("x" * (me * 5000), "long") == ["", "x" * 5000]
+    assert processes.broadcast_from_host0(lambda: me, "first") == 0
     asked = []
     def ask(i):
         asked.append(i)
         if len(asked) == 3:
             raise ConfigError(f"piece {i} on {me}")
         return [i, me]
-    assert processes.share_out([4, 7, 2], ask, "pieces") == [[0, 0], [1, 1], [2, 0]]
+    assert processes.map_over_hosts([4, 7, 2], ask, "pieces") == [[0, 0], [1, 1], [2, 0]]
     assert asked == [[0, 2], [1]][me]
     try:
-        processes.share_out([0, 2, 1], ask, "pieces")
+        processes.map_over_hosts([0, 2, 1], ask, "pieces")
     except ConfigError as error:
         assert str(error) == "piece 0 on 0", error
     else:
         raise AssertionError
     print("agreed", flush=True)
-    processes.agree(0, "here" if me else "there")
+    processes.all_gather_json(0, "here" if me else "there")
 sys.exit(processes.run(work))
 """
 
@@ -129,10 +129,10 @@ def watch(place, *arguments):
     return make(place, *arguments)
 def work():
     jax.make_array_from_process_local_data = watch
-    assert processes.agree(processes.index(), "all") == [0, 1]
+    assert processes.all_gather_json(processes.index(), "all") == [0, 1]
     sampling = [jax.local_devices(process_index=i)[1] for i in range(2)]
     processes.exchange_on(sampling[::-1])
-    assert processes.agree(processes.index(), "some") == [0, 1]
+    assert processes.all_gather_json(processes.index(), "some") == [0, 1]
     assert used == [set(jax.devices()), set(sampling)], used
     return 0
 sys.exit(processes.run(work))
@@ -151,7 +151,7 @@ from dapo_jax.runtime import heartbeat as watch, processes
 watch.SILENCE_SECONDS, watch.LEAVING_SECONDS = 4.0, 1.0
 def work():
     for i in range(1000):
-        processes.agree(i, "round")
+        processes.all_gather_json(i, "round")
         if i == 20 and processes.index() == VICTIM:
             LEAVE
     return 0
@@ -226,8 +226,11 @@ def test_what_was_compiled_is_kept_for_the_next_command(said, kept, tmp_path):
 def test_one_process_asks_nobody(monkeypatch):
     monkeypatch.setattr(processes, "_gather", None)
     value = object()
-    assert processes.agree(value, "x") == [value] and processes.from_first(lambda: 1, "x") == 1
-    assert processes.share_out([5, 6], lambda i: i, "x") == [0, 1]
+    assert (
+        processes.all_gather_json(value, "x") == [value]
+        and processes.broadcast_from_host0(lambda: 1, "x") == 1
+    )
+    assert processes.map_over_hosts([5, 6], lambda i: i, "x") == [0, 1]
     processes.check_same(lambda: pytest.fail("asked"))
 
 

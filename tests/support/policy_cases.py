@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 EXACT = {"rtol": 1e-6, "atol": 1e-8}  # weights below exp(-20) may be nothing
 
@@ -96,7 +96,7 @@ def make_case(log_ratios, drifts, seed=0, rubbish=np.nan, per_token=False, certa
     for row, segment, start, n in LAYOUT:
         ids[row, start - 2 : start + n] = segment
     fill = rubbish
-    rollouts = Rollouts(integers, ids, integers, integers - 1, scatter(q, fill))
+    rollouts = PackedRows(integers, ids, integers, integers - 1, scatter(q, fill))
     scored = ScoredBatch(rollouts, scatter(old, fill), scatter(reference, fill))
     return TrainBatch(scored, advantages, weights), scatter(p, fill), responses
 

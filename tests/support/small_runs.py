@@ -35,15 +35,15 @@ from dapo_jax.config.experiment import (
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.rollout import source
 from dapo_jax.rollout.counts import SamplerCounts
-from dapo_jax.rollout.source import RolloutResult, SourceState
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure
 from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.structs import Group, RolloutBatch, Verdict
+from dapo_jax.structs import CollectedGroups, Group, Verdict
 from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -155,8 +155,10 @@ class GivenGroups:
     """A source of rollouts that gives the same groups in every step."""
 
     def __init__(self, groups: list[Group]):
-        batch = RolloutBatch(groups, groups, [], len(groups), [], len(groups), 1.0, 0, 0, 0, False)
-        self._result = RolloutResult(batch, SamplerCounts(), 1.0)
+        batch = CollectedGroups(
+            groups, groups, [], len(groups), [], len(groups), 1.0, 0, 0, 0, False
+        )
+        self._result = source.Rollout(batch, SamplerCounts(), 1.0)
 
     def collect(self, state, params, step):
         return state, self._result
@@ -170,7 +172,7 @@ def start(components: Components, step: int = 0, critic: bool = False) -> Traine
     learners = components.learners
     value = learners.critic.start(components.critic_params()) if critic else None
     policy = learners.policy.start(components.first_params())
-    return TrainerState(step, LearnerStates(policy, value), SourceState())
+    return TrainerState(step, LearnerStates(policy, value), source.SourceState())
 
 
 def step_on(components: Components, state: TrainerState, groups) -> tuple[TrainerState, StepRecord]:

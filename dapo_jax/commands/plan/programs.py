@@ -32,7 +32,7 @@ from dapo_jax.run.compute import (
 )
 from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 TRAINING = (
     "update",
@@ -65,7 +65,7 @@ class _Ends:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Learners and engine of a run, on devices that are not here.
+    """LearnerPrograms and engine of a run, on devices that are not here.
 
     Attributes:
         mesh: that learns; `sampling_mesh`: that samples, which may be the same.
@@ -152,7 +152,7 @@ def _batch(layout: Layout, microbatches: int) -> TrainBatch:
     # Shapes, where a run has arrays.
     whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     real: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    rollouts = Rollouts(whole, whole, whole, whole, real)
+    rollouts = PackedRows(whole, whole, whole, whole, real)
     old = algorithm.old_logprobs == "sampler" or scores_first(layout.config)
     critic = real if algorithm.critic else None
     scored = ScoredBatch(

@@ -19,7 +19,7 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from the fastest to the smallest
-MOST_ROWS = 4  # of a chip, in a microbatch
+MAX_ROWS = 4  # of a chip, in a microbatch
 FEWEST_SLOTS = 1  # of a replica
 
 
@@ -102,7 +102,7 @@ class Search:
                 break
         else:
             return None
-        for rows in (2, MOST_ROWS):
+        for rows in (2, MAX_ROWS):
             more = changed(tried, "packing", rows_per_microbatch=rows * shards_of_rows)
             fitting = self._update(more)
             if not fitting:

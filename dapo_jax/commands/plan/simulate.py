@@ -39,7 +39,7 @@ from dapo_jax.rollout.dynamic_sampling import collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.compute import open_engine
-from dapo_jax.structs import Group, RolloutBatch
+from dapo_jax.structs import CollectedGroups, Group
 
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 
@@ -176,7 +176,9 @@ class Simulation:
             self.sampler.decode_burst()
         return self._summary(meter, [], None)
 
-    def _summary(self, meter: Meter, groups: list[Group], collected: RolloutBatch | None) -> Step:
+    def _summary(
+        self, meter: Meter, groups: list[Group], collected: CollectedGroups | None
+    ) -> Step:
         rows, fill = learn(self._config, groups, meter)
         meter.wait(BACKGROUND, meter.background_free)
         asked = collected.asked_prompts if collected else 0

@@ -34,7 +34,7 @@ PHASES = {  # of a step: the simulator's seconds in each
     "hosts": tuple(HOSTS),
 }
 CARRYING_STEPS = 6  # whose mean is shown: one that begins with much draws little
-MOST_SHOWN = 6  # kinds of collectives of a program
+MAX_SHOWN = 6  # kinds of collectives of a program
 WEAKER = (
     "A GPU's memory was not enforced by its compiler and no kernel was tried out: a weaker proof "
     "than for TPU."
@@ -129,8 +129,8 @@ def collectives(plan: Any) -> str:
     if not rows:
         return "Nothing is sent to other chips."
     lists = [
-        f"{program.name}: {'; '.join(lines[:MOST_SHOWN])}"
-        + (f"; {len(lines) - MOST_SHOWN} more kinds (--json)" if len(lines) > MOST_SHOWN else "")
+        f"{program.name}: {'; '.join(lines[:MAX_SHOWN])}"
+        + (f"; {len(lines) - MAX_SHOWN} more kinds (--json)" if len(lines) > MAX_SHOWN else "")
         for program in programs
         for name, lines in program.contents.items()
         if name in ("head exchanges", "exchanges") and lines

@@ -18,13 +18,13 @@ from dapo_jax.commands.serve.request_checks import (
     parse,
     refuse,
 )
-from dapo_jax.commands.serve.scoring import MOST_LIKELIEST
+from dapo_jax.commands.serve.scoring import MAX_LIKELIEST
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.tool_calls import tools_problem
 
-MOST_STOPS = 4
+MAX_STOPS = 4
 TOO_LONG = "context_length_exceeded"
 SERVED = (
     "model prompt messages max_tokens max_completion_tokens stream stream_options n stop "
@@ -190,8 +190,8 @@ def _budget(fields: dict[str, Any], limits: Limits, prompt: list[int], echo: boo
 
 def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(map(is_text, stops)):
-        refuse("stop", value, f"a text or a list of up to {MOST_STOPS} texts")
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(map(is_text, stops)):
+        refuse("stop", value, f"a text or a list of up to {MAX_STOPS} texts")
     if "" in stops:
         refuse("stop", value, "of texts that are not empty")
     return stops
@@ -281,8 +281,8 @@ def _likeliest(fields: dict[str, Any], chat: bool) -> int | None:
     elif logprobs is None or logprobs is False:
         return None
     count = fields.get(field, 0)
-    if not (is_whole(count) and 0 <= count <= MOST_LIKELIEST):
-        refuse(field, count, f"a whole number from 0 to {MOST_LIKELIEST}")
+    if not (is_whole(count) and 0 <= count <= MAX_LIKELIEST):
+        refuse(field, count, f"a whole number from 0 to {MAX_LIKELIEST}")
     return count
 
 

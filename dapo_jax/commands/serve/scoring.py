@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from dapo_jax.model import inference
 from dapo_jax.model.decoder import DecoderConfig
 
-MOST_LIKELIEST = 20  # that a request may ask for
+MAX_LIKELIEST = 20  # that a request may ask for
 SMALLEST_TOKENS, CHUNK_TOKENS = 16, 128
 
 
@@ -59,7 +59,7 @@ class Scorer:
 
     def __init__(self, config: DecoderConfig, params: Any):
         self._params, self._turn = params, threading.Lock()
-        self._likeliest = min(MOST_LIKELIEST, config.vocab)
+        self._likeliest = min(MAX_LIKELIEST, config.vocab)
         self._score = jax.jit(
             lambda params, tokens, chunk_tokens: inference.score(
                 params, config, tokens, likeliest=self._likeliest, chunk_tokens=chunk_tokens

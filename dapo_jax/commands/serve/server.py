@@ -129,7 +129,7 @@ def connections_within(wanted: int) -> int:
     limit = f"the limit of open files, {soft}, leaves room for {max(room, 0)}"
     require(room > 0, "max_connections", wanted, f"smaller: {limit} (ulimit -n)")
     if room < wanted:
-        processes.complain(f"warning: max_connections = {wanted}: {limit} of each protocol")
+        processes.print_error(f"warning: max_connections = {wanted}: {limit} of each protocol")
     return room
 
 
@@ -236,7 +236,7 @@ def serve(
         bind(config, field).close()  # a taken port is reported before a model is loaded
     key = read_key(config)
     if warning := exposure(config, key):
-        processes.complain(warning)
+        processes.print_error(warning)
     engine, params, tokenizer = load_served(config)
     warm_up(engine, params)
     # Imported after the engine, which prepares the import of JetStream.

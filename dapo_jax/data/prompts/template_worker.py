@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dapo_jax.runtime.workers.child import limit_computing, limit_process, serve
 
 TODAY = datetime.date(2024, 7, 26)  # what Llama 3's templates say where nobody tells them
-MOST_CHARACTERS = 1 << 20  # of a text
+MAX_CHARACTERS = 1 << 20  # of a text
 SECONDS = 2  # of computing, for one text; the kernel ends the process at the next whole one
 
 
@@ -80,11 +80,9 @@ def answer(job: dict) -> dict:
     try:
         if "values" in job:
             text = _compiled(template, strict).render(**job["values"])
-            too_long = f"it writes {len(text)} characters: at most {MOST_CHARACTERS}"
+            too_long = f"it writes {len(text)} characters: at most {MAX_CHARACTERS}"
             return (
-                {"text": text}
-                if len(text) <= MOST_CHARACTERS
-                else {"error": too_long, "line": None}
+                {"text": text} if len(text) <= MAX_CHARACTERS else {"error": too_long, "line": None}
             )
         environment = _environment(strict)
         reads = meta.find_undeclared_variables(environment.parse(template))

@@ -46,7 +46,7 @@ from dapo_jax.runtime.storage.retries import write_text
 
 PAGE = "report.html"
 MARK = '<meta name="generator" content="dapo-jax report">'
-MOST_POINTS, FEWEST_POINTS = 1024, 16
+MAX_POINTS, FEWEST_POINTS = 1024, 16
 DIGITS = 5  # significant ones of a point
 NAMED = 3  # experiments in the heading
 
@@ -211,7 +211,7 @@ def page(runs: Sequence[RecordedRun], settings: ReportConfig) -> str:
         "code": code,
     }
     room = int(settings.max_mb * 1e6) - sum(len(text.encode()) for text in parts.values()) - 10_000
-    points = MOST_POINTS
+    points = MAX_POINTS
     while True:
         for experiment, description in zip(shown, data["experiments"], strict=True):
             description["curves"] = curves_of(experiment, points)

@@ -6,10 +6,10 @@ a cube 99,999,999 times because the answer says so. What a right answer never ho
 
 import re
 
-MOST_NESTED = 20  # brackets within brackets; answers of the package's tasks nest 3 deep
-MOST_CALLS = 20  # names before a bracket, as in exp(
-MOST_PIECES = 300  # pieces between blanks, commas and line ends: numbers, words, moves
-MOST_TURNS = 1000  # sum of all numbers where the task gives no answer: they count moves
+MAX_NESTED = 20  # brackets within brackets; answers of the package's tasks nest 3 deep
+MAX_CALLS = 20  # names before a bracket, as in exp(
+MAX_PIECES = 300  # pieces between blanks, commas and line ends: numbers, words, moves
+MAX_TURNS = 1000  # sum of all numbers where the task gives no answer: they count moves
 ROOM = 4  # times as much as the gold answer has
 
 _OPENING, _CLOSING = "([{", ")]}"
@@ -53,12 +53,12 @@ def unfit(answer: str, gold: str | None) -> str | None:
     known = gold or ""
     if gold is not None and is_number(gold) and _NOT_FINITE.search(answer):
         return "it is not a finite number"
-    if _nesting(answer) > max(MOST_NESTED, _nesting(known)):
-        return f"its brackets nest deeper than {MOST_NESTED}"
-    if len(_CALL.findall(answer)) > max(MOST_CALLS, ROOM * len(_CALL.findall(known))):
-        return f"it calls more than {MOST_CALLS} functions"
-    if len(_PIECE.findall(answer)) > max(MOST_PIECES, ROOM * len(_PIECE.findall(known))):
-        return f"it has more than {MOST_PIECES} pieces"
-    if gold is None and _turns(answer) > MOST_TURNS:
-        return f"its numbers add up to more than {MOST_TURNS}"
+    if _nesting(answer) > max(MAX_NESTED, _nesting(known)):
+        return f"its brackets nest deeper than {MAX_NESTED}"
+    if len(_CALL.findall(answer)) > max(MAX_CALLS, ROOM * len(_CALL.findall(known))):
+        return f"it calls more than {MAX_CALLS} functions"
+    if len(_PIECE.findall(answer)) > max(MAX_PIECES, ROOM * len(_PIECE.findall(known))):
+        return f"it has more than {MAX_PIECES} pieces"
+    if gold is None and _turns(answer) > MAX_TURNS:
+        return f"its numbers add up to more than {MAX_TURNS}"
     return None

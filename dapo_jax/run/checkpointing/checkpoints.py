@@ -16,7 +16,7 @@ from dapo_jax.config.experiment import Checkpoint
 from dapo_jax.run.checkpointing.integrity import (
     checkpoint_folder,
     damage,
-    newest_sound,
+    latest_valid,
     saved_steps,
     seal,
 )
@@ -28,8 +28,8 @@ from dapo_jax.runtime.sharding import flatten
 from dapo_jax.runtime.storage.ownership import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import (
     NotSaved,
-    complain,
     let_orbax_use_buckets,
+    print_error,
     quiet_orbax,
     reason,
 )
@@ -94,15 +94,15 @@ class Checkpoints:
         self,
         run_dir: str | os.PathLike,
         settings: Checkpoint | None = None,
-        warn: Callable[[str], None] = complain,
+        warn: Callable[[str], None] = print_error,
     ):
         self._folder, self._settings = checkpoint_folder(run_dir), settings
-        self._step = newest_sound(run_dir, warn)
+        self._step = latest_valid(run_dir, warn)
         self._saving = 0  # the step of the newest save
         if settings is not None:
             quiet_orbax()
             later = [step for step in saved_steps(run_dir) if step > (self._step or 0)]
-            error = processes.from_first(
+            error = processes.broadcast_from_host0(
                 lambda: self._set_aside(later, run_dir), "damaged checkpoints"
             )
             require(not error, "run_dir", str(run_dir), f"a folder to write; {error}")
@@ -157,7 +157,7 @@ class Checkpoints:
         folder = checkpoint_folder(run_dir)
         # `is_dir` is False for a bucket that can't be read: a run would begin anew over its own.
         find = folder.exists if is_remote(run_dir) else folder.is_dir
-        return processes.from_first(find, "whether a run has saved")
+        return processes.broadcast_from_host0(find, "whether a run has saved")
 
     def latest_step(self) -> int | None:
         """Step of the newest sound checkpoint; None without one."""
@@ -194,7 +194,9 @@ class Checkpoints:
             error = ""
         except Exception as problem:  # of Orbax, TensorStore or a bucket's client
             error = reason(problem)
-        errors = list(filter(None, processes.agree(error, "whether a checkpoint is saved")))
+        errors = list(
+            filter(None, processes.all_gather_json(error, "whether a checkpoint is saved"))
+        )
         if errors:
             self._manager = None
             time.sleep(SETTLING_SECONDS)
@@ -206,7 +208,7 @@ class Checkpoints:
         """True if everything is on disk, after so many seconds at most. Raises `NotSaved`."""
         ends = time.monotonic() + seconds
         while self._is_saving():
-            if not processes.from_first(lambda: time.monotonic() < ends, "patience"):
+            if not processes.broadcast_from_host0(lambda: time.monotonic() < ends, "patience"):
                 return False
             time.sleep(POLL_SECONDS)
         self.wait()
@@ -214,7 +216,7 @@ class Checkpoints:
 
     def _is_saving(self) -> bool:
         saving = self._manager is not None and self._manager.is_saving_in_progress()
-        return any(processes.agree(saving, "whether a checkpoint is being saved"))
+        return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
 
     def record(self) -> Record:
         """Record of the newest sound checkpoint."""
@@ -276,7 +278,7 @@ class SavedPolicy:
         folder, steps = epath.Path(checkpoint_folder(run_dir)), saved_steps(run_dir)
         self._entry = entry
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
-        self.step = step or newest_sound(run_dir, field="run") or 0
+        self.step = step or latest_valid(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))
         require(self.step in steps, "step", step, f"0 or one of {listed}")
         self._folder = folder / str(self.step)

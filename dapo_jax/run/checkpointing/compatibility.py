@@ -14,7 +14,7 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_end
 from dapo_jax.reporting.records import describe_gaps
-from dapo_jax.rewards.given import GIVEN, HERE
+from dapo_jax.rewards.pickled_functions import GIVEN, HERE
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, saved_steps
 from dapo_jax.run.checkpointing.same_run import can_be_longer, check_same_run, run_settings
 from dapo_jax.runtime import processes
@@ -109,7 +109,7 @@ def read_summary(config: Config) -> dict[str, Any]:
             return {}
         return summary if isinstance(summary, dict) else {}
 
-    return processes.from_first(read, "summary")
+    return processes.broadcast_from_host0(read, "summary")
 
 
 def finished(config: Config) -> dict[str, Any] | None:
@@ -136,7 +136,9 @@ def finished(config: Config) -> dict[str, Any] | None:
         return None
     progress = Progress(config.log.console)
     folder = folder_at(config.run_dir)
-    warnings += processes.from_first(lambda: describe_gaps(folder, step, config.log), "gaps")
+    warnings += processes.broadcast_from_host0(
+        lambda: describe_gaps(folder, step, config.log), "gaps"
+    )
     for text in warnings:
         progress.warn(escape(text))
     announce_end(config, summary, can_be_longer(settings), progress)

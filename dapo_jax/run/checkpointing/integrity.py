@@ -18,7 +18,7 @@ from etils import epath
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.ownership import Folder, folder_at, is_remote
-from dapo_jax.runtime.storage.retries import complain, sync_folder, write_text
+from dapo_jax.runtime.storage.retries import print_error, sync_folder, write_text
 
 CHECKSUMS = "checksums.json"
 INCOMPLETE = "incomplete"  # half deleted, or never finished
@@ -105,13 +105,13 @@ def damage(folder: epath.Path) -> str:
             return f"{CHECKSUMS} can't be read: {error}"
         return digests if isinstance(digests, dict) and digests else f"{CHECKSUMS} lists no file"
 
-    written = processes.from_first(listed, "what a checkpoint holds")
+    written = processes.broadcast_from_host0(listed, "what a checkpoint holds")
     if isinstance(written, str):
         return written
     share = sorted(written)[processes.index() :: processes.count()]
     digests = _digests(folder, share)
     damages = [text for name in share if (text := _damage(name, written[name], digests[name]))]
-    damages = sum(processes.agree(damages[:2], "damaged files"), [])
+    damages = sum(processes.all_gather_json(damages[:2], "damaged files"), [])
     return damages[0] + ", and more" * (len(damages) > 1) if damages else ""
 
 
@@ -133,11 +133,11 @@ def find_steps(run_dir: str | os.PathLike) -> list[int]:
 
 def saved_steps(run_dir: str | os.PathLike) -> list[int]:
     """Steps of all checkpoints, ascending, sound or damaged. Every process calls it."""
-    return processes.from_first(lambda: find_steps(run_dir), "checkpoints")
+    return processes.broadcast_from_host0(lambda: find_steps(run_dir), "checkpoints")
 
 
-def newest_sound(
-    run_dir: str | os.PathLike, warn: Callable[[str], None] = complain, field: str = "run_dir"
+def latest_valid(
+    run_dir: str | os.PathLike, warn: Callable[[str], None] = print_error, field: str = "run_dir"
 ) -> int | None:
     """Step of the newest sound checkpoint; None where there are none at all.
 

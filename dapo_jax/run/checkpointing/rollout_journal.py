@@ -14,7 +14,7 @@ from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
-from dapo_jax.runtime.storage.retries import Storage, overlooked, replacing
+from dapo_jax.runtime.storage.retries import Storage, replacing, suppress_storage_errors
 from dapo_jax.structs import Group, PartialGroup, Prompt
 
 FOLDER = "groups"
@@ -57,15 +57,15 @@ class RolloutJournal:
         folder = self._folder / _name(step)
 
         def names() -> list[str]:
-            with overlooked():
+            with suppress_storage_errors():
                 return sorted(path.name for path in folder.glob("*.npz"))
             return []
 
         groups: dict[int, tuple[str, Group]] = {}
-        for name in processes.from_first(names, "finished groups"):
+        for name in processes.broadcast_from_host0(names, "finished groups"):
             groups |= self._read(folder / name)
         # A file that one process can't read is read by none.
-        readable = map(set, processes.agree(sorted(groups), "finished groups"))
+        readable = map(set, processes.all_gather_json(sorted(groups), "finished groups"))
         return {place: groups[place] for place in set.intersection(*readable)}
 
     def add(self, groups: Sequence[Group]) -> None:
@@ -84,7 +84,7 @@ class RolloutJournal:
             self._storage.attempt_later(f"{FOLDER}/", lambda: self._remove(step))
 
     def _remove(self, step: int) -> None:
-        with overlooked():  # else the next time
+        with suppress_storage_errors():  # else the next time
             for folder in list(self._folder.glob("step_*")):
                 if folder.name < _name(step):
                     for path in list(folder.iterdir()):

@@ -156,7 +156,9 @@ def sample_missing(
     `Interrupted`.
     """
     progress, rule = components.progress, evaluation_rule(components.config)
-    on_disk = processes.from_first(lambda: list(file.responses), "responses that are there")
+    on_disk = processes.broadcast_from_host0(
+        lambda: list(file.responses), "responses that are there"
+    )
     known = {tuple(key) for key in on_disk}
     numbers = range(components.config.evaluation.samples_per_problem)
     keys = [(prompt.index, j) for prompt in prompts for j in numbers]
@@ -193,7 +195,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
-        components = build(config, training=False, given_up=signals.here)
+        components = build(config, training=False, should_abort=signals.here)
         stack.callback(components.close)
         stack.enter_context(components.progress.compilation(config.model.folder))
         with components.progress.working("loading the policy"):
@@ -228,7 +230,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
                 f"{escape(str(folder))}. The same command goes on from there"
             )
             return None
-        return processes.from_first(
+        return processes.broadcast_from_host0(
             lambda: write_report(responses, marks, folder, components, storage), "the report"
         )
 

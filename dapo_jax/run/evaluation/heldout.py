@@ -24,7 +24,7 @@ def evaluation_rule(config: Config) -> SamplingRule:
 
 def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
     """Groups whose verdicts can be read without waiting, and the others."""
-    judged = processes.share_out(
+    judged = processes.map_over_hosts(
         [group.prompt.index for group in pending],
         lambda i: all(verdict.done() for verdict in pending[i].verdicts),
         "which are judged",

@@ -27,7 +27,7 @@ from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.ownership import PREFERRING
-from dapo_jax.structs import Rollouts, ScoredBatch, TrainBatch
+from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 MEASURED_PAIRS = 256  # of the training pairs, before and after
 LABELS = {
@@ -49,7 +49,7 @@ def pair_segments(pairs: Sequence[Example]) -> list[Segment]:
     return [segment._replace(correct=i % 2 == 0) for i, segment in enumerate(segments)]
 
 
-def weigh(rollouts: Rollouts, policy: np.ndarray, reference: Sequence[np.ndarray]) -> Feedback:
+def weigh(rollouts: PackedRows, policy: np.ndarray, reference: Sequence[np.ndarray]) -> Feedback:
     """Feedback on packed pairs: log-ratios of policy to reference.
 
     Args:
@@ -67,7 +67,7 @@ def weigh(rollouts: Rollouts, policy: np.ndarray, reference: Sequence[np.ndarray
 
 
 def preference_batch(
-    algorithm: Algorithm, segments: Sequence[Segment], rollouts: Rollouts, feedback: Feedback
+    algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
 ) -> TrainBatch:
     """Minibatch whose gradient is that of the mean of -log sigmoid(beta margin) over pairs."""
     advantages, _ = estimate(algorithm, feedback)

@@ -99,7 +99,9 @@ class ResumePoint:
             same = checkpoints.latest_step() is None or self._record.continues(checkpoints.record())
         if not same:
             self._storage.warn(f"{self._path} is of other settings or data: it begins anew")
-            processes.from_first(lambda: _remove(self._path), "removing what another run left")
+            processes.broadcast_from_host0(
+                lambda: _remove(self._path), "removing what another run left"
+            )
 
     def _remove_if_empty(self) -> None:
         if self.folder and not list(self.folder.glob(f"{CHECKPOINTS}/[0-9]*")):
@@ -121,7 +123,7 @@ class ResumePoint:
             rows = objects(self._path / METRICS) if self.step else ()
             return next((row for row in rows if row.get("step") == 0), {})
 
-        return processes.from_first(read, "metrics before the first step")
+        return processes.broadcast_from_host0(read, "metrics before the first step")
 
     def is_due(self, step: int) -> bool:
         """True if the state after so many steps is to be saved."""

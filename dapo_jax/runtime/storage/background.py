@@ -5,13 +5,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-MOST_WAITING = 4  # each may hold a step's responses in memory
+MAX_WAITING = 4  # each may hold a step's responses in memory
 
 
 class Background:
     """Thread that does pieces of work in the order they were given.
 
-    Where `MOST_WAITING` of them wait, the caller waits too: what is to be written cannot pile up.
+    Where `MAX_WAITING` of them wait, the caller waits too: what is to be written cannot pile up.
     When the program ends, or fails, what was given is done first.
     """
 
@@ -21,7 +21,7 @@ class Background:
 
     def give(self, work: Callable[[], Any]) -> None:
         """Queues a piece of work. Raises what an earlier one raised."""
-        while self._given and (len(self._given) > MOST_WAITING or self._given[0].done()):
+        while self._given and (len(self._given) > MAX_WAITING or self._given[0].done()):
             self._given.popleft().result()
         self._given.append(self._thread.submit(work))
 

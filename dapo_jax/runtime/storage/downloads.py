@@ -57,7 +57,7 @@ def _complete(
                 field,
             )
         if processes.is_first() and total > 1e8:
-            processes.complain(f"downloading {total / 1e9:.1f} GB of {folder} to {copy}, once")
+            processes.print_error(f"downloading {total / 1e9:.1f} GB of {folder} to {copy}, once")
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
             for done in [
                 pool.submit(_download, folder / name, copy / name, size)

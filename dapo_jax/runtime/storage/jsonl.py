@@ -14,7 +14,7 @@ from dapo_jax.runtime.storage.retries import replacing
 
 BROKEN = ".broken"  # suffix of a file with unreadable lines
 SHOWN_STEPS = 5
-MOST_OF_THE_TIME = 0.05  # share that rare appends take on an object store
+MAX_OF_THE_TIME = 0.05  # share that rare appends take on an object store
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ class AppendFile:
         self.path.write_bytes(self._content + content)
         self._content += content
         ended = time.monotonic()
-        self._next = ended + (ended - started) / MOST_OF_THE_TIME
+        self._next = ended + (ended - started) / MAX_OF_THE_TIME
 
     def _append(self, path: pathlib.Path, content: bytes) -> None:
         with path.open("ab", buffering=0) as file:

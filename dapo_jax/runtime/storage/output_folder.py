@@ -34,7 +34,7 @@ from dapo_jax.runtime.storage.ownership import (
     resolve_folder,
     stamp,
 )
-from dapo_jax.runtime.storage.retries import full_or_broken, is_refusal, reason
+from dapo_jax.runtime.storage.retries import is_refusal, reason, storage_fault
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 ROOM = "a folder of storage with room"
@@ -262,7 +262,7 @@ def replace(
         except BaseException as error:
             with contextlib.suppress(OSError):
                 new.clear()
-            if cause := full_or_broken(error):
+            if cause := storage_fault(error):
                 place.refuse(f"{str(new.path)!r} can't be written: {cause}", ROOM)
             raise
         try:

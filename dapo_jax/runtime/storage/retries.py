@@ -35,7 +35,7 @@ class NotSaved(OSError):
     """Raised where a checkpoint could not be written; older ones are as they were."""
 
 
-def of_a_bucket(error: BaseException) -> bool:
+def is_bucket_error(error: BaseException) -> bool:
     """True for an error of TensorFlow's, which reads and writes buckets.
 
     TensorFlow's errors are no OSErrors; it has retried for a minute or two before it raises them.
@@ -45,16 +45,16 @@ def of_a_bucket(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """True if a bucket refused: no permission, or no such bucket."""
-    return of_a_bucket(error) and type(error).__name__ in REFUSALS
+    return is_bucket_error(error) and type(error).__name__ in REFUSALS
 
 
 @contextlib.contextmanager
-def overlooked() -> Iterator[None]:
+def suppress_storage_errors() -> Iterator[None]:
     """Suppresses storage errors."""
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, OSError) or of_a_bucket(error)):
+        if not (isinstance(error, OSError) or is_bucket_error(error)):
             raise
 
 
@@ -65,7 +65,7 @@ def reason(error: BaseException) -> str:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if of_a_bucket(error):  # the answer's body says in many lines what its status does
+    if is_bucket_error(error):  # the answer's body says in many lines what its status does
         text = re.sub(r" with body '.*'", "", str(error), flags=re.DOTALL)
         text = re.sub(r"^.*Error executing an HTTP request: ", "", text)
         return " ".join(text.split())[:SHOWN_CHARACTERS]
@@ -73,7 +73,7 @@ def reason(error: BaseException) -> str:
     return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
-def full_or_broken(error: BaseException) -> str:
+def storage_fault(error: BaseException) -> str:
     """Fault of the storage that caused an error; empty for errors of another cause."""
     # Rust's libraries, such as safetensors, have the number in their text.
     match = re.search(r"\(os error (\d+)\)", str(error))
@@ -81,10 +81,10 @@ def full_or_broken(error: BaseException) -> str:
     return os.strerror(number) if number in TROUBLE else ""
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints a warning on the first process, where there is no `Progress` yet."""
     if processes.is_first():
-        processes.complain(f"warning: {text}")
+        processes.print_error(f"warning: {text}")
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -134,7 +134,7 @@ class Storage:
         warn: receives the warnings.
     """
 
-    def __init__(self, warn: Callable[[str], None] = complain):
+    def __init__(self, warn: Callable[[str], None] = print_error):
         self.warn = warn
         self._warned: dict[str, float] = {}  # time of the newest warning, by what failed
         self._rests_until = -math.inf  # of a bucket that did not answer
@@ -154,10 +154,10 @@ class Storage:
             try:
                 work()
             except Exception as error:
-                if not (isinstance(error, OSError) or of_a_bucket(error)):
+                if not (isinstance(error, OSError) or is_bucket_error(error)):
                     raise
                 why = reason(error)
-                if of_a_bucket(error):
+                if is_bucket_error(error):
                     now = time.monotonic()
                     self._rests_until = now + (now - started)
                     break
@@ -178,7 +178,7 @@ class Storage:
         """Returns when everything has been attempted. Raises as `attempt_later`."""
         self._background.drain()
 
-    def rested(self) -> None:
+    def clear_backoff(self) -> None:
         """Ends a pause: the next write is tried at once."""
         self._rests_until = -math.inf
 

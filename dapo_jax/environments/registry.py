@@ -10,7 +10,7 @@ from typing import Any
 from dapo_jax.config.sections import Environment, Reward
 from dapo_jax.config.user_code import resolve
 from dapo_jax.environments.tools import ToolUse, describe_tool
-from dapo_jax.rewards import given
+from dapo_jax.rewards import pickled_functions
 from dapo_jax.runtime.settings import require
 
 READY = {  # module and class of a name; a worker imports the one that it runs
@@ -22,7 +22,11 @@ OPENENV = "openenv:"  # before the class of an environment of that library
 
 
 def _find(field: str, name: str) -> Callable:
-    return given.find(name) if name.startswith(given.GIVEN) else resolve(field, name)
+    return (
+        pickled_functions.find(name)
+        if name.startswith(pickled_functions.GIVEN)
+        else resolve(field, name)
+    )
 
 
 def open_factory(name: str, tools: Sequence[str] = ()) -> Callable[..., Any]:
