@@ -1,4 +1,4 @@
-"""The objects that pass between rooms, with their shapes.
+"""Host objects that pass between the stages of a step, with their shapes.
 
 Dimension letters, everywhere: N prompts, G samples per prompt, B = N*G responses, U optimizer
 updates per rollout batch, M microbatches, R packed rows of a microbatch, T tokens of a row,
@@ -15,11 +15,9 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Float, Int
 
 MAX_SHOWN_CHARACTERS = 200  # characters
 _BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # and the signs that only say where mathematics begins
@@ -231,9 +229,6 @@ class Trace:
     clipped: np.ndarray | None = None  # [n] the bound that cut a token there: see learner.traces
 
 
-# --- device, packed -------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class CollectedGroups:
     """Rollout batch of a step: its groups in data order, and counts of what they cost."""
@@ -264,70 +259,71 @@ class CollectedGroups:
         return sum(not group.correct.any() for group in self.judged)
 
 
-class PackedRows(struct.PyTreeNode):
-    """Responses packed into rows of one length, before anything was computed on them.
+class SamplingRule(NamedTuple):
+    """Temperature and truncation of draws; hashable, so that each rule compiles once."""
 
-    `segment_ids` is 0 on padding and counts from 1 inside a row; a segment is one prompt with
-    one response and never crosses a row. `response_index` is the response's place in the rollout
-    batch, -1 off the response. `routes` is None unless the algorithm replays them.
-    """
-
-    tokens: Int[Array, "*M R T"]
-    segment_ids: Int[Array, "*M R T"]
-    positions: Int[Array, "*M R T"]
-    response_index: Int[Array, "*M R T"]
-    sampler_logprobs: Float[Array, "*M R T"]
-    routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1 where not known
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_p: float = 1.0
+    top_k: int = 0
 
 
-class ScoredBatch(struct.PyTreeNode):
-    """Rollouts with the log-probs of the models that score them, and the values, before the update.
+@dataclasses.dataclass
+class TurnCounts:
+    """Counts of the trajectories of one rollout, and what ended or failed them."""
 
-    `old_logprobs` is None where the policy is still the one that will be differentiated (a single
-    update per rollout batch): the ratio is then exactly 1 and no score pass is needed. The others
-    are None where the algorithm has no reference, no critic or no teacher of drawn tokens.
-    """
+    turns: int = 0
+    observation_tokens: int = 0
+    prefilled_again_tokens: int = 0
+    ended_by_turns: int = 0
+    ended_by_tokens: int = 0
+    cut_observations: int = 0
+    failed_steps: int = 0
+    late_steps: int = 0
+    wait_seconds: float = 0.0
 
-    rollouts: PackedRows
-    old_logprobs: Float[Array, "*M R T"] | None
-    reference_logprobs: Float[Array, "*M R T"] | None = None
-    values: Float[Array, "*M R T"] | None = None
-    teacher_logprobs: Float[Array, "*M R T"] | None = None
-
-
-class TrainBatch(struct.PyTreeNode):
-    """Input of one optimizer update. Its loss is `sum(loss_weights * token_loss)`.
-
-    The value loss and the negative log-prob of right responses have weights of their own; what an
-    algorithm has not is None.
-    """
-
-    scored: ScoredBatch
-    advantages: Float[Array, "*M R T"]
-    loss_weights: Float[Array, "*M R T"]
-    nll_weights: Float[Array, "*M R T"] | None = None
-    returns: Float[Array, "*M R T"] | None = None
-    value_weights: Float[Array, "*M R T"] | None = None
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step that are counts as they are."""
+        values = dataclasses.asdict(self)
+        seconds = {"seconds_environment": values.pop("wait_seconds")}
+        return {f"environment_{name}": float(count) for name, count in values.items()} | seconds
 
 
-class TrainState(struct.PyTreeNode):
-    """Parameters and optimizer state. `update_count` counts optimizer steps, not rollout steps."""
+@dataclasses.dataclass
+class SamplerCounts:
+    """Counts of one rollout. Occupancy is measured only while prompts were still waiting."""
 
-    params: Any
-    opt_state: Any
-    update_count: Int[Array, ""]
+    prefills: int = 0
+    bursts: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0  # that the host waited for bursts
+    responses: int = 0
+    tokens: int = 0
+    abandoned_responses: int = 0
+    abandoned_tokens: int = 0
+    unfinished_tokens: int = 0  # of responses that the next step goes on with
+    put_back_tokens: int = 0
+    busy_slot_steps: int = 0
+    slot_steps: int = 0
+    turns: TurnCounts | None = None  # with an environment
 
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens of all responses, also of those that were stopped or drawn again."""
+        return self.tokens + self.abandoned_tokens + self.unfinished_tokens + self.put_back_tokens
 
-class Mean(struct.PyTreeNode):
-    """A sum with its weight, so that means of parts add up to the mean of the whole."""
+    @property
+    def occupancy(self) -> float:
+        """Share of decode-slot steps that drew a token while the queue was not empty."""
+        return self.busy_slot_steps / self.slot_steps if self.slot_steps else 1.0
 
-    total: Float[Array, ""]
-    weight: Float[Array, ""]
-
-    def __add__(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.weight + other.weight)
-
-    def value(self) -> float:
-        """The mean; 0 where nothing was counted."""
-        weight = float(self.weight)
-        return float(self.total) / weight if weight else 0.0
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step that are counts as they are."""
+        return {
+            "abandoned_tokens": float(self.abandoned_tokens),
+            "put_back_tokens": float(self.put_back_tokens),
+            "decode_steps": float(self.decode_steps),
+            "decode_bursts": float(self.bursts),
+            "prefills": float(self.prefills),
+            "slot_occupancy": self.occupancy,
+            "seconds_decode": self.decode_seconds,
+        } | (self.turns.metrics() if self.turns else {})

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import Optimizer
+from dapo_jax.learner.batches import Mean, PackedRows, TrainBatch
 from dapo_jax.learner.losses import value_loss
 from dapo_jax.learner.update import Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_values
-from dapo_jax.structs import Mean, PackedRows, TrainBatch, present
+from dapo_jax.structs import present
 
 
 def critic_objective(

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner
-from dapo_jax.structs import Mean, TrainBatch, TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.user_code import describe_error
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.packing import Segment, choose_rows, make_batch, pack_updates, tree_index
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.training_attention import SHORT_ROW_TOKENS
@@ -17,7 +18,7 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import shards
-from dapo_jax.structs import Group, PackedRows, ScoredBatch, TrainBatch
+from dapo_jax.structs import Group
 
 TokenWeights = Callable[[Group, int], Sequence[float]]  # a user's function
 

@@ -16,8 +16,9 @@ from jaxtyping import Bool
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.compute import Packing
 from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.losses import response_weights
-from dapo_jax.structs import Completion, PackedRows, Prompt, ScoredBatch, TrainBatch
+from dapo_jax.structs import Completion, Prompt
 
 LONGER = (1, 2, 3, 4)  # times the shortest row that holds the longest response
 SMALLER = (1, 2)  # microbatches in place of one

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
+from dapo_jax.learner.batches import Mean, PackedRows, TrainBatch
 from dapo_jax.learner.corrections import importance_weights, rejections
 from dapo_jax.learner.losses import KL_ESTIMATORS, clamp_log, k3, policy_loss
 from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
@@ -17,7 +18,7 @@ from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
 from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
 from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
-from dapo_jax.structs import Mean, PackedRows, TrainBatch, present
+from dapo_jax.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
 TEACHER = "teacher"  # its parameters among those of a learner that never change

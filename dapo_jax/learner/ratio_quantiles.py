@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dapo_jax.structs import Mean
+from dapo_jax.learner.batches import Mean
 
 RATIO_HISTOGRAM = "ratio_histogram"
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}

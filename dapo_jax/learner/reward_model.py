@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from dapo_jax.learner.batches import PackedRows
 from dapo_jax.learner.packing import Segment, pack, tree_index
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.logprobs import scalars_after
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import Completion, PackedRows, Prompt
+from dapo_jax.structs import Completion, Prompt
 
 NO_TOKENS = np.zeros(0, np.int32)
 

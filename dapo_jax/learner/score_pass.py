@@ -9,6 +9,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, gather_feedback
+from dapo_jax.learner.batches import PackedRows, ScoredBatch
 from dapo_jax.learner.learners import LearnerPrograms, LearnerStates
 from dapo_jax.learner.losses import KL_ESTIMATORS
 from dapo_jax.learner.minibatches import Minibatches
@@ -16,7 +17,7 @@ from dapo_jax.learner.packing import place_tokens, trained_tokens, tree_index
 from dapo_jax.learner.update import Learner
 from dapo_jax.runtime.clock import timed
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Group, PackedRows, ScoredBatch, present
+from dapo_jax.structs import Group, present
 
 
 @timed("score")

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.runtime.nonfinite import path_name
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import replacing, write_text
-from dapo_jax.structs import Group, PackedRows, ScoredBatch, TrainBatch
+from dapo_jax.structs import Group
 
 FOLDER, ARRAYS, RECORD = "skipped", "batch.npz", "record.json"
 MOST = 8  # in a run: what comes later is skipped for the same reason

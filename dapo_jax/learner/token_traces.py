@@ -7,10 +7,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dapo_jax.algorithms import Algorithm
+from dapo_jax.learner.batches import TrainBatch
 from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.packing import take_tokens
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Trace, TrainBatch, present
+from dapo_jax.structs import Trace, present
 
 LOW, HIGH, DUAL = 1, 2, 3  # the bound that cut a token's gradient; 0: none
 

@@ -13,11 +13,11 @@ import optax
 from jaxtyping import Array, Float
 
 from dapo_jax.config.experiment import Optimizer
+from dapo_jax.learner.batches import Mean, PackedRows, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import make_optimizer
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
-from dapo_jax.structs import Mean, PackedRows, TrainBatch, TrainState
 
 ROWS = None, "batch", "sequence"  # logical names of [M, R, T]
 TOKEN_LOGPROBS = "token_logprobs"  # [M, R, T] among the metrics of an update that keeps them

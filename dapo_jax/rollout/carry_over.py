@@ -13,15 +13,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config, Rollout
 from dapo_jax.rollout.dynamic_sampling import Collection, Judge, Pending, Sampler
-from dapo_jax.structs import (
-    CollectedGroups,
-    Completion,
-    Group,
-    PartialGroup,
-    Prompt,
-    Turn,
-    Verdict,
-)
+from dapo_jax.structs import CollectedGroups, Completion, Group, PartialGroup, Prompt, Turn, Verdict
 
 
 class CarryOverCollection(Collection[Pending]):

@@ -12,7 +12,8 @@ from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decode_attention import SlotContext, at_each
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.page_table import Fills
-from dapo_jax.rollout.sampling import SamplingRule, draw, draw_each
+from dapo_jax.rollout.sampling import draw, draw_each
+from dapo_jax.structs import SamplingRule
 
 
 def empty_state(

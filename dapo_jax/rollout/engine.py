@@ -28,10 +28,11 @@ from dapo_jax.rollout.jetstream_api import (
 )
 from dapo_jax.rollout.paged_cache import choose_layout, with_scales
 from dapo_jax.rollout.requests import Drawn
-from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule, sample_key
+from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, sample_key
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.pace import Pace
 from dapo_jax.runtime.settings import require
+from dapo_jax.structs import SamplingRule
 
 
 class PolicyEngine(Engine):

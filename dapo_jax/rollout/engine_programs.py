@@ -18,11 +18,12 @@ from dapo_jax.model.quantisation import to_int8
 from dapo_jax.rollout import decode_step
 from dapo_jax.rollout.jetstream_api import ResultTokens, result_tokens
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
-from dapo_jax.rollout.sampling import SamplingRule, repeat_rule
+from dapo_jax.rollout.sampling import repeat_rule
 from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.kept_programs import keep
+from dapo_jax.structs import SamplingRule
 
 CALIBRATION_ROWS, CALIBRATION_TOKENS = 4, 256
 CALIBRATION_MARGIN = 1.5  # keys and values of a prompt may be so much larger

@@ -9,18 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dapo_jax.structs import SamplingRule
+
 BLOCK = 128
 SMALLEST_TOP_P = 1e-6  # below, float32 could leave no token at all; the likeliest one is kept
 # Purposes of a key. What is served is keyed by the order of arrival, or by a seed of its own.
 SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING, SAMPLE_BY_SEED = range(4)
-
-
-class SamplingRule(NamedTuple):
-    """Temperature and truncation of draws; hashable, so that each rule compiles once."""
-
-    temperature: float = 1.0  # 0 takes the likeliest token
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 class SamplingRules(NamedTuple):

@@ -10,7 +10,6 @@ import numpy as np
 
 from dapo_jax.data.prompts.tokenizer import Decodes
 from dapo_jax.model.caches import Prefix
-from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.held_turns import HeldTurns
 from dapo_jax.rollout.prefill_ahead import insert_all, prefill_ahead
@@ -23,10 +22,17 @@ from dapo_jax.rollout.requests import (
     pad_prompt,
     split_group,
 )
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.trajectories import Steps, Trajectories
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.structs import Completion, PartialGroup, Prompt, present, with_texts
+from dapo_jax.structs import (
+    Completion,
+    PartialGroup,
+    Prompt,
+    SamplerCounts,
+    SamplingRule,
+    present,
+    with_texts,
+)
 
 
 class Scheduler:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.dynamic_sampling import (
     NOTHING,
     Collection,
@@ -22,10 +21,17 @@ from dapo_jax.rollout.dynamic_sampling import (
     Starved,
     collect,
 )
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.clock import timed
-from dapo_jax.structs import CollectedGroups, Group, Interrupted, PartialGroup
+from dapo_jax.structs import (
+    CollectedGroups,
+    Group,
+    Interrupted,
+    PartialGroup,
+    SamplerCounts,
+    SamplingRule,
+)
 
 FIRST_KEPT_FRACTION = 0.5  # before any group was judged
 OnBurst = Callable[[Collection], None]

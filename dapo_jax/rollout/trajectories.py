@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dapo_jax.config.sections import Environment
-from dapo_jax.rollout.counts import TurnCounts
 from dapo_jax.rollout.requests import PendingGroup
-from dapo_jax.structs import Completion, Prompt, Turn
+from dapo_jax.structs import Completion, Prompt, Turn, TurnCounts
 
 
 class Step(Protocol):

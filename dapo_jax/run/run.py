@@ -22,7 +22,6 @@ from dapo_jax.reporting.notices import (
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.scores import Response
 from dapo_jax.rollout.dynamic_sampling import Starved
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.source import NoJournal
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.checkpointing.compatibility import (
@@ -59,7 +58,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import claim
 from dapo_jax.runtime.storage.ownership import RUN
 from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
-from dapo_jax.structs import Interrupted
+from dapo_jax.structs import Interrupted, SamplingRule
 from dapo_jax.train import Trainer, TrainerState, train_step
 
 CHECKED_PROMPTS, CHECKED_SAMPLES = 8, 4  # at the start, where no held-out problems serve

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.learner.batches import Mean
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.learner.packing import fill
@@ -15,7 +16,7 @@ from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, quantiles
 from dapo_jax.learner.token_traces import trace_ratios, trace_responses
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import Mean, Trace
+from dapo_jax.structs import Trace
 from dapo_jax.train import StepRecord
 
 

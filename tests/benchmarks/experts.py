@@ -31,9 +31,10 @@ from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.logprobs import hidden_states
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.components import build
 from dapo_jax.runtime.sharding import unbox
+from dapo_jax.structs import SamplingRule
 
 BASE, RL = "configs/arithmetic_base.py", "configs/arithmetic.py"
 TOKENIZER = arithmetic_tokenizer()

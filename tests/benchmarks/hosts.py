@@ -38,12 +38,13 @@ from dapo_jax.commands.plan.workload import AssumedWorkload
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.advantages import estimate
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import make_minibatches, make_train_batches
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.dynamic_sampling import collect
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import Rollout
 from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
@@ -52,7 +53,7 @@ from dapo_jax.run.step_record import measure, trace
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.storage.retries import Storage
-from dapo_jax.structs import Completion, Prompt, ScoredBatch, with_texts
+from dapo_jax.structs import Completion, Prompt, SamplingRule, with_texts
 from dapo_jax.train import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -49,17 +49,18 @@ from dapo_jax.config.experiment import (
     Rollout,
     Sampler,
 )
+from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.rollout import decode_step
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule, draw
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, draw
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run import step_record
 from dapo_jax.run.components import Components, build
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch
+from dapo_jax.structs import Completion, Prompt, SamplingRule
 from dapo_jax.train import TrainerState, train_step
 
 VOCAB, GROUP, PROMPT_TOKENS, SLOTS = 512, 8, 32, 64

@@ -21,10 +21,9 @@ from talk import SECONDS, TURNS
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Data, Environment, Log, Model, Rollout, Sampler
 from dapo_jax.environments.sessions import Environments
-from dapo_jax.rollout.counts import SamplerCounts
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.run.components import build
-from dapo_jax.structs import Prompt
+from dapo_jax.structs import Prompt, SamplerCounts, SamplingRule
 
 
 def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:

@@ -25,8 +25,9 @@ from dapo_jax.commands.plan.workload import (
 )
 from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import SamplingRule
 
 SHAPE = DecoderConfig(
     vocab=2, layers=1, embed=128, heads=2, kv_heads=2, head_dim=128, mlp=1, dtype=jnp.bfloat16

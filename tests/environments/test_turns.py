@@ -11,9 +11,8 @@ from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.sessions import Step
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.structs import PartialGroup, with_texts
+from dapo_jax.structs import PartialGroup, SamplingRule, with_texts
 
 # One that ends often, so that a tiny policy has many turns.
 TOKENIZER = Tokenizer(arithmetic_tokenizer().backend, end_ids=(1, 2, 3, 4), pad_id=0)

@@ -35,11 +35,11 @@ from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import KL_ESTIMATORS, policy_loss, response_weights
 from dapo_jax.learner.packing import make_batch, pack, place_tokens
 from dapo_jax.learner.policy import policy_learner, policy_objective
 from dapo_jax.model.decoder import DecoderConfig, init_params
-from dapo_jax.structs import ScoredBatch
 
 SMALL = DecoderConfig(
     vocab=32, layers=1, embed=16, heads=2, kv_heads=2, head_dim=8, mlp=32, tie_embeddings=True

@@ -13,12 +13,13 @@ from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS, dapo
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.losses import k2, k3, policy_loss, response_weights
 from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens, trained_tokens
 from dapo_jax.learner.policy import policy_learner, policy_objective
 from dapo_jax.model.decoder import init_params
-from dapo_jax.structs import Completion, ScoredBatch
+from dapo_jax.structs import Completion
 
 BUDGET = 14
 LENGTHS = [5, 1, 0, 14, 7, 9, 3, 12, 2, 6]

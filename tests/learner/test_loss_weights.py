@@ -11,12 +11,13 @@ from conftest import make_prompt
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import estimate
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
-from dapo_jax.structs import Completion, ScoredBatch
+from dapo_jax.structs import Completion
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 

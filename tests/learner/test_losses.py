@@ -10,11 +10,11 @@ import pytest
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.corrections import importance_weights
 from dapo_jax.learner.critic import critic_objective
 from dapo_jax.learner.losses import KL_ESTIMATORS, RATIOS, policy_loss, value_loss
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 STEP = 1e-5  # of central differences

@@ -9,10 +9,11 @@ from conftest import make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import Completion, ScoredBatch
+from dapo_jax.structs import Completion
 
 BUDGET = 9
 PLANNED = 8  # groups of a minibatch, of two responses with three tokens each

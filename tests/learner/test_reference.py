@@ -10,12 +10,12 @@ from conftest import TINY
 from small_runs import learn, make_groups, make_quick_config
 
 from dapo_jax.config.experiment import Compute, Mesh, Model
+from dapo_jax.learner.batches import TrainState
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import save_huggingface
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.components import build
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import TrainState
 from dapo_jax.train import TrainerState
 
 

@@ -8,12 +8,13 @@ from conftest import make_completion, make_prompt
 from small_runs import make_quick_config
 
 from dapo_jax import algorithms
+from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.minibatches import split_groups
 from dapo_jax.learner.packing import make_batch, pack
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.components import Components, build
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import ScoredBatch, TrainBatch, Verdict
+from dapo_jax.structs import Verdict
 
 OWN = """
 import numpy as np

@@ -26,12 +26,12 @@ from learners import (
 from dapo_jax import algorithms
 from dapo_jax.commands.plan import hlo_text
 from dapo_jax.config.experiment import Optimizer
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import response_weights
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import assign_rows, pack, padded_microbatches
 from dapo_jax.learner.ratio_quantiles import EDGES, RATIO_HISTOGRAM
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import ScoredBatch
 
 
 def microbatches_of(row_tokens: int, rows: int) -> int:

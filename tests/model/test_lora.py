@@ -21,13 +21,13 @@ from dapo_jax.learner.policy import policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.peft_adapters import read_adapters
 from dapo_jax.model.trainable import MATRICES, choose_trained, fresh_adapters, merge
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.components import build, load_frozen
 from dapo_jax.run.evaluation.evaluate import evaluate
 from dapo_jax.run.export import export
 from dapo_jax.run.state import resident_megabytes
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import SamplingRule
 
 LORA = Lora(rank=3, alpha=6.0)
 DECODER = choose_trained(TINY, 0.0, LORA)

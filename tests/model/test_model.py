@@ -16,8 +16,9 @@ from dapo_jax.model import decoder, load_huggingface
 from dapo_jax.model.lm_head import head_logprobs
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.model.training_attention import choose
-from dapo_jax.rollout.sampling import SamplingRule, draw
+from dapo_jax.rollout.sampling import draw
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import SamplingRule
 
 KEY = jax.random.key(1)
 TOKENS = jax.random.randint(KEY, (2, 12), 2, 32)

@@ -15,6 +15,7 @@ from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
 from dapo_jax.config.experiment import Config, Reward, Rollout
 from dapo_jax.learner.advantages import ESTIMATORS
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import gather
@@ -23,7 +24,7 @@ from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rewards.token_rewards import place_rewards
-from dapo_jax.structs import Group, ScoredBatch, Verdict
+from dapo_jax.structs import Group, Verdict
 
 OWN = """
 import json

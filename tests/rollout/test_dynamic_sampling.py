@@ -19,7 +19,6 @@ from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout import dynamic_sampling
-from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.dynamic_sampling import (
     Collection,
     Interrupted,
@@ -28,7 +27,7 @@ from dapo_jax.rollout.dynamic_sampling import (
     collect,
     next_kept_fraction,
 )
-from dapo_jax.structs import Verdict
+from dapo_jax.structs import SamplerCounts, Verdict
 
 
 class ScriptedSampler:

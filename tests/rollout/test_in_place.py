@@ -16,8 +16,8 @@ from dapo_jax.commands.plan.compile_programs import contents
 from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size, instructions
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.sharding import make_mesh
+from dapo_jax.structs import SamplingRule
 
 WINDOW = 416
 WRITES = ("scatter", "dynamic-update-slice")

@@ -19,10 +19,10 @@ from dapo_jax.model.caches import PageCache
 from dapo_jax.model.training_attention import Window
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageTable
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import warn_about_rounding
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import SamplingRule
 
 RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) for i in range(14)]
 LONGEST, RESPONSE = 17, 30

@@ -15,11 +15,10 @@ from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import ROUTES
 from dapo_jax.model.logprobs import hidden_states
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh, unbox
-from dapo_jax.structs import PartialGroup
+from dapo_jax.structs import PartialGroup, SamplingRule
 
 MOE = dataclasses.replace(
     TINY, mlp=16, experts=8, experts_per_token=2, family="qwen3_moe", records_routes=True

@@ -13,10 +13,10 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import in_ring
 from dapo_jax.model.decoder import init_params
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run import memory
 from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.structs import SamplingRule
 
 WINDOW = 5  # prompts are of 3 to 7 tokens, responses of 20
 MIXED = dataclasses.replace(TINY, layers=3, window=WINDOW, sliding=(True, False, True))

@@ -14,7 +14,6 @@ from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.requests import pad_prompt
 from dapo_jax.rollout.sampling import (
-    SamplingRule,
     SamplingRules,
     draw,
     draw_each,
@@ -24,6 +23,7 @@ from dapo_jax.rollout.sampling import (
     truncate,
 )
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.structs import SamplingRule
 
 
 def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):

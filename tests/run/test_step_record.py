@@ -3,11 +3,10 @@
 import jax
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.source import Rollout
 from dapo_jax.run import step_record
 from dapo_jax.runtime.clock import Clock
-from dapo_jax.structs import CollectedGroups
+from dapo_jax.structs import CollectedGroups, SamplerCounts
 from dapo_jax.train import StepRecord
 
 

@@ -21,6 +21,7 @@ from dapo_jax.commands import checks
 from dapo_jax.commands.replay import replay
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, SftConfig
 from dapo_jax.config.files import read_config
+from dapo_jax.learner.batches import Mean
 from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.run.checkpointing import checkpoints
@@ -30,7 +31,6 @@ from dapo_jax.run.supervised.resume import ResumePoint
 from dapo_jax.run.supervised.training import TrainingLog
 from dapo_jax.runtime.nonfinite import NotFinite, count_skipped, describe
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Mean
 
 
 def test_arrays_are_named_with_how_much_of_them_is_not_finite():

@@ -12,8 +12,8 @@ from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.decoder import Decoder, head_kernel
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.structs import SamplingRule
 
 
 def packed_logits(folder, mesh, dtype=jnp.float32, config=None, params=None):

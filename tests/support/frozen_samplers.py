@@ -5,8 +5,8 @@ from conftest import make_prompt
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.rollout.scheduler import Scheduler
+from dapo_jax.structs import SamplingRule
 
 DRAWN = SamplingRule()
 

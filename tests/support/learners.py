@@ -8,13 +8,14 @@ from conftest import TINY, make_prompt
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner import packing
-from dapo_jax.learner.advantages import spread
+from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.runtime.kept_programs import keep
-from dapo_jax.structs import Completion, ScoredBatch
+from dapo_jax.structs import Completion
 
 RNG = np.random.default_rng(1)
 BUDGET = 14
@@ -44,7 +45,7 @@ def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_to
     """The batch with the sampler's log-probs as old ones, and its used microbatches."""
     algorithm = algorithm or algorithms.dapo()
     rollouts, used = pack(segments, row_tokens, rows, microbatches)
-    advantages = spread(ADVANTAGES[: len(segments)], rollouts.response_index)
+    advantages = broadcast_to_tokens(ADVANTAGES[: len(segments)], rollouts.response_index)
     scored = ScoredBatch(rollouts, rollouts.sampler_logprobs)
     return packing.make_batch(scored, segments, advantages, None, algorithm, BUDGET), used
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.algorithms import PRESETS
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.policy import policy_objective
-from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 EXACT = {"rtol": 1e-6, "atol": 1e-8}  # weights below exp(-20) may be nothing
 

@@ -10,11 +10,9 @@ from dapo_jax.config.experiment import Sampler
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.model.decoder import Decoder, abstract_params
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.sampling import (
-    SamplingRule,
-)
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import sharding
+from dapo_jax.structs import SamplingRule
 
 END = 1
 TOKENIZER = arithmetic_tokenizer()

@@ -36,14 +36,13 @@ from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.metrics import CLOCKED
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rollout import source
-from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.run import run as runs
 from dapo_jax.run.components import Components
 from dapo_jax.run.step_record import measure
 from dapo_jax.run.supervised.sft import make_base
 from dapo_jax.runtime.clock import Clock
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.structs import CollectedGroups, Group, Verdict
+from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, Verdict
 from dapo_jax.train import StepRecord, Trainer, TrainerState, train_step
 
 ROOT = pathlib.Path(__file__).parents[2]

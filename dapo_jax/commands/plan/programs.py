@@ -16,6 +16,7 @@ from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.commands.plan.published_shapes import read_shape
 from dapo_jax.commands.plan.targets import target_devices
 from dapo_jax.config.experiment import Config
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
@@ -32,7 +33,6 @@ from dapo_jax.run.compute import (
 )
 from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 TRAINING = (
     "update",

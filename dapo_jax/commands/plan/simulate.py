@@ -34,12 +34,11 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.counts import SamplerCounts
 from dapo_jax.rollout.dynamic_sampling import collect
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.compute import open_engine
-from dapo_jax.structs import CollectedGroups, Group
+from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, SamplingRule
 
 FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 

@@ -14,9 +14,8 @@ from dapo_jax.config.experiment import Config, Reward, Sampler
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import Completion, Group, Prompt, Verdict
+from dapo_jax.structs import Completion, Group, Prompt, SamplingRule, Verdict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ import numpy as np
 from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.jetstream_api import ResultTokens
-from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, SamplingRule, repeat_rule, sample_key
+from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, repeat_rule, sample_key
+from dapo_jax.structs import SamplingRule
 
 
 class Draws(NamedTuple):

@@ -31,8 +31,8 @@ from dapo_jax.commands.serve.generator import (
     ResponseRequest,
 )
 from dapo_jax.data.prompts.tokenizer import TextStream, Tokenizer
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.settings import require
+from dapo_jax.structs import SamplingRule
 
 # Fields of JetStream's newer clients by number: name, and the values that ask for nothing (None:
 # all values).

@@ -20,9 +20,9 @@ from dapo_jax.commands.serve.request_checks import (
 )
 from dapo_jax.commands.serve.scoring import MAX_LIKELIEST
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.rollout.sampling import SamplingRule
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.tool_calls import tools_problem
+from dapo_jax.structs import SamplingRule
 
 MAX_STOPS = 4
 TOO_LONG = "context_length_exceeded"

@@ -13,6 +13,7 @@ from etils import epath
 from flax import traverse_util
 
 from dapo_jax.config.experiment import Checkpoint
+from dapo_jax.learner.batches import TrainState
 from dapo_jax.run.checkpointing.integrity import (
     checkpoint_folder,
     damage,
@@ -33,7 +34,7 @@ from dapo_jax.runtime.storage.retries import (
     quiet_orbax,
     reason,
 )
-from dapo_jax.structs import TrainState, present
+from dapo_jax.structs import present
 
 DAMAGED = "damaged_checkpoints"
 POLL_SECONDS = 0.1

@@ -7,11 +7,11 @@ from typing import Any
 from dapo_jax.config.experiment import Config
 from dapo_jax.reporting.scores import Report, Response, make_report
 from dapo_jax.rewards.judge import Judge, Pending
-from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION, SamplingRule
+from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.evaluation.response_file import responses_of
 from dapo_jax.runtime import processes
-from dapo_jax.structs import Interrupted, Prompt
+from dapo_jax.structs import Interrupted, Prompt, SamplingRule
 from dapo_jax.verifier.algebra_process import same_answer
 
 LAST_SECONDS = 2.0  # wait for open verdicts when an evaluation is stopped

@@ -17,6 +17,7 @@ from dapo_jax.config.experiment import DpoConfig
 from dapo_jax.data.supervised_examples import Examples
 from dapo_jax.data.supervised_rows import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
+from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.reporting.metrics import feedback_metrics
@@ -27,7 +28,6 @@ from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.ownership import PREFERRING
-from dapo_jax.structs import PackedRows, ScoredBatch, TrainBatch
 
 MEASURED_PAIRS = 256  # of the training pairs, before and after
 LABELS = {

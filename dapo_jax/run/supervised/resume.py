@@ -13,6 +13,7 @@ from typing import Any
 
 from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.config.outputs import Checkpoint
+from dapo_jax.learner.batches import TrainState
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.checkpointing.integrity import saved_steps
@@ -23,7 +24,6 @@ from dapo_jax.runtime.storage.jsonl import objects
 from dapo_jax.runtime.storage.output_folder import claim
 from dapo_jax.runtime.storage.ownership import HALFWAY, MARK
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
-from dapo_jax.structs import TrainState
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 NOT_COMPARED = ("out", "save_every_steps")

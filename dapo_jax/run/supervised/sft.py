@@ -13,13 +13,14 @@ from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised_rows import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
+from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.packing import Segment, make_batch, pack
 from dapo_jax.learner.update import Learner
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
 from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.ownership import TRAINED
-from dapo_jax.structs import Completion, Prompt, ScoredBatch, TrainBatch, Turn
+from dapo_jax.structs import Completion, Prompt, Turn
 
 
 def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:

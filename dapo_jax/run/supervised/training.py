@@ -15,6 +15,7 @@ from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD
+from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.policy import policy_learner
 from dapo_jax.learner.update import Learner
@@ -32,7 +33,6 @@ from dapo_jax.runtime.nonfinite import check_skipped, count_skipped
 from dapo_jax.runtime.sharding import flatten, to_host
 from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import replace
-from dapo_jax.structs import Mean, TrainBatch, TrainState
 
 WRITTEN = (*save_huggingface.WRITTEN, METRICS)
 # Metrics of an update that mean something where nothing was sampled.
