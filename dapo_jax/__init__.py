@@ -1,4 +1,4 @@
-"""DAPO and its family for JAX: sample groups, keep those that carry signal, update the policy.
+"""DAPO and related algorithms in JAX: sample groups, keep those with signal, update the policy.
 
     import dapo_jax
 
@@ -9,8 +9,8 @@
     dapo_jax.evaluate(config)                # avg@k, pass@k, maj@k on held-out problems
     dapo_jax.export("runs/mine", "exported") # a folder that transformers and servers load
 
-Names are looked up when they are first used, so importing this package imports nothing heavy.
-Settings are explained by `help(dapo_jax.Sampler)` and `dapo-jax train --help`.
+Names are imported at first use, so importing this package is cheap. `help(dapo_jax.Sampler)` and
+`dapo-jax train --help` explain the settings.
 """
 
 # ruff: noqa: F401 (imports for editors and type checkers)
@@ -23,25 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Python is importing a command of this package. Until the command has handlers of its own, Ctrl-C
-# ends it without the traceback of an import.
+# `python -m dapo_jax` is being imported: until the command installs its signal handlers, Ctrl-C
+# ends it without a traceback.
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-_ROOMS = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
-# Module of every other public name: module, or module:name where the name differs.
-_HOMES = {
-    "train": "commands.api",
-    "evaluate": "commands.api",
-    "sft": "commands.api_folders",
-    "dpo": "commands.api_folders",
-    "export": "commands.api_folders",
-    "plan": "commands.api_folders",
-    "report": "commands.api_folders",
-    "ModelFolder": "commands.api_folders",
-    "sample": "commands.api_policy",
-    "Policy": "commands.api_policy",
-    "Result": "commands.api",
+_MODULES = {name: f"dapo_jax.learner.{name}" for name in ("losses", "advantages")}
+# Module of every other public name: module, or module:name if the name differs.
+_DEFINED_IN = {
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
@@ -49,22 +38,35 @@ _HOMES = {
     "is_equivalent": "verifier.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
     "ConfigError": "runtime.settings",
+    "sample": "commands.policy",
+    "Policy": "commands.policy",
 }
+_API = "train evaluate sft dpo export plan report ModelFolder Result".split()
 _SECTIONS = (
-    "Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh Checkpoint "
-    "Evaluation Log Watch SftConfig DpoConfig ExportConfig ReportConfig Architecture Examples "
-    "OwnData OneMesh Teacher Environment".split()
+    "Config Model Lora Compute Data Rollout Sampler Reward Optimizer Critic Packing Mesh "
+    "Checkpoint Evaluation Log Watch SftConfig DpoConfig ExportConfig ReportConfig Architecture "
+    "Examples OwnData OneMesh Teacher Environment".split()
 )
-_HOMES |= dict.fromkeys(("Config", *_SECTIONS), "config.experiment")
+_DEFINED_IN |= dict.fromkeys(_API, "commands.api")
+_DEFINED_IN |= dict.fromkeys(_SECTIONS, "config.experiment")
 
-__all__ = sorted([*_ROOMS, *_HOMES])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted([*_MODULES, *_DEFINED_IN])  # pyright: ignore[reportUnsupportedDunderAll]
 
-if TYPE_CHECKING:  # the same, for editors and type checkers
+if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dapo_jax.algorithms import PRESETS as presets
     from dapo_jax.algorithms import Algorithm, preset
-    from dapo_jax.commands.api import Result, evaluate, train
-    from dapo_jax.commands.api_folders import ModelFolder, dpo, export, plan, report, sft
-    from dapo_jax.commands.api_policy import Policy, sample
+    from dapo_jax.commands.api import (
+        ModelFolder,
+        Result,
+        dpo,
+        evaluate,
+        export,
+        plan,
+        report,
+        sft,
+        train,
+    )
+    from dapo_jax.commands.policy import Policy, sample
     from dapo_jax.config.experiment import (
         Architecture,
         Checkpoint,
@@ -101,12 +103,12 @@ if TYPE_CHECKING:  # the same, for editors and type checkers
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(_ROOMS[name])
-    if name not in _HOMES:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room, _, other = _HOMES[name].partition(":")
-    return getattr(importlib.import_module(f"dapo_jax.{room}"), other or name)
+    module, _, other_name = _DEFINED_IN[name].partition(":")
+    return getattr(importlib.import_module(f"dapo_jax.{module}"), other_name or name)
 
 
 def __dir__() -> list[str]:
@@ -114,14 +116,14 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """Module type that keeps `dapo_jax.train` the function once train.py was imported.
+    """Module type that keeps the function `dapo_jax.train` when train.py is imported.
 
-    Importing a module makes it an attribute of its package; `from dapo_jax.train import ...` needs
-    no such attribute.
+    Importing a module makes it an attribute of its package, which would replace the function;
+    `from dapo_jax.train import ...` does not need that attribute.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, types.ModuleType)):
+        if not (name in _DEFINED_IN and isinstance(value, types.ModuleType)):
             super().__setattr__(name, value)
 
 

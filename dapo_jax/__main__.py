@@ -17,11 +17,11 @@ COMMANDS = {
     "dpo": "train a policy on pairs of a chosen and a rejected answer",
     "export": "write a checkpoint as a model folder in the Hugging Face layout",
     "serve": "answer requests over gRPC and OpenAI's HTTP protocol",
-    "plan": "say before a run whether it fits a machine, and what a step takes",
-    "report": "write one or more runs as a page to look at",
-    "replay": "compute a skipped batch again, to find what is not finite",
+    "plan": "estimate whether a run fits a machine, and the time of a step",
+    "report": "write one or more runs as an HTML page",
+    "replay": "recompute a skipped batch and find its non-finite values",
 }
-# Modules and functions of commands: by default a module of the command's name, and `main`.
+# Module and function of a command; by default the module of its name and `main`.
 ENTRIES = {
     "sft": ("model_folders", "sft"),
     "dpo": ("model_folders", "dpo"),
@@ -32,13 +32,13 @@ ENTRIES = {
 
 
 def entry(name: str) -> Callable[[], int]:
-    """Function of a command, which reads `sys.argv` and returns the exit code."""
+    """Return the function of a command; it reads `sys.argv` and returns the exit code."""
     module, function = ENTRIES.get(name, (name, "main"))
     return getattr(importlib.import_module(f"dapo_jax.commands.{module}"), function)
 
 
 def usage() -> str:
-    """Every command with a line of explanation."""
+    """Return the help text: every command with one line."""
     lines = "\n".join(f"  {name:<10}{line}" for name, line in COMMANDS.items())
     return (
         "usage: dapo-jax COMMAND [ARGUMENTS]\n\n"
@@ -48,9 +48,8 @@ def usage() -> str:
 
 
 def main() -> int:
-    """Runs the named command and returns its exit code; 2: there is no such command."""
-    # Until the command has handlers of its own, Ctrl-C ends it as any program, without the
-    # traceback of an import.
+    """Run the named command and return its exit code; 2: there is no such command."""
+    # Until the command installs its signal handlers, Ctrl-C ends it without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     name = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -66,14 +65,14 @@ def main() -> int:
         wrong = f"error: {name!r}: there is no such command\n\n" if name else ""
         print(f"{wrong}{usage()}", file=sys.stderr)
         return 2
-    try:
-        if name != "report":  # which loads nothing of JAX
+    if name != "report":  # it does not load JAX
+        try:
             check_limits()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     sys.argv = [f"dapo-jax {name}", *sys.argv[2:]]
-    if os.getcwd() not in sys.path:  # modules of the user's own, as with `python -m`
+    if os.getcwd() not in sys.path:  # import user modules as `python -m` does
         sys.path.insert(0, os.getcwd())
     return entry(name)()
 

@@ -1,29 +1,51 @@
-"""Python API for notebooks and scripts: train, evaluate; public as `dapo_jax.train`, ...
+"""Python API for notebooks and scripts, public as `dapo_jax.train`, `dapo_jax.evaluate`, ...
 
-Heavy modules are imported when a function is called.
+Functions import heavy modules when they are called.
 """
 
 import dataclasses
 import functools
+import json
+import os
+import pathlib
+import signal
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_jax.commands import checks
-from dapo_jax.commands.api_environments import Environment, Tools, with_environment
-from dapo_jax.commands.api_folders import File, load, read_metrics
 from dapo_jax.commands.evaluate import SHORT_NAMES
-from dapo_jax.config.experiment import Config
+from dapo_jax.commands.model_folders import check_folder, train_model
+from dapo_jax.commands.policy import Environment, File, Policy, Tools, environment_settings
+from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
+from dapo_jax.config.files import read_config
 from dapo_jax.rewards.functions import RewardFunction
 from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.settings import ConfigError, nearest, require
+from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from dapo_jax.commands.api_policy import Policy
-
 Rewards = RewardFunction | Mapping[RewardFunction | str, float]
+T = TypeVar("T")
+
+
+def load(config: Any, kind: type[T]) -> T:
+    """Return a config, reading it if it is the name of a file. Raises `ConfigError`."""
+    if isinstance(config, str | os.PathLike):
+        return read_config(kind, os.fspath(config))
+    require(isinstance(config, kind), "(config)", config, f"a {kind.__name__} or a file's name")
+    return config
+
+
+def read_metrics(folder: File) -> "pyarrow.Table":
+    """Return the table of a folder's metrics.jsonl, a row per step; None: not measured."""
+    import pyarrow
+
+    text = (pathlib.Path(folder) / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +54,10 @@ class Result:
 
     Attributes:
         run_dir: the folder with checkpoints, rollouts and metrics.
-        summary: steps, held-out accuracy before and after, seconds; None where the run was
-            stopped early. Training again with the same config then goes on.
-        stopped: what stopped it early: "on_step", or the name of a signal that the program's own
-            handler took; empty for a run that ended.
+        summary: steps, held-out accuracy before and after, seconds; None if the run stopped
+            early. Training again with the same config then resumes it.
+        stopped: reason for an early stop: "on_step", or the name of a signal that a handler of
+            the program received; empty if the run is complete.
     """
 
     run_dir: str
@@ -46,29 +68,68 @@ class Result:
     def metrics(self) -> "pyarrow.Table":
         """Table with a row per step; step 0 is the policy before training; None: not measured.
 
-        Columns are explained in docs/metrics.md; `.to_pandas()` where pandas is installed.
+        docs/metrics.md explains the columns; `.to_pandas()` converts it if pandas is installed.
         """
         return read_metrics(self.run_dir)
 
     @functools.cached_property
-    def policy(self) -> "Policy":
-        """Policy of the newest checkpoint, read at first use."""
-        from dapo_jax.commands.api_policy import Policy
-
+    def policy(self) -> Policy:
+        """Policy of the latest checkpoint, loaded at first use."""
         return Policy(self.run_dir)
 
 
-def _with_rewards(config: Config, reward: Rewards | None, in_process: bool) -> Config:
-    if reward is None:
-        return config
-    weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
-    named: dict[str, float] = {}
-    for part, weight in weights.items():
-        require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
-        name = part if isinstance(part, str) else name_of(part, in_process, taken=named)
-        named[name] = float(weight)
-    parts = ",".join(f"{name}={weight!r}" for name, weight in named.items())
-    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """Model folder that `sft` or `dpo` wrote; `str` returns its path.
+
+    Attributes:
+        path: the folder, in the Hugging Face layout.
+        stopped: name of a signal that stopped training and that a handler of the program
+            received: nothing is written yet, and the same call resumes. Empty if complete.
+    """
+
+    path: str
+    stopped: str = ""
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    @functools.cached_property
+    def metrics(self) -> "pyarrow.Table":
+        """Table with a row per step; `.to_pandas()` converts it if pandas is installed."""
+        return read_metrics(self.path)
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """Policy of the folder, loaded at first use."""
+        return Policy(self.path)
+
+
+def _with_functions(
+    config: Config,
+    reward: Rewards | None,
+    in_process: bool,
+    environment: Environment | None,
+    tools: Tools,
+) -> Config:
+    """Return the config with Python objects in place of its rewards, environment and tools."""
+    if reward is not None:
+        weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
+        names: dict[str, float] = {}
+        for part, weight in weights.items():
+            require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
+            name = part if isinstance(part, str) else name_of(part, in_process, taken=names)
+            names[name] = float(weight)
+        parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
+        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
+    if environment is not None or tools:
+        settings = environment_settings(environment, tools)
+        changed = dataclasses.replace(config.environment, **settings)
+        config = dataclasses.replace(config, environment=changed)
+    return config
 
 
 def train(
@@ -80,7 +141,7 @@ def train(
     environment: Environment | None = None,
     tools: Tools = (),
 ) -> Result:
-    """Trains as `dapo-jax train` does, from the newest checkpoint where there is one.
+    """Train as `dapo-jax train` does; resume from the latest checkpoint if there is one.
 
     >>> config = dapo_jax.Config(
     ...     run_dir=run_dir,
@@ -99,29 +160,29 @@ def train(
     0
 
     Args:
-        config: an experiment, or the file that holds one, as `configs/arithmetic.py:grpo`.
-        on_step: is called with the number of each finished step and its metrics (the names of
-            docs/metrics.md). True ends the run there, saved. Of several processes each calls it.
-        reward: takes the place of `config.reward.parts`: a function `(prompt, response, answer)
-            -> float`, or weights by function and by name (`{"rule": 1, score: 0.5}`); of a group
-            or of tokens as in docs/rewards.md. It runs in worker processes: one of a module is
-            imported there by its name, any other one (a lambda, a function of a notebook) is
-            copied with its variables as they are now. Calls of an `async def` wait side by side.
+        config: an experiment, or a file that holds one, such as `configs/arithmetic.py:grpo`.
+        on_step: called with the number of each finished step and its metrics (docs/metrics.md
+            has their names). If it returns True, the run saves and stops. Every process calls it.
+        reward: replaces `config.reward.parts`: a function `(prompt, response, answer) -> float`,
+            or weights by function and by name (`{"rule": 1, score: 0.5}`); docs/rewards.md has
+            the signatures for groups and tokens. It runs in worker processes: they import a
+            module's function by name, and receive any other one (a lambda, a function of a
+            notebook) as a copy with the current values of its variables. Calls of an `async def`
+            run concurrently.
         in_process: run the functions in this process instead, so that they may change variables
-            of the program, or hold what can't be copied. One that hangs then hangs the run.
-        environment, tools: take the place of `config.environment`'s: a class with `step(text)`, or
+            of the program, or hold what can't be copied. A function that hangs then hangs the run.
+        environment, tools: replace those of `config.environment`: a class with `step(text)`, or
             functions that the policy may call (docs/environments.md). Workers run them too.
 
     Raises:
-        ConfigError: settings and folders don't fit together, or a worker can't have a copy.
-        Starved (rollout.dynamic_sampling): no signal was left, and the config says to stop then.
+        ConfigError: settings and folders don't fit together, or a function can't be copied.
+        Starved (rollout.dynamic_sampling): no group carries signal, and the config says to stop.
         NotSaved (runtime.storage.retries): the last checkpoint could not be written.
         NotFinite (runtime.nonfinite): parameters, moments or every update are NaN or infinite.
         KeyboardInterrupt: Ctrl-C, once the run is saved; a second Ctrl-C: at once, unsaved. Other
-            signals act after the save as they would without a run.
+            signals take their usual effect after the save.
     """
-    config = _with_rewards(load(config, Config), reward, in_process)
-    config = with_environment(config, environment, tools)
+    config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
     processes.keep_programs()
@@ -143,7 +204,7 @@ def evaluate(
     tools: Tools = (),
     **flags: Any,
 ) -> dict[str, Any] | None:
-    """Evaluates on the held-out problems, with the files of `dapo-jax evaluate`.
+    """Evaluate on the held-out problems, writing the files of `dapo-jax evaluate`.
 
     >>> config = dapo_jax.Config(
     ...     run_dir=run_dir,
@@ -157,23 +218,24 @@ def evaluate(
     (True, 4)
 
     Args:
-        config: an experiment, or the file that holds one.
-        model: a model folder; empty: the newest checkpoint of `config.run_dir`.
-        reward, in_process, environment, tools: as for `train`; a run that was given functions needs
-            them again.
-        flags: in place of the config's values: `data`, `k`, `temperature`, `top_p`, `template`,
-            `out`, as of `dapo-jax evaluate --help`.
+        config: an experiment, or a file that holds one.
+        model: a model folder; empty: the latest checkpoint of `config.run_dir`.
+        reward, in_process, environment, tools: as for `train`; if a run was given functions, its
+            evaluation needs them again.
+        flags: replace values of the config: `data`, `k`, `temperature`, `top_p`, `template`,
+            `out`, as in `dapo-jax evaluate --help`.
 
     Returns:
-        the main figures (those of `heldout_...` are explained in docs/metrics.md); None where a
-        signal ended it that the program's own handler took. The same call then goes on.
+        the main scores (docs/metrics.md explains `heldout_...`); None if a signal stopped it and
+        a handler of the program received that. The same call then resumes.
 
     Raises:
         ConfigError: there is no such checkpoint, or settings and folders don't fit together.
     """
-    config = _with_rewards(load(config, Config), reward, in_process)
-    config = with_environment(config, environment, tools)
-    for flag, value in (flags | ({"model": model} if model else {})).items():
+    config = _with_functions(load(config, Config), reward, in_process, environment, tools)
+    if model:
+        flags["model"] = model
+    for flag, value in flags.items():
         if flag not in SHORT_NAMES:
             raise ConfigError(f"evaluate has no argument {flag!r}{nearest(flag, SHORT_NAMES)}")
         section, _, name = SHORT_NAMES[flag].partition(".")
@@ -181,6 +243,134 @@ def evaluate(
         config = dataclasses.replace(config, **{section: changed})
     checks.check(config)
     processes.keep_programs()
-    from dapo_jax.run.evaluation.evaluate import evaluate as score
+    from dapo_jax.run.evaluation.evaluate import evaluate as run
 
-    return score(config, from_folder=bool(model))
+    return run(config, from_folder=bool(model))
+
+
+def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
+    checks.check(config)
+    check_folder(config)
+    processes.keep_programs()
+    stopped = train_model(config)
+    if stopped is None:
+        return ModelFolder(config.out)
+    (name,) = stopped.args
+    signal.raise_signal(signal.Signals[name])  # deferred until the steps so far were saved
+    return ModelFolder(config.out, name)
+
+
+def sft(config: SftConfig | File) -> ModelFolder:
+    """Train a policy on examples, as `dapo-jax sft` does; resume if it was stopped.
+
+    >>> folder = dapo_jax.sft(
+    ...     dapo_jax.SftConfig(
+    ...         out=run_dir + "_sft",
+    ...         total_steps=2,
+    ...         architecture=dapo_jax.Architecture(layers=1, embed=32, head_dim=8, mlp=64),
+    ...         examples=dapo_jax.Examples(max_terms=3),
+    ...         max_response_tokens=32,
+    ...         packing=dapo_jax.Packing(row_tokens=64, rows_per_microbatch=16),
+    ...     )
+    ... )
+    sft step     1/2  nll ...
+    sft step     2/2  nll ...
+    policy written to ..._sft
+    >>> folder.metrics["step"].to_pylist()
+    [1, 2]
+
+    Args:
+        config: an experiment, or a file that holds one: `configs/arithmetic_base.py`.
+
+    Raises:
+        ConfigError: settings, files and folders don't fit together.
+        NotFinite (runtime.nonfinite): too many updates in a row were skipped.
+        KeyboardInterrupt: Ctrl-C, once the steps so far are saved beside the folder.
+    """
+    return _train_folder(load(config, SftConfig))
+
+
+def dpo(config: DpoConfig | File) -> ModelFolder:
+    """Train a policy on pairs of a chosen and a rejected answer, as `dapo-jax dpo` does.
+
+    Args:
+        config: a `DpoConfig`, or a file that holds one.
+
+    Raises: as `sft`.
+    """
+    return _train_folder(load(config, DpoConfig))
+
+
+def export(run: File, out: File, **settings: Any) -> pathlib.Path:
+    """Write the policy of a run as a model folder in the Hugging Face layout; return its path.
+
+    Args:
+        run: the run_dir of the run.
+        out: the folder to write; new, empty, or an earlier export, which is replaced.
+        settings: `step`, `model`, `weights`, `dtype`, ... of `dapo_jax.ExportConfig`.
+
+    Raises:
+        ConfigError: wrong settings, no such checkpoint, or a model of other shapes.
+    """
+    config = ExportConfig(run=os.fspath(run), out=os.fspath(out), **settings)
+    check_types(config)
+    from dapo_jax.run.export import export as write
+
+    return write(config)
+
+
+def plan(config: Config | File, *, topology: str, **flags: Any) -> dict[str, Any]:
+    """Plan a run on other devices: memory, and the time of a step.
+
+    Compiling takes minutes the first time; progress is printed to standard error.
+
+    Args:
+        config: an experiment, or a file that holds one.
+        topology: such as v5p:4x4x4, v5e:2x4, v6e:16x16 or h100:8; cpu:8 is this machine.
+        flags: others of `dapo-jax plan --help`, such as `model` (a folder, or a published name),
+            `price`, `accuracy`, `kept`.
+
+    Returns:
+        the output of `dapo-jax plan --json`: `fits`, `programs` with bytes and seconds, `step`
+        (None if the run does not fit), `changes` that would make it fit.
+
+    Raises:
+        ConfigError: settings that don't fit together, an unknown topology, no compiler for it.
+    """
+    from dapo_jax.commands.plan.flags import PlanSettings
+
+    config = load(config, Config)
+    settings = PlanSettings(topology=topology, **flags)
+    if settings.model:
+        model = dataclasses.replace(config.model, folder=settings.model)
+        config = dataclasses.replace(config, model=model)
+    checks.check(config)
+    check_types(settings)
+    settings.check()
+    prints = settings.search or settings.simulate or settings.json
+    require(not prints, "(flags)", flags, "without search, simulate and json: those print")
+    from dapo_jax.commands.plan import tables
+    from dapo_jax.commands.plan.plan import make
+
+    return tables.record(make(config, settings), settings)
+
+
+def report(*runs: File, out: File = "report.html", **settings: Any) -> pathlib.Path:
+    """Write one run, or several side by side, as an HTML page; return its path.
+
+    Args:
+        runs: run_dirs, or globs of several.
+        out: the page to write; an earlier report is replaced.
+        settings: `preset`, `max_mb` of `dapo_jax.ReportConfig`.
+
+    Raises:
+        ConfigError: a run can't be read, or the page can't be written.
+    """
+    from dapo_jax.commands.report import report as write
+
+    names = "\n".join(os.fspath(run) for run in runs)
+    config = ReportConfig(run=names, out=os.fspath(out), **settings)
+    check_types(config)
+    check_values(config)
+    write(config)
+    return pathlib.Path(config.out)

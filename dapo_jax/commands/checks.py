@@ -20,7 +20,7 @@ from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.storage.ownership import RUN, check_free, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import UNSAVED, is_bucket_error, is_refusal, reason
 
-WORKERS_PER_CORE = 64  # each has processes of its own; most wait for other machines
+WORKERS_PER_CORE = 64  # each has its own processes, most of which wait for other machines
 FOLDERS = (
     "model.folder",
     "model.reference_folder",
@@ -31,14 +31,14 @@ FOLDERS = (
 
 
 def check(config: Any) -> None:
-    """Raises `ConfigError` for every mistake that shows before files and folders are opened."""
+    """Raise `ConfigError` for every mistake that needs no file or folder to be found."""
     validate(config)
     if isinstance(config, SftConfig | DpoConfig):
         read_fields(config.data, PAIRS if isinstance(config, DpoConfig) else EXAMPLES)
     if isinstance(config, Config):
-        most = WORKERS_PER_CORE * (os.cpu_count() or 1)
+        limit = WORKERS_PER_CORE * (os.cpu_count() or 1)
         workers = config.reward.workers
-        require(workers <= most, "reward.workers", workers, f"at most {most} on this machine")
+        require(workers <= limit, "reward.workers", workers, f"at most {limit} on this machine")
         own_parts(list(config.reward.weights()))
         if hook := config.algorithm.token_weights:
             _check_call("algorithm.token_weights", hook, "group, sample")
@@ -51,7 +51,7 @@ def check(config: Any) -> None:
 
 
 def _check_call(field: str, name: str, arguments: str) -> None:
-    """Raises `ConfigError` where a function of the user's own can't be called with arguments."""
+    """Raise `ConfigError` if a user function does not accept the arguments."""
     function = resolve(field, name)
     try:
         inspect.signature(function).bind(*arguments.split(", "))
@@ -59,7 +59,7 @@ def _check_call(field: str, name: str, arguments: str) -> None:
         raise ConfigError(
             f"config.{field} = {name!r}: {error}; it is called as ({arguments})", field
         ) from None
-    except ValueError:  # a function of a compiled library, which has no signature
+    except ValueError:  # functions of compiled libraries have no signature
         return
 
 
@@ -68,32 +68,27 @@ def _check_data(data: Data) -> None:
     if data.heldout_source:
         names += parse_sources("data.heldout_source", data.heldout_source)
     fields = parse_fields("data.fields", data.fields, FIELDS)
-    allowed = "empty where all problems are generated: nothing reads it"
-    read = not fields or not all(map(is_generated, names))
-    require(read, "data.fields", data.fields, allowed)
-    shows_none = not open_template(data.template).shows_system
-    own = data.fields if "system" in fields else ""
-    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", own):
+    allowed = "empty if all problems are generated: nothing reads it"
+    is_read = not fields or not all(map(is_generated, names))
+    require(is_read, "data.fields", data.fields, allowed)
+    shows_system = open_template(data.template).shows_system
+    system_field = data.fields if "system" in fields else ""
+    for field, value in ("data.system_prompt", data.system_prompt), ("data.fields", system_field):
         allowed = f"without a system message with data.template = {data.template!r}: it shows none"
-        require(not (value and shows_none), field, value, allowed)
-
-
-def check_run_dir(config: Config) -> None:
-    """Raises `ConfigError` where a run must not write."""
-    check_free("run_dir", config.run_dir, RUN)
+        require(not value or shows_system, field, value, allowed)
 
 
 def check_run(config: Config) -> None:
-    """Raises `ConfigError` where a run must not write, or lacks a file of its data or models."""
-    check_run_dir(config)
+    """Raise `ConfigError` if run_dir must not be written, or data or models are missing."""
+    check_free("run_dir", config.run_dir, RUN)
     check_sources(config.data)
-    if not folder_at(config.run_dir, "checkpoints").exists():  # a run goes on as it was begun
+    if not folder_at(config.run_dir, "checkpoints").exists():  # a resumed run keeps its models
         check_warmup(config)
         check_models(config)
 
 
 def check_models(config: Any) -> None:
-    """Raises `ConfigError` for a model folder without weights that can be opened."""
+    """Raise `ConfigError` for a model folder without readable weights."""
     from dapo_jax.model.load_huggingface import check_weights
 
     for name, _, folder in leaves(config):
@@ -108,9 +103,9 @@ def check_models(config: Any) -> None:
 
 
 def guarded(work: Callable[[], int | None]) -> int:
-    """The exit code of `work`, which returns one or None (0).
+    """Return the exit code of `work`, which returns one or None (0).
 
-    Errors of settings, numbers, buckets and a machine's limits become a line on standard error.
+    Print errors of settings, numbers, buckets and resource limits as one line.
     """
     try:
         return work() or 0

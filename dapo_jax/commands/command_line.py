@@ -1,4 +1,4 @@
-"""Command line of a run: typed overrides of a config, checks, and errors of one line."""
+"""Command line of a run: typed overrides of a config, checks, and one-line errors."""
 
 import argparse
 import itertools
@@ -14,34 +14,34 @@ from dapo_jax.runtime.settings import WORDS, ConfigError, leaves, nearest, requi
 
 
 def _check_override_names(arguments: list[str], kind: type) -> None:
-    """Raises `ConfigError` for a flag that is no setting of `kind`, or a value of another type.
+    """Raise `ConfigError` for an unknown flag or a value of another type.
 
-    absl answers those with a traceback.
+    absl reports those with a traceback.
     """
-    known = {name: field.type for name, field, _ in leaves(kind())}
-    sections = {name.rpartition(".")[0] for name in known} - {""}
+    types = {name: field.type for name, field, _ in leaves(kind())}
+    sections = {name.rpartition(".")[0] for name in types} - {""}
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         name, separator, value = argument.partition("=")
         name = name.lstrip("-")
         setting = name.removeprefix("config.")
         if not argument.startswith("-") or name[:1].isdigit():  # -1 is a value
             continue
-        if name.startswith("config.") and setting in known:
-            stands_alone = known[setting] is bool and not separator  # and means true
+        if name.startswith("config.") and setting in types:
             if not separator and not following.startswith("--"):
                 value = following
-            if not stands_alone:
-                _check_value(setting, value, known[setting])
+            if separator or types[setting] is not bool:  # a bool without a value means true
+                _check_value(setting, value, types[setting])
             continue
         if setting in sections:
             raise ConfigError(f"config.{setting} is a section: see --help={setting}")
-        problem = f"config.{setting}: there is no such setting" * name.startswith("config.")
-        problem = problem or f"--{name}: there is no such flag"
-        raise ConfigError(f"{problem}{nearest(setting, known)} (--help lists all)")
+        problem = f"--{name}: there is no such flag"
+        if name.startswith("config."):
+            problem = f"config.{setting}: there is no such setting"
+        raise ConfigError(f"{problem}{nearest(setting, types)} (--help lists all)")
 
 
 def _check_value(setting: str, value: str, kind: Any) -> None:
-    """Raises `ConfigError` where the text of an override is no value of the type `kind`."""
+    """Raise `ConfigError` if the text of an override is not a value of type `kind`."""
     fits = kind is not bool or value.lower() in ("true", "t", "1", "false", "f", "0")
     try:
         kind(value)
@@ -51,17 +51,17 @@ def _check_value(setting: str, value: str, kind: Any) -> None:
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
-    """The command line with `--k=32` written as the setting that `k` is short for."""
+    """Return the command line with short flags such as `--k=32` replaced by their settings."""
     full = []
     for argument in arguments:
         name, separator, value = argument.partition("=")
-        short = short_names.get(name.lstrip("-")) if name.startswith("-") else None
-        full.append(f"--config.{short}{separator}{value}" if short else argument)
+        setting = short_names.get(name.lstrip("-")) if name.startswith("-") else None
+        full.append(f"--config.{setting}{separator}{value}" if setting else argument)
     return full
 
 
 def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
-    """The command line with repeated flags as one, a line for each value."""
+    """Return the command line with repeated flags joined into one, a line per value."""
     values: dict[str, list[str]] = {name: [] for name in names}
     others, rest = [], iter(arguments)
     for argument in rest:
@@ -75,18 +75,18 @@ def join_repeated(arguments: list[str], names: Collection[str]) -> list[str]:
 
 
 def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]]:
-    """The config's name or file and the other arguments.
+    """Return the name or file of the config, and the other arguments.
 
-    It stands after `--config=` or `--config`, of which the last one counts; or, for a `kind` that
-    configs make, alone: first, or after an argument with its value in it (`--seed 1` has not).
+    The last `--config=` or `--config` counts. For a `kind` that config files make, it may also be
+    an argument of its own: the first, or after one that contains its value (`--seed 1` does not).
     """
     file, others, rest = "", [], iter(arguments)
     for argument in rest:
         name, separator, value = argument.partition("=")
-        alone = not argument.startswith("-") and (not others or "=" in others[-1])
+        positional = not argument.startswith("-") and (not others or "=" in others[-1])
         if name in ("--config", "-config"):
             file = value if separator else next(rest, "")
-        elif alone and not file and kind in (Config, SftConfig, DpoConfig):
+        elif positional and not file and kind in (Config, SftConfig, DpoConfig):
             file = argument
         else:
             others.append(argument)
@@ -94,7 +94,7 @@ def take_file(arguments: list[str], kind: type = Config) -> tuple[str, list[str]
 
 
 def spell_auto(arguments: list[str], kind: type) -> list[str]:
-    """The command line with the number in place of 'auto' where a setting has one for it."""
+    """Return the command line with 'auto' replaced by the number that a setting has for it."""
     auto = {f"--config.{n}": str(rule.auto) for n, rule in rules(kind).items() if rule.auto}
     spelled, flag = [], ""
     for argument in arguments:
@@ -108,13 +108,14 @@ def spell_auto(arguments: list[str], kind: type) -> list[str]:
 
 
 def override(config: Any, arguments: list[str]) -> Any:
-    """`config`, changed as `--config.name=value` says. Raises `ConfigError`."""
+    """Return `config` with the overrides `--config.name=value`. Raises `ConfigError`."""
     from absl import flags
     from ml_collections import config_flags
 
     arguments = spell_auto(arguments, type(config))
     _check_override_names(arguments, type(config))
-    values, line = flags.FlagValues(), ["", *arguments]
+    values = flags.FlagValues()
+    line = ["", *arguments]
     try:
         holder = config_flags.DEFINE_config_dataclass(
             "config", config, flag_values=values, sys_argv=line
@@ -123,25 +124,26 @@ def override(config: Any, arguments: list[str]) -> Any:
     except (flags.Error, TypeError, ValueError) as error:
         raise ConfigError(str(error).strip().splitlines()[-1]) from None
     if extra:
-        # Pages and word processors write a long dash in place of two hyphens.
-        dash = "; a flag begins with two hyphens" * any(text[0] in "–—" for text in extra if text)
-        raise ConfigError(f"unexpected arguments: {' '.join(extra)}{dash}")
+        # Web pages and word processors turn two hyphens into a long dash.
+        has_dash = any(text.startswith(("–", "—")) for text in extra)
+        hint = "; a flag begins with two hyphens" if has_dash else ""
+        raise ConfigError(f"unexpected arguments: {' '.join(extra)}{hint}")
     return holder.value
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parser of a command's own flags, whose error is one line."""
+    """Parser of a command's flags that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        _print_error(message)
-        raise SystemExit(2)
+        _exit_with_error(message)
 
 
-def _print_error(text: str) -> None:
+def _exit_with_error(text: str) -> NoReturn:
     from dapo_jax.runtime.processes import printable
 
-    line = " ".join(text.split())  # one line, whatever was quoted
+    line = " ".join(text.split())  # a quoted value may span lines
     print(f"error: {printable(line)}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def load(
@@ -151,51 +153,50 @@ def load(
     *,
     needs_file: bool = True,
     several: Collection[str] = (),
-    door: Callable[[Any], None] = lambda config: None,
+    check_output: Callable[[Any], None] = lambda config: None,
 ) -> Any:
-    """The checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
+    """Return the checked config of the command line: `NAME[:PRESET]` or a file, `--config.x=y`.
 
-    Prints help, or one line about a mistake, and exits where there is no config to return.
+    Prints the help or a one-line error and exits if there is no config to return.
 
     Args:
-        usage: beginning of the help; a module's docstring, which Python may have left out.
-        short_names: settings by the flag that may stand for them.
-        needs_file: without it, overrides of the defaults are enough.
+        usage: beginning of the help; a module's docstring, which `python -OO` removes.
+        short_names: settings by their short flag.
+        needs_file: if False, overrides of the defaults are enough.
         several: flags that may be repeated.
-        door: raises `ConfigError` where the command must not write; called after the checks.
+        check_output: raises `ConfigError` if the command must not write; called last.
     """
-    short_names = short_names or {}
-    asked, arguments = take_help(spell_out(join_repeated(sys.argv[1:], several), short_names))
+    usage, short_names = usage or "", short_names or {}
+    help_topic, arguments = take_help(spell_out(join_repeated(sys.argv[1:], several), short_names))
     file, arguments = take_file(arguments, kind)
     config: Any = None
     try:
-        if file or asked or not needs_file:
+        if file or help_topic or not needs_file:
             config = override(read_config(kind, file) if file else kind(), arguments)
-        if asked:
-            print(help_text(config, usage or "", asked, short_names))
+        if help_topic:
+            print(help_text(config, usage, help_topic, short_names))
             raise SystemExit(0)
         if config is None:
             names = ", ".join(shipped_configs(kind))
             raise ConfigError(
                 f"a config is required: a file of yours, or one of {names}, "
-                f"as in{example(usage or '')} (--help explains every setting)"
+                f"as in{example(usage)} (--help explains every setting)"
             )
         if not file and not arguments:
-            raise ConfigError(f"arguments are missing, as in{example(usage or '')} (--help)")
+            raise ConfigError(f"arguments are missing, as in{example(usage)} (--help)")
         from dapo_jax.commands import checks
 
         checks.check(config)
-        door(config)
+        check_output(config)
     except ConfigError as error:
-        _print_error(locate(error, config, file))
-        raise SystemExit(2) from None
+        _exit_with_error(locate(error, config, file))
     return config
 
 
 def example(usage: str) -> str:
-    """The first command that a usage shows, on one line."""
-    shown = re.search(r"^    (?:.*\\\n)*.*$", usage, re.MULTILINE)
-    return " " + " ".join(shown[0].replace("\\\n", " ").split()) if shown else ""
+    """Return the first command that a usage shows, on one line."""
+    command = re.search(r"^    (?:.*\\\n)*.*$", usage, re.MULTILINE)
+    return " " + " ".join(command[0].replace("\\\n", " ").split()) if command else ""
 
 
 def run(
@@ -204,19 +205,19 @@ def run(
     work: Callable[[Any], int | None],
     short_names: Mapping[str, str] | None = None,
     *,
-    alone: str = "",
+    single_process: str = "",
     **options: Any,
 ) -> int:
-    """Runs a command: reads and checks its config, then does its work, and ends all processes.
+    """Run a command: load and check its config, call `work`, and end all processes.
 
     Args:
-        work: does what the command is for, and returns an exit code or None (0). It imports what
-            is heavy, so that help and wrong settings are answered at once.
-        alone: name of a command that only one process can do.
+        work: executes the command and returns an exit code or None (0). It imports heavy modules
+            itself, so that help and wrong settings are answered at once.
+        single_process: name of a command that only one process may run.
         short_names, options: arguments of `load`.
     """
     config = load(kind, usage, short_names, **options)
     from dapo_jax.commands.checks import guarded
     from dapo_jax.runtime import processes
 
-    return processes.run(lambda: guarded(lambda: work(config)), alone=alone)
+    return processes.run(lambda: guarded(lambda: work(config)), alone=single_process)

@@ -1,12 +1,12 @@
-"""Scores a policy on held-out problems: avg@k, pass@k, maj@k and what its responses look like.
+"""Score a policy on held-out problems: avg@k, pass@k, maj@k and statistics of the responses.
 
     dapo-jax evaluate arithmetic
     dapo-jax evaluate FILE --model=FOLDER --k=32
     dapo-jax evaluate FILE --temperature=0 --k=1   (greedy)
 
-evaluates the newest checkpoint in run_dir or, with --model, a model folder.
-Every response is written as it is finished; the same command goes on where it was stopped, and a
-larger --k adds to what is there. The last line of the output is JSON. Short flags:
+evaluates the latest checkpoint in run_dir or, with --model, a model folder.
+Responses are saved as they finish: the same command resumes a stopped evaluation, and a larger --k
+adds samples to it. The last line of the output is JSON. Short flags:
 """
 
 import json
@@ -28,19 +28,18 @@ SHORT_NAMES = {
 
 
 def check_folder(config: Config) -> None:
-    """Raises `ConfigError` where the evaluation must not write, or has no model."""
-    from dapo_jax.commands.checks import check_run_dir
-    from dapo_jax.runtime.storage.ownership import EVALUATION, check_free
+    """Raise `ConfigError` if the evaluation must not write, or has no model."""
+    from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, check_free
 
     require(config.model.folder != "", "model.folder", "", "a model folder: --model=FOLDER")
     if config.evaluation.out:
         check_free("evaluation.out", config.evaluation.out, EVALUATION)
     else:
-        check_run_dir(config)
+        check_free("run_dir", config.run_dir, RUN)
 
 
 def main() -> int:
-    """Exit code 0: done, or stopped by a signal and ready to go on; 2: wrong settings."""
+    """Run the command. Exit code 0: done, or stopped by a signal; 2: wrong settings."""
     from_folder = "model" in {argument.lstrip("-").partition("=")[0] for argument in sys.argv[1:]}
 
     def work(config: Config) -> None:
@@ -53,4 +52,4 @@ def main() -> int:
         if scores is not None and processes.is_first():
             print(json.dumps(scores))
 
-    return command_line.run(Config, __doc__, work, SHORT_NAMES, door=check_folder)
+    return command_line.run(Config, __doc__, work, SHORT_NAMES, check_output=check_folder)

@@ -1,45 +1,113 @@
-"""Writes a config, a template and, where no rule fits, a reward function for a file of problems.
+"""Write a config, a template and, if no verifier fits, a reward function for a file of problems.
 
     dapo-jax init --data=my.jsonl
     dapo-jax init --data=my.csv --question=ask --answer=gold --out=mine --model=models/small
 
-looks at the rows of a jsonl, json, csv, parquet or arrow file, says which fields it takes for the
-problem and its answer, and measures them. It replaces no file. Flags:
+reads a jsonl, json, csv, parquet or arrow file, chooses the fields of the problem and its answer,
+and measures their lengths. It replaces no file. Flags:
 
     --data=FILE        problems, with or without answers
-    --out=FOLDER       where the files go; by default a new folder of the file's name
-    --question=FIELD   which field is the problem; a.b leads into nested objects
-    --answer=FIELD     which field is the answer, or a worked solution that ends in it
-    --model=FOLDER     the policy's folder
+    --out=FOLDER       output folder; default: a new folder named after the file
+    --question=FIELD   field of the problem; a.b selects a nested field
+    --answer=FIELD     field of the answer, or of a worked solution that ends with it
+    --model=FOLDER     model folder of the policy
 """
 
 import collections
 import itertools
+import json
+import os
 import pathlib
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_jax.commands.command_line import FlagParser
-from dapo_jax.commands.starting_files import MODEL, Found, check_flag, make_files, write
 from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.structs import Problem
 
-MAX_ROWS, LONGEST_SHOWN = 10_000, 60
-# Names of fields, the likeliest first, compared in lower case.
+MODEL = "models/Qwen2.5-0.5B-Instruct"
+MAX_ROWS = 10_000
+MAX_SHOWN_CHARACTERS = 60
+MIN_FRACTION = 0.9  # of the rows that a choice has to fit
+# Field names, the likeliest first, compared in lower case.
 QUESTIONS = "problem question prompt instruction query ask task input messages text q".split()
 ANSWERS = (
     "answer final_answer gold target ground_truth expected correct_answer label result solution "
     "output response completion a"
 ).split()
-ENOUGH = 0.9  # share of the rows that a choice has to fit
-BY_RULE = ("number", "number with a unit", "expression", "list", "set", "tuple", "relation")
+VERIFIABLE = ("number", "number with a unit", "expression", "list", "set", "tuple", "relation")
+CHARACTERS_PER_TOKEN = 2.5  # of numbers and formulas; prose has four
+TOKEN_MULTIPLE = 64  # of token limits
+MIN_RESPONSE_TOKENS, MAX_RESPONSE_TOKENS = 512, 2048
+MAX_PROMPT_TOKENS = 8192  # longer prompts are dropped
+
+TEMPLATE = """\
+{problem}
+
+Think step by step. The last line of your response must have the form
+Answer: YOUR ANSWER
+"""
+REWARD = '''\
+"""The reward of a response. It runs in a worker process, which may raise, hang or crash."""
+
+
+def score(prompt: str, response: str, answer: str) -> float:
+    """Return 1 if the text after the last "Answer:" is the answer, ignoring case and blanks."""
+    text = response.rpartition("Answer:")[2]
+    return float(bool(answer) and text.casefold().split() == answer.casefold().split())
+'''
+REWARD_WITHOUT_ANSWERS = '''\
+"""The reward of a response. It runs in a worker process, which may raise, hang or crash."""
+
+
+def score(prompt: str, response: str, answer: str) -> float:
+    """Return 1 for a response of 20 to 200 words: replace this by your own criterion."""
+    return float(20 <= len(response.split()) <= 200)
+'''
+CONFIG = '''\
+"""Reinforcement learning on problems of my own."""
+
+from dapo_jax import Config, Data, Model, Optimizer, Packing, Reward, Rollout, Sampler
+
+
+def get_config() -> Config:
+    return Config(
+        run_dir={run_dir},
+        total_steps=100,
+        model=Model(folder={model}),
+        data=Data(
+{data}
+            max_prompt_tokens={prompt},
+        ),
+        rollout=Rollout(prompts_per_step={prompts}, samples_per_prompt=8, updates_per_rollout=2),
+        sampler=Sampler(max_response_tokens={response}),
+        reward=Reward({reward}),
+        packing=Packing(row_tokens={row}),
+        optimizer=Optimizer(learning_rate=1e-6, warmup_steps=5),
+    )
+'''
+
+
+class Selection(NamedTuple):
+    """Problems of a file, read by the chosen fields (for `data.fields`; empty: usual names)."""
+
+    problems: list[Problem]
+    fields: dict[str, str]
+    rows: int
+    has_answers: bool
+
+
+def check_flag(fits: bool, name: str, value: str, allowed: str) -> None:
+    """Raise `ConfigError` about a flag of this command if its value does not fit."""
+    if not fits:
+        raise ConfigError(f"--{name} = {value!r}: must be {allowed}")
 
 
 def read_flags() -> Any:
-    """The command line. Ends the program with a line where it is wrong."""
+    """Return the flags of the command line, or exit with a one-line error."""
     parser = FlagParser(prog="dapo-jax init", add_help=False, allow_abbrev=False)
     for name in ("data", "out", "question", "answer"):
         parser.add_argument(f"--{name}", default="")
@@ -48,7 +116,7 @@ def read_flags() -> Any:
 
 
 def read_first_rows(name: str) -> list[dict[str, Any]]:
-    """First rows of the file `name`, those that are objects. Raises `ConfigError`."""
+    """Return the objects among the first rows of file `name`. Raises `ConfigError`."""
     from etils import epath
 
     from dapo_jax.data.file_readers import READERS, read_rows, split_suffix
@@ -56,12 +124,12 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     allowed = f"a file that ends in {', '.join(READERS)}"
     check_flag(bool(name), "data", name, f"{allowed}: dapo-jax init --data=FILE")
     remote = "://" in name
-    allowed_place = "a path of this machine or on gs://"
-    check_flag(not remote or name.startswith("gs://"), "data", name, allowed_place)
+    supported = not remote or name.startswith("gs://")
+    check_flag(supported, "data", name, "a path of this machine or on gs://")
     path = epath.Path(name)
-    beside = [str(p) for p in pathlib.Path(name).parent.glob("*")] if not remote else []
-    exists = path.exists()
-    check_flag(exists, "data", name, f"{allowed} (no such file{nearest(name, beside, 0.7)})")
+    siblings = [] if remote else [str(p) for p in pathlib.Path(name).parent.glob("*")]
+    missing = f"{allowed} (no such file{nearest(name, siblings, 0.7)})"
+    check_flag(path.exists(), "data", name, missing)
     check_flag(not path.is_dir(), "data", name, f"{allowed}, not a folder")
     check_flag(bool(split_suffix(path.name)[1]), "data", name, allowed)
     check_flag(not set(name) & set(",=*?["), "data", name, "a name without , = * ? and [")
@@ -79,7 +147,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
 
 
 def read_problems(rows: list[dict[str, Any]], fields: Mapping[str, str]) -> list[Problem]:
-    """Problems of the rows that can be read by these fields; answers may be empty."""
+    """Return the problems of the readable rows; answers may be empty."""
     from dapo_jax.data.row_formats import MalformedRow, NoAnswer, read_row
 
     problems = []
@@ -92,87 +160,86 @@ def read_problems(rows: list[dict[str, Any]], fields: Mapping[str, str]) -> list
 
 
 def choose_field(rows: list[dict[str, Any]], names: Sequence[str], taken: str = "") -> str:
-    """The first of `names` that most rows have a value for, in the file's own spelling."""
+    """Return the first of `names` that most rows have a value for, in the file's spelling."""
     spelled: dict[str, str] = {}
     for name in itertools.chain.from_iterable(rows):
         spelled.setdefault(name.lower(), name)
     for name in names:
         field = spelled.get(name, "")
         filled = sum(row.get(field) not in (None, "", [], {}) for row in rows)
-        if field and field != taken and filled >= ENOUGH * len(rows):
+        if field and field != taken and filled >= MIN_FRACTION * len(rows):
             return field
     return ""
 
 
-def choose(rows: list[dict[str, Any]], question: str, answer: str, name: str) -> Found:
-    """Problems by the named fields, else by the usual ones, else by likely names.
+def choose(rows: list[dict[str, Any]], question: str, answer: str, name: str) -> Selection:
+    """Select problems by the named fields, else by the usual names, else by likely names.
 
     Raises:
-        ConfigError: no field fits; names the fields that there are.
+        ConfigError: no field fits; the message lists the fields.
     """
     from dapo_jax.data.row_formats import MISSING, look_up
 
+    described = describe_fields(rows)
     for flag, field in (("question", question), ("answer", answer)):
         known = not field or any(look_up(row, field) is not MISSING for row in rows)
-        check_flag(known, flag, field, f"a field of {name}: {describe_fields(rows)}")
+        check_flag(known, flag, field, f"a field of {name}: {described}")
     if not (question or answer):
         problems = read_problems(rows, {})
-        if len(problems) >= ENOUGH * len(rows) and any(problem.answer for problem in problems):
-            return Found(problems, {}, len(rows), True)
+        enough = len(problems) >= MIN_FRACTION * len(rows)
+        if enough and any(problem.answer for problem in problems):
+            return Selection(problems, {}, len(rows), True)
     question = question or choose_field(rows, QUESTIONS, answer)
     if not question:
         raise ConfigError(
             f"--data = {name!r}: none of its fields is known as a problem: "
-            f"{describe_fields(rows)}; name two: --question=FIELD --answer=FIELD"
+            f"{described}; name two: --question=FIELD --answer=FIELD"
         )
     answer = answer or choose_field(rows, ANSWERS, question)
     fields = {"problem": question}
     if answer:
         values = [str(look_up(row, answer)) for row in rows]
-        boxed = sum("\\boxed" in value for value in values) >= ENOUGH * len(rows)
+        boxed = sum("\\boxed" in value for value in values) >= MIN_FRACTION * len(rows)
         fields["solution" if boxed else "answer"] = answer
-    parts = [part for field in fields.values() for part in re.split("[,=]", field)]
-    check_flag(
-        len(parts) == len(fields),
-        "question",
-        question,
-        "a field without , and =, and so the answer's",
-    )
+    plain = not any(set(field) & set(",=") for field in fields.values())
+    check_flag(plain, "question", question, "a field without , and =, and so the answer's")
     problems = read_problems(rows, fields)
     if not problems:
         raise ConfigError(
-            f"--data = {name!r}: no row has a text as {question!r}: {describe_fields(rows)}; "
+            f"--data = {name!r}: no row has a text as {question!r}: {described}; "
             "name another: --question=FIELD"
         )
     answered = sum(bool(problem.answer) for problem in problems)
-    return Found(problems, fields, len(rows), answered >= ENOUGH * len(problems))
+    return Selection(problems, fields, len(rows), answered >= MIN_FRACTION * len(problems))
 
 
 def describe_fields(rows: list[dict[str, Any]]) -> str:
-    """Fields of the first row, each with the beginning of its value."""
+    """Return the fields of the first row, each with the beginning of its value."""
     return ", ".join(f"{name} ({_short(str(value))})" for name, value in rows[0].items())
 
 
 def _short(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+    if len(text) <= MAX_SHOWN_CHARACTERS:
+        return text
+    return f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
-def kinds_of(problems: list[Problem]) -> collections.Counter[str]:
-    """Counts of how the verifier reads the golds."""
+def count_kinds(problems: list[Problem]) -> collections.Counter[str]:
+    """Count how the verifier reads the gold answers."""
     from dapo_jax.verifier.gold_reading import read_gold
 
     return collections.Counter(read_gold("math_label", problem.answer).kind for problem in problems)
 
 
-def choose_folder(flags: Any, by_rule: bool) -> pathlib.Path:
-    """Folder of the files. Raises `ConfigError` where it is no place for them."""
+def choose_folder(flags: Any, verifiable: bool) -> pathlib.Path:
+    """Return the output folder. Raises `ConfigError` if it is unsuitable."""
     name = pathlib.PurePath(flags.data).name.partition(".")[0]
     folder = pathlib.Path(flags.out or re.sub(r"\W", "_", name))
     check_flag(not flags.out.startswith("~"), "out", flags.out, "a path; shells leave ~ there")
     importable = not folder.is_absolute() and all(part.isidentifier() for part in folder.parts)
     check_flag(
-        by_rule or importable and bool(folder.parts),
+        verifiable or importable and bool(folder.parts),
         "out",
         str(folder),
         "a folder below this one, of letters, digits and _: Python imports its reward.py",
@@ -180,24 +247,104 @@ def choose_folder(flags: Any, by_rule: bool) -> pathlib.Path:
     return folder
 
 
+class _TokenCounter:
+    """Token counts by the model's tokenizer, or estimates if the model is not downloaded yet."""
+
+    def __init__(self, model: str):
+        from dapo_jax.data.prompts.tokenizer import Tokenizer
+
+        absent = model == MODEL and not pathlib.Path(MODEL).exists()
+        self._tokenizer = None if absent else Tokenizer.from_folder(model, "model")
+
+    def limit(self, texts: list[str]) -> tuple[int, bool]:
+        """Return a round token limit that 99 % of the texts fit, and if all of them do."""
+        lengths = sorted(map(self._count, texts))
+        percentile = lengths[-1 - len(lengths) // 100]
+        limit = min(-(-percentile // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, MAX_PROMPT_TOKENS)
+        return limit, lengths[-1] <= limit
+
+    def _count(self, text: str) -> int:
+        if self._tokenizer is None:
+            return int(len(text) / CHARACTERS_PER_TOKEN)
+        return len(self._tokenizer.encode_prompt(text))
+
+
+def _quote(text: str) -> str:
+    """Return a text as a Python literal in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def make_files(
+    flags: Any, selection: Selection, folder: pathlib.Path, verifiable: bool
+) -> dict[str, str]:
+    """Return the contents of the files by name."""
+    problems = selection.problems
+    template = TEMPLATE if selection.has_answers else "{problem}\n"
+    counter = _TokenCounter(flags.model)
+    prompts = [template.replace("{problem}", problem.text) for problem in problems]
+    prompt_tokens, all_fit = counter.limit(prompts)
+    solution_tokens, _ = counter.limit([problem.solution for problem in problems])
+    response_tokens = min(max(MIN_RESPONSE_TOKENS, 2 * solution_tokens), MAX_RESPONSE_TOKENS)
+    parts = _quote(f"{'.'.join(folder.parts)}.reward:score=1")
+    data = {"source": flags.data, "template": str(folder / "template.txt")}
+    if selection.fields:
+        data["fields"] = ",".join(f"{key}={field}" for key, field in selection.fields.items())
+    if not all_fit:
+        data["overlong_prompts"] = "drop"
+    config = CONFIG.format(
+        run_dir=_quote(f"runs/{folder.absolute().name}"),
+        model=_quote(flags.model),
+        data="\n".join(f"{' ' * 12}{name}={_quote(value)}," for name, value in data.items()),
+        prompt=prompt_tokens,
+        response=response_tokens,
+        row=prompt_tokens + response_tokens,
+        prompts=min(32, max(2, len(problems) // 2 * 2)),
+        reward='verifier="math_label"' if verifiable else f'parts={parts}, correct="threshold"',
+    )
+    files = {"config.py": config, "template.txt": template}
+    if not verifiable:
+        files["reward.py"] = REWARD if selection.has_answers else REWARD_WITHOUT_ANSWERS
+    return files
+
+
+def write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
+    """Write new files, all or none. Raises `ConfigError` if one exists already."""
+    existing = [str(folder / name) for name in files if os.path.lexists(folder / name)]
+    allowed = f"a folder without {' and '.join(existing)}, which would be lost"
+    check_flag(not existing, "out", str(folder), allowed)
+    written: list[pathlib.Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                written.append(folder / name)
+                file.write(text)
+    except OSError as error:
+        for path in written:
+            path.unlink()
+        raise ConfigError(f"--out = {str(folder)!r}: can't be written: {error}") from None
+
+
 def init(flags: Any) -> int:
-    """Does what the command is for, and returns 0. Raises `ConfigError`."""
+    """Write the files, print a summary, and return 0. Raises `ConfigError`."""
     rows = read_first_rows(flags.data)
-    found = choose(rows, flags.question, flags.answer, flags.data)
-    kinds = kinds_of(found.problems) if found.has_answers else collections.Counter()
-    by_rule = sum(kinds[kind] for kind in BY_RULE) >= ENOUGH * len(found.problems)
-    folder = choose_folder(flags, by_rule)
-    files = make_files(flags, found, folder, by_rule)
+    selection = choose(rows, flags.question, flags.answer, flags.data)
+    problems = selection.problems
+    kinds = count_kinds(problems) if selection.has_answers else collections.Counter()
+    verifiable = sum(kinds[kind] for kind in VERIFIABLE) >= MIN_FRACTION * len(problems)
+    folder = choose_folder(flags, verifiable)
+    files = make_files(flags, selection, folder, verifiable)
     write(folder, files)
-    first, more = found.problems[0], " and more" * (found.rows == MAX_ROWS)
-    taken = ", ".join(f"{key} is {field!r}" for key, field in found.fields.items())
-    print(f"{flags.data}: {len(found.problems):,} problems of {found.rows:,} rows{more}")
-    print(f"  fields: {taken or 'of the usual names'}")
+    first = problems[0]
+    more = " and more" if selection.rows == MAX_ROWS else ""
+    fields = ", ".join(f"{key} is {field!r}" for key, field in selection.fields.items())
+    print(f"{flags.data}: {len(problems):,} problems of {selection.rows:,} rows{more}")
+    print(f"  fields: {fields or 'of the usual names'}")
     print(f"  the first: {_short(first.text)!r}, answer {_short(first.answer)!r}")
     if kinds:
         print(f"  answers: {', '.join(f'{n:,} {kind}' for kind, n in kinds.most_common())}")
-    if not by_rule:
-        print(f"  no rule fits, so {folder / 'reward.py'} is the reward: read and change it")
+    if not verifiable:
+        print(f"  no verifier fits, so {folder / 'reward.py'} is the reward: read and change it")
     print(f"wrote {', '.join(str(folder / name) for name in files)}. Next:")
     if flags.model == MODEL and not pathlib.Path(MODEL).exists():
         print(f"  hf download Qwen/{pathlib.Path(MODEL).name} --local-dir {MODEL}")
@@ -207,7 +354,7 @@ def init(flags: Any) -> int:
 
 
 def main() -> int:
-    """Exit code 0: the files are there; 2: wrong arguments."""
+    """Run the command. Exit code 0: the files are written; 2: wrong arguments."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print((__doc__ or "").strip())
         return 0

@@ -1,8 +1,7 @@
 """Commands that write a model folder: `dapo-jax sft`, `dapo-jax dpo`, `dapo-jax export`."""
 
 import signal
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
@@ -10,41 +9,44 @@ from dapo_jax.config.inputs import GENERATED
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
+if TYPE_CHECKING:
+    from dapo_jax.run.supervised.resume import Stopped
+
 SFT_USAGE = """\
-Trains a policy on examples: a user's own, or generated ones of the embedded task.
+Train a policy on examples: your own, or generated ones of the built-in task.
 
     dapo-jax sft --config.data.source=FILE \\
         --config.start=FOLDER --config.out=FOLDER
     dapo-jax sft arithmetic_base
 
 writes a model folder in the Hugging Face layout. A row of the file has messages, or prompt and
-response, prompt and completion, problem and solution, or question and answer. The update is the one
-of reinforcement learning, with every coefficient 1.
+response, prompt and completion, problem and solution, or question and answer. The update is that of
+reinforcement learning with every coefficient 1.
 """
 DPO_USAGE = """\
-Trains a policy on pairs of a chosen and a rejected answer, by DPO (arXiv 2305.18290).
+Train a policy on pairs of a chosen and a rejected answer, by DPO (arXiv 2305.18290).
 
     dapo-jax dpo --config.data.source=FILE \\
         --config.start=FOLDER --config.out=FOLDER
 
-writes a model folder in the Hugging Face layout. A row of the file has prompt, chosen and rejected:
-texts, or lists of messages whose last one is the answer; or chosen and rejected alone, whole
-conversations that begin alike.
+writes a model folder in the Hugging Face layout. A row of the file has prompt, chosen and rejected
+(texts, or lists of messages ending with the answer), or only chosen and rejected: two conversations
+with the same beginning.
 """
 EXPORT_USAGE = """\
-Writes the policy of a run as a model folder in the Hugging Face layout.
+Write the policy of a run as a model folder in the Hugging Face layout.
 
     dapo-jax export --run=runs/arithmetic_dapo --out=FOLDER
 
-takes the newest checkpoint, whatever mesh it was written on, and needs no accelerator. The folder
-has config.json, tokenizer and generation settings of the model that the run began with, so that
-`transformers` and servers load it like that one. README.md is its model card; --push_to_hub=NAME
-sends the folder to a hub, and nothing is sent without.
+exports the latest checkpoint of any mesh, and needs no accelerator. The folder has config.json,
+tokenizer and generation settings of the run's initial model, so `transformers` and inference
+servers load it in the same way. README.md is its model card; --push_to_hub=NAME uploads the folder
+to a hub.
 """
 
 
 def check_folder(config: SftConfig | DpoConfig) -> None:
-    """Raises `ConfigError` where the folder must not be written, or the data has no file."""
+    """Raise `ConfigError` if the folder must not be written, or the data has no file."""
     from dapo_jax.data.supervised_examples import find_source
     from dapo_jax.runtime.storage.ownership import PREFERRING, TRAINED, check_free
 
@@ -59,47 +61,55 @@ def check_folder(config: SftConfig | DpoConfig) -> None:
         find_source(config.data)
 
 
-def exit_code(train: Callable[[Any], Any], config: SftConfig | DpoConfig) -> int:
-    """Trains and returns 0; after a signal 128 + its number, as a shell has it."""
+def train_model(config: SftConfig | DpoConfig) -> "Stopped | None":
+    """Train on examples or pairs; return the early stop by a signal, if there was one."""
     from dapo_jax.run.supervised.resume import Stopped
-    from dapo_jax.runtime import processes
 
     try:
-        train(config)
+        if isinstance(config, SftConfig):
+            from dapo_jax.run.supervised.sft import make_base
+
+            make_base(config)
+        else:
+            from dapo_jax.run.supervised.dpo import prefer
+
+            prefer(config)
     except Stopped as stopped:
-        (name,) = stopped.args
-        goes_on = "No step is kept: the same command begins anew"
-        if stopped.step:
-            goes_on = f"Saved after step {stopped.step}: the same command goes on from there"
-        processes.print_error(f"stopped by {name}: {config.out} is as it was. {goes_on}")
-        return 128 + signal.Signals[name]
-    return 0
+        return stopped
+    return None
+
+
+def exit_code(config: SftConfig | DpoConfig) -> int:
+    """Train and return 0; after a signal 128 + its number, as shells do."""
+    from dapo_jax.runtime import processes
+
+    stopped = train_model(config)
+    if stopped is None:
+        return 0
+    (name,) = stopped.args
+    resume = "No step is kept: the same command starts from scratch"
+    if stopped.step:
+        resume = f"Saved after step {stopped.step}: the same command resumes from there"
+    processes.print_error(f"stopped by {name}: {config.out} is as it was. {resume}")
+    return 128 + signal.Signals[name]
 
 
 def sft() -> int:
-    """Trains on examples. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
-
-    def work(config: SftConfig) -> int:
-        from dapo_jax.run.supervised.sft import make_base
-
-        return exit_code(make_base, config)
-
-    return command_line.run(SftConfig, SFT_USAGE, work, needs_file=False, door=check_folder)
+    """Run `dapo-jax sft`. Exit code 0: done; 2: wrong settings; 128 + n: stopped by signal n."""
+    return command_line.run(
+        SftConfig, SFT_USAGE, exit_code, needs_file=False, check_output=check_folder
+    )
 
 
 def dpo() -> int:
-    """Trains on pairs, with the exit codes of `sft`."""
-
-    def work(config: DpoConfig) -> int:
-        from dapo_jax.run.supervised.dpo import prefer
-
-        return exit_code(prefer, config)
-
-    return command_line.run(DpoConfig, DPO_USAGE, work, needs_file=False, door=check_folder)
+    """Run `dapo-jax dpo`, with the exit codes of `sft`."""
+    return command_line.run(
+        DpoConfig, DPO_USAGE, exit_code, needs_file=False, check_output=check_folder
+    )
 
 
 def export() -> int:
-    """Exports a checkpoint. Exit code 0: done; 2: wrong settings."""
+    """Run `dapo-jax export`. Exit code 0: done; 2: wrong settings."""
     names = {name: name for name, _, _ in leaves(ExportConfig())}
 
     def work(config: ExportConfig) -> None:
@@ -108,5 +118,10 @@ def export() -> int:
         export(config)
 
     return command_line.run(
-        ExportConfig, EXPORT_USAGE, work, names, needs_file=False, alone="dapo-jax export"
+        ExportConfig,
+        EXPORT_USAGE,
+        work,
+        names,
+        needs_file=False,
+        single_process="dapo-jax export",
     )

@@ -1,11 +1,11 @@
-"""Computes a skipped update again, and names the rows and tokens that are not finite.
+"""Recompute a skipped update, and name its rows and tokens with non-finite values.
 
     dapo-jax replay runs/arithmetic_dapo/skipped/step_000012_policy
     dapo-jax replay DIR --step=10      (parameters of that checkpoint)
-    dapo-jax replay DIR --model=FOLDER (of a model folder, instead)
+    dapo-jax replay DIR --model=FOLDER (parameters of a model folder)
 
-A run writes such a folder where an update was skipped. Without --step the newest checkpoint from
-before it is taken; without one the model folder that the run began with.
+A run writes such a folder when it skips an update. The default is the latest checkpoint before the
+update, or the initial model folder if there is none.
 """
 
 import argparse
@@ -23,38 +23,42 @@ from dapo_jax.structs import present
 if TYPE_CHECKING:
     from dapo_jax.runtime.storage.ownership import Folder
 
-MAX_TOKENS = 5  # of a row that are named
+MAX_TOKENS = 5  # of a row to name
 WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
 
 
-def only(batch: Any, microbatch: int, row: int, places: Any) -> Any:
-    """One microbatch in which only these positions of a row have weights."""
+def keep_only(batch: Any, microbatch: int, row: int, positions: Any) -> Any:
+    """Return one microbatch with the weights of all but these positions of a row set to 0."""
     import numpy as np
 
     from dapo_jax.learner.packing import tree_index
 
-    one = tree_index(batch, slice(microbatch, microbatch + 1))
-    on = np.zeros(one.loss_weights.shape, bool)
-    on[0, row, places] = True
-    kept = {name: getattr(one, name) for name in WEIGHTS if getattr(one, name) is not None}
-    return dataclasses.replace(
-        one, **{name: np.where(on, array, np.zeros_like(array)) for name, array in kept.items()}
-    )
+    part = tree_index(batch, slice(microbatch, microbatch + 1))
+    mask = np.zeros(part.loss_weights.shape, bool)
+    mask[0, row, positions] = True
+    weights = {name: getattr(part, name) for name in WEIGHTS}
+    masked = {
+        name: np.where(mask, array, np.zeros_like(array))
+        for name, array in weights.items()
+        if array is not None
+    }
+    return dataclasses.replace(part, **masked)
 
 
-def bisect(is_bad: Callable[[list[int]], bool], places: list[int]) -> list[int]:
-    """Positions that are bad alone, at most five; all of them where they are bad only together."""
-    if not is_bad(places):
+def bisect(is_bad: Callable[[list[int]], bool], positions: list[int]) -> list[int]:
+    """Return up to five positions that are bad alone; all of them if only their sum is bad."""
+    if not is_bad(positions):
         return []
-    middle, bad = len(places) // 2, []
-    for half in places[:middle], places[middle:]:
+    middle = len(positions) // 2
+    bad = []
+    for half in positions[:middle], positions[middle:]:
         if middle and len(bad) < MAX_TOKENS:
             bad += bisect(is_bad, half)
-    return bad[:MAX_TOKENS] or places
+    return bad[:MAX_TOKENS] or positions
 
 
 def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int, model: str):
-    """Learner of the batch, its parameters, and their source in words. Raises `ConfigError`."""
+    """Return the batch's learner, its parameters, and their origin. Raises `ConfigError`."""
     import jax
     from flax.traverse_util import unflatten_dict
 
@@ -66,10 +70,11 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     from dapo_jax.run.teacher import load_teacher, open_programs
     from dapo_jax.runtime.sharding import make_mesh
 
-    packing, folder = config.rows(), model or config.model.folder
+    packing = config.rows()
+    folder = model or config.model.folder
     try:
         mesh = open_mesh(config.mesh, packing.rows_per_microbatch)
-    except ConfigError:  # here are other devices than where it ran
+    except ConfigError:  # the devices differ from those of the run
         mesh = make_mesh(1, 1, 1, jax.devices()[:1])
     numbers = numerics(config.compute, mesh, packing.row_tokens)
     decoder = load_huggingface.read_config(folder, **numbers)
@@ -77,22 +82,22 @@ def open_learner(config: Config, record: dict[str, Any], run_dir: str, step: int
     frozen = load_frozen(folder, decoder, mesh)
     teacher = load_teacher(config, decoder, mesh)
     programs = open_programs(config, decoder, mesh, frozen, teacher)
-    of_critic = record["learner"] == "critic"
-    learner = present(programs.critic, "critic") if of_critic else programs.policy
+    is_critic = record["learner"] == "critic"
+    learner = present(programs.critic, "critic") if is_critic else programs.policy
     before = [saved for saved in saved_steps(run_dir) if saved < record["step"]]
     if model or not (step or before):
         params = load_trained(folder, decoder, mesh, config.seed, config.lora.folder)
         return learner, params, folder
-    saved = SavedPolicy(run_dir, step or before[-1], "critic" if of_critic else "state")
+    saved = SavedPolicy(run_dir, step or before[-1], "critic" if is_critic else "state")
     flat = {path: saved.read(path) for path in saved.shapes()}
     params = jax.device_put(unflatten_dict(flat, sep="/"), learner.shardings.params)
     return learner, params, f"{run_dir} step {saved.step}"
 
 
 def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
-    """Computes a skipped update again and prints what is not finite; True where all is.
+    """Recompute a skipped update, print non-finite values, and return True if there are none.
 
-    Raises `ConfigError` where `folder` holds no skipped update.
+    Raises `ConfigError` if `folder` holds no skipped update.
     """
     import jax
     import numpy as np
@@ -125,9 +130,9 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
     weights = present(weights, "weights")
     for m, r in np.argwhere((weights > 0).any(-1)):
 
-        def is_bad(places: list[int], m: int = m, r: int = r) -> bool:
-            one = learner.loss_and_gradient(params, only(batch, m, r, places), 1)
-            return not np.isfinite(jax.device_get([one[0], optax.tree.norm(one[1])])).all()
+        def is_bad(positions: list[int], m: int = m, r: int = r) -> bool:
+            loss, gradient = learner.loss_and_gradient(params, keep_only(batch, m, r, positions), 1)
+            return not np.isfinite(jax.device_get([loss, optax.tree.norm(gradient)])).all()
 
         for t in bisect(is_bad, np.flatnonzero(weights[m, r] > 0).tolist()):
             prompt, sample = record["responses"][rollouts.response_index[m, r, t]]
@@ -140,7 +145,7 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
 
 
 def main() -> int:
-    """Exit code 0: all is finite; 2: wrong arguments; 4: something is not finite."""
+    """Run the command. Exit code 0: all is finite; 2: wrong arguments; 4: not finite."""
     parser = FlagParser(
         prog="dapo-jax replay",
         description=__doc__,

@@ -1,11 +1,11 @@
-"""Shows a run, or several side by side, as one page that needs no network.
+"""Show a run, or several side by side, as one page that needs no network.
 
     dapo-jax report --run=runs/arithmetic_dapo
     dapo-jax report --run=runs/a --run=runs/b --out=compared.html
     dapo-jax report --run='runs/dapo_seed*' --run=runs/grpo
 
-Runs whose settings differ only in their seed are one experiment, a curve with a band. A run may
-still be going on.
+Runs that differ only in their seed are one experiment, shown as a curve with a band. A run may
+still be in progress.
 """
 
 import glob
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from dapo_jax.reporting.page.recorded_run import RecordedRun
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ReportConfig())}
-BEGINNING = 1000  # characters of a page in which its mark stands
+MARK_CHARACTERS = 1000  # a page has its mark in its first characters
 
 
 def read_runs(config: ReportConfig) -> "list[RecordedRun]":
-    """The named runs, each once, in order. Raises `ConfigError`."""
+    """Return the named runs, each once, in order. Raises `ConfigError`."""
     from dapo_jax.reporting.page.recorded_run import read_run
     from dapo_jax.runtime.storage.ownership import is_remote
 
@@ -40,7 +40,7 @@ def read_runs(config: ReportConfig) -> "list[RecordedRun]":
 
 
 def check_out(out: str) -> pathlib.Path:
-    """Path of the page. Raises `ConfigError` where it can't be written or is another's file."""
+    """Return the path of the page. Raises `ConfigError` if it can't be or must not be written."""
     from dapo_jax.reporting.page.page import MARK
 
     allowed = "a new .html file in a folder that exists, or an earlier report"
@@ -49,18 +49,20 @@ def check_out(out: str) -> pathlib.Path:
         require(path.suffix == ".html" and path.parent.is_dir(), "out", out, allowed)
         if path.exists():
             with path.open(encoding="utf-8", errors="replace") as file:
-                require(MARK in file.read(BEGINNING), "out", out, f"{allowed}; this is another one")
+                is_report = MARK in file.read(MARK_CHARACTERS)
+            require(is_report, "out", out, f"{allowed}; this is another one")
     except OSError as error:
         require(False, "out", out, f"{allowed}; {error}")
     return path
 
 
 def report(config: ReportConfig) -> None:
-    """Writes the page. Raises `ConfigError` where a run can't be read or the page not written."""
+    """Write the page. Raises `ConfigError` if a run can't be read or the page can't be written."""
     from dapo_jax.reporting.page.page import page
     from dapo_jax.runtime.storage.retries import write_text
 
-    path, runs = check_out(config.out), read_runs(config)
+    path = check_out(config.out)
+    runs = read_runs(config)
     text = page(runs, config)
     try:
         write_text(path, text)
@@ -70,6 +72,13 @@ def report(config: ReportConfig) -> None:
 
 
 def main() -> int:
-    """Exit code 0: done; 2: wrong settings."""
-    options = {"needs_file": False, "several": ("run",), "alone": "dapo-jax report"}
-    return command_line.run(ReportConfig, __doc__, report, SHORT_NAMES, **options)
+    """Run the command. Exit code 0: done; 2: wrong settings."""
+    return command_line.run(
+        ReportConfig,
+        __doc__,
+        report,
+        SHORT_NAMES,
+        needs_file=False,
+        several=("run",),
+        single_process="dapo-jax report",
+    )

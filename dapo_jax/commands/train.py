@@ -1,4 +1,4 @@
-"""Trains a policy by reinforcement learning from a rule reward.
+"""Train a policy by reinforcement learning from verifiable rewards.
 
     dapo-jax train arithmetic
     dapo-jax train arithmetic:grpo --config.seed=1
@@ -6,9 +6,9 @@
     dapo-jax train OLD_RUN --config.run_dir=runs/new
     dapo-jax train --config=FILE --dry-run
 
-A config returns the experiment: a file of yours, or by its name one that ships with the package
-(--config=FILE does the same). What stands behind the colon picks a preset; the config.json of a run
-repeats it; every setting below can be overridden. A run folder with a checkpoint in it is resumed.
+A config is a Python file of yours, or the name of one that ships with the package (--config=FILE
+does the same). The part after the colon selects a preset. The config.json of a run repeats that
+run. Every setting below can be overridden. A run folder with a checkpoint is resumed.
 """
 
 import sys
@@ -18,19 +18,19 @@ from dapo_jax.config.experiment import Config
 
 
 def check_run(config: Config) -> None:
-    """Raises `ConfigError` where the run must not write, or lacks a file of its data."""
+    """Raise `ConfigError` if the run must not write, or a file of its data is missing."""
     from dapo_jax.commands import checks
 
     checks.check_run(config)
 
 
 def work(config: Config) -> int:
-    """Trains; 0: done, or saved after SIGTERM; 3: no signal left; 74: the end is not saved."""
+    """Train; return 0: done, or saved after SIGTERM; 3: no signal left; 74: the end is unsaved."""
     from dapo_jax.reporting.console import Progress
     from dapo_jax.runtime import processes
     from dapo_jax.runtime.storage.retries import UNSAVED, NotSaved
 
-    # JetStream brings TensorFlow, which takes seconds to import.
+    # JetStream imports TensorFlow, which takes seconds.
     with Progress(config.log.console).working("loading the libraries"):
         from dapo_jax.rollout.dynamic_sampling import Starved
         from dapo_jax.run.run import train
@@ -42,14 +42,14 @@ def work(config: Config) -> int:
     except NotSaved as error:
         processes.print_error(
             f"error: config.run_dir = {config.run_dir!r}: the last checkpoint could not be "
-            f"written: {error}. Those before it are whole; make room, and start it again"
+            f"written: {error}. Earlier checkpoints are complete; make room, and start it again"
         )
         return UNSAVED
     return 0
 
 
-def try_out(config: Config) -> int:
-    """Shows what the run would see; 0: it can begin."""
+def dry_run(config: Config) -> int:
+    """Print what the run would see; return 0 if it can start."""
     from dapo_jax.reporting.console import Progress
 
     with Progress().working("loading the libraries"):
@@ -58,13 +58,13 @@ def try_out(config: Config) -> int:
 
 
 def main() -> int:
-    """Exit code of `work`, or 2: wrong settings.
+    """Run the command; return the exit code of `work`, or 2: wrong settings.
 
-    4: numbers are not finite; 75: another process of several is dead, start all again.
+    4: numbers are not finite; 75: another process died, restart all of them.
     """
-    flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
-    if not flags:
-        return command_line.run(Config, __doc__, work, door=check_run)
-    sys.argv = [argument for argument in sys.argv if argument not in flags]
-    alone = "dapo-jax train --dry-run"
-    return command_line.run(Config, __doc__, try_out, door=check_run, alone=alone)
+    dry_flags = {"--dry-run", "--dry_run"} & set(sys.argv[1:])
+    if not dry_flags:
+        return command_line.run(Config, __doc__, work, check_output=check_run)
+    sys.argv = [argument for argument in sys.argv if argument not in dry_flags]
+    name = "dapo-jax train --dry-run"
+    return command_line.run(Config, __doc__, dry_run, check_output=check_run, single_process=name)

@@ -294,4 +294,4 @@ def test_a_run_that_can_t_save_its_end_says_so_in_one_line(tmp_path, monkeypatch
     monkeypatch.setattr("sys.argv", ["main", f"--config={ROOT}/configs/arithmetic.py", run_dir])
     assert train.main() == UNSAVED == 74
     (line,) = capsys.readouterr().err.splitlines()
-    assert "step 3: No space left on device. Those before it are whole" in line
+    assert "step 3: No space left on device. Earlier checkpoints are complete" in line

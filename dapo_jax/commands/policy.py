@@ -1,0 +1,281 @@
+"""Policies in memory for the Python API: `dapo_jax.Policy` and `dapo_jax.sample`.
+
+Functions import heavy modules when they are called.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dapo_jax.commands import checks
+from dapo_jax.config import sections
+from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
+from dapo_jax.config.files import read_config
+from dapo_jax.rewards.pickled_functions import name_of
+from dapo_jax.runtime import processes
+from dapo_jax.runtime.settings import require
+
+if TYPE_CHECKING:
+    from dapo_jax.environments.sessions import Environments
+    from dapo_jax.structs import Completion, Prompt
+
+File = str | os.PathLike
+Messages = Sequence[Mapping[str, str]]
+Environment = Callable[..., Any] | str  # a class, or the name of one
+Tools = Sequence[Callable[..., Any]]
+MAX_TURNS = 8
+
+
+def environment_settings(environment: Environment | None, tools: Tools) -> dict[str, Any]:
+    """Return the fields of `config.environment` for Python objects. Raises `ConfigError`."""
+    name = environment or ""
+    if not isinstance(name, str):
+        name = name_of(name, False, field="environment.name")
+    tool_names: list[str] = []
+    for tool in tools:
+        require(callable(tool), "environment.tools", tool, "functions")
+        tool_names.append(name_of(tool, False, tool_names, "environment.tools"))
+    return {"name": name, "tools": ",".join(tool_names)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Arguments of `sample`: number of responses, sampling rule, and environment.
+
+    Raises `ConfigError` for a value out of range.
+    """
+
+    samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    environment: Environment | None = None
+    tools: Tools = ()
+    max_turns: int = MAX_TURNS
+
+    def __post_init__(self):
+        def check(name: str, kinds: tuple[type, ...], fits: Callable[[Any], bool], allowed: str):
+            value = getattr(self, name)
+            require(type(value) in kinds and fits(value), name, value, allowed)
+
+        numbers = (int, float)
+        check("samples", (int,), lambda n: n > 0, "a whole number above 0")
+        check("top_k", (int,), lambda n: n >= 0, "a whole number, at least 0")
+        check(
+            "temperature",
+            numbers,
+            lambda t: t == 0 or 0.001 <= t <= 100,
+            "0, or from 0.001 to 100",
+        )
+        check("top_p", numbers, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
+        if self.environment is not None or self.tools:
+            require(self.max_turns > 0, "max_turns", self.max_turns, "above 0")
+
+
+class Policy:
+    """Policy in memory, for sampling.
+
+    >>> policy = dapo_jax.Policy(base, max_prompt_tokens=8, max_response_tokens=24, slots=8)
+    >>> [len(responses) for responses in policy.sample(["1+2=", "3+3="], samples=4)]
+    [4, 4]
+
+    Args:
+        model: a model folder, or the run_dir of a run (its latest checkpoint).
+        max_prompt_tokens, max_response_tokens: longest prompt and response.
+        slots: responses decoded at the same time.
+        seed: random seed of sampling.
+
+    Raises:
+        ConfigError: the folder does not exist or can't be read.
+    """
+
+    def __init__(
+        self,
+        model: File,
+        *,
+        max_prompt_tokens: int = 512,
+        max_response_tokens: int = 512,
+        slots: int = 16,
+        seed: int = 0,
+    ):
+        from dapo_jax.run.components import build
+        from dapo_jax.run.evaluation.evaluate import open_checkpoints, open_policy
+
+        model = os.fspath(model)
+        is_run = (pathlib.Path(model) / "checkpoints").is_dir()
+        source = read_config(Config, model) if is_run else Config(model=Model(folder=model))
+        # Keep the settings that locate and shape the checkpoint; drop training and rewards.
+        config = Config(
+            run_dir=model,
+            seed=seed,
+            model=dataclasses.replace(source.model, reference_folder=""),
+            lora=source.lora,
+            compute=dataclasses.replace(source.compute, attention="auto"),
+            mesh=source.mesh,
+            optimizer=source.optimizer,
+            data=Data(max_prompt_tokens=max_prompt_tokens, heldout_problems=0),
+            rollout=Rollout(samples_per_prompt=max(slots, 2)),
+            packing=Packing(
+                row_tokens=max_prompt_tokens + max_response_tokens,
+                rows_per_microbatch=source.packing.rows_per_microbatch,
+            ),
+            log=Log(console=False),
+            sampler=Sampler(
+                slots=slots,
+                max_response_tokens=max_response_tokens,
+                first_window_tokens=max_prompt_tokens,
+            ),
+        )
+        checks.check(config)
+        processes.keep_programs()
+        with contextlib.ExitStack() as stack:
+            checkpoints = open_checkpoints(config, not is_run, stack)
+            self._components = build(config, training=False)
+            stack.callback(self._components.close)  # sampling alone scores nothing
+            self.name, self._params = open_policy(config, self._components, checkpoints)
+        self.tokenizer = self._components.tokenizer
+
+    def __repr__(self) -> str:
+        config = self._components.config
+        return (
+            f"<Policy {self.name}: prompts of at most {config.data.max_prompt_tokens} tokens, "
+            f"responses of at most {config.sampler.max_response_tokens}>"
+        )
+
+    @contextlib.contextmanager
+    def _open_environments(self, sampling: Sampling, chat: bool) -> "Iterator[Environments | None]":
+        if sampling.environment is None and not sampling.tools:
+            yield None
+            return
+        from dapo_jax.environments.sessions import Environments
+
+        tools = sampling.tools
+        require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")
+        names = environment_settings(sampling.environment, tools)
+        settings = sections.Environment(max_turns=sampling.max_turns, **names)
+        environments = Environments(settings, self.tokenizer, chat)
+        try:
+            yield environments
+        finally:
+            environments.close()
+
+    def _encode(
+        self, index: int, prompt: str | Messages, environments: "Environments | None"
+    ) -> "Prompt":
+        """Return a prompt in tokens, as the environment opens it. Raises `ConfigError`."""
+        from dapo_jax.environments.registry import described_tools
+        from dapo_jax.structs import Problem, Prompt, present
+
+        problem = ""
+        if isinstance(prompt, str):
+            text = prompt
+            if environments:
+                text = environments.open(Problem(str(index), text, "", "")).text
+        else:
+            chat = self.tokenizer.chat
+            require(chat is not None, "model", self.name, "a folder with a chat template")
+            problem = str(prompt[-1]["content"])
+            tools = described_tools(environments.settings) if environments else None
+            messages = [dict(message) for message in prompt]
+            text = present(chat, "chat template").render(messages, tools=tools)
+        tokens = self.tokenizer.encode_prompt(text)
+        limit = self._components.config.data.max_prompt_tokens
+        require(
+            0 < len(tokens) <= limit,
+            f"prompts[{index}]",
+            f"{len(tokens)} tokens",
+            f"from 1 to max_prompt_tokens = {limit} tokens long",
+        )
+        ids = np.asarray(tokens, np.int32)
+        return Prompt(index, str(index), text, ids, "", "", problem=problem)
+
+    def sample(
+        self,
+        prompts: Sequence[str | Messages],
+        *,
+        samples: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        environment: Environment | None = None,
+        tools: Tools = (),
+        max_turns: int = MAX_TURNS,
+    ) -> "list[list[Completion]]":
+        """Sample responses to each prompt; arguments as for `dapo_jax.sample`."""
+        from dapo_jax.rollout.sampling import SAMPLE_FOR_SERVING, SamplingRule
+        from dapo_jax.structs import with_texts
+
+        sampling = Sampling(samples, temperature, top_p, top_k, environment, tools, max_turns)
+        require(not isinstance(prompts, str), "prompts", prompts, "a list of prompts")
+        sampler = self._components.sampler
+        rule = SamplingRule(sampling.temperature, sampling.top_p, sampling.top_k)
+        chat = any(not isinstance(prompt, str) for prompt in prompts)
+        responses: dict[int, list[Completion]] = {}
+        with self._open_environments(sampling, chat) as environments:
+            requests = [self._encode(i, text, environments) for i, text in enumerate(prompts)]
+            sampler.environments = environments
+            sampler.begin(self._params, purpose=SAMPLE_FOR_SERVING, step=0, rule=rule)
+            for prompt in requests:
+                sampler.submit(prompt, sampling.samples)
+            while not sampler.idle:
+                for prompt, completions in sampler.decode_burst():
+                    responses[prompt.index] = list(completions)
+            sampler.release()
+        decode_all = self.tokenizer.decode_all
+        return [list(with_texts(responses[prompt.index], decode_all)) for prompt in requests]
+
+
+def sample(
+    model: File,
+    prompts: Sequence[str | Messages],
+    *,
+    samples: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    environment: Environment | None = None,
+    tools: Tools = (),
+    max_turns: int = MAX_TURNS,
+    **limits: int,
+) -> "list[list[Completion]]":
+    """Sample responses of a policy to prompts. `Policy` loads the model once for several calls.
+
+    >>> answers = dapo_jax.sample(base, ["1+2="], temperature=0, max_response_tokens=24)
+    >>> answers[0][0].text.startswith("1+2=")
+    True
+
+    Args:
+        model: a model folder, or the run_dir of a run.
+        prompts: texts as the policy sees them, or lists of messages (`role` and `content`), which
+            go through the folder's chat template.
+        samples: responses to each prompt.
+        temperature: 0 takes the most likely token.
+        top_p, top_k: restrict sampling to the most likely tokens; 1 and 0: all tokens.
+        environment: replies to the policy between its turns: a class with `step(text)`, or the
+            name of one, as in docs/environments.md.
+        tools: functions that the policy may call, if prompts are messages.
+        max_turns: limit of a trajectory's turns.
+        limits: `max_prompt_tokens`, `max_response_tokens`, `slots`, `seed` of `Policy`.
+
+    Returns:
+        a list of responses per prompt, each with `text`, `tokens`, `sampler_logprobs` and
+        `truncated` (cut off by the token limit); with an environment also `turns` and `rewards`.
+
+    Raises:
+        ConfigError: an argument is out of range, or the model can't be read.
+    """
+    return Policy(model, **limits).sample(
+        prompts,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        environment=environment,
+        tools=tools,
+        max_turns=max_turns,
+    )
