@@ -249,3 +249,15 @@ class Algorithm:
         read=When("algorithm.overlong_punishment"),
     )
     overlong_filtering: bool = setting(False, "Truncated responses get loss weight 0.")
+
+    def scores_old_policy(self, updates: int) -> bool:
+        """Return True if a forward pass scores the policy before the `updates` of a step.
+
+        A single update needs none: its own forward pass is the old policy, so the ratio is 1.
+        """
+        return self.old_logprobs == "recompute" and (
+            updates > 1
+            or self.kl == "reward"
+            or self.trained_responses == "pairs"
+            or self.distillation == "reverse"
+        )

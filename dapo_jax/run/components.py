@@ -1,4 +1,4 @@
-"""The rooms of one run, built from its config: what training and evaluation share."""
+"""Components of a run, built from its config; training and evaluation share them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -56,50 +56,54 @@ MODEL_FOLDERS = (
 
 
 def check_processes(config: Any) -> None:
-    """Raises `ConfigError` where processes were started with other settings, models or code."""
+    """Raise `ConfigError` if processes have different settings, models or code."""
 
-    def content(digest: Callable[[str], str], name: str) -> str:
-        try:
-            return digest(name)
-        except (ConfigError, OSError) as error:
-            return str(error)
+    digests: dict[str, Callable[[str], str]] = {
+        **dict.fromkeys(MODEL_FOLDERS, load_huggingface.fingerprint),
+        "lora.folder": peft_adapters.fingerprint,
+        "data.template": lambda name: open_template(name).digest,
+    }
 
     def values() -> dict[str, Any]:
         settings = {name: value for name, _, value in leaves(config)}
-        read: dict[str, Callable[[str], str]]
-        read = {name: load_huggingface.fingerprint for name in MODEL_FOLDERS}
-        read["lora.folder"] = peft_adapters.fingerprint
-        read["data.template"] = lambda name: open_template(name).digest
-        found = {name: content(read[name], settings[name]) for name in read if settings.get(name)}
-        return (
-            {f"config.{name}": value for name, value in settings.items()}
-            | {f"the content of config.{name}": digest for name, digest in found.items()}
-            | {"dapo_jax's code": processes.code_digest(), "jax's version": jax.__version__}
-        )
+        compared = {f"config.{name}": value for name, value in settings.items()}
+        for name, digest in digests.items():
+            if not settings.get(name):
+                continue
+            try:
+                content = digest(settings[name])
+            except (ConfigError, OSError) as error:
+                content = str(error)
+            compared[f"the content of config.{name}"] = content
+        compared["dapo_jax's code"] = processes.code_digest()
+        compared["jax's version"] = jax.__version__
+        return compared
 
     processes.check_same(values)
 
 
 def check_data(sources: Sequence[Source]) -> None:
-    """Raises `ConfigError` where processes read other problems under the same names."""
-    processes.check_same(lambda: {f"the data of {one.name}": one.digests() for one in sources})
+    """Raise `ConfigError` if processes read different problems under the same names."""
+    processes.check_same(lambda: {f"the data of {s.name}": s.digests() for s in sources})
 
 
 def check_lengths(config: Config, lengths: Sequence[Lengths]) -> None:
-    """Raises `ConfigError` where most of what a prompt asks would be cut off."""
-    for one in lengths if config.data.overlong_prompts == "truncate_left" else ():
+    """Raise `ConfigError` if too many prompts would be truncated."""
+    if config.data.overlong_prompts != "truncate_left":
+        return
+    for source in lengths:
         require(
-            one.over <= MAX_CUT * one.looked_at,
+            source.over <= MAX_CUT * source.looked_at,
             "data.max_prompt_tokens",
             config.data.max_prompt_tokens,
             f"larger, such as {fitting(config, lengths)}: too many prompts would lose their "
-            f"beginning ({one.describe()}); data.overlong_prompts = 'drop' skips them instead",
+            f"beginning ({source.describe()}); data.overlong_prompts = 'drop' skips them instead",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Components:
-    """The objects of a run that its config and model folder make: training and evaluation share."""
+    """Objects of a run that its config and model folder determine."""
 
     config: Config
     tokenizer: Tokenizer
@@ -108,32 +112,39 @@ class Components:
     judge: Judge
     learners: LearnerPrograms
     progress: Progress
-    frozen: Any  # the policy's parameters that are never trained, in their forward dtype
+    frozen: Any  # untrained parameters of the policy, in their forward dtype
     environments: Environments | None
-    token_weights: TokenWeights | None  # the user's function
+    token_weights: TokenWeights | None  # user function
     decoder: DecoderConfig
 
     def trainer(self, **options: Any) -> Trainer:
-        """The trainer of a run; `options` as of `rollout.source.OnPolicy`."""
-        rooms = self.prompts, self.sampler, self.judge, self.learners.policy.copy
-        source = open_source(self.config, *rooms, **options)
+        """Return the trainer of a run; `options` as of `rollout.source.OnPolicy`."""
+        source = open_source(
+            self.config,
+            self.prompts,
+            self.sampler,
+            self.judge,
+            self.learners.policy.copy,
+            **options,
+        )
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
 
     def first_params(self) -> Any:
-        """Trained parameters before the first step, on the mesh."""
+        """Return the trained parameters before the first step, on the mesh."""
         folder, mesh = self.config.model.folder, self.learners.policy.mesh
         return load_trained(folder, self.decoder, mesh, self.config.seed, self.config.lora.folder)
 
     def critic_params(self) -> Any:
-        """The critic's parameters before training: a policy's folder, or a reward model's."""
-        folder, field = self.config.critic.folder, "critic.folder"
-        if not folder:
-            folder, field = self.config.model.folder, "model.folder"
-        shape, mesh = scalar_config(self.decoder), self.learners.policy.mesh
+        """Return the critic's initial parameters, from the folder of a policy or reward model."""
+        own = self.config.critic.folder
+        folder = own or self.config.model.folder
+        field = "critic.folder" if own else "model.folder"
+        shape = scalar_config(self.decoder)
+        mesh = self.learners.policy.mesh
         return load_huggingface.load_params(folder, shape, mesh, field=field, fresh_score=True)
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Stop the worker processes."""
         self.judge.close()
         if self.environments:
             self.environments.close()
@@ -147,7 +158,7 @@ def load_trained(
     adapters: str = "",
     **options: Any,
 ) -> Any:
-    """Trained parameters of a folder; where adapters are trained, those or fresh ones; float32."""
+    """Return the trained float32 parameters of a folder: all, or adapters (loaded or fresh)."""
     if decoder.adapters and adapters:
         return peft_adapters.load_adapters(adapters, decoder, mesh)
     if decoder.adapters:
@@ -160,7 +171,7 @@ def load_trained(
 def load_frozen(
     folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, field: str = "model.folder"
 ) -> Any:
-    """Parameters of a folder that are never trained; reads nothing where all are."""
+    """Return the untrained parameters of a folder; read nothing if all are trained."""
     if not decoder.adapters and not decoder.frozen_layers:
         return {}
     return load_huggingface.load_params(
@@ -176,9 +187,9 @@ def load_frozen(
 def load_reference(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, frozen: Any
 ) -> Any:
-    """The frozen reference, sharded as the policy, with which it shares `frozen` where it can.
+    """Return the reference policy, sharded like the policy, or None if the config has none.
 
-    None if not asked for.
+    A reference of the same folder shares `frozen` with the policy.
     """
     if not config.algorithm.reference:
         return None
@@ -187,23 +198,23 @@ def load_reference(
         field = "model.reference_folder"
         check_same_model(field, folder, policy, lambda shape: shape)
         return load_whole(folder, decoder, mesh, config.seed, field)
-    start = config.seed, config.lora.folder
-    return join(frozen, load_trained(policy, decoder, mesh, *start, cast=True))
+    trained = load_trained(policy, decoder, mesh, config.seed, config.lora.folder, cast=True)
+    return join(frozen, trained)
 
 
 def load_whole(
     folder: str, decoder: DecoderConfig, mesh: jax.sharding.Mesh, seed: int, field: str
 ) -> Any:
-    """All parameters of another model of the policy's shape, for a forward pass.
+    """Return all parameters of another model of the policy's shape, for a forward pass.
 
-    Its adapters, where the policy has some, change nothing.
+    If the policy has adapters, those of this model have no effect.
     """
     frozen = load_frozen(folder, decoder, mesh, field)
     return join(frozen, load_trained(folder, decoder, mesh, seed, field=field, cast=True))
 
 
 def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | None:
-    """The learned reward model; None where the config asks for none."""
+    """Return the learned reward model, or None if the config has none."""
     folder = config.reward.model_folder
     if not folder:
         return None
@@ -214,13 +225,9 @@ def load_reward_model(config: Config, mesh: jax.sharding.Mesh) -> RewardModel | 
     check_divisible(decoder, mesh)
     check_rotations(decoder, config.longest_tokens(), field, folder)
     decoder = scalar_config(decoder)
-    return RewardModel(
-        load_huggingface.load_params(folder, decoder, mesh, field=field, cast=True),
-        decoder,
-        mesh,
-        config.rows().row_tokens,
-        config.packing.rows_per_microbatch,
-    )
+    params = load_huggingface.load_params(folder, decoder, mesh, field=field, cast=True)
+    rows = config.packing.rows_per_microbatch
+    return RewardModel(params, decoder, mesh, config.rows().row_tokens, rows)
 
 
 def check_same_model(
@@ -229,26 +236,25 @@ def check_same_model(
     policy: str,
     shape: Callable[[DecoderConfig], Any] = lambda config: config.vocab,
 ) -> None:
-    """Check that two folders share tokenizer and `shape`. Raises `ConfigError`."""
-    mine, theirs = (
-        load_huggingface.read_config(policy),
-        load_huggingface.read_config(folder, field=field),
-    )
-    require(shape(mine) == shape(theirs), field, folder, f"a folder with the shape of {policy}")
-    mine, theirs = (model_path(path) / "tokenizer.json" for path in (policy, folder))
-    if theirs.is_file():
-        same = mine.read_bytes() == theirs.read_bytes()
+    """Raise `ConfigError` if two folders differ in tokenizer or `shape`."""
+    decoder = load_huggingface.read_config(folder, field=field)
+    same_shape = shape(decoder) == shape(load_huggingface.read_config(policy))
+    require(same_shape, field, folder, f"a folder with the shape of {policy}")
+    tokenizer = model_path(folder) / "tokenizer.json"
+    if tokenizer.is_file():
+        policy_tokenizer = model_path(policy) / "tokenizer.json"
+        same = tokenizer.read_bytes() == policy_tokenizer.read_bytes()
         require(same, field, folder, f"a folder with the tokenizer of {policy}")
 
 
 def build(
     config: Config, *, training: bool = True, should_abort: Callable[[], bool] = lambda: False
 ) -> Components:
-    """Opens the model folder and compiles nothing yet. Raises `ConfigError` at the door.
+    """Build the components of a run; compile nothing yet. Raises `ConfigError`.
 
     Args:
-        training: without it there are no training prompts, no reference policy and no teacher.
-        should_abort: whether nobody waits for verdicts any longer.
+        training: if False, leave out training prompts, reference policy and teacher.
+        should_abort: returns True if nothing waits for verdicts any longer.
     """
     progress = Progress(config.log.console)
     with progress.working(f"loading {config.model.folder}"):
@@ -258,12 +264,12 @@ def build(
 def open_decoder(
     config: Config, training: bool
 ) -> tuple[DecoderConfig, jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The policy's shape, the mesh that learns and the mesh that samples; loads no weights.
+    """Return the policy's shape, the learning mesh and the sampling mesh; load no weights.
 
-    Raises `ConfigError` where they don't fit together, or not into the devices' memory.
+    Raises `ConfigError` if they don't fit together, or into the devices' memory.
     """
     mesh, sampling_mesh = open_meshes(config.mesh, config.packing.rows_per_microbatch, training)
-    processes.exchange_on(sampling_mesh.devices.flat)  # not on those that an update keeps busy
+    processes.exchange_on(sampling_mesh.devices.flat)  # updates keep the others busy
     numbers = numerics(config.compute, mesh, config.rows().row_tokens)
     decoder = load_huggingface.read_config(config.model.folder, **numbers)
     decoder = choose_trained(decoder, config.model.freeze_layers, config.lora)
@@ -271,14 +277,15 @@ def open_decoder(
     check_divisible(decoder, mesh)
     check_rotations(decoder, config.longest_tokens(), "model.folder", config.model.folder)
     if training and has_teacher(config):
-        folders = config.teacher.folder, config.model.folder
-        check_same_model("teacher.folder", *folders, lambda shape: None)
+        check_same_model(
+            "teacher.folder", config.teacher.folder, config.model.folder, lambda shape: None
+        )
     check_run_fits(config, decoder, mesh, sampling_mesh, training)
     return decoder, mesh, sampling_mesh
 
 
 def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
-    """The policy's tokenizer. Raises `ConfigError` where the policy lacks some of its ids."""
+    """Return the tokenizer. Raises `ConfigError` if the policy lacks some of its ids."""
     tokenizer = Tokenizer.from_folder(config.model.folder)
     tokenizer.check_fits(decoder.vocab, "model.folder", config.model.folder)
     return tokenizer
@@ -287,10 +294,10 @@ def open_tokenizer(config: Config, decoder: DecoderConfig) -> Tokenizer:
 def open_environments(
     config: Config, tokenizer: Tokenizer, should_abort: Callable[[], bool] = lambda: False
 ) -> Environments | None:
-    """Environments of the trajectories; None where responses have one turn.
+    """Return the environments of trajectories, or None if responses have one turn.
 
     Raises:
-        ConfigError: there is no such environment, or the chat template can't show what it says.
+        ConfigError: there is no such environment, or the chat template can't show its replies.
     """
     if not config.environment.used:
         return None
@@ -305,7 +312,7 @@ def open_prompts(
     environments: Environments | None,
     training: bool = True,
 ) -> PromptStream:
-    """Prompts of the config's problems, as environments begin them. Raises `ConfigError`."""
+    """Return the prompts of the config's problems, as environments open them."""
     return PromptStream(
         config.data,
         config.seed,
@@ -334,7 +341,8 @@ def _build(
     teacher = load_teacher(config, decoder, mesh) if training else None
     learners = open_programs(config, decoder, mesh, frozen, teacher)
     reference = load_reference(config, decoder, mesh, frozen) if training else None
-    pool, model = RewardPool(config.reward, tokenizer.split), load_reward_model(config, mesh)
+    pool = RewardPool(config.reward, tokenizer.split)
+    model = load_reward_model(config, mesh)
     return Components(
         config=config,
         tokenizer=tokenizer,

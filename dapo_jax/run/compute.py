@@ -1,6 +1,6 @@
-"""Meshes, learners and engine of a run, from its config and its policy's shape; loads nothing.
+"""Meshes, learners and engine of a run, from its config and its policy's shape; no weights.
 
-`run/components.py` adds what they work on; `plan` compiles them for devices that are not here.
+`run/components.py` adds weights and data; `plan` compiles the programs for other devices.
 """
 
 import dataclasses
@@ -29,24 +29,34 @@ from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import DECODING, TRAINING, make_mesh, shards
 
 HOST = "pinned_host"  # the kind of memory that layer inputs can be offloaded to
-# Fields of the decoder, which are logical names too.
+# Fields of the decoder that are also names of logical axes.
 SHARDED_SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab", "experts")
+
+
+def mesh_sizes(settings: OneMesh) -> dict[str, int]:
+    """Return the axis sizes of a config's mesh, as keywords of `make_mesh` and `mesh_shape`."""
+    return {
+        "data": settings.data,
+        "fsdp": settings.fsdp,
+        "tensor": settings.tensor,
+        "decode_tensor": settings.decode_tensor,
+        "expert": settings.expert,
+        "context": settings.context,
+    }
 
 
 def open_mesh(
     settings: OneMesh, rows_per_microbatch: int, devices: Sequence | None = None
 ) -> jax.sharding.Mesh:
-    """The mesh that learns, of all devices or these, checked against the rows it has to split."""
-    sizes = settings.data, settings.fsdp, settings.tensor
-    cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
-    mesh = make_mesh(*sizes, devices, **cut, context=settings.context)
+    """Return the learning mesh of all or the given devices. Raises `ConfigError`."""
+    mesh = make_mesh(**mesh_sizes(settings), devices=devices)
     pieces = shards(mesh, "batch")
     require(
         rows_per_microbatch % pieces == 0,
         "packing.rows_per_microbatch",
         rows_per_microbatch,
         f"a multiple of data x fsdp x expert x decode_tensor = {pieces}, or take the config's "
-        f"variant for {mesh.size} devices where it has one",
+        f"variant for {mesh.size} devices if it has one",
     )
     return mesh
 
@@ -57,13 +67,13 @@ def open_meshes(
     training: bool = True,
     devices: Sequence | None = None,
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The mesh that learns and the mesh that samples.
+    """Return the learning mesh and the sampling mesh.
 
-    The same one without `sampler_share`, and where nothing is learned.
+    They are the same mesh without `sampler_share`, and if nothing is trained.
     """
-    devices, share = devices or jax.devices(), settings.sampler_share if training else 0
+    share = settings.sampler_share if training else 0
     block = settings.expert * settings.decode_tensor * settings.tensor
-    learning, sampling = split_devices(devices, share, block)
+    learning, sampling = split_devices(devices or jax.devices(), share, block)
     mesh = open_mesh(settings, rows_per_microbatch, learning)
     if sampling is learning:
         return mesh, mesh
@@ -73,21 +83,25 @@ def open_meshes(
 def numerics(
     compute: Compute, mesh: jax.sharding.Mesh, row_tokens: int | None = None
 ) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that the run chooses, not the model folder.
+    """Return the fields of `DecoderConfig` that the run chooses, not the model folder.
 
-    Raises `ConfigError` for what these devices or rows can't do. `row_tokens`: of training; None:
-    nothing is trained.
+    Args:
+        row_tokens: length of training rows; None: nothing is trained.
+
+    Raises:
+        ConfigError: these devices or rows don't support a setting.
     """
     device = mesh.devices.flat[0]
     chosen = training_attention.choose(compute.attention, device.platform, row_tokens or 1)
-    homes = {"splash": ("tpu",), "triton": PLATFORMS}
+    platforms = {"splash": ("tpu",), "triton": PLATFORMS}
     require(
-        device.platform in homes.get(chosen, (device.platform,)),
+        device.platform in platforms.get(chosen, (device.platform,)),
         "compute.attention",
         compute.attention,
         f"'auto', 'plain' or 'blocked' on {device.platform}",
     )
-    context, reasons, unit = shards(mesh, "sequence"), [], 1
+    context = shards(mesh, "sequence")
+    reasons, unit = [], 1
     if chosen == "splash":
         reasons.append(f"compute.attention = {compute.attention!r} on TPU")
         unit = training_attention.LANES
@@ -118,7 +132,7 @@ def numerics(
 
 
 def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
-    """Raises `ConfigError` where the mesh can't cut the model evenly, to train it or to decode."""
+    """Raise `ConfigError` if the mesh can't shard the model evenly for training or decoding."""
     for name, column in itertools.product(SHARDED_SIZES, (TRAINING, DECODING)):
         size, pieces = getattr(decoder, name), shards(mesh, name, column)
         require(
@@ -130,10 +144,10 @@ def check_divisible(decoder: Any, mesh: jax.sharding.Mesh) -> None:
 
 
 def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, folder: str) -> None:
-    """Raises `ConfigError` for sequences past the positions at which rotations are known.
+    """Raise `ConfigError` if sequences exceed the positions with known rotations.
 
     Args:
-        longest_tokens: of prompt and response.
+        longest_tokens: length of the longest prompt and response together.
         field: setting that names the model folder.
     """
     scaling = decoder.rope_scaling
@@ -147,9 +161,9 @@ def check_rotations(decoder: DecoderConfig, longest_tokens: int, field: str, fol
 
 
 def choose_recording(algorithm: Algorithm, decoder: DecoderConfig, training: bool) -> DecoderConfig:
-    """Decoder that records routes in the sampler where they are to be replayed.
+    """Return the decoder; it records routes in the sampler if training replays them.
 
-    Raises `ConfigError` where the algorithm has settings of routers and the policy has none.
+    Raises `ConfigError` if the algorithm has router settings and the policy has no routers.
     """
     for name, off in ("router_replay", "none"), ("router_balance_coefficient", 0):
         value = getattr(algorithm, name)
@@ -168,14 +182,14 @@ def open_engine(
     frozen: Any = None,
     programs: Callable[..., Any] = engine_programs,
 ) -> PolicyEngine:
-    """Engine that draws for training and evaluation.
+    """Return the sampling engine of training and evaluation.
 
-    Where judged groups are kept, all its calls have one shape each, whoever draws beside whom: a
-    group that is drawn again after a kill rounds as it did.
+    If scored groups are saved, each program is compiled for one shape only, so that a group that
+    is sampled again after a kill rounds in the same way, whatever the batch.
 
     Args:
-        mesh: of the parameters to load; `sampling_mesh`: where they decode.
-        programs: as of `PolicyEngine`.
+        mesh: mesh of the parameters to load; they decode on `sampling_mesh`.
+        programs: as for `PolicyEngine`.
     """
     settings = config.sampler
     if config.checkpoint.keep_groups:
@@ -201,13 +215,14 @@ def open_learners(
     frozen: Any,
     teacher: DecoderConfig | None = None,
 ) -> tuple[Learner, Learner | None]:
-    """The policy's learner, and the critic's where the algorithm has one.
+    """Return the learner of the policy, and of the critic if the algorithm has one.
 
     Args:
-        teacher: whose parameters are among the frozen ones, for the policy's loss.
+        teacher: shape of the teacher, if its parameters are among `frozen`.
     """
     algorithm, compute = config.algorithm, config.compute
-    temperature, critic = config.sampler.temperature, None
+    temperature = config.sampler.temperature
+    critic = None
     if algorithm.critic:
         settings = config.critic.optimizer
         critic = keep(critic_learner, algorithm, settings, scalar_config(decoder), mesh)

@@ -24,7 +24,7 @@ from dapo_jax.runtime.storage.output_folder import replace
 from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
 from dapo_jax.structs import present
 
-# Names of all files that the command may write into its folder.
+# Names of all files that the command may write.
 WRITTEN = (
     *save_huggingface.WRITTEN,
     *peft_adapters.WRITTEN,
@@ -34,7 +34,7 @@ WRITTEN = (
 
 
 def check(config: ExportConfig) -> None:
-    """Raises `ConfigError` for wrong settings, and a folder that must not be written."""
+    """Raise `ConfigError` for wrong settings, or a folder that must not be written."""
     check_values(config)
     require(bool(config.run), "run", config.run, "the run_dir of a run")
     require(bool(config.out), "out", config.out, "the folder to write")
@@ -43,7 +43,7 @@ def check(config: ExportConfig) -> None:
 
 
 def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
-    """Decoder of a model folder, with the parameters marked that the run trained."""
+    """Return the decoder of a model folder, with the parameters that the run trained marked."""
     decoder = load_huggingface.read_config(folder, field="model")
     lora = {field.name: settings[f"lora.{field.name}"] for field in dataclasses.fields(Lora)}
     return choose_trained(decoder, settings["model.freeze_layers"], Lora(**lora))
@@ -52,11 +52,11 @@ def read_decoder(settings: dict[str, Any], folder: str) -> DecoderConfig:
 def check_same_shapes(
     trained: dict[str, tuple[int, ...]], decoder: DecoderConfig, folder: str
 ) -> None:
-    """Raises one `ConfigError` that names every parameter of another shape.
+    """Raise one `ConfigError` that names every parameter of another shape.
 
     Args:
         trained: shapes of the run's parameters, by path.
-        decoder: of the model in `folder`.
+        decoder: shape of the model in `folder`.
     """
     shapes = weight_names.param_shapes(decoder).items()
     expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
@@ -78,17 +78,17 @@ def merged_layer(
     up: save_huggingface.Layers,
     adapters: Adapters,
 ) -> np.ndarray:
-    """One layer of a matrix, or one of its experts, with its adapter merged."""
+    """Return one layer of a matrix, or of one of its experts, with the adapter merged."""
     return merge(kernel(number), down(number), up(number), adapters)
 
 
 def policy_layers(
     trained: Collection[str], read: Callable[[str], Any], decoder: DecoderConfig, source: str
 ) -> Iterator[tuple[str, save_huggingface.Layers]]:
-    """Layers of all parameters, with adapters merged; those not trained are of folder `source`.
+    """Yield the layers of all parameters, adapters merged; read untrained ones from `source`.
 
     Args:
-        trained: paths of the parameters that `read` returns whole.
+        trained: paths of the parameters that `read` returns.
     """
     base = without_adapters(decoder)
     paths = [path for path in weight_names.param_shapes(base) if path not in trained]
@@ -106,7 +106,7 @@ def policy_layers(
 
 
 def adapter_folder(out: str) -> str:
-    """Folder beside a merged one, with its adapters."""
+    """Return the name of the folder beside a merged one that holds the adapters."""
     return f"{pathlib.Path(out)}.adapter"
 
 
@@ -118,21 +118,21 @@ def write_adapters(
     decoder: DecoderConfig,
     base: str,
 ) -> None:
-    """Writes adapters into the folder beside `out`; every process calls it.
+    """Write adapters into the folder beside `out`; every process calls it.
 
     Args:
-        kind: of the folder, a key of `ownership.ALLOWED`.
+        kind: kind of the folder, a key of `ownership.ALLOWED`.
         trained, read: as for `policy_layers`.
-        base: name of the model that they adapt.
+        base: name of the adapted model.
     """
     with replace("out", adapter_folder(out), kind, peft_adapters.WRITTEN) as folder:
         peft_adapters.save_adapters(folder, trained, read, decoder, base)
 
 
 def export(config: ExportConfig) -> pathlib.Path:
-    """Writes the model folder with its card, sends it where it is to go, and returns its path.
+    """Write the model folder with its card, upload it if asked to, and return its path.
 
-    The host holds one parameter's stack of layers and the tensors of one file.
+    The host holds only one stacked parameter and the tensors of one file.
 
     Raises:
         ConfigError: wrong settings, no such checkpoint, or a model of other shapes.
@@ -149,21 +149,23 @@ def export(config: ExportConfig) -> pathlib.Path:
     require(merged or bool(decoder.adapters), "weights", config.weights, allowed)
     dtype = load_huggingface.stored_dtype(source) if config.dtype == "auto" else config.dtype
     out = pathlib.Path(config.out).absolute()
-    needed = out.exists() and os.path.samefile(out, model_path(source))
-    require(not needed, "out", config.out, "another folder than the model's, which the run needs")
+    is_source = out.exists() and os.path.samefile(out, model_path(source))
+    require(
+        not is_source, "out", config.out, "another folder than the model's, which the run needs"
+    )
     repository = hub.check_repository(config)
-    trained = policy.shapes(), policy.read, decoder
+    trained = policy.shapes()
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
-        write_adapters(config.out, EXPORTED, *trained, base)
+        write_adapters(config.out, EXPORTED, trained, policy.read, decoder, base)
     with replace("out", config.out, EXPORTED, WRITTEN) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
-            layers = policy_layers(*trained, source)
+            layers = policy_layers(trained, policy.read, decoder, source)
             save_huggingface.save_weights(folder, layers, decoder, dtype, config.max_shard_gb)
             save_huggingface.save_settings_of(source, folder, dtype)
         else:
-            peft_adapters.save_adapters(folder, *trained, base)
+            peft_adapters.save_adapters(folder, trained, policy.read, decoder, base)
         run = model_card.recorded(config.run, settings, policy.step)
         model_card.write_card(folder, config, run, policy.step, base)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Publication of an exported folder through huggingface_hub, checked before it is written."""
+"""Upload of an exported folder by huggingface_hub, checked before the folder is written."""
 
 import contextlib
 import pathlib
@@ -13,7 +13,7 @@ FIELD = "push_to_hub"
 
 
 def check_names(config: ExportConfig) -> None:
-    """Raises `ConfigError` for names that a hub refuses; asks nobody."""
+    """Raise `ConfigError` for names that a hub rejects, without a request."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -30,56 +30,56 @@ def check_names(config: ExportConfig) -> None:
 
 
 def check_repository(config: ExportConfig) -> str:
-    """Full name of the repository to write, after asking the hub; empty where none is asked for.
+    """Return the full name of the repository to write, checked at the hub; empty without one.
 
     Raises:
-        ConfigError: there is no token, it may not write there, or the repository holds something
-            else.
+        ConfigError: no token, no permission to write, or a repository with other content.
     """
     if not config.push_to_hub:
         return ""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    name, api = config.push_to_hub, HfApi()
-    with _telling(name):
+    name = config.push_to_hub
+    api = HfApi()
+    with _hub_errors(name):
         allowed = "empty without a token of the hub: `hf auth login`, or the variable HF_TOKEN"
         require(get_token() is not None, FIELD, name, allowed)
         user = api.whoami()
         role = user.get("auth", {}).get("accessToken", {}).get("role")
         require(role != "read", FIELD, name, "empty with a token that may only read")
-        owners = [user["name"], *(one["name"] for one in user.get("orgs", ()))]
-        owner, _, own = name.rpartition("/")
+        owners = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
+        owner, _, repository = name.rpartition("/")
         fits = owner in ("", *owners)
         require(fits, FIELD, name, f"NAME, or OWNER/NAME of {' or '.join(owners)}")
-        full = f"{owner or owners[0]}/{own}"
+        full = f"{owner or owners[0]}/{repository}"
         try:
-            found = api.model_info(full)
+            info = api.model_info(full)
         except RepositoryNotFoundError:
             return full
-    files = {file.rfilename for file in found.siblings or ()} - {".gitattributes"}
+    files = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
     allowed = (
         f"a new or empty repository, or an earlier export; {full} holds {min(files, default='')}"
     )
-    require(not files or TAG in (found.tags or ()), FIELD, name, allowed)
-    private = bool(found.private)
+    require(not files or TAG in (info.tags or ()), FIELD, name, allowed)
+    private = bool(info.private)
     allowed = f"{private}: {full} is {'private' if private else 'public'}"
     require(private == config.private, "private", config.private, allowed)
     return full
 
 
 def push(folder: pathlib.Path, config: ExportConfig, name: str, wrote: Sequence[str]) -> str:
-    """Sends a folder as one commit, and returns its address.
+    """Upload a folder as one commit, and return its address.
 
     Args:
-        name: full name of the repository; made where there is none.
-        wrote: patterns of names that an earlier export may have left there.
+        name: full name of the repository; created if it does not exist.
+        wrote: patterns of the files of an earlier export, which are deleted.
     """
     from huggingface_hub import HfApi
 
     api = HfApi()
     hint = f"; {config.out} is complete: hf upload {name} {config.out} --exclude '{OURS}*'"
-    with _telling(config.push_to_hub, hint):
+    with _hub_errors(config.push_to_hub, hint):
         api.create_repo(name, private=config.private, exist_ok=True)
         api.upload_folder(
             repo_id=name,
@@ -92,13 +92,13 @@ def push(folder: pathlib.Path, config: ExportConfig, name: str, wrote: Sequence[
 
 
 @contextlib.contextmanager
-def _telling(name: str, hint: str = "") -> Iterator[None]:
-    """Context in which errors of the client and its network are `ConfigError`."""
+def _hub_errors(name: str, hint: str = "") -> Iterator[None]:
+    """Convert errors of the client and its network to `ConfigError`."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # the client's own, its HTTP library's, the system's
+    except Exception as error:  # of the client, its HTTP library, or the system
         raise ConfigError(f"config.{FIELD} = {name!r}: {_line(error)}{hint}", FIELD) from None
 
 

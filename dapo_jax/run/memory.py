@@ -1,4 +1,4 @@
-"""How much memory a run takes at least: counted before anything is compiled, and while it runs."""
+"""Lower bounds of a run's memory before anything is compiled, and the memory it uses."""
 
 import math
 import os
@@ -19,16 +19,16 @@ from dapo_jax.run.teacher import has_teacher, teacher_bytes
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, require
 
-REAL = 4  # bytes of a float32
-DRAWN = 8  # bytes of a drawn token and its log-prob
-RESPONSE = 1000  # bytes of a response on the host, however short
+FLOAT_BYTES = 4
+SAMPLED_TOKEN_BYTES = 8  # a token and its log-prob
+MIN_RESPONSE_BYTES = 1000  # of a response on the host, however short
 MEMINFO = pathlib.Path("/proc/meminfo")
-# What a container may take: of the two generations of control groups.
+# Memory limit of a container, in versions 2 and 1 of control groups.
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def megabytes_per_device(**held: Any) -> dict[str, float]:
-    """Megabytes per device of trees of arrays; an array that two share counts with the first."""
+    """Return the megabytes per device of trees; count shared arrays with the first tree."""
     sizes, counted = {}, set()
     for name, tree in held.items():
         arrays = {id(array): array for array in jax.tree.leaves(tree)}
@@ -39,10 +39,10 @@ def megabytes_per_device(**held: Any) -> dict[str, float]:
 
 
 def token_bytes(decoder: DecoderConfig, sampler: Sampler, pieces: float) -> float:
-    """Bytes of keys and values of a token, all layers, on one of the devices that share them."""
+    """Return the bytes of a token's keys and values in all layers, on one of `pieces` devices."""
     kinds = {"auto": jnp.dtype(decoder.dtype).itemsize, "int8_per_head": 1}
-    number = kinds.get(sampler.cache_dtype, 1 + REAL / decoder.head_dim)
-    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * number / pieces
+    itemsize = kinds.get(sampler.cache_dtype, 1 + FLOAT_BYTES / decoder.head_dim)
+    return 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * itemsize / pieces
 
 
 def cache_bytes(
@@ -53,30 +53,30 @@ def cache_bytes(
     prompt_tokens: int,
     response_tokens: int,
 ) -> float:
-    """Bytes of keys, values and drawn tokens of all slots at full length, on one device."""
+    """Return the bytes of keys, values and tokens of all slots at full length, on one device."""
     replicas = sharding.shards(mesh, "batch", sharding.DECODING)
     pieces = mesh.size // replicas
     longest = prompt_tokens + response_tokens
     held = slots * longest
     if sampler.pages and sampler.cache != "slots":
         held = min(held, sampler.pages * sampler.page_tokens)
-    each = token_bytes(decoder, sampler, pieces) / decoder.layers
+    per_layer = token_bytes(decoder, sampler, pieces) / decoder.layers
     rings = [slots * min(reach, longest) for reach in decoder.reaches if reach]
-    cached = each * (held * (decoder.layers - len(rings)) + sum(rings))
-    return (cached + slots * response_tokens * DRAWN) / replicas
+    cached = per_layer * (held * (decoder.layers - len(rings)) + sum(rings))
+    return (cached + slots * response_tokens * SAMPLED_TOKEN_BYTES) / replicas
 
 
 def params_bytes(
     decoder: DecoderConfig,
     mesh: jax.sharding.Mesh,
-    itemsize: Callable[[str], float] = lambda path: REAL,
+    itemsize: Callable[[str], float] = lambda path: FLOAT_BYTES,
     column: int = sharding.TRAINING,
 ) -> float:
-    """Bytes of parameters on one device.
+    """Return the bytes of parameters on one device.
 
     Args:
-        itemsize: bytes of a number, by path; 0: not counted.
-        column: of the table of mesh axes, for training or for decoding.
+        itemsize: bytes of an element, by path; 0: not counted.
+        column: column of the sharding table: training or decoding.
     """
     boxed = abstract_params(decoder)
     places = sharding.flatten(sharding.tree_shardings(mesh, boxed, column))
@@ -88,7 +88,7 @@ def params_bytes(
 
 
 def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.Mesh) -> float:
-    """Bytes of the decoding weights on one device."""
+    """Return the bytes of the decoding weights on one device."""
 
     def itemsize(path: str) -> float:
         int8 = sampler.weights_dtype != "auto" and path.endswith("kernel")
@@ -98,7 +98,7 @@ def decoding_bytes(decoder: DecoderConfig, sampler: Sampler, mesh: jax.sharding.
 
 
 def checkpoint_bytes(config: Config, decoder: DecoderConfig) -> float:
-    """Bytes of a checkpoint: trained parameters and their two moments, of policy and critic."""
+    """Return the bytes of a checkpoint: trained parameters and moments of policy and critic."""
     parts = [(decoder, lambda path: is_trained(path, decoder))]
     if config.algorithm.critic:
         parts.append((scalar_config(decoder), lambda path: True))
@@ -108,28 +108,29 @@ def checkpoint_bytes(config: Config, decoder: DecoderConfig) -> float:
         for path, leaf in sharding.flatten(sharding.unbox(abstract_params(shape))).items()
         if wanted(path)
     ]
-    return 3 * REAL * sum(sizes)
+    return 3 * FLOAT_BYTES * sum(sizes)
 
 
 def resident_bytes(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh, training: bool
 ) -> dict[str, float]:
-    """Bytes that a learning device always holds, by name."""
+    """Return the bytes that a learning device holds all the time, by name."""
 
     def forward(path: str) -> float:
         return jnp.dtype(forward_dtype(path, decoder)).itemsize
 
-    def of(wanted: bool, itemsize: Callable[[str], float]) -> float:
-        def counted(path: str) -> float:
-            return itemsize(path) if is_trained(path, decoder) == wanted else 0.0
+    def count(trained: bool, itemsize: Callable[[str], float]) -> float:
+        return params_bytes(
+            decoder,
+            mesh,
+            lambda path: itemsize(path) if is_trained(path, decoder) == trained else 0.0,
+        )
 
-        return params_bytes(decoder, mesh, counted)
-
-    trained = of(True, lambda path: REAL)
-    held = {"parameters": trained, "frozen parameters": of(False, forward)}
+    trained = count(True, lambda path: FLOAT_BYTES)
+    held = {"parameters": trained, "frozen parameters": count(False, forward)}
     if training:
         held["optimizer"] = 2 * trained
-        held["reference"] = of(True, forward) * config.algorithm.reference
+        held["reference"] = count(True, forward) * config.algorithm.reference
         if has_teacher(config):
             held["teacher"] = teacher_bytes(config, decoder, mesh)
         held["policy before the update"] = trained * bool(config.rollout.lag)
@@ -141,32 +142,33 @@ def resident_bytes(
 def update_bytes(
     config: Config, decoder: DecoderConfig, mesh: jax.sharding.Mesh
 ) -> dict[str, float]:
-    """Bytes that an update adds on one device, by name; of activations only the kept ones."""
-    packing, number = config.rows(), jnp.dtype(decoder.dtype).itemsize
+    """Return the bytes that an update adds on one device: saved activations and logits."""
+    packing = config.rows()
+    itemsize = jnp.dtype(decoder.dtype).itemsize
     rows = packing.rows_per_microbatch / sharding.shards(mesh, "batch")
     tokens = rows * packing.row_tokens / sharding.shards(mesh, "sequence")
     tensor = sharding.shards(mesh, "heads")
-    kept = decoder.embed
+    saved = decoder.embed
     if decoder.remat in ("none", "dots"):
         inner = (decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim + 2 * decoder.active_mlp
-        kept += inner / tensor
+        saved += inner / tensor
     layers = decoder.layers * (decoder.remat != "offload")
-    scores = tokens * decoder.heads / tensor * packing.row_tokens * number
+    scores = tokens * decoder.heads / tensor * packing.row_tokens * itemsize
     chunk = min(tokens, config.compute.logprob_chunk_tokens)
-    models = 1 + (config.algorithm.distillation == "jsd")  # whose logits exist at the same time
+    models = 1 + (config.algorithm.distillation == "jsd")  # with logits at the same time
     return {
-        "activations": layers * tokens * kept * number
+        "activations": layers * tokens * saved * itemsize
         + scores * (decoder.attention == "plain") * (layers if decoder.remat == "none" else 1),
-        "logits": models * chunk * decoder.vocab / sharding.shards(mesh, "vocab") * REAL,
+        "logits": models * chunk * decoder.vocab / sharding.shards(mesh, "vocab") * FLOAT_BYTES,
     }
 
 
 def host_bytes() -> float:
-    """Memory of this machine that a new process may take."""
+    """Return the bytes of this machine's memory that are available to a process."""
     if not MEMINFO.exists():
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    found = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
-    free = 1024.0 * sum(int(found[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
+    sizes = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
+    free = 1024.0 * sum(int(sizes[name].split()[0]) for name in ("MemAvailable", "SwapFree"))
     for path in map(pathlib.Path, LIMITS):
         if path.exists() and (limit := path.read_text().strip()).isdecimal():
             free = min(free, float(limit))
@@ -174,7 +176,7 @@ def host_bytes() -> float:
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> float:
-    """Bytes that one device of the mesh may take; infinite where the platform does not say."""
+    """Return the bytes available on one device of the mesh; infinite if unknown."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         return host_bytes() / len(devices)
@@ -182,7 +184,7 @@ def available_bytes(mesh: jax.sharding.Mesh) -> float:
 
 
 def describe(size: float) -> str:
-    """A size in bytes as text for people, such as `2.5 GB`."""
+    """Return a size in bytes as text, such as `2.5 GB`."""
     for unit, scale in ("TB", 1e12), ("GB", 1e9):
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
@@ -192,22 +194,24 @@ def describe(size: float) -> str:
 def check_fits(
     what: str, needs: dict[str, float], mesh: jax.sharding.Mesh, settings: dict[str, str]
 ) -> None:
-    """Raises `ConfigError` with the estimate where a device has less memory than that.
+    """Raise `ConfigError` with the estimate if a device has less memory.
 
     Args:
-        needs: bytes on one device, by name.
-        settings: what decides about a part, as `sampler.slots = 9 ...`, by its name; the largest
-            part with one is to blame.
+        needs: bytes on one device, by part.
+        settings: setting that determines a part, such as `sampler.slots = 9 ...`, by part; the
+            message names that of the largest part that has one.
     """
-    total, there = sum(needs.values()), available_bytes(mesh)
-    if total <= there:
+    total = sum(needs.values())
+    available = available_bytes(mesh)
+    if total <= available:
         return
     largest = sorted(needs, key=lambda name: -needs[name])
     blamed = next(settings[name] for name in largest if name in settings)
     parts = ", ".join(f"{name} {describe(needs[name])}" for name in largest if needs[name])
     raise ConfigError(
         f"config.{blamed}: must be smaller, since {what} takes at least {describe(total)} on each "
-        f"of {mesh.size} device{'s' * (mesh.size > 1)} and {describe(there)} are there: {parts}",
+        f"of {mesh.size} device{'s' * (mesh.size > 1)} and {describe(available)} are there: "
+        f"{parts}",
         blamed.partition(" ")[0],
     )
 
@@ -219,15 +223,20 @@ def run_bytes(
     sampling_mesh: jax.sharding.Mesh,
     training: bool,
 ) -> dict[str, dict[str, float]]:
-    """Bytes on one device, by name, that `sampling` and `an update` take at least."""
-    sampler, prompt = config.sampler, config.data.max_prompt_tokens
-    shape = sampler.slots, prompt, sampler.max_response_tokens
+    """Return the least bytes on one device, by part, of `sampling` and `an update`."""
+    sampler = config.sampler
     held = resident_bytes(config, decoder, mesh, training)
-    drawing = {
-        "decoding weights": decoding_bytes(decoder, sampler, sampling_mesh),
-        "cache": cache_bytes(decoder, sampler, sampling_mesh, *shape),
-    }
-    needs = {"sampling": (held if sampling_mesh is mesh else {}) | drawing}
+    sampling = dict(held) if sampling_mesh is mesh else {}
+    sampling["decoding weights"] = decoding_bytes(decoder, sampler, sampling_mesh)
+    sampling["cache"] = cache_bytes(
+        decoder,
+        sampler,
+        sampling_mesh,
+        sampler.slots,
+        config.data.max_prompt_tokens,
+        sampler.max_response_tokens,
+    )
+    needs = {"sampling": sampling}
     if training:
         update = update_bytes(config, decoder, mesh)
         needs["an update"] = held | {"gradient": held["parameters"]} | update
@@ -241,8 +250,9 @@ def check_run_fits(
     sampling_mesh: jax.sharding.Mesh,
     training: bool,
 ) -> None:
-    """Raises `ConfigError` where sampling or learning can't fit into the devices' memory."""
-    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * RESPONSE
+    """Raise `ConfigError` if sampling or learning can't fit into memory."""
+    responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    batch = responses * MIN_RESPONSE_BYTES
     require(
         batch <= host_bytes(),
         "rollout.prompts_per_step",
@@ -250,11 +260,11 @@ def check_run_fits(
         f"smaller, since a rollout batch takes at least {describe(batch)} of the host's memory and "
         f"{describe(host_bytes())} are there",
     )
-    sampler, packing, prompt = config.sampler, config.rows(), config.data.max_prompt_tokens
-    response = sampler.max_response_tokens
+    sampler, packing = config.sampler, config.rows()
     settings = {
-        "cache": f"sampler.slots = {sampler.slots} of data.max_prompt_tokens = {prompt} and "
-        f"sampler.max_response_tokens = {response}",
+        "cache": f"sampler.slots = {sampler.slots} of data.max_prompt_tokens = "
+        f"{config.data.max_prompt_tokens} and sampler.max_response_tokens = "
+        f"{sampler.max_response_tokens}",
         "activations": f"packing.rows_per_microbatch = {packing.rows_per_microbatch} of "
         f"packing.row_tokens = {packing.row_tokens}",
         "logits": f"compute.logprob_chunk_tokens = {config.compute.logprob_chunk_tokens}",

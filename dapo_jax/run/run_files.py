@@ -16,8 +16,7 @@ from dapo_jax.reporting.scores import Response
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.reporting.writers import MetricWriter, write_rollouts
 from dapo_jax.run.checkpointing.compatibility import SUMMARY
-from dapo_jax.run.evaluation.heldout import stamp
-from dapo_jax.run.evaluation.response_file import write_responses
+from dapo_jax.run.evaluation.heldout import stamp, write_responses
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.storage.ownership import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text

@@ -1,4 +1,4 @@
-"""The frozen teacher of a run: its shape, its parameters on the learner's mesh, its programs."""
+"""Frozen teacher of a run: shape, parameters on the learner's mesh, and programs."""
 
 import dataclasses
 import functools
@@ -28,20 +28,21 @@ READ = functools.partial(load_huggingface.read_config, field=FIELD)
 
 
 class Teacher(NamedTuple):
-    """Shape of a teacher, and its parameters, or shapes and places of them."""
+    """Shape and parameters of a teacher; the parameters may be abstract."""
 
     decoder: DecoderConfig
     params: Any
 
 
 def has_teacher(config: Config) -> bool:
-    """True where the algorithm distils a teacher."""
+    """Return True if the algorithm distils a teacher."""
     return config.algorithm.distillation != "none"
 
 
 def _shape_in_folder(config: Config, policy: DecoderConfig, mesh: Any, read: Any) -> DecoderConfig:
-    """Shape that the folder has, checked against policy and mesh."""
-    folder, settings = config.teacher.folder, config.teacher
+    """Return the shape of the folder. Raises `ConfigError` if it does not fit policy or mesh."""
+    settings = config.teacher
+    folder = settings.folder
     numbers = numerics(config.compute, mesh, config.rows().row_tokens) | {"remat": "none"}
     if settings.dtype != "auto":
         numbers["dtype"] = jnp.dtype(settings.dtype)
@@ -64,43 +65,45 @@ def abstract_teacher(
     mesh: jax.sharding.Mesh,
     read: Callable[..., DecoderConfig] = READ,
 ) -> Teacher:
-    """The teacher as a run holds it: shapes, dtypes and places; its vocabulary is the policy's.
+    """Return the shapes, dtypes and shardings of the teacher, with the policy's vocabulary.
 
     Args:
-        read: shape of a folder, with numerics.
+        read: returns the shape of a folder.
 
     Raises:
-        ConfigError: the mesh can't cut it, or it lacks tokens of the policy.
+        ConfigError: the mesh can't shard it, or it lacks tokens of the policy.
     """
     decoder = _shape_in_folder(config, policy, mesh, read)
     decoder = dataclasses.replace(decoder, vocab=policy.vocab)
-    boxed, flat = abstract_params(decoder), {}
-    places = sharding.flatten(sharding.tree_shardings(mesh, boxed))
+    boxed = abstract_params(decoder)
+    flat: dict[str, jax.ShapeDtypeStruct] = {}
+    shardings = sharding.flatten(sharding.tree_shardings(mesh, boxed))
     for path, leaf in sharding.flatten(sharding.unbox(boxed)).items():
-        dtype, place = forward_dtype(path, decoder), places[path]
+        dtype: Any = forward_dtype(path, decoder)
         summed = scaled_axes(path) if path.endswith("/kernel") else ()
         if config.teacher.weights_dtype == "int8" and summed:
             dtype = jnp.int8
-            shape, spec = (  # the first axis is that of layers
-                tuple(size for axis, size in enumerate(one) if axis - 1 not in summed)
-                for one in (leaf.shape, place.spec)
+            # The first axis of an array is its layers, so axes are counted from the second.
+            shape, spec = (
+                tuple(size for axis, size in enumerate(sizes) if axis - 1 not in summed)
+                for sizes in (leaf.shape, shardings[path].spec)
             )
-            own = jax.sharding.NamedSharding(mesh, jax.P(*spec))
-            flat[path + SCALE] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=own)
-        flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+            scale_sharding = jax.sharding.NamedSharding(mesh, jax.P(*spec))
+            flat[path + SCALE] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=scale_sharding)
+        flat[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[path])
     return Teacher(decoder, unflatten_dict(flat, sep="/"))
 
 
 def teacher_bytes(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> float:
-    """Bytes of the teacher's parameters on one device."""
+    """Return the bytes of the teacher's parameters on one device."""
     leaves = jax.tree.leaves(abstract_teacher(config, policy, mesh).params)
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
 def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """The teacher, sharded by the table that shards the policy; None where none is distilled.
+    """Return the teacher, sharded like the policy, or None if the algorithm has none.
 
-    Rows of its vocabulary beyond the policy's are padding, and left out. Raises `ConfigError`.
+    Rows of its vocabulary beyond the policy's are padding and are dropped. Raises `ConfigError`.
     """
     if not has_teacher(config):
         return None
@@ -108,14 +111,15 @@ def load_teacher(config: Config, policy: DecoderConfig, mesh: jax.sharding.Mesh)
     params = load_huggingface.load_params(
         config.teacher.folder, whole, mesh, field=FIELD, cast=True
     )
-    found, flat = abstract_teacher(config, policy, mesh), sharding.flatten(params)
+    flat = sharding.flatten(params)
     del params
-    wanted = sharding.flatten(found.params)
-    for path in list(flat):  # one after another, so that what is replaced is freed
-        names = [name for name in (path, path + SCALE) if name in wanted]
-        made = _convert(path, flat.pop(path), [wanted[name] for name in names])
-        flat |= zip(names, made, strict=True)
-    return Teacher(found.decoder, unflatten_dict(flat, sep="/"))
+    abstract = abstract_teacher(config, policy, mesh)
+    targets = sharding.flatten(abstract.params)
+    for path in list(flat):  # one at a time, to free each array that is replaced
+        names = [name for name in (path, path + SCALE) if name in targets]
+        converted = _convert(path, flat.pop(path), [targets[name] for name in names])
+        flat |= zip(names, converted, strict=True)
+    return Teacher(abstract.decoder, unflatten_dict(flat, sep="/"))
 
 
 def open_programs(
@@ -125,10 +129,10 @@ def open_programs(
     frozen: Any,
     teacher: Teacher | None,
 ) -> LearnerPrograms:
-    """Programs of policy and critic, and the teacher where the policy's loss or advantage reads it.
+    """Return the programs of policy and critic, and of the teacher if there is one.
 
     Args:
-        frozen: parameters of the policy that are never trained.
+        frozen: untrained parameters of the policy.
     """
     if teacher is None:
         return LearnerPrograms(*open_learners(config, decoder, mesh, frozen))
@@ -142,16 +146,16 @@ def open_programs(
     return LearnerPrograms(*programs, teacher=scorer, teacher_params=teacher.params)
 
 
-def _convert(path: str, leaf: jax.Array, wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """The array cut to a shape, or as int8 and the scales beside it."""
-    shape = wanted[0].shape
+def _convert(path: str, leaf: jax.Array, targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Return the array sliced to the target's shape, or as int8 and its scales."""
+    shape = targets[0].shape
     summed = tuple(1 + axis for axis in scaled_axes(path))
 
     def convert(array):
-        if len(wanted) > 1:
+        if len(targets) > 1:
             return list(quantise(array, jnp.int8, summed))
         return [array[tuple(map(slice, shape))]]
 
-    if leaf.shape == shape and len(wanted) == 1:
+    if leaf.shape == shape and len(targets) == 1:
         return [leaf]
-    return jax.jit(convert, out_shardings=[one.sharding for one in wanted])(leaf)
+    return jax.jit(convert, out_shardings=[target.sharding for target in targets])(leaf)

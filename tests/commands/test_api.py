@@ -70,8 +70,7 @@ def test_type_checkers_see_the_same_names():
     "room",
     [
         "dapo_jax.commands.api",
-        "dapo_jax.commands.api_folders",
-        "dapo_jax.commands.api_policy",
+        "dapo_jax.commands.policy",
         "dapo_jax.learner.losses",
         "dapo_jax.learner.baselines",
         "dapo_jax.verifier.algebra_process",

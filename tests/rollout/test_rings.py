@@ -119,7 +119,7 @@ def test_a_ring_is_as_long_as_the_window(layout, dtype, one_device):
     assert isinstance(caches[1], PageCache if layout == "pages" else KVCache)
     if layout == "slots":
         estimate = memory.cache_bytes(MIXED, Sampler(cache_dtype=dtype), one_device, 4, 8, 20)
-        assert estimate == first + full + last + 4 * 20 * memory.DRAWN
+        assert estimate == first + full + last + 4 * 20 * memory.SAMPLED_TOKEN_BYTES
 
 
 def test_a_window_beyond_the_cache_takes_pages(one_device):

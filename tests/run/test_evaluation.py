@@ -20,7 +20,7 @@ from dapo_jax.config.experiment import Data, Evaluation, Sampler
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.evaluation import evaluate
 from dapo_jax.run.evaluation.evaluate import params_digest
-from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.run.evaluation.heldout import ResponseFile
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -75,7 +75,7 @@ import conftest, jax
 devices = jax.devices
 jax.devices = lambda *args: devices(*args)[:1]
 from evaluations import make_evaluation, run_evaluation
-from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.run.evaluation.heldout import ResponseFile
 append = ResponseFile.append
 def append_and_die(self, response):
     append(self, response)
@@ -122,7 +122,7 @@ def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(make_evaluation(base, tmp_path))
     said = capsys.readouterr().out
-    assert "stopped by SIGINT" in said and "The same command goes on" in said
+    assert "stopped by SIGINT" in said and "The same command resumes" in said
     before = len(out(tmp_path).splitlines())
     assert 16 <= before < PROBLEMS * SAMPLES
     assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
@@ -209,7 +209,7 @@ def test_temperature_0_takes_the_likeliest_tokens(base, tmp_path, alone, capsys)
     run_evaluation(make_evaluation(base, tmp_path, evaluation=greedy))
     drawn = [json.loads(line)["response"] for line in out(tmp_path).splitlines()]
     assert len(drawn) == 2 * PROBLEMS and drawn[::2] == drawn[1::2]
-    assert "--k=1 says as much" in capsys.readouterr().out
+    assert "--k=1 is enough" in capsys.readouterr().out
 
 
 def test_a_short_flag_is_checked_as_the_setting_it_stands_for(capsys):

@@ -15,7 +15,7 @@ from dapo_jax.config.experiment import Data, Log, Reward
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.writers import MetricWriter
 from dapo_jax.run.checkpointing.compatibility import finished
-from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.run.evaluation.heldout import ResponseFile
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
@@ -179,7 +179,7 @@ def test_responses_that_can_t_be_read_are_drawn_again(tmp_path):
     file = ResponseFile(tmp_path, {"seed": 0}, {}, Storage(said.append))
     assert file.responses == {} and len(said) == 1 and "lines 1 to 3 of" in said[0]
     (tmp_path / "settings.json").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="can't go on: .* choose another folder by --out"):
+    with pytest.raises(ConfigError, match="can't resume: .* choose another folder by --out"):
         ResponseFile(tmp_path, {"seed": 0}, {})
 
 

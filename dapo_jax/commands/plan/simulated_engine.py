@@ -14,6 +14,7 @@ from dapo_jax.config.experiment import Config, Reward, Sampler
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.run.compute import mesh_sizes
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Completion, Group, Prompt, SamplingRule, Verdict
 
@@ -32,9 +33,7 @@ def named_mesh(settings: Mesh, platform: str, chips: int) -> jax.sharding.Mesh:
 
     Raises `ConfigError` where the product is not the number of chips.
     """
-    sizes = settings.data, settings.fsdp, settings.tensor
-    cut = {"decode_tensor": settings.decode_tensor, "expert": settings.expert}
-    shape = sharding.mesh_shape(*sizes, chips, **cut, context=settings.context)
+    shape = sharding.mesh_shape(**mesh_sizes(settings), devices=chips)
     devices = np.empty(chips, object)
     devices[:] = [_Chip(i, platform) for i in range(chips)]
     return jax.sharding.Mesh(devices.reshape(shape), sharding.AXES)

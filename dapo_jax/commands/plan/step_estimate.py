@@ -157,7 +157,7 @@ def _decode(layout: Layout, measured: CompiledProgram, context: float) -> Estima
     passes, stages = DRAW_PASSES, math.ceil(math.log2(decoder.vocab))
     if settings.top_p < 1 or 0 < settings.top_k < decoder.vocab:
         passes += stages * (stages + 1)  # a sort by merging reads and writes all at each stage
-    phases["draw"] = Work(hbm_bytes=passes * memory.REAL * slots * decoder.vocab / pieces)
+    phases["draw"] = Work(hbm_bytes=passes * memory.FLOAT_BYTES * slots * decoder.vocab / pieces)
     parts = (dataclasses.astuple(work) for work in phases.values())
     return Estimate("decode step", Work(*map(sum, zip(*parts, strict=True))), phases=phases)
 

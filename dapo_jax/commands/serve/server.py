@@ -48,16 +48,10 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     from dapo_jax.commands.serve.engine import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
-    from dapo_jax.run.compute import check_divisible, check_rotations, numerics
+    from dapo_jax.run.compute import check_divisible, check_rotations, mesh_sizes, numerics
     from dapo_jax.runtime.sharding import make_mesh
 
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = make_mesh(
-        *sizes,
-        decode_tensor=config.mesh.decode_tensor,
-        expert=config.mesh.expert,
-        context=config.mesh.context,
-    )
+    mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)
     compute = Compute(dtype=config.dtype)
     decoder = load_huggingface.read_config(config.model, field="model", **numerics(compute, mesh))
     check_divisible(decoder, mesh)

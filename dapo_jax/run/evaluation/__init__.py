@@ -1,1 +1,1 @@
-"""Evaluation on held-out problems."""
+"""Evaluation of a policy on held-out problems."""

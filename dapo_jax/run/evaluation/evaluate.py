@@ -1,4 +1,4 @@
-"""Evaluation of a policy: its parameters, the folder of its responses, resumption, report."""
+"""Evaluation of a policy: parameters, output folder, resumption, report."""
 
 import contextlib
 import dataclasses
@@ -25,13 +25,13 @@ from dapo_jax.run.checkpointing.compatibility import warn_about_heldout
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.evaluation.heldout import (
+    ResponseFile,
     evaluation_rule,
     heldout_metrics,
     report_on,
     sample_responses,
     stamp,
 )
-from dapo_jax.run.evaluation.response_file import ResponseFile
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
@@ -40,7 +40,7 @@ from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.structs import Prompt
 
-# Settings that decide the responses and their verdicts, besides the policy and the problems.
+# Settings that determine responses and verdicts, in addition to policy and problems.
 DECIDING = (
     "seed data.template sampler.max_response_tokens evaluation.temperature evaluation.top_p "
     "compute.dtype sampler.cache_dtype sampler.weights_dtype reward.verifier reward.unfinished "
@@ -50,31 +50,31 @@ DECIDING = (
 
 @jax.jit
 def _checksums(params: Any) -> Any:
-    """Sum modulo 2^32 of each leaf's bits as float32, every place with an odd factor of its own."""
+    """Return the sum modulo 2^32 of each leaf's float32 bits, times an odd factor per position."""
 
     def checksum(leaf: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-        place = jnp.zeros(leaf.shape, jnp.uint32)
+        position = jnp.zeros(leaf.shape, jnp.uint32)
         for axis in range(leaf.ndim):
-            place = place * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+            position = position * 65_599 + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
     return jax.tree.map(checksum, params)
 
 
 def digest(value: Any) -> str:
-    """Hash of a value that JSON can hold, 16 hexadecimal digits."""
+    """Return the hash of a JSON value, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def params_digest(params: Any) -> str:
-    """Hash of parameter values, independent of devices and sharding."""
+    """Return a hash of parameter values that is independent of devices and sharding."""
     sums = jax.tree_util.tree_leaves_with_path(jax.device_get(_checksums(params)))
     return digest([(jax.tree_util.keystr(path), int(value)) for path, value in sums])
 
 
 def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dict[str, Any]:
-    """Values, by name, that must not change when an evaluation goes on."""
+    """Return the values, by name, that must not change when an evaluation resumes."""
     problems = [(p.index, p.id, p.tokens.tolist(), p.answer) for p in prompts]
     return {
         "policy_digest": params_digest(params),
@@ -86,9 +86,9 @@ def deciding_settings(config: Config, params: Any, prompts: list[Prompt]) -> dic
 def open_checkpoints(
     config: Config, from_folder: bool, stack: contextlib.ExitStack
 ) -> Checkpoints | None:
-    """Checkpoints of run_dir; None where the policy of the model folder is evaluated.
+    """Return the checkpoints of run_dir, or None if the model folder is evaluated.
 
-    Raises `ConfigError` where run_dir has none: the model folder was not asked for.
+    Raises `ConfigError` if run_dir has no checkpoint.
     """
     if from_folder:
         return None
@@ -108,14 +108,14 @@ def open_checkpoints(
 def open_policy(
     config: Config, components: Components, checkpoints: Checkpoints | None
 ) -> tuple[str, Any]:
-    """Description and trained parameters of the policy. Raises `ConfigError`."""
+    """Return the policy's description and trained parameters. Raises `ConfigError`."""
     if checkpoints is None:
         return config.model.folder, components.first_params()
     settings = checkpoints.record().settings
-    for name, _, asked in leaves(config):
+    for name, _, value in leaves(config):
         if name == "model.freeze_layers" or name.startswith("lora."):
             saved = settings[name]
-            require(asked == saved, name, asked, f"{saved!r}, as in the run")
+            require(value == saved, name, value, f"{saved!r}, as in the run")
     check_frozen(settings, config.model.folder, "model.folder")
     params = checkpoints.state(components.learners.policy.abstract_state).params
     return f"{config.run_dir} step {checkpoints.latest_step()}", params
@@ -124,10 +124,10 @@ def open_policy(
 def claim_folder(
     config: Config, checkpoints: Checkpoints | None, stack: contextlib.ExitStack
 ) -> Folder:
-    """Folder of responses and report, locked until the stack is closed.
+    """Return the folder of responses and report, locked until the stack is closed.
 
-    Below run_dir, where a run may be writing, its name holds what is varied most often. Raises
-    `ConfigError` where it must not be written.
+    Below run_dir its name contains the settings that are varied most often; a run may be writing
+    there. Raises `ConfigError` if it must not be written.
     """
     data, evaluation = config.data, config.evaluation
     if evaluation.out:
@@ -150,23 +150,20 @@ def sample_missing(
     components: Components,
     interrupted: Callable[[], bool],
 ) -> list[Response]:
-    """k responses to each prompt: from `file`, or drawn now and added to it.
+    """Return k responses to each prompt: those in `file`, and new ones that are added to it.
 
-    Of several processes only the first one returns responses of an earlier start as well. Raises
-    `Interrupted`.
+    Only the first process returns responses of an earlier start. Raises `Interrupted`.
     """
     progress, rule = components.progress, evaluation_rule(components.config)
-    on_disk = processes.broadcast_from_host0(
-        lambda: list(file.responses), "responses that are there"
-    )
-    known = {tuple(key) for key in on_disk}
+    saved = processes.broadcast_from_host0(lambda: list(file.responses), "saved responses")
+    known = {tuple(key) for key in saved}
     numbers = range(components.config.evaluation.samples_per_problem)
     keys = [(prompt.index, j) for prompt in prompts for j in numbers]
     missing = [(p, [j for j in numbers if (p.index, j) not in known]) for p in prompts]
     wanted = [(prompt, samples) for prompt, samples in missing if samples]
     if done := sum(key in known for key in keys):
-        place = escape(str(file.path))
-        progress.say(f"{done} of {len(keys)} responses are there already, in {place}")
+        path = escape(str(file.path))
+        progress.say(f"{done} of {len(keys)} responses are there already, in {path}")
     with progress.evaluating(done, len(keys)) as show:
         for response in sample_responses(
             params, wanted, components.sampler, components.judge, rule, interrupted
@@ -178,13 +175,10 @@ def sample_missing(
 
 
 def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | None:
-    """Evaluates the newest checkpoint in run_dir, or the model folder.
+    """Evaluate the latest checkpoint in run_dir, or the model folder if `from_folder`.
 
-    Prints the report and writes it beside the responses. Returns its main scores; None where a
-    signal ended the evaluation early, which the same call takes up again.
-
-    Args:
-        from_folder: evaluate the model folder.
+    Prints the report and writes it beside the responses. Returns its main scores, or None if a
+    signal stopped the evaluation; the same call then resumes it.
 
     Raises:
         ConfigError: run_dir has no checkpoint, or settings, model folder and earlier responses
@@ -211,47 +205,48 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         announce_data(config, components.prompts, components.progress)
         if config.evaluation.temperature == 0 and config.evaluation.samples_per_problem > 1:
             components.progress.warn(
-                "temperature 0 draws k times the same response; --k=1 says as much"
+                "temperature 0 samples the same response k times; --k=1 is enough"
             )
-        marks = stamp(config, policy)
+        fields = stamp(config, policy)
         deciding = deciding_settings(config, join(components.frozen, params), prompts)
         storage = Storage(lambda text: components.progress.warn(escape(text)))
         if checkpoints is not None:
             warn_about_heldout(
                 config, checkpoints.record(), components.prompts.digests, storage.warn
             )
-        own = folder if processes.is_first() else None
-        file = ResponseFile(own, deciding, marks, storage)
+        own_folder = folder if processes.is_first() else None
+        file = ResponseFile(own_folder, deciding, fields, storage)
         try:
             responses = sample_missing(file, params, prompts, components, signals)
         except Interrupted:
             components.progress.say(
                 f"stopped by {signals.received} with {len(file.responses)} responses in "
-                f"{escape(str(folder))}. The same command goes on from there"
+                f"{escape(str(folder))}. The same command resumes from there"
             )
             return None
         return processes.broadcast_from_host0(
-            lambda: write_report(responses, marks, folder, components, storage), "the report"
+            lambda: write_report(responses, fields, folder, components, storage), "the report"
         )
 
 
 def write_report(
     responses: list[Response],
-    marks: dict[str, Any],
+    fields: dict[str, Any],
     folder: Folder,
     components: Components,
     storage: Storage,
 ) -> dict[str, Any]:
-    """Writes and prints the report; returns its main scores by name."""
+    """Write and print the report; return its main scores by name."""
     config = components.config
     report = report_on(responses, config)
-    marks = marks | {"data": config.data.heldout_source or config.data.source}
-    text, path = json.dumps(marks | dataclasses.asdict(report), indent=2), folder / "report.json"
+    fields = fields | {"data": config.data.heldout_source or config.data.source}
+    path = folder / "report.json"
+    text = json.dumps(fields | dataclasses.asdict(report), indent=2)
     storage.attempt(path.name, lambda: write_text(path, text))
-    components.progress.report(report, marks)
+    components.progress.report(report, fields)
     components.progress.say(f"responses.jsonl and report.json are in {escape(str(folder))}")
     return {
-        "policy": marks["policy"],
+        "policy": fields["policy"],
         "problems": report.problems,
         "samples_per_problem": report.samples_per_problem,
     } | heldout_metrics(report)
