@@ -1,4 +1,4 @@
-"""What `import dapo_jax` offers a notebook or a script."""
+"""The Python API: what `import dapo_jax` provides."""
 
 import dataclasses
 import doctest
@@ -19,9 +19,6 @@ from dapo_jax.commands.plan.published_shapes import config_values
 from dapo_jax.rewards import pickled_functions
 from dapo_jax.runtime.settings import ConfigError
 
-OFFERED = [getattr(dapo_jax, name) for name in dapo_jax.__all__]
-
-
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 512}
 
 
@@ -38,7 +35,7 @@ def quick(base, run_dir, **changes) -> dapo_jax.Config:
     return dapo_jax.Config(run_dir=str(run_dir), **sections | changes)
 
 
-def test_importing_it_imports_nothing_heavy():
+def test_import_loads_no_heavy_module():
     code = (
         "import sys, dapo_jax; dir(dapo_jax); dapo_jax.Config; dapo_jax.train; dapo_jax.sample\n"
         "assert dapo_jax.is_equivalent(r'\\boxed{0.5}', '1/2')\n"
@@ -51,11 +48,11 @@ def test_importing_it_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_is_offered_is_there_and_explained():
+def test_public_names_exist_and_have_docstrings():
     for name in dapo_jax.__all__:
         assert inspect.getdoc(getattr(dapo_jax, name)), name
-    told = pydoc.plain(pydoc.render_doc(dapo_jax))
-    assert "train(" in told and "on_step" in told and "samples per" not in told.split("NAME")[0]
+    text = pydoc.plain(pydoc.render_doc(dapo_jax))
+    assert "train(" in text and "on_step" in text and "samples per" not in text.split("NAME")[0]
     with pytest.raises(AttributeError, match="'dapo_jax' has no attribute 'trian'"):
         dapo_jax.trian  # noqa: B018
 
@@ -67,7 +64,7 @@ def test_type_checkers_see_the_same_names():
 
 
 @pytest.mark.parametrize(
-    "room",
+    "module_name",
     [
         "dapo_jax.commands.api",
         "dapo_jax.commands.policy",
@@ -77,34 +74,34 @@ def test_type_checkers_see_the_same_names():
         "dapo_jax.algorithms",
     ],
 )
-def test_examples_in_docstrings_are_true(room, base, tmp_path, alone):
-    module = importlib.import_module(room)
+def test_examples_in_docstrings_are_true(module_name, base, tmp_path, alone):
+    module = importlib.import_module(module_name)
     names = {"base": str(base), "run_dir": str(tmp_path / "run"), "dapo_jax": dapo_jax}
-    tried = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
-    assert tried.attempted > 0 and tried.failed == 0
+    result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
+    assert result.attempted > 0 and result.failed == 0
 
 
-def test_a_run_stops_goes_on_leaves_a_table_and_a_policy_and_is_repeated(base, tmp_path, alone):
-    told = []
+def test_run_stops_resumes_has_metrics_and_policy_and_is_repeatable(base, tmp_path, alone):
+    steps = []
 
     def stop_after_one(step, values):
-        told.append((step, values["reward"]))
+        steps.append((step, values["reward"]))
         return values["reward"] < np.float64(9)  # numpy's own True
 
     config = quick(base, tmp_path / "run")
     stopped = dapo_jax.train(config, on_step=stop_after_one)
-    assert stopped.summary is None and [step for step, _ in told] == [1]
-    result = dapo_jax.train(config, on_step=lambda *one: told.append(one))
-    assert result.summary["steps"] == 2 and [step for step, _ in told] == [1, 2]
+    assert stopped.summary is None and [step for step, _ in steps] == [1]
+    result = dapo_jax.train(config, on_step=lambda *row: steps.append(row))
+    assert result.summary["steps"] == 2 and [step for step, _ in steps] == [1, 2]
     assert result.metrics["step"].to_pylist() == [1, 2]
-    assert result.metrics["reward"][0].as_py() == told[0][1]
+    assert result.metrics["reward"][0].as_py() == steps[0][1]
     (answers,) = result.policy.sample(["1+2="], samples=3)
     assert len(answers) == 3 and result.policy.name.endswith("step 2")
     assert "step 2: prompts of at most 512 tokens" in repr(result.policy)
     assert "'steps': 2" in repr(result) and len(repr(result)) < 500
     exported = dapo_jax.export(result.run_dir, tmp_path / "exported", dtype="float32")
     same = dapo_jax.sample(exported, ["1+2="], samples=3, max_response_tokens=512)
-    assert [one.text for one in same[0]] == [one.text for one in answers]
+    assert [answer.text for answer in same[0]] == [answer.text for answer in answers]
     page = dapo_jax.report(result.run_dir, out=tmp_path / "page.html")
     assert page.is_file() and "<html" in page.read_text()[:1000]
     record = json.loads((tmp_path / "run/config.json").read_text())
@@ -145,10 +142,10 @@ except KeyboardInterrupt as error:
 """
 
 
-def test_ctrl_c_in_supervised_training_is_a_keyboard_interrupt_after_the_save(base, tmp_path):
+def test_ctrl_c_in_supervised_training_saves_then_raises_keyboard_interrupt(base, tmp_path):
     program = [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(base)]
-    said = subprocess.check_output(program, text=True, timeout=300).splitlines()[-1]
-    assert said.startswith("interrupted None ['") and not (tmp_path / "out").exists()
+    line = subprocess.check_output(program, text=True, timeout=300).splitlines()[-1]
+    assert line.startswith("interrupted None ['") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +170,7 @@ def test_ctrl_c_in_supervised_training_is_a_keyboard_interrupt_after_the_save(ba
         (lambda: dapo_jax.evaluate(dapo_jax.Config(), k=0), "samples_per_problem = 0"),
     ],
 )
-def test_wrong_arguments_are_refused_as_by_the_commands(call, words, tmp_path, monkeypatch):
+def test_wrong_arguments_raise_the_errors_of_the_commands(call, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
         call()
@@ -185,11 +182,11 @@ def test_a_plan_is_a_dictionary(tmp_path, alone):
     config.rollout.updates_per_rollout = 1
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(config_values("Qwen2.5-0.5B") | TINY))
-    found = dapo_jax.plan(
+    planned = dapo_jax.plan(
         config, topology="cpu:1", model=str(tmp_path / "model"), cache=str(tmp_path / "cache")
     )
-    assert found["fits"] and found["chips"] == 1 and found["step"]["seconds_step"] > 0
-    assert found["programs"]["update"]["peak_bytes"] > 0 and config.model.folder == ""
+    assert planned["fits"] and planned["chips"] == 1 and planned["step"]["seconds_step"] > 0
+    assert planned["programs"]["update"]["peak_bytes"] > 0 and config.model.folder == ""
 
 
 def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
@@ -226,7 +223,7 @@ def test_a_reward_is_a_python_function(base, tmp_path, alone, write_module):
         dapo_jax.train(quick(base, tmp_path / "from_file", reward=unknown))
 
 
-def test_functions_that_a_worker_can_not_have_or_call_are_refused_at_once(tmp_path):
+def test_functions_that_workers_cannot_copy_or_call_are_rejected(tmp_path):
     config, lock = quick("nowhere", tmp_path), threading.Lock()
     with pytest.raises(ConfigError, match="variable `lock`: TypeError.*in_process=True"):
         dapo_jax.train(config, reward=lambda prompt, response, answer: float(lock.locked()))
@@ -237,7 +234,7 @@ def test_functions_that_a_worker_can_not_have_or_call_are_refused_at_once(tmp_pa
         dapo_jax.train(config, reward=3)
 
 
-def test_wrong_prompts_are_refused(base, alone):
+def test_wrong_prompts_are_rejected(base, alone):
     policy = dapo_jax.Policy(str(base), max_prompt_tokens=8, max_response_tokens=8, slots=4)
     for prompts, words in ((["1+2+3+4+5="], "from 1 to max_prompt_tokens = 8"), ([""], "0 tokens")):
         with pytest.raises(ConfigError, match=words):

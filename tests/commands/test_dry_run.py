@@ -1,4 +1,4 @@
-"""`dapo-jax train --dry-run`: what a run would see, before it loads, compiles or writes."""
+"""`dapo-jax train --dry-run`: what a run would see, without weights, compilation or files."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Hints:
 
 @pytest.fixture
 def dry_run(tmp_path, byte_folder, alone, monkeypatch, capsys, write_module):
-    """Function of rows and flags: exit code, output and error of a dry run."""
+    """Return a function of rows and flags: exit code, output and error of a dry run."""
     monkeypatch.chdir(tmp_path)
 
     def no_weights(*args, **options):
@@ -66,67 +66,69 @@ def get_config():
     return run
 
 
-def row(said: str, name: str) -> str:
-    """The line of a table that begins with `name`."""
-    (line,) = (line for line in said.splitlines() if line.lstrip().startswith(f"{name} "))
+def row(output: str, name: str) -> str:
+    """Return the line of a table that begins with `name`."""
+    (line,) = (line for line in output.splitlines() if line.lstrip().startswith(f"{name} "))
     return line
 
 
 def test_prompts_golds_rewards_lengths_and_memory_are_shown(dry_run):
-    code, said, error = dry_run(ROWS, "--config.data.template=<|end|>{problem}\n")
+    code, output, error = dry_run(ROWS, "--config.data.template=<|end|>{problem}\n")
     assert code == 0, error
-    assert said.count("\nprompt mine-") == 3
-    # The end of a line at the end of a prompt, and special tokens, are seen.
-    assert said.count("=\n  | \n  gold '") == 3 and "  | <|end|>" in said
-    assert "golds of 32 problems, by final_number: 32 integer" in said
-    assert row(said, "gold in its form").split("  ")[-1].startswith("right: rule +1.00")
+    assert output.count("\nprompt mine-") == 3
+    # Trailing newlines and special tokens are visible.
+    assert output.count("=\n  | \n  gold '") == 3 and "  | <|end|>" in output
+    assert "golds of 32 problems, by final_number: 32 integer" in output
+    assert row(output, "gold in its form").split("  ")[-1].startswith("right: rule +1.00")
     for name in ("gold alone", "a wrong number", "the problem again"):
-        assert "wrong (" in row(said, name)
+        assert "wrong (" in row(output, name)
     # least, median, 95 %, most, limit; a token per byte and the special one
-    assert row(said, "prompts").split()[1:6] == ["6", "8", "8", "8", "32"]
-    assert row(said, "memory:").count("MB") >= 2
-    assert "20 steps of 8 prompts ask for every one of 32 problems 5.0 times" in said
-    assert said.endswith("without --dry-run this trains\n")
+    assert row(output, "prompts").split()[1:6] == ["6", "8", "8", "8", "32"]
+    assert row(output, "memory:").count("MB") >= 2
+    assert "20 steps of 8 prompts ask for every one of 32 problems 5.0 times" in output
+    assert output.endswith("without --dry-run this trains\n")
 
 
-def test_golds_that_the_verifier_does_not_read_are_counted(dry_run):
+def test_unreadable_golds_are_counted(dry_run):
     rows = [*ROWS, {"question": "half of 1=", "answer": "1/2"}]
-    code, said, _ = dry_run(rows, "--config.data.heldout_problems=0")
+    code, output, _ = dry_run(rows, "--config.data.heldout_problems=0")
     assert code == 0
-    assert "golds of 41 problems, by final_number: 40 integer, 1 unreadable" in said
-    assert "warning: 1 golds are unreadable" in said and "'1/2'" in said
-    code, said, _ = dry_run(
+    assert "golds of 41 problems, by final_number: 40 integer, 1 unreadable" in output
+    assert "warning: 1 golds are unreadable" in output and "'1/2'" in output
+    code, output, _ = dry_run(
         rows, "--config.data.heldout_problems=0", "--config.reward.verifier=math"
     )
-    assert "by math: 41 number" in said and "warning" not in said
-    assert "wrong (unfinished)" in row(said, "gold, not worked out")
+    assert "by math: 41 number" in output and "warning" not in output
+    assert "wrong (unfinished)" in row(output, "gold, not worked out")
 
 
-def test_own_reward_functions_are_called_in_a_worker(dry_run, tmp_path):
+def test_user_reward_functions_run_in_a_worker(dry_run, tmp_path):
     (tmp_path / "pid").write_text(str(os.getpid()))
     parts = "--config.reward.parts=rule=1,dry_rewards:long=100,dry_rewards:elsewhere=50"
-    code, said, error = dry_run(ROWS, parts)
+    code, output, error = dry_run(ROWS, parts)
     assert code == 0, error
-    gold = row(said, "gold in its form")
+    gold = row(output, "gold in its form")
     length = len(gold.split("####")[1].split()[0]) + len("#### ")
     assert f"dry_rewards:long {length:+.2f}" in gold and "dry_rewards:elsewhere +0.00" in gold
 
 
-def test_a_reward_function_that_fails_is_named(dry_run):
+def test_failing_reward_function_is_named(dry_run):
     code, _, error = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails=1")
     assert code == 2 and "dry_rewards.py:10: return 1 / 0: ZeroDivisionError" in error
-    assert "fails on all of 6 answers" in error  # one that hangs is not waited for at every prompt
+    assert (
+        "fails on all of 6 answers" in error
+    )  # it does not wait for a hanging function at every prompt
     assert error.startswith("error: config.reward.parts") and len(error.splitlines()) == 1
-    code, said, _ = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails_on_nothing=1")
-    assert code == 0 and "warning: reward functions fail on 3 of these" in said
+    code, output, _ = dry_run(ROWS, "--config.reward.parts=rule=1,dry_rewards:fails_on_nothing=1")
+    assert code == 0 and "warning: reward functions fail on 3 of these" in output
 
 
 def test_an_environment_is_played_for_a_turn(dry_run):
     flags = ["--config.environment.name=dry_rewards:Hints", "--config.reward.correct=spread"]
     flags += ["--config.reward.parts=environment=3", "--config.environment.workers=1"]
-    code, said, error = dry_run(ROWS, *flags)
+    code, output, error = dry_run(ROWS, *flags)
     assert code == 0, error
-    rewards, replies = said.split("\nreplies of the environment ")
+    rewards, replies = output.split("\nreplies of the environment ")
     assert "environment +6.00" in row(rewards, "gold in its form")
     assert "environment -1.50" in row(rewards, "the problem again")
     assert row(replies, "gold in its form").endswith("+2.00  the end")
@@ -135,26 +137,26 @@ def test_an_environment_is_played_for_a_turn(dry_run):
     assert "dry_rewards.py" not in replies  # what the policy reads names no file
 
 
-def test_the_page_shows_what_the_command_says(alone, tmp_path, monkeypatch, capsys):
+def test_docs_show_the_output_of_the_command(alone, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, said, error = run_shown("train", ["arithmetic", "--dry-run"], monkeypatch, capsys)
+    code, output, error = run_shown("train", ["arithmetic", "--dry-run"], monkeypatch, capsys)
     assert code == 0, error
     page = (ROOT / "docs/own_data.md").read_text()
     (shown,) = re.findall(r"^```\n(data: .*?)^```", page, re.M | re.S)
-    assert set(shown.splitlines()) <= set(said.splitlines())
+    assert set(shown.splitlines()) <= set(output.splitlines())
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_run_would_refuse_is_refused_after_it_was_shown(dry_run):
-    code, said, error = dry_run(ROWS, "--config.data.max_prompt_tokens=4")
+def test_errors_of_a_run_follow_the_report(dry_run):
+    code, output, error = dry_run(ROWS, "--config.data.max_prompt_tokens=4")
     assert code == 2 and "config.data.max_prompt_tokens = 4: must be larger" in error
-    assert "of 32 are cut at their beginning" in row(said, "prompts")
+    assert "of 32 are cut at their beginning" in row(output, "prompts")
 
 
-def test_a_template_that_the_tokenizer_lacks_characters_of_is_warned_of(dry_run):
+def test_template_with_characters_unknown_to_the_tokenizer_warns(dry_run):
     shipped = "--config.model.folder=dapo_jax:arithmetic_base"
-    code, said, _ = dry_run(ROWS, shipped, "--config.data.template=Ask {problem}")
-    assert code == 0 and said.count("warning: this is not what the template wrote") == 3
+    code, output, _ = dry_run(ROWS, shipped, "--config.data.template=Ask {problem}")
+    assert code == 0 and output.count("warning: this is not what the template wrote") == 3
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

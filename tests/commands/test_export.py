@@ -1,4 +1,4 @@
-"""From a run's checkpoint to a model folder."""
+"""Export of a checkpoint as a model folder."""
 
 import dataclasses
 import json
@@ -60,9 +60,11 @@ def test_a_checkpoint_of_eight_devices_is_exported_by_a_process_of_one(run, tmp_
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 77
 
 
-def test_dtype_step_and_file_size_are_as_asked_for(run, tmp_path):
-    asked = ExportConfig(run[0], str(tmp_path / "out"), step=1, dtype="bfloat16", max_shard_gb=1e-5)
-    export(asked)
+def test_dtype_step_and_file_size_follow_the_config(run, tmp_path):
+    config = ExportConfig(
+        run[0], str(tmp_path / "out"), step=1, dtype="bfloat16", max_shard_gb=1e-5
+    )
+    export(config)
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     stored = {}
@@ -93,14 +95,14 @@ def test_dtype_step_and_file_size_are_as_asked_for(run, tmp_path):
         ({"max_shard_gb": 0.0}, "config.max_shard_gb"),
     ],
 )
-def test_what_cannot_be_exported_leaves_nothing_behind(run, tmp_path, changes, words):
-    asked = dataclasses.replace(ExportConfig(run[0], str(tmp_path / "out")), **changes)
+def test_rejected_export_writes_nothing(run, tmp_path, changes, words):
+    config = dataclasses.replace(ExportConfig(run[0], str(tmp_path / "out")), **changes)
     with pytest.raises(ConfigError, match=words):
-        export(asked)
+        export(config)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_that_holds_something_is_not_written_over(run, tmp_path):
+def test_nonempty_folder_is_not_overwritten(run, tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(ConfigError, match="config.out.*new or empty"):
         export(ExportConfig(run[0], str(tmp_path)))

@@ -1,4 +1,4 @@
-"""`dapo-jax init`: files of a user's own become a config that a dry run takes; nothing is lost."""
+"""`dapo-jax init`: a file of problems becomes a config; no file is lost."""
 
 import json
 
@@ -73,22 +73,22 @@ def test_a_file_becomes_a_config_that_a_dry_run_takes(case, here, byte_folder, m
     name, content, flags, fields, judged = FILES[case]
     write(here / name, content)
     flags = [f"--data={name}", "--out=mine", f"--model={byte_folder}", *flags]
-    code, said, error = run_shown("init", flags, monkeypatch, capsys)
+    code, output, error = run_shown("init", flags, monkeypatch, capsys)
     assert code == 0, error
-    assert "dapo-jax train mine/config.py --dry-run" in said
+    assert "dapo-jax train mine/config.py --dry-run" in output
     config = read_config(Config, "mine/config.py")
     assert config.data.fields == fields
     assert judged in ("", config.reward.verifier, config.reward.parts)
     written = {path.name for path in (here / "mine").iterdir()} - {"__pycache__"}
     assert ("reward.py" in written) == (config.reward.correct == "threshold")
     dry = ["--config=mine/config.py", "--dry-run"]
-    code, said, error = run_shown("train", dry, monkeypatch, capsys)
+    code, output, error = run_shown("train", dry, monkeypatch, capsys)
     assert code == 0, error
-    assert "prompt a-1" in said
+    assert "prompt a-1" in output
     assert not (here / "runs").exists()
 
 
-def test_a_gold_of_words_is_right_by_the_reward_that_was_written(here, monkeypatch, capsys):
+def test_written_reward_function_scores_golds_of_words(here, monkeypatch, capsys):
     write(here / "a.jsonl", FILES["words"][1])
     assert run("init", ["--data=a.jsonl", "--out=words"], monkeypatch, capsys)[0] == 0
     namespace: dict = {}
@@ -99,36 +99,36 @@ def test_a_gold_of_words_is_right_by_the_reward_that_was_written(here, monkeypat
     assert score(prompt="", response="", answer="") == 0
 
 
-def test_no_file_is_replaced_and_none_is_left_half_done(here, monkeypatch, capsys):
+def test_existing_files_are_kept_and_nothing_is_written(here, monkeypatch, capsys):
     write(here / "a.jsonl", [WORKED])
     (here / "a").mkdir()
     (here / "a/template.txt").write_text("years of work")
-    code, said = run("init", ["--data=a.jsonl"], monkeypatch, capsys)
-    assert code == 2 and "a/template.txt" in said and len(said.splitlines()) == 1
+    code, output = run("init", ["--data=a.jsonl"], monkeypatch, capsys)
+    assert code == 2 and "a/template.txt" in output and len(output.splitlines()) == 1
     assert [path.name for path in (here / "a").iterdir()] == ["template.txt"]
     assert (here / "a/template.txt").read_text() == "years of work"
 
 
-def test_texts_of_a_file_are_only_text_in_the_config(here, monkeypatch, capsys):
+def test_special_characters_are_quoted_in_the_config(here, monkeypatch, capsys):
     name = 'a"""\'\\ {x}.jsonl'
     write(here / name, [{'ask"': "1+1=?", "go'ld": "2"}])
     fields = ['--question=ask"', "--answer=go'ld"]
     flags = [f"--data={name}", "--out=mine", *fields]
-    code, said = run("init", flags, monkeypatch, capsys)
-    assert code == 0, said
+    code, output = run("init", flags, monkeypatch, capsys)
+    assert code == 0, output
     config = read_config(Config, "mine/config.py")
     assert config.data.source == name
     assert config.data.fields == "problem=ask\",answer=go'ld"
 
 
-def test_a_field_that_a_setting_could_not_name_is_refused(here, monkeypatch, capsys):
+def test_field_with_a_separator_is_rejected(here, monkeypatch, capsys):
     write(here / "a.jsonl", [{"a,b": "1+1=?", "gold": "2"}])
-    code, said = run("init", ["--data=a.jsonl", "--question=a,b"], monkeypatch, capsys)
-    assert code == 2 and "--question = 'a,b': must be a field without , and =" in said
+    code, output = run("init", ["--data=a.jsonl", "--question=a,b"], monkeypatch, capsys)
+    assert code == 2 and "--question = 'a,b': must be a field without , and =" in output
     assert not (here / "a").exists()
 
 
-def test_one_endless_row_does_not_set_the_limit_of_all(here, monkeypatch, capsys):
+def test_one_long_row_does_not_set_the_limit(here, monkeypatch, capsys):
     rows = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(200)]
     write(here / "a.jsonl", [{"question": "?" * 3_000_000, "answer": "1"}, *rows])
     assert run("init", ["--data=a.jsonl"], monkeypatch, capsys)[0] == 0

@@ -46,10 +46,10 @@ def front_matter(text: str) -> dict:
 
 
 def check_published(hub: FakeHub, out: pathlib.Path) -> None:
-    one = hub.repositories["lab/first"]
-    assert one["private"] is True
-    assert one["files"] == local_files(out) | {".gitattributes": b""}
-    card = one["files"]["README.md"].decode()
+    repository = hub.repositories["lab/first"]
+    assert repository["private"] is True
+    assert repository["files"] == local_files(out) | {".gitattributes": b""}
+    card = repository["files"]["README.md"].decode()
     assert front_matter(card) == {
         "base_model": "a/base",
         "base_model_relation": "finetune",
@@ -76,7 +76,7 @@ def test_a_folder_is_published_with_its_card_as_a_private_repository(
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_publishes_to_the_endpoint_of_its_environment(saved_run, tmp_path):
+def test_subprocess_publishes_to_the_endpoint_of_its_environment(saved_run, tmp_path):
     with FakeHub() as hub:
         line = [sys.executable, "-m", "dapo_jax", "export", *line_of(saved_run, tmp_path / "out")]
         environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "HOME": str(tmp_path)}
@@ -86,7 +86,7 @@ def test_a_process_of_its_own_publishes_to_the_endpoint_of_its_environment(saved
         check_published(hub, tmp_path / "out")
 
 
-def test_without_being_asked_nothing_is_sent(hub, saved_run, tmp_path):
+def test_nothing_is_uploaded_by_default(hub, saved_run, tmp_path):
     export(config_of(saved_run, tmp_path))
     assert hub.asked == [] and (tmp_path / "out/README.md").exists()
 
@@ -94,12 +94,12 @@ def test_without_being_asked_nothing_is_sent(hub, saved_run, tmp_path):
 def test_an_export_replaces_an_earlier_one_and_its_files(hub, saved_run, tmp_path):
     small = {"max_shard_gb": 1e-5, "push_to_hub": "first", "private": False}
     export(config_of(saved_run, tmp_path, **small))
-    one = hub.repositories["alice/first"]
-    assert "model.safetensors.index.json" in one["files"] and one["private"] is False
-    one["tags"], one["files"]["notes.txt"] = ["dapo_jax"], b"the user's"
+    repository = hub.repositories["alice/first"]
+    assert "model.safetensors.index.json" in repository["files"] and repository["private"] is False
+    repository["tags"], repository["files"]["notes.txt"] = ["dapo_jax"], b"the user's"
     export(config_of(saved_run, tmp_path, **small | {"max_shard_gb": 1.0}))
     kept = {".gitattributes": b"", "notes.txt": b"the user's"}
-    assert one["files"] == local_files(tmp_path / "out") | kept
+    assert repository["files"] == local_files(tmp_path / "out") | kept
 
 
 REFUSED = {  # what is asked for, and what the message says; nothing is written or sent
@@ -125,9 +125,7 @@ REFUSED = {  # what is asked for, and what the message says; nothing is written 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_published_is_refused_before_anything_is_written(
-    name, hub, saved_run, tmp_path
-):
+def test_rejected_upload_writes_nothing(name, hub, saved_run, tmp_path):
     changes, words = REFUSED[name]
     hub.add("lab/full", True, {"thesis.tex": b""})
     hub.add("alice/open", False, {})
@@ -148,9 +146,7 @@ def test_what_cannot_be_published_is_refused_before_anything_is_written(
         ("forged", "Invalid user token.*HF_TOKEN"),
     ],
 )
-def test_a_token_that_is_missing_or_weak_is_refused(
-    token, words, hub, saved_run, tmp_path, monkeypatch
-):
+def test_missing_or_weak_token_is_rejected(token, words, hub, saved_run, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
@@ -159,7 +155,7 @@ def test_a_token_that_is_missing_or_weak_is_refused(
     assert not any(tmp_path.iterdir()) and not (token and token in str(raised.value))
 
 
-def test_a_hub_that_is_not_there_is_one_line(saved_run, tmp_path, monkeypatch):
+def test_unreachable_hub_is_one_line(saved_run, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -169,9 +165,7 @@ def test_a_hub_that_is_not_there_is_one_line(saved_run, tmp_path, monkeypatch):
     assert "\n" not in str(raised.value) and not any(tmp_path.iterdir())
 
 
-def test_a_hub_that_fails_halfway_leaves_the_folder_and_the_command_to_go_on(
-    hub, saved_run, tmp_path
-):
+def test_failed_upload_keeps_the_folder_and_prints_the_command(hub, saved_run, tmp_path):
     hub.refused = "/api/models/alice/x/commit/main"
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=f"{out} is complete: hf upload alice/x {out}"):
@@ -179,7 +173,7 @@ def test_a_hub_that_fails_halfway_leaves_the_folder_and_the_command_to_go_on(
     assert (out / "model.safetensors").exists()
 
 
-def test_where_the_base_once_lay_is_not_told(saved_run, tmp_path):
+def test_paths_of_the_base_are_not_published(saved_run, tmp_path):
     base = shutil.copytree(saved_run[1], tmp_path / "base")
     values = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(values | {"_name_or_path": "/home/alice/base"}))

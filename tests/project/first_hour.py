@@ -2,7 +2,7 @@
 
     python tests/project/first_hour.py [--folder=FOLDER]
 
-Prints each block with what it said and its seconds, and stops where one fails.
+Print each block with its output and seconds; stop at the first failure.
 """
 
 import argparse
@@ -19,14 +19,14 @@ PAGE = ROOT / "docs/quickstart.md"
 
 
 def blocks(language: str) -> list[str]:
-    """The page's code of that language, as far as it runs without a network."""
+    """Return the code blocks of a language that run without a network."""
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def environment() -> dict[str, str]:
-    """This interpreter is `python`, as in an activated environment; one device, as on a laptop.
+    """Return an environment with this interpreter as `python` and one device.
 
-    Of the flags of XLA only those of the tests that make it compile faster are kept.
+    Keeps the XLA flags of the tests that make it compile faster.
     """
     binaries = pathlib.Path(sys.executable).parent
     path = os.pathsep.join([str(binaries), os.environ["PATH"]])
@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], folder: pathlib.Path) -> str:
-    """What it prints, errors too. Raises where it fails."""
+    """Return the output of a command, with errors. Raises if it fails."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -53,15 +53,15 @@ def run(command: list[str], folder: pathlib.Path) -> str:
 
 
 def first_hour(folder: pathlib.Path) -> list[str]:
-    """What every block of the page said, in its order."""
-    said = []
+    """Return the output of every block of the page, in order."""
+    outputs = []
     for block in [*blocks("bash"), *blocks("python")]:
         started = time.perf_counter()
         is_shell = block in blocks("bash")
         command = ["bash", "-euo", "pipefail", "-c"] if is_shell else [sys.executable, "-c"]
-        said.append(run([*command, block], folder))
-        print(f"{block}\n{said[-1]}({time.perf_counter() - started:.0f} s)\n", flush=True)
-    return said
+        outputs.append(run([*command, block], folder))
+        print(f"{block}\n{outputs[-1]}({time.perf_counter() - started:.0f} s)\n", flush=True)
+    return outputs
 
 
 def main() -> None:

@@ -36,7 +36,12 @@ ROOMS_OF = {
     SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],
     DpoConfig: ["run.supervised.dpo", *OFFLINE_ROOMS],
     ExportConfig: ["run.export", "run.hub", "reporting.model_card"],
-    ServeConfig: ["commands.serve.server", "commands.serve.access", "commands.serve.budgets"],
+    ServeConfig: [
+        "commands.serve.server",
+        "commands.serve.access",
+        "commands.serve.budgets",
+        "run.compute",
+    ],
     ReportConfig: ["commands.report", "reporting.page.page"],
 }
 

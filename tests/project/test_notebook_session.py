@@ -1,4 +1,4 @@
-"""A session in a notebook: Ctrl-C and going on, functions of a cell, Shift-Tab, what is shown."""
+"""A notebook session: Ctrl-C and resumption, functions of a cell, help, and output."""
 
 import re
 import textwrap
@@ -61,11 +61,11 @@ def test_a_session(base, tmp_path):
     execute(notebook, tmp_path)
     results, printed = [], []
     for cell in notebook.cells[1:]:
-        shown = [one for one in cell.outputs if one["output_type"] == "execute_result"]
-        results += [one["data"]["text/plain"] for one in shown]
-        streams = [one for one in cell.outputs if one["output_type"] == "stream"]
+        shown = [o for o in cell.outputs if o["output_type"] == "execute_result"]
+        results += [output["data"]["text/plain"] for output in shown]
+        streams = [o for o in cell.outputs if o["output_type"] == "stream"]
         assert len(shown) + len(streams) == len(cell.outputs)  # no widget of a live line
-        printed.append("".join(one["text"] for one in streams))
+        printed.append("".join(output["text"] for output in streams))
     tip, finished, last = results
     assert "slots: int = 128" in tip and "Responses decoded side by side. Above 0." in tip
     assert "Result(run_dir='run', summary={'steps': 2" in finished and len(finished) < 500

@@ -1,4 +1,4 @@
-"""docs/quickstart.md, followed to the letter in an empty folder."""
+"""docs/quickstart.md, followed literally in an empty folder."""
 
 import json
 import re
@@ -8,18 +8,18 @@ from first_hour import PAGE, environment, first_hour
 
 
 def test_a_first_hour_by_the_quickstart_alone(tmp_path):
-    said = "\n".join(first_hour(tmp_path))
-    assert "step 2/2" in said and "\x1b" not in said
+    output = "\n".join(first_hour(tmp_path))
+    assert "step 2/2" in output and "\x1b" not in output
     assert (tmp_path / "models/mine/config.json").exists()
-    completion = next(line for line in said.splitlines() if '"text_completion"' in line)
-    begin = completion.index('{"id"')  # curl ends no line: what the server says may follow
+    completion = next(line for line in output.splitlines() if '"text_completion"' in line)
+    begin = completion.index('{"id"')  # curl ends no line: server output may follow
     choice = json.JSONDecoder().raw_decode(completion, begin)[0]["choices"][0]
     assert re.match(r"\d\+\d=\d", choice["text"]) and choice["finish_reason"] == "stop"
     rows = (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()
     assert "reward_parts/mine.reward:score" in json.loads(rows[-1])
 
 
-def test_the_mistake_that_the_quickstart_shows_is_answered_so(tmp_path):
+def test_mistake_of_the_quickstart_prints_its_error(tmp_path):
     command, answer = re.search(r"^(dapo-jax .*)\n\n(error: .*)$", PAGE.read_text(), re.M).groups()
     config = re.search(r"cat > (mine/config.py) <<'EOF'\n(.*?)^EOF$", PAGE.read_text(), re.M | re.S)
     (tmp_path / "mine").mkdir()

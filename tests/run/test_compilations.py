@@ -1,4 +1,4 @@
-"""After its first steps a run compiles nothing, whatever lengths its responses have."""
+"""A run compiles nothing after its first steps, whatever the response lengths."""
 
 import dataclasses
 import json
@@ -45,16 +45,16 @@ import jax
 import dapo_jax
 from dapo_jax.config.files import read_config
 
-found = collections.Counter()
-jax.monitoring.register_event_listener(lambda event, **_: found.update([event]))
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
 jax.jit(lambda x: x + 1)(1)  # a notebook has compiled something before
 for run in range(int(sys.argv[3])):
     config = read_config(dapo_jax.Config, sys.argv[1])
     config.run_dir = f"{sys.argv[2]}/{run}"
-    before = found.copy()
+    before = events.copy()
     dapo_jax.train(config)
     cache = "/jax/compilation_cache"
-    asked, hits = (found[f"{cache}/{name}"] - before[f"{cache}/{name}"]
+    asked, hits = (events[f"{cache}/{name}"] - before[f"{cache}/{name}"]
                    for name in ("compile_requests_use_cache", "cache_hits"))
     print(asked, hits, jax.config.jax_compilation_cache_dir)
 """
@@ -80,8 +80,8 @@ def test_a_second_run_and_the_next_process_compile_nothing(base, tmp_path):
             tmp_path / folder,
             str(runs),
         ]
-        told = subprocess.check_output(command, env=environment, text=True)
-        return [line.split() for line in told.splitlines() if line.endswith("/dapo_jax")]
+        output = subprocess.check_output(command, env=environment, text=True)
+        return [line.split() for line in output.splitlines() if line.endswith("/dapo_jax")]
 
     first, second = call("one", 2)
     (third,) = call("two", 1)
@@ -89,12 +89,12 @@ def test_a_second_run_and_the_next_process_compile_nothing(base, tmp_path):
     assert second[0] == "0" and third[0] == third[1] != "0"
 
 
-def test_a_cache_that_the_program_has_set_stays(tmp_path):
+def test_compilation_cache_of_the_program_is_kept(tmp_path):
     code = (
         "import jax; from dapo_jax.runtime import processes\n"
         f"jax.config.update('jax_compilation_cache_dir', '{tmp_path}')\n"
         "processes.keep_programs(); print(jax.config.jax_compilation_cache_dir)"
     )
     environment = {n: v for n, v in os.environ.items() if n != "JAX_COMPILATION_CACHE_DIR"}
-    told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert told.strip() == str(tmp_path)
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert output.strip() == str(tmp_path)

@@ -1,4 +1,4 @@
-"""The evaluation as a command: resumed, refused, stopped, and what it leaves."""
+"""The evaluate command: output, resumption, rejection and stop."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def whole(base, tmp_path_factory):
         return run_dir, run_evaluation(make_evaluation(base, run_dir))
 
 
-def test_it_leaves_a_line_per_response_and_a_report(whole, base):
+def test_evaluation_writes_a_line_per_response_and_a_report(whole, base):
     run_dir, found = whole
     lines = [json.loads(line) for line in out(run_dir).splitlines()]
     places = [(line["index"], line["sample"]) for line in lines]
@@ -87,9 +87,7 @@ run_evaluation(make_evaluation(sys.argv[1], sys.argv[2]))
 """
 
 
-def test_a_killed_evaluation_goes_on_to_what_an_uninterrupted_one_gives(
-    whole, base, tmp_path, alone, capsys
-):
+def test_killed_evaluation_resumes_to_the_same_result(whole, base, tmp_path, alone, capsys):
     killed = subprocess.run([sys.executable, "-c", KILLED, base, tmp_path], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     assert len(out(tmp_path).splitlines()) == 41
@@ -97,7 +95,7 @@ def test_a_killed_evaluation_goes_on_to_what_an_uninterrupted_one_gives(
     assert f"40 of {PROBLEMS * SAMPLES} responses are there already" in capsys.readouterr().out
 
 
-def test_a_line_that_was_cut_off_twice_costs_only_itself(tmp_path):
+def test_cut_line_loses_only_itself(tmp_path):
     for index in range(3):
         file = ResponseFile(tmp_path, {}, {})
         assert list(file.responses) == [(i, 0) for i in range(index)]
@@ -106,7 +104,7 @@ def test_a_line_that_was_cut_off_twice_costs_only_itself(tmp_path):
             raw.write('{"problem": "cut o')
 
 
-def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
+def test_signal_keeps_responses_and_prints_how_to_resume(
     whole, base, tmp_path, alone, capsys, monkeypatch
 ):
     """After four bursts of 8 tokens the first 16 slots have finished their 24, the last not."""
@@ -121,8 +119,8 @@ def test_a_signal_leaves_what_is_there_and_says_how_to_go_on(
     monkeypatch.setattr(Scheduler, "decode_burst", decode_and_stop)
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(make_evaluation(base, tmp_path))
-    said = capsys.readouterr().out
-    assert "stopped by SIGINT" in said and "The same command resumes" in said
+    output = capsys.readouterr().out
+    assert "stopped by SIGINT" in output and "The same command resumes" in output
     before = len(out(tmp_path).splitlines())
     assert 16 <= before < PROBLEMS * SAMPLES
     assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
@@ -132,7 +130,9 @@ def test_a_larger_k_samples_only_what_is_missing(whole, base, tmp_path, alone, m
     run_evaluation(make_evaluation(base, tmp_path, samples=2))
     new, append = [], ResponseFile.append
     monkeypatch.setattr(
-        ResponseFile, "append", lambda self, one: (new.append(one.sample), append(self, one))
+        ResponseFile,
+        "append",
+        lambda self, response: (new.append(response.sample), append(self, response)),
     )
     assert_same(tmp_path, run_evaluation(make_evaluation(base, tmp_path)), whole)
     assert sorted(new) == sorted([2, 3, 4, 5] * PROBLEMS)
@@ -140,7 +140,7 @@ def test_a_larger_k_samples_only_what_is_missing(whole, base, tmp_path, alone, m
     assert fewer["samples_per_problem"] == 3 and len(new) == 4 * PROBLEMS
 
 
-def test_other_settings_are_refused_and_nothing_is_lost(whole, base, tiny_folder, tmp_path, alone):
+def test_other_settings_are_rejected_and_nothing_is_lost(whole, base, tiny_folder, tmp_path, alone):
     folder = next((whole[0] / "evaluations").iterdir())
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     into = Evaluation(samples_per_problem=SAMPLES, top_p=0.8, out=str(folder))
@@ -155,12 +155,12 @@ def test_other_settings_are_refused_and_nothing_is_lost(whole, base, tiny_folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_digest_knows_parameters_by_their_values(tiny_params, eight_devices):
+def test_digest_depends_on_parameter_values_only(tiny_params, eight_devices):
     places = jax.sharding.NamedSharding(eight_devices, jax.sharding.PartitionSpec())
     assert params_digest(tiny_params) == params_digest(jax.device_put(tiny_params, places))
     moved = tiny_params | {"embedding": tiny_params["embedding"].at[3, 5].add(1e-6)}
     swapped = tiny_params | {"embedding": tiny_params["embedding"][::-1]}
-    assert len({params_digest(one) for one in (tiny_params, moved, swapped)}) == 3
+    assert len({params_digest(params) for params in (tiny_params, moved, swapped)}) == 3
 
 
 def run_command(*arguments) -> int:
@@ -200,8 +200,8 @@ def test_a_model_flag_asks_for_the_folder_not_the_checkpoint(flag, from_folder, 
 def test_a_run_folder_without_a_checkpoint_is_an_error(base, tmp_path, capsys):
     flags = f"--config.run_dir={tmp_path}", f"--config.model.folder={base}"
     assert run_command(f"--config={ROOT}/configs/arithmetic.py", *flags) == 2
-    said = f"config.run_dir = '{tmp_path}': holds no checkpoint to evaluate; --model=FOLDER"
-    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+    output = f"config.run_dir = '{tmp_path}': holds no checkpoint to evaluate; --model=FOLDER"
+    assert output in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_temperature_0_takes_the_likeliest_tokens(base, tmp_path, alone, capsys):

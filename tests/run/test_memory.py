@@ -1,4 +1,4 @@
-"""What can't fit into memory is refused before anything is compiled, with the estimate."""
+"""A run that can't fit into memory is rejected with the estimate before anything is compiled."""
 
 import dataclasses
 
@@ -45,22 +45,24 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_what_can_not_fit_is_refused_with_the_estimate(name, tiny_folder, alone, tmp_path):
-    changes, said = TOO_MUCH[name]
+def test_run_beyond_memory_is_rejected_with_the_estimate(name, tiny_folder, alone, tmp_path):
+    changes, message = TOO_MUCH[name]
     config = make_quick_config(tiny_folder, tmp_path / "run", **changes)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build(config)
 
 
-def test_the_command_says_so_in_a_line(tiny_folder, alone, tmp_path, monkeypatch, capsys):
+def test_command_prints_one_line(tiny_folder, alone, tmp_path, monkeypatch, capsys):
     flags = [f"--config.model.folder={tiny_folder}", f"--config.run_dir={tmp_path}/run"]
     flags.append("--config.sampler.slots=100000000")
-    code, said = run("train", [RL, *flags], monkeypatch, capsys)
-    assert code == 2 and said.startswith("error: config.sampler.slots") and said.count("\n") == 1
+    code, message = run("train", [RL, *flags], monkeypatch, capsys)
+    assert (
+        code == 2 and message.startswith("error: config.sampler.slots") and message.count("\n") == 1
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_serving_refuses_slots_beyond_memory(byte_folder, alone):
+def test_serving_rejects_slots_beyond_memory(byte_folder, alone):
     config = ServeConfig(model=str(byte_folder), slots=10**8)
     with pytest.raises(ConfigError, match="config.slots = 100000000 .* serving takes at least"):
         server.load_served(config)
@@ -70,7 +72,7 @@ def sizes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def test_the_estimate_is_what_the_arrays_take(one_device, eight_devices, tiny_folder, tmp_path):
+def test_estimate_equals_the_size_of_the_arrays(one_device, eight_devices, tiny_folder, tmp_path):
     params = sizes(jax.eval_shape(lambda: unbox(init_params(TINY, jax.random.key(0)))))
     assert memory.params_bytes(TINY, one_device) == params
     assert params / 8 < memory.params_bytes(TINY, eight_devices) < params / 2

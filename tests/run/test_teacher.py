@@ -1,4 +1,4 @@
-"""A run's teacher: of another shape and in int8, what it teaches, what is refused at the door."""
+"""The teacher of a run: other shapes, int8, what it teaches, and rejected settings."""
 
 import dataclasses
 
@@ -85,10 +85,10 @@ def test_the_policy_as_its_own_teacher_adds_nothing_to_an_advantage(tiny_folder,
     assert len(np.unique(record.advantages[index == 0])) == 1 and record.advantages.any()
 
 
-def test_an_int8_teacher_says_nearly_the_same_in_a_quarter_of_the_memory(
+def test_int8_teacher_gives_similar_scores_in_a_quarter_of_the_memory(
     tiny_folder, large_folder, alone, tmp_path
 ):
-    found = {}
+    results = {}
     for dtype in ("auto", "int8"):
         config = make(tiny_folder, large_folder, tmp_path, PRESETS[0], weights_dtype=dtype)
         parts = build(config)
@@ -99,13 +99,13 @@ def test_an_int8_teacher_says_nearly_the_same_in_a_quarter_of_the_memory(
         assert counted["teacher"] == held
         _, values = learn(parts, start(parts, 1), make_groups(config))
         parts.close()
-        found[dtype] = params["layers"]["gate"]["kernel"], values["teacher_kl"]
-    (whole, exact), (small, near) = found["auto"], found["int8"]
+        results[dtype] = params["layers"]["gate"]["kernel"], values["teacher_kl"]
+    (whole, exact), (small, near) = results["auto"], results["int8"]
     assert small.nbytes * 4 == whole.nbytes and small.dtype == "int8"
     assert exact != near and abs(near - exact) < 0.05 * abs(exact)
 
 
-def test_another_tokenizer_or_a_smaller_vocabulary_is_refused_before_anything_is_loaded(
+def test_other_tokenizer_or_smaller_vocabulary_is_rejected_before_loading(
     tiny_folder, large_folder, alone, tmp_path, monkeypatch
 ):
     small = write_teacher(tmp_path / "small", tiny_folder, dataclasses.replace(LARGE, vocab=24))
@@ -118,7 +118,7 @@ def test_another_tokenizer_or_a_smaller_vocabulary_is_refused_before_anything_is
             build(make(tiny_folder, folder, tmp_path))
 
 
-def test_a_folder_without_weights_is_refused_by_name(tiny_folder, tmp_path):
+def test_folder_without_weights_is_rejected(tiny_folder, tmp_path):
     config = make(tiny_folder, tmp_path / "nothing", tmp_path)
     with pytest.raises(ConfigError, match=r"config\.teacher\.folder"):
         checks.check_models(config)
@@ -138,7 +138,7 @@ def test_a_folder_without_weights_is_refused_by_name(tiny_folder, tmp_path):
         ("dapo", {"distillation_coefficient": 2.0}, "distillation_coefficient"),
     ],
 )
-def test_settings_that_make_no_sense_beside_a_teacher_are_refused(preset, changes, field):
+def test_settings_that_contradict_a_teacher_are_rejected(preset, changes, field):
     algorithm = dataclasses.replace(algorithms.preset(preset), **changes)
     teacher = Teacher() if algorithm.distillation == "none" else Teacher(folder="elsewhere")
     rollout = Rollout(updates_per_rollout=1)
@@ -149,7 +149,7 @@ def test_settings_that_make_no_sense_beside_a_teacher_are_refused(preset, change
         validate(config)
 
 
-def test_a_teacher_is_named_where_there_is_one_and_only_there():
+def test_teacher_folder_is_set_only_with_a_teacher():
     for preset, folder in (("gkd", ""), ("dapo", "elsewhere")):
         teacher, rollout = Teacher(folder=folder), Rollout(updates_per_rollout=1)
         algorithm = algorithms.preset(preset)
@@ -159,7 +159,7 @@ def test_a_teacher_is_named_where_there_is_one_and_only_there():
 
 
 @pytest.mark.parametrize("changes", [{"lag": 1}, {"updates_per_rollout": 4}])
-def test_a_divergence_alone_needs_no_correction_for_other_policies_tokens(changes):
+def test_divergence_alone_needs_no_off_policy_correction(changes):
     settings = {"updates_per_rollout": 1} | changes
     teacher = Teacher(folder="elsewhere")
     validate(Config(algorithm=algorithms.gkd(), teacher=teacher, rollout=Rollout(**settings)))

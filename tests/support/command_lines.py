@@ -1,4 +1,4 @@
-"""Command lines of the shipped configs, and the config that one makes."""
+"""Command lines of the shipped configs, and helpers that run commands in this process."""
 
 import pathlib
 import sys
@@ -18,13 +18,13 @@ def load(kind, *arguments, usage=""):
 
 
 def run(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str]:
-    """Exit code and standard error of a command in this process."""
-    code, _, said = run_shown(command, arguments, monkeypatch, capsys)
-    return code, said
+    """Return exit code and standard error of a command."""
+    code, _, error = run_shown(command, arguments, monkeypatch, capsys)
+    return code, error
 
 
 def run_shown(command: str, arguments: list[str], monkeypatch, capsys) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command in this process."""
+    """Return exit code, standard output and standard error of a command."""
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     try:
         code = entry(command)()

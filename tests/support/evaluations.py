@@ -1,4 +1,4 @@
-"""Evaluations of a second on one device."""
+"""Short evaluations on one device."""
 
 import functools
 

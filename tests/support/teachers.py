@@ -12,7 +12,7 @@ from conftest import TINY
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 
-# Wider and deeper, its head apart, and eight more rows of padding in its vocabulary.
+# Wider and deeper, with a separate head and eight padding rows in its vocabulary.
 LARGE = dataclasses.replace(
     TINY, vocab=40, layers=3, embed=48, heads=6, mlp=96, tie_embeddings=False
 )
@@ -27,7 +27,7 @@ def make_teacher(config: DecoderConfig = LARGE):
 def write_teacher(
     folder: pathlib.Path, tiny_folder: pathlib.Path, config: DecoderConfig = LARGE
 ) -> pathlib.Path:
-    """The folder of `make_teacher` with the tiny policy's tokenizer."""
+    """Write `make_teacher` with the tiny policy's tokenizer; return the folder."""
     folder.mkdir()
     save_huggingface.save_folder(folder, make_teacher(config), config, (1,))
     shutil.copy(tiny_folder / "tokenizer.json", folder)
