@@ -133,7 +133,7 @@ def _learn(
         log.stop_if(signals)
         batch, used, values = task.batch(step, state.params)
         rate = learning_rate(config.optimizer, step, task.steps)
-        state, means = learner.update(state, batch, used, rate)
+        state, (means, _) = learner.update(state, batch, used, rate)
         log.add(step + 1, {"learning_rate": rate} | values, means)
         if log.is_due(step + 1):
             heldout = task.measure_heldout(state.params)
