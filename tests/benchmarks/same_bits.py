@@ -54,8 +54,8 @@ RUNS = {
         TWO_UPDATES + " model.folder={calculator} sampler.keep_turns=true",
     ),
     "guessing": ("guessing.py", ""),
-    "two_strategies": ("two_strategies.py", "total_steps=1"),
-    "two_strategies_naive": ("two_strategies.py:1_naive", "total_steps=1"),
+    "two_strategies": ("two_strategies.py", TWO_UPDATES + " total_steps=1"),
+    "two_strategies_naive": ("two_strategies.py:1_naive", TWO_UPDATES + " total_steps=1"),
     "adapters": ("arithmetic.py", TWO_UPDATES + " lora.rank=4"),
     "experts": ("arithmetic.py", TWO_UPDATES + " model.folder={experts}"),
     "experts_replay": (
@@ -206,7 +206,7 @@ def record(name: str, models: dict[str, str], work: pathlib.Path) -> dict:
             pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
             run("dpo", f"--config.data.source={pairs}", *arguments,
                 "--config.start=dapo_jax:arithmetic_base", "--config.packing.row_tokens=160",
-                "--config.examples_per_step=8")  # fmt: skip
+                "--config.pairs_per_step=8")  # fmt: skip
         else:
             run("sft", f"--config={ROOT}/configs/{config}", *arguments)
         return {"params": digest(run_dir), "rows": read_rows(run_dir), "responses": {}}
