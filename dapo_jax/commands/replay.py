@@ -119,7 +119,7 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
     if math.isfinite(norm) and math.isfinite(loss):
         print("all finite: with these parameters the update would be taken")
         return True
-    scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)))
+    scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)).values)
     rollouts = batch.scored.rollouts
     weights = batch.value_weights if record["learner"] == "critic" else batch.loss_weights
     weights = present(weights, "weights")

@@ -15,7 +15,7 @@ from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
 from dapo_jax.data.prompts.tokenizer import Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
 from dapo_jax.model.context_attention import PIECES
@@ -211,16 +211,6 @@ def open_learners(
     if algorithm.critic:
         settings = config.critic.optimizer
         critic = keep(critic_learner, algorithm, settings, scalar_config(decoder), mesh)
-    policy = keep(
-        policy_learner,
-        algorithm,
-        compute,
-        config.optimizer,
-        decoder,
-        mesh,
-        temperature,
-        frozen=frozen,
-        keep_logprobs=config.log.token_ratios,
-        teacher=teacher,
-    )
+    score = PolicySettings(algorithm, compute, temperature, config.log.token_ratios, teacher)
+    policy = keep(policy_learner, score, config.optimizer, decoder, mesh, frozen=frozen)
     return policy, critic

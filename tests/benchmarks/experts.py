@@ -109,7 +109,7 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
     rows, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
     drawn, found = rows.response_index >= 0, {}
     for name, taken in ("without", rows.replace(routes=None)), ("with", rows):
-        logprobs = np.asarray(learner.score(params, taken, used))
+        logprobs = np.asarray(learner.score(params, taken, used).values)
         off = np.abs(np.expm1(logprobs - rows.sampler_logprobs))[drawn]
         found |= {name: float((off > OFF).mean()), f"{name}_mean": float(off.mean())}
     seen = jax.jit(functools.partial(hidden_states, config=components.decoder, record=[REPLACED]))

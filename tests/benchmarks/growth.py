@@ -122,7 +122,7 @@ def measure(axis: str, size: int) -> dict:
 
     def update() -> None:
         nonlocal state
-        state, means = parts.learners.policy.update(state, batch, used, 1e-5)
+        state, (means, _) = parts.learners.policy.update(state, batch, used, 1e-5)
         jax.block_until_ready((state, means))
 
     update_seconds, _ = fastest(update)

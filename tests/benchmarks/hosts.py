@@ -224,8 +224,8 @@ def step(
 
     def feed_back() -> tuple:
         feedback = make_feedback(config, packed, scored, batch.groups)
-        advantages, returns = estimate(config.algorithm, feedback)
-        for _ in make_train_batches(config, packed, scored, advantages, returns):
+        estimates = estimate(config.algorithm, feedback)
+        for _ in make_train_batches(config, packed, scored, estimates):
             pass
         return feedback, advantages, returns
 

@@ -275,7 +275,7 @@ def measured(
 
     def update() -> float:
         nonlocal run
-        policy, metrics = learner.update(run.learners.policy, batch, used, 1e-5)
+        policy, (metrics, _) = learner.update(run.learners.policy, batch, used, 1e-5)
         run = dataclasses.replace(run, learners=LearnerStates(policy))
         jax.block_until_ready((policy, metrics))
         return tokens

@@ -12,7 +12,7 @@ from test_windows import GEMMA
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import blockwise_attention, context_attention, splash_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
@@ -68,10 +68,12 @@ def test_devices_attend_from_an_early_and_a_late_piece(eight_devices):
 
 def found(config, mesh):
     """Log-probs, loss and gradient of packed rows."""
-    learner = policy_learner(algorithms.dapo(), Compute(), Optimizer(), config, mesh)
+    learner = policy_learner(
+        PolicySettings(algorithms.dapo(), Compute()), Optimizer(), config, mesh
+    )
     params = place(unbox(init_params(config, jax.random.key(0))), learner)
     batch, used = make_batch(row_tokens=32)
-    scores = learner.score(params, batch.scored.rollouts, used)
+    scores = learner.score(params, batch.scored.rollouts, used).values
     return jax.device_get((scores, *learner.loss_and_gradient(params, batch, used)))
 
 

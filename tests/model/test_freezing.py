@@ -13,7 +13,7 @@ from small_runs import make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Model, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.trainable import frozen_layers, join, without
 from dapo_jax.run.components import build, load_frozen
@@ -38,7 +38,9 @@ def split(params):
 def make_half_learner(folder, mesh):
     settings = Optimizer(learning_rate=1e-3, weight_decay=0.5)
     frozen = load_frozen(folder, HALF, mesh)
-    return policy_learner(algorithms.dapo(), Compute(), settings, HALF, mesh, frozen=frozen)
+    return policy_learner(
+        PolicySettings(algorithms.dapo(), Compute()), settings, HALF, mesh, frozen
+    )
 
 
 def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
@@ -73,7 +75,7 @@ def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     assert len(moments) == 2 * len(learned)  # mean and variance
     assert sum(leaf.nbytes for _, leaf in moments) == 2 * sum(leaf.nbytes for leaf in learned)
     assert not any("frozen" in path for path, _ in moments)
-    state, metrics = learner.update(state, batch, used, 1e-2)
+    state, (metrics, _) = learner.update(state, batch, used, 1e-2)
     assert metrics["gradient_norm"].value() > 0
     after = jax.device_get(state.params)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))

@@ -17,7 +17,7 @@ from small_runs import equal, learn, make_groups, make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.peft_adapters import read_adapters
 from dapo_jax.model.trainable import MATRICES, choose_trained, fresh_adapters, merge
@@ -36,7 +36,9 @@ GREEDY = SamplingRule(temperature=0)
 
 def make_lora_learner(folder, mesh, decoder=DECODER):
     settings, frozen = Optimizer(learning_rate=1e-3), load_frozen(folder, decoder, mesh)
-    return policy_learner(algorithms.dapo(), Compute(), settings, decoder, mesh, frozen=frozen)
+    return policy_learner(
+        PolicySettings(algorithms.dapo(), Compute()), settings, decoder, mesh, frozen
+    )
 
 
 def random_adapters(mesh, decoder=DECODER):
@@ -61,8 +63,10 @@ def merged(params, adapters):
 
 def test_fresh_adapters_change_no_log_prob(tiny_folder, tiny_params, one_device):
     learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
-    actual = learner.score(fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used)
-    expected = make_learner(one_device).score(tiny_params, batch.scored.rollouts, used)
+    actual = learner.score(
+        fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used
+    ).values
+    expected = make_learner(one_device).score(tiny_params, batch.scored.rollouts, used).values
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -103,7 +107,7 @@ def test_an_update_on_eight_devices_equals_one(tiny_folder, one_device, eight_de
         learner = make_lora_learner(tiny_folder, mesh)
         adapters = jax.device_get(random_adapters(mesh))
         state = learner.start(jax.device_put(adapters, learner.shardings.params))
-        state, metrics = learner.update(state, batch, used, 1e-2)
+        state, (metrics, _) = learner.update(state, batch, used, 1e-2)
         states.append(jax.device_get(state.params))
         assert metrics["gradient_norm"].value() > 0
         assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, adapters, states[-1])))

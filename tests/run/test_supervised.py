@@ -30,7 +30,7 @@ from dapo_jax.config.experiment import (
 )
 from dapo_jax.data.supervised_rows import Example, Turns
 from dapo_jax.learner.packing import pack
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.run.supervised import common as offline
 from dapo_jax.run.supervised import dpo as preferences
 from dapo_jax.run.supervised import training
@@ -74,7 +74,7 @@ def alone(params, turns: Turns):
 
 
 def open_learner(algorithm, mesh):
-    return policy_learner(algorithm, Compute(), Optimizer(), TINY, mesh)
+    return policy_learner(PolicySettings(algorithm, Compute()), Optimizer(), TINY, mesh)
 
 
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     placed = jax.device_put(tiny_params, learner.shardings.params)
     segments = preferences.pair_segments(pairs)
     rollouts, used = pack(segments, ROW_TOKENS, 2)
-    policy = to_host(learner.score(placed, rollouts, used))
+    policy = to_host(learner.score(placed, rollouts, used).values)
     reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
     feedback = preferences.weigh(rollouts, policy, reference)
     batch = preferences.preference_batch(algorithm, segments, rollouts, feedback)

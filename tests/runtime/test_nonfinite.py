@@ -84,7 +84,7 @@ def test_an_update_that_would_not_be_finite_changes_nothing_and_says_why(
         state = spoil_moment(state)
     before = jax.device_get(state)
     rate = 1e30 if reason == "parameters" else 1e-3
-    state, metrics = learner.update(state, batch, used, rate)
+    state, (metrics, _) = learner.update(state, batch, used, rate)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     said = {name for name, mean in metrics.items() if name.startswith("skipped_") and mean.value()}
     assert said == {"skipped_updates", f"skipped_for_{reason}"}

@@ -143,7 +143,7 @@ def score_responses(
             raise Stopped(signals.received)
         segments = own_segments(examples[start : start + at_once])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        scores = to_host(learner.score(params, rollouts, used))
+        scores = to_host(learner.score(params, rollouts, used).values)
         yield from zip(
             segments, take_tokens(scores, np.asarray(rollouts.response_index)), strict=True
         )

@@ -18,7 +18,8 @@ from dapo_jax.data.supervised_examples import Examples
 from dapo_jax.data.supervised_rows import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
+from dapo_jax.learner.minibatches import make_batch
+from dapo_jax.learner.packing import Segment, pack, place_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.run.components import check_same_model, load_whole
@@ -70,9 +71,9 @@ def preference_batch(
     algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
 ) -> TrainBatch:
     """Minibatch whose gradient is that of the mean of -log sigmoid(beta margin) over pairs."""
-    advantages, _ = estimate(algorithm, feedback)
-    scored, budget = ScoredBatch(rollouts, None), rollouts.tokens.shape[-1]
-    return make_batch(scored, segments, advantages, None, algorithm, budget)
+    scored = ScoredBatch(rollouts, None)
+    budget = rollouts.tokens.shape[-1]
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget)
 
 
 def prefer(config: DpoConfig) -> pathlib.Path:
@@ -151,7 +152,7 @@ def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -
     def batch(step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
         segments = pair_segments([pairs.training[i] for i in numbers(step)])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        policy = to_host(learner.score(params, rollouts, used))
+        policy = to_host(learner.score(params, rollouts, used).values)
         feedback = weigh(rollouts, policy, evaluator.reference_logprobs(numbers(step)))
         batch = preference_batch(algorithm, segments, rollouts, feedback)
         advantages = np.asarray(batch.advantages)

@@ -14,7 +14,8 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised_rows import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, make_batch, pack
+from dapo_jax.learner.minibatches import make_batch
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.update import Learner
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
 from dapo_jax.run.supervised.training import Task, train_supervised
@@ -78,9 +79,8 @@ def imitation_batch(
         groups=np.arange(len(segments)),
         correct=np.ones(len(segments), bool),
     )
-    advantages, _ = estimate(algorithm, feedback)
     scored = ScoredBatch(rollouts, None)
-    return make_batch(scored, segments, advantages, None, algorithm, budget), used
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget), used
 
 
 def _open(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:

@@ -17,7 +17,7 @@ from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.reporting.console import Progress
@@ -92,9 +92,9 @@ def train_supervised(
     check_processes(config)
     with Signals() as signals, replace("out", config.out, kind, WRITTEN) as folder:
         start = open_start(config, open_mesh(config.mesh, config.packing.rows_per_microbatch))
-        numbers = algorithm, config.compute, config.optimizer
+        score = PolicySettings(algorithm, config.compute)
         learner: Learner = keep(
-            policy_learner, *numbers, start.decoder, start.mesh, frozen=start.frozen
+            policy_learner, score, config.optimizer, start.decoder, start.mesh, frozen=start.frozen
         )
         task = open_task(config, start, learner, signals)
         digests = {**task.digests, **model_digests(config.start)}
@@ -133,7 +133,7 @@ def _learn(
         log.stop_if(signals)
         batch, used, values = task.batch(step, state.params)
         rate = learning_rate(config.optimizer, step, task.steps)
-        state, means = learner.update(state, batch, used, rate)
+        state, (means, _) = learner.update(state, batch, used, rate)
         log.add(step + 1, {"learning_rate": rate} | values, means)
         if log.is_due(step + 1):
             heldout = task.measure_heldout(state.params)
