@@ -124,7 +124,7 @@ def train(
     config = with_environment(config, environment, tools)
     checks.check(config)
     checks.check_run(config)
-    processes.keep_programs()
+    processes.set_compilation_cache()
     from dapo_jax.run.run import train as run
     from dapo_jax.runtime.signals import Signals
 
@@ -180,7 +180,7 @@ def evaluate(
         changed = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section: changed})
     checks.check(config)
-    processes.keep_programs()
+    processes.set_compilation_cache()
     from dapo_jax.run.evaluation.evaluate import evaluate as score
 
     return score(config, from_folder=bool(model))

@@ -81,7 +81,7 @@ class ModelFolder:
 def _supervised(config: Any, module: str, function: str) -> ModelFolder:
     checks.check(config)
     check_folder(config)
-    processes.keep_programs()
+    processes.set_compilation_cache()
     train = getattr(importlib.import_module(f"dapo_jax.run.supervised.{module}"), function)
     from dapo_jax.run.supervised.resume import Stopped
 

@@ -87,7 +87,7 @@ class Policy:
             ),
         )
         checks.check(config)
-        processes.keep_programs()
+        processes.set_compilation_cache()
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not run, stack)
             self._components = build(config, training=False)

@@ -121,7 +121,7 @@ def guarded(work: Callable[[], int | None]) -> int:
         processes.print_error(f"error: {error}")
         return EXIT_CODE
     except Exception as error:
-        if line := limits.told(error):
+        if line := limits.resource_error_message(error):
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
         if not is_bucket_error(error):

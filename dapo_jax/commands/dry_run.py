@@ -28,9 +28,9 @@ from dapo_jax.run.components import (
     open_prompts,
     open_tokenizer,
 )
-from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.structs import Completion, Group, Problem, Prompt
 from dapo_jax.verifier.gold_reading import in_form, read_gold
 from dapo_jax.verifier.normalisation import normalise

@@ -8,7 +8,7 @@ import reprlib
 from typing import Any
 
 from dapo_jax.runtime.rules import Range
-from dapo_jax.runtime.settings import WORDS
+from dapo_jax.runtime.settings import TYPE_NAMES
 
 _FACTOR = Range(above=0, at_most=1e6)
 
@@ -50,7 +50,7 @@ def check_number(name: str, value: Any) -> Any:
     kind, allowed = NUMBERS[name]
     numbers = (int, float) if kind is float else (int,)
     if type(value) not in numbers or not allowed(value):
-        raise ValueError(f"{name} = {reprlib.repr(value)}: must be {WORDS[kind]} {allowed}")
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be {TYPE_NAMES[kind]} {allowed}")
     return kind(value)
 
 

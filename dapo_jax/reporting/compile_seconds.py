@@ -30,7 +30,7 @@ class CompileSeconds:
     """
 
     def __init__(self, model: str):
-        cache = getattr(jax.config, processes.KEPT_IN)
+        cache = getattr(jax.config, processes.CACHE_DIR)
         self._path = epath.Path(cache) / FILE if cache else None
         self._model, self._seconds = model, self._read()
 

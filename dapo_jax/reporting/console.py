@@ -22,8 +22,8 @@ from dapo_jax.reporting.compile_seconds import PROGRAMS, CompileSeconds
 from dapo_jax.reporting.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.processes import printable
+from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.structs import Completion, Group, Turn
 
 if TYPE_CHECKING:  # a slow import, and the first line is printed before it

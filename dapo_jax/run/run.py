@@ -245,7 +245,7 @@ def open_run(
         ConfigError: the folder holds another run, or settings and model don't fit together.
     """
     folder = stack.enter_context(claim("run_dir", config.run_dir, RUN))
-    components = build(config, should_abort=signals.here)
+    components = build(config, should_abort=signals.received_locally)
     console, prompts = components.progress, components.prompts
     stack.enter_context(console.compilation(config.model.folder))
     stack.callback(components.close)

@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
     assert entry(command)() == 130
     error = capfd.readouterr().err
-    assert "SIGINT: leaving at the next safe place" in error
+    assert "SIGINT: stopping at the next safe point" in error
     assert "stopped by SIGINT: " in error and "No step is kept" in error
     assert len(error.splitlines()) == 2
     assert snapshot(tmp_path / "out") == before

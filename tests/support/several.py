@@ -142,7 +142,6 @@ def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") 
 
 
 STEPS = 3
-QUICK = "from dapo_jax.runtime import heartbeat; heartbeat.SILENCE_SECONDS = 4.0\n"  # than fifteen
 IN_STEP_2 = """
 from dapo_jax.rollout import dynamic_sampling as filtering
 read, asked = filtering.Collection.read_verdicts, []

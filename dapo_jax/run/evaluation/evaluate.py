@@ -195,7 +195,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
-        components = build(config, training=False, should_abort=signals.here)
+        components = build(config, training=False, should_abort=signals.received_locally)
         stack.callback(components.close)
         stack.enter_context(components.progress.compilation(config.model.folder))
         with components.progress.working("loading the policy"):
