@@ -162,7 +162,7 @@ def test_nohup_keeps_a_dropped_connection_away():
     assert child.poll() is None
     child.send_signal(signal.SIGTERM)
     _, error = child.communicate(timeout=20)
-    assert "SIGTERM: leaving" in error and "SIGHUP" not in error
+    assert "SIGTERM: stopping" in error and "SIGHUP" not in error
 
 
 @pytest.mark.parametrize("library", ["jaxlib", "tensorstore"])
