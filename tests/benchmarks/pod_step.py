@@ -21,7 +21,7 @@ from rule_of_thumb import Speed, rule_of_thumb
 
 from dapo_jax.commands.plan.simulate import Simulation, Step
 from dapo_jax.commands.plan.simulated_engine import named_mesh
-from dapo_jax.commands.plan.workload import AssumedWorkload, right_from_kept
+from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Packing, Rollout, Sampler
 
 PEAKS = {"v5p": 459e12, "v6e": 918e12}  # operations a second in bfloat16, as published
@@ -55,7 +55,7 @@ def simulate(
         args.median,
         args.spread,
         response,
-        right=right_from_kept(args.accuracy, args.kept, args.samples),
+        beta=beta_from_kept(args.accuracy, args.kept, args.samples),
     )
     costs = rule_of_thumb(
         Speed(BANDWIDTHS[args.chip] * 1e12, PEAKS[args.chip], args.mfu),

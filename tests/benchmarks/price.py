@@ -19,7 +19,7 @@ from dapo_jax import algorithms
 from dapo_jax.commands.plan.cost_model import Costs
 from dapo_jax.commands.plan.simulate import Simulation
 from dapo_jax.commands.plan.simulated_engine import named_mesh
-from dapo_jax.commands.plan.workload import AssumedWorkload, right_from_kept
+from dapo_jax.commands.plan.workload import AssumedWorkload, beta_from_kept
 from dapo_jax.config.experiment import Config, Data, Mesh, Rollout, Sampler
 
 ROUND = 3  # batches; 1,536 prompts for 512
@@ -100,7 +100,7 @@ def main() -> None:
             options.max_response,
             prompt_median_tokens=10,
             max_prompt_tokens=32,
-            right=right_from_kept(0.8, kept, options.samples),
+            beta=beta_from_kept(0.8, kept, options.samples),
         )
         rounds, against_ideal = fixed_rounds(law, options.prompts, options.samples, options.steps)
         found = {kind: ours(law, options, kind) for kind in KINDS}

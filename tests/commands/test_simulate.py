@@ -21,7 +21,7 @@ from dapo_jax.commands.plan.workload import (
     Drawn,
     RecordedWorkload,
     kept_fraction,
-    right_from_kept,
+    beta_from_kept,
 )
 from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
@@ -33,7 +33,7 @@ SHAPE = DecoderConfig(
     vocab=2, layers=1, embed=128, heads=2, kv_heads=2, head_dim=128, mlp=1, dtype=jnp.bfloat16
 )
 WORKLOAD = AssumedWorkload(
-    40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, right=(0.4, 0.6)
+    40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, beta=(0.4, 0.6)
 )
 COSTS = Costs(burst=1e-3, decode_step=2e-3, read_token=1e-6, response=1e-3, update_token=1e-5)
 
@@ -231,13 +231,13 @@ def test_a_chip_reads_weights_and_cache_or_computes_longer():
 
 
 def test_the_share_of_kept_groups_is_that_of_the_law():
-    right = right_from_kept(0.6, 0.5, 8)
-    assert math.isclose(kept_fraction(right, 8), 0.5) and math.isclose(right[0] / sum(right), 0.6)
-    workload = AssumedWorkload(10, 0.1, 200, right=right)
+    beta = beta_from_kept(0.6, 0.5, 8)
+    assert math.isclose(kept_fraction(beta, 8), 0.5) and math.isclose(beta[0] / sum(beta), 0.6)
+    workload = AssumedWorkload(10, 0.1, 200, beta=beta)
     counts = [workload.draw(0, i, 8).correct.sum() for i in range(4000)]
     assert abs(np.mean([0 < count < 8 for count in counts]) - 0.5) < 0.03
     with pytest.raises(ConfigError, match="at most 0.651"):
-        right_from_kept(0.9, 0.8, 10)
+        beta_from_kept(0.9, 0.8, 10)
 
 
 def test_costs_are_found_again_whatever_one_step_did():
@@ -325,8 +325,8 @@ def test_a_folder_without_rollouts_is_no_law(tmp_path):
 def test_what_no_law_and_no_mesh_has_stops_at_the_door():
     with pytest.raises(ConfigError, match="law.spread = 0"):
         AssumedWorkload(10, 0, 100)
-    with pytest.raises(ConfigError, match="law.right"):
-        AssumedWorkload(10, 1, 100, right=(0.0, 1.0))
+    with pytest.raises(ConfigError, match="law.beta"):
+        AssumedWorkload(10, 1, 100, beta=(0.0, 1.0))
     with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
         named_mesh(Mesh(tensor=4), "tpu", 6)
 
