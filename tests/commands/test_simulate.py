@@ -20,8 +20,8 @@ from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
     RecordedWorkload,
-    kept_fraction,
     beta_from_kept,
+    kept_fraction,
 )
 from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
