@@ -3,9 +3,9 @@
     python tests/benchmarks/experts.py ratios --folder runs/experts
     python tests/benchmarks/experts.py learn --folder runs/experts --seeds 3
 
-The base policy (8 experts, 2 per token) is trained first if it is missing. `ratios` samples a step's
+The base policy (8 experts, 2 per token) is trained if it is missing. `ratios` samples a step's
 responses and prints the fraction of tokens for which trainer and sampler differ by more than 1 %,
-with the trainer's choice of experts and with the sampler's. `learn` trains a policy for each preset,
+with the trainer's experts and with the sampler's. `learn` trains a policy for each preset,
 arithmetic, replay and seed; other arguments go to the commands. Finished runs are used again.
 """
 
