@@ -1,10 +1,10 @@
-"""Table of all tasks of the installed reasoning-gym: refused or opened, and what answers earn.
+"""Print a table of all tasks of the installed reasoning-gym.
 
     PYTHONPATH=tests/support python tests/benchmarks/gym_tasks.py [TASK ...]
 
-A row is the task; the seconds of opening it twice; the items, of 32, that the package's own answers
-win as responses to the reward pool; the items that the most frequent of them wins; the constant
-that wins most, and its items; or why the task is refused.
+A row has the task; the seconds of opening it twice; how many of 32 items the package's own answers
+win; how many its most frequent answer wins; the constant answer that wins most, with its items; or
+the reason why the task is rejected.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Peak host memory of loading a random model folder, beyond the finished parameters.
+"""Measure the peak host memory of loading a random model, beyond the parameters.
 
     python tests/benchmarks/loading.py FOLDER           # writes about 2 GB there if it is new
     python tests/benchmarks/loading.py FOLDER experts   # the same for a mixture of experts
@@ -37,7 +37,7 @@ EXPERTS = dataclasses.replace(
 
 
 def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
-    """A random folder of that shape, its files at most 1 GB."""
+    """Write a random folder of that shape, with files of at most 1 GB."""
     folder.mkdir(parents=True)
     draw, shapes = np.random.default_rng(0), weight_names.param_shapes(config)
     random = functools.partial(draw.standard_normal, dtype=np.float32)
@@ -50,13 +50,13 @@ def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
 
 
 def memory(field: str) -> int:
-    """Bytes that /proc says this process holds (VmRSS) or has held at most (VmHWM)."""
+    """Return the bytes that this process holds (VmRSS) or has held at most (VmHWM)."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def measure(folder: pathlib.Path) -> dict[str, float]:
-    """Loads the folder onto one device; sizes in 10^6 bytes."""
+    """Load the folder onto one device; return sizes in 10^6 bytes."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
     config = load_huggingface.read_config(folder)
     before, started = memory("VmRSS"), time.perf_counter()
@@ -77,7 +77,7 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures in a process that has not written the folder."""
+    """Measure in a process that has not written the folder."""
     folder, kind = pathlib.Path(sys.argv[1]), "".join(sys.argv[2:3])
     if kind != "measure":
         if not folder.exists():

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 
+import hlo_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,6 @@ from learners import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan import hlo_text
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import response_weights
@@ -184,9 +184,9 @@ def test_replicas_of_several_devices_meet_once_an_update():
         mesh = sharding.make_mesh(data, 2, 2, devices=jax.devices()[: 4 * data])
         learner, (batch, _) = make_learner(mesh), make_batch(rows=2 * data, microbatches=4)
         text = learner.lower("update", batch).compile().as_text()
-        made = hlo_text.instructions(text)
+        made = hlo_arrays.instructions(text)
         large = [one for one in made if math.prod(one.shape) > len(EDGES) + 1 and one.group != 1]
-        looped.append(hlo_text.collectives(large, looped=True))
+        looped.append(hlo_arrays.collectives(large, looped=True))
         all_reduces.append(len(re.findall(r" all-reduce(?:-start)?\(", text)))
     assert looped[0] == looped[1] != []
     assert all_reduces[1] > all_reduces[0]

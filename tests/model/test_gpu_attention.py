@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_attention import assert_equal, ragged_ids, results
 
 from dapo_jax.commands.plan import chips
-from dapo_jax.commands.plan.run_flags import compiler_options
 from dapo_jax.commands.plan.simulated_engine import named_mesh
-from dapo_jax.commands.plan.targets import target_devices
+from dapo_jax.commands.plan.targets import compiler_options, target_devices
 from dapo_jax.config.compute import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention

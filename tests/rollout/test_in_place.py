@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import TINY
+from hlo_arrays import contents, instructions
 from samplers import TOKENIZER
 
-from dapo_jax.commands.plan.compile_programs import contents
-from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size, instructions
+from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.runtime.sharding import make_mesh
@@ -126,7 +126,7 @@ def test_a_tpu_copies_no_cache_either(cache, monkeypatch):
     )
     assert temporary < a_layers / 2  # keys or values of a layer
     text = done.as_text()
-    assert not contents(layout, "decode", text)["copies of a cache"]
+    assert not contents(layout, program, text)["copies of a cache"]
     # Nor is a kernel of query, key or value turned into another layout at every burst.
     kernels = {(5120, 10, 128), (5120, 2, 128)}
     assert not [x for x in instructions(text) if x.operation == "copy" and x.shape in kernels]

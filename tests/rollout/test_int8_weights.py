@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 
+import hlo_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,6 @@ from served import make_serve_config
 from small_runs import make_quick_config, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan import hlo_text
 from dapo_jax.commands.serve import server
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import inference
@@ -261,7 +261,7 @@ def test_a_tpu_reads_int8_inside_its_products(monkeypatch):
     shape = {"layers": 2, "slots": 16, "weights": "int8", "programs": "decode"}
     run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
     (program,) = pods.wanted(run, run.lay_out())
-    made = hlo_text.instructions(program.lower().compile().as_text())
+    made = hlo_arrays.instructions(program.lower().compile().as_text())
     matrices = {
         math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(program.alive["decoding weights"])
