@@ -16,7 +16,7 @@ from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
-from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
+from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
 from dapo_jax.structs import present
 
@@ -121,16 +121,19 @@ def recorded_of_routers(algorithm: Algorithm, config: DecoderConfig) -> list[str
     return [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
 
 
-def router_terms(
-    batch: TrainBatch, records: dict[str, Float[Array, "L R T"]]
-) -> tuple[Array, dict[str, Mean]]:
+def router_terms(batch: TrainBatch, records: RouterRecords) -> tuple[Array, dict[str, Mean]]:
     """The load-balance loss of a microbatch, and means of the routers' records.
 
     A token is drawn with what routers did at the token before it. Loads are those of the
     microbatch, and a token's part weighs as its loss does.
     """
     trained = (batch.loss_weights > 0).astype(jnp.float32)
-    seen = {name: jnp.roll(by_layer.mean(axis=0), 1, axis=1) for name, by_layer in records.items()}
+    by_layer = {BALANCE: records.balance, REPLACED: records.replaced}
+    seen = {
+        name: jnp.roll(layers.mean(axis=0), 1, axis=1)
+        for name, layers in by_layer.items()
+        if layers is not None
+    }
     means = {name: weighted(value, trained) for name, value in seen.items()}
     return jnp.sum(batch.loss_weights * seen[BALANCE]), means
 
@@ -170,7 +173,7 @@ def policy_learner(
         if algorithm.router_replay != "old" or rows.routes is not None:
             return of_rows(params, rows)[1]
         _, logprobs, _, records = of_rows(params, rows, record=[ROUTES])
-        return logprobs, jnp.moveaxis(records[ROUTES], 0, 2)
+        return logprobs, records.routes
 
     def divergence_of(params, hidden, shape: DecoderConfig, rows: PackedRows):
         given, top_k = params[TEACHER], algorithm.distillation_top_k
@@ -184,7 +187,7 @@ def policy_learner(
         hidden, logprobs, entropy, records = of_rows(params, rows, routers)
         divergence = divergence_of(params, hidden, teacher, rows) if teacher else None
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
-        if records:
+        if routers:
             balance, of_routers = router_terms(batch, records)
             value += algorithm.router_balance_coefficient * balance
             metrics |= of_routers

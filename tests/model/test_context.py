@@ -13,7 +13,7 @@ from test_windows import GEMMA
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
 from dapo_jax.learner.policy import policy_learner
-from dapo_jax.model import blockwise_attention, context_attention, splash_attention
+from dapo_jax.model import blockwise_attention, splash_attention, training_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
 from dapo_jax.run.compute import numerics, open_mesh
@@ -54,7 +54,7 @@ def test_devices_attend_from_an_early_and_a_late_piece(eight_devices):
         return queries
 
     def attend(*arrays):
-        return context_attention.attend_in_context(firsts, ("context",), *arrays)
+        return training_attention.attend_in_context(firsts, ("context",), *arrays)
 
     cut = jax.P(None, "context")
     rows = np.arange(64.0).reshape(1, 32, 1, 2)

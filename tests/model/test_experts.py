@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import TINY
 
+from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.experts import NAMES, mix, route
-from dapo_jax.model.families import decoder_config
 from dapo_jax.model.layers import ACTIVATIONS, SCALE
 from dapo_jax.model.param_paths import scaled_axes
 from dapo_jax.model.quantisation import quantise
@@ -174,6 +174,6 @@ BASE = {
     ],
 )
 def test_experts_that_are_not_known_are_refused(changes, words):
-    assert decoder_config(BASE, "folder", "model.folder").active_mlp == 32
+    assert decoder_from_json(BASE, "folder", "model.folder").active_mlp == 32
     with pytest.raises(ConfigError, match=words):
-        decoder_config(BASE | changes, "folder", "model.folder")
+        decoder_from_json(BASE | changes, "folder", "model.folder")

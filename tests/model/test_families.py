@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model import load_huggingface, published_tensors
-from dapo_jax.model.families import config_json, decoder_config
+from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.settings import ConfigError
 
@@ -60,8 +60,8 @@ def test_a_folder_read_onto_eight_devices_is_written_back_bit_for_bit(
 @each_model
 def test_config_json_describes_the_same_decoder_when_made_from_nothing(folder):
     config = load_huggingface.read_config(folder)
-    made = config_json(config)
-    assert decoder_config(made, "made", "model.folder") == config
+    made = decoder_to_json(config)
+    assert decoder_from_json(made, "made", "model.folder") == config
     original = json.loads((folder / "config.json").read_text())
     for name in ("architectures", "model_type"):
         assert made[name] == original[name]
@@ -85,14 +85,14 @@ def test_settings_as_older_folders_spell_them_mean_the_same():
         "original_max_position_embeddings": 8192,
     }
     old = shape | {"model_type": "llama", "rope_scaling": scaling | {"rope_type": "llama3"}}
-    llama = decoder_config(old, "old", "model.folder")
+    llama = decoder_from_json(old, "old", "model.folder")
     assert llama.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192) and llama.rope_theta == 5e5
     assert not (llama.qkv_bias or llama.out_bias or llama.qk_norm or llama.tie_embeddings)
     parameters = scaling | {"rope_type": "llama3", "rope_theta": 500000.0}
     new = shape | {"model_type": "llama", "rope_parameters": parameters}
     new.pop("rope_theta")
-    assert decoder_config(new, "new", "model.folder") == llama
-    qwen3 = decoder_config(shape | {"model_type": "qwen3"}, "q", "model.folder")
+    assert decoder_from_json(new, "new", "model.folder") == llama
+    qwen3 = decoder_from_json(shape | {"model_type": "qwen3"}, "q", "model.folder")
     assert qwen3.head_dim == 128 and qwen3.qk_norm and not qwen3.qkv_bias
 
 
@@ -123,7 +123,7 @@ def test_settings_as_older_folders_spell_them_mean_the_same():
 def test_what_would_change_the_numbers_is_refused(changes, words):
     values = json.loads((MODELS[0].with_name("llama3") / "config.json").read_text())
     with pytest.raises(ConfigError, match=f"config.model.folder.*{words}"):
-        decoder_config(values | changes, "somewhere", "model.folder")
+        decoder_from_json(values | changes, "somewhere", "model.folder")
 
 
 def test_a_response_ends_at_every_id_that_the_generation_settings_name(tiny_folder, tmp_path):

@@ -28,11 +28,11 @@ def folders(tmp_path_factory):
 def test_numbers_are_those_of_the_format_by_another_library():
     draws = np.random.default_rng(0).normal(size=(2, 64, 3)) * np.exp2([-40, 0, 40])
     blocks, scales, numbers = quantised(np.concatenate([draws, -draws]).astype("f"))
-    np.testing.assert_array_equal(mxfp4.plain(blocks, scales), numbers)
+    np.testing.assert_array_equal(mxfp4.dequantise(blocks, scales), numbers)
     every = np.arange(256, dtype=np.uint8).reshape(1, 16, 1, 16)
-    found = mxfp4.plain(every, np.full((1, 16, 1), 128, np.uint8))
+    found = mxfp4.dequantise(every, np.full((1, 16, 1), 128, np.uint8))
     assert set(np.abs(found).ravel()) == {0, 1, 2, 3, 4, 6, 8, 12}
-    assert np.isnan(mxfp4.plain(blocks, np.full_like(scales, 255))).all()
+    assert np.isnan(mxfp4.dequantise(blocks, np.full_like(scales, 255))).all()
 
 
 def test_a_folder_in_mxfp4_loads_as_its_numbers_do(folders, one_device, monkeypatch):

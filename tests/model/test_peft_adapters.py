@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config.experiment import Lora
-from dapo_jax.model import load_huggingface, peft_adapters, weight_names
+from dapo_jax.model import load_huggingface, param_paths, peft_adapters
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join, merge
 from dapo_jax.run.components import load_frozen
@@ -31,7 +31,7 @@ MODELS = sorted(p.parent for p in ROOT.glob("fixtures/models/*/config.json"))
 
 def random_adapters(config: DecoderConfig) -> dict[str, np.ndarray]:
     """Adapters as after some training, by path."""
-    random, shapes = np.random.default_rng(5), weight_names.param_shapes(config)
+    random, shapes = np.random.default_rng(5), param_paths.param_shapes(config)
     trained = {path: shape for path, shape in shapes.items() if is_trained(path, config)}
     return {path: random.normal(0, 0.2, shape).astype("f4") for path, shape in trained.items()}
 
@@ -75,15 +75,15 @@ def test_the_published_product_is_what_a_merge_adds(folder):
         load_file(folder / "adapter_model.safetensors"),
         random_adapters(DECODER),
     )
-    shapes = weight_names.param_shapes(TINY)
+    shapes = param_paths.param_shapes(TINY)
     for target in ("key", "out", "down"):
         path = f"layers/{target}/kernel"
-        for layer, name in enumerate(weight_names.published_names(path, TINY)):
+        for layer, name in enumerate(param_paths.published_names(path, TINY)):
             pair = (adapters[f"layers/{target}/{part}"][layer] for part in ("lora_a", "lora_b"))
             ours = merge(np.zeros(shapes[path][1:]), *pair, DECODER.adapters)
             name = f"base_model.model.{name.removesuffix('.weight')}"
             theirs = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 7.5 / 3
-            np.testing.assert_allclose(weight_names.to_published(path, ours), theirs, atol=1e-6)
+            np.testing.assert_allclose(param_paths.to_published(path, ours), theirs, atol=1e-6)
 
 
 def test_adapters_come_back_bit_for_bit_on_any_mesh(folder, one_device, eight_devices):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 
-from dapo_jax.model.families import decoder_config
+from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.run.compute import check_rotations
 from dapo_jax.runtime.settings import ConfigError
@@ -27,7 +27,7 @@ QWEN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_76
 
 
 def read(rope: dict, **changes):
-    return decoder_config(BASE | {"rope_scaling": rope} | changes, "folder", "model.folder")
+    return decoder_from_json(BASE | {"rope_scaling": rope} | changes, "folder", "model.folder")
 
 
 def yarn_loop(theta, head_dim, factor, slow, fast, original, truncate=True):

@@ -15,10 +15,10 @@ from dapo_jax.commands.plan.simulated_engine import named_mesh
 from dapo_jax.config.experiment import Mesh, Sampler
 from dapo_jax.model import blockwise_attention, inference, splash_attention
 from dapo_jax.model.caches import KVCache, PageCache
+from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decode_attention import PagedAttention, attend_slots
 from dapo_jax.model.decoder import abstract_params, head_kernel
 from dapo_jax.model.experts import NAMES, Experts, mix
-from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.model.layers import ACTIVATIONS, BIAS
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
@@ -224,15 +224,15 @@ BASE = {
 
 
 def test_a_config_without_a_field_has_the_default_of_transformers():
-    found = decoder_config(BASE | {"rope_theta": None}, "folder", "model.folder")
+    found = decoder_from_json(BASE | {"rope_theta": None}, "folder", "model.folder")
     assert found.window == 128 and found.sliding == (True, False, True) and found.head_dim == 64
     assert found.qkv_bias and found.out_bias and not found.tie_embeddings
     scaling = found.rope_scaling
     assert scaling.kind == "yarn" and scaling.factor == 32 and not scaling.truncate
     assert found.rope_theta == 150_000 and scaling.original_tokens == 4096
     for values in (BASE, BASE | {"rope_parameters": {"rope_type": "default"}}):
-        found = decoder_config(values, "folder", "model.folder")
-        assert decoder_config(config_json(found), "made", "model.folder") == found
+        found = decoder_from_json(values, "folder", "model.folder")
+        assert decoder_from_json(decoder_to_json(found), "made", "model.folder") == found
 
 
 @pytest.mark.parametrize(
@@ -247,4 +247,4 @@ def test_a_config_without_a_field_has_the_default_of_transformers():
 )
 def test_a_gpt_oss_of_another_kind_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        decoder_config(BASE | changes, "folder", "model.folder")
+        decoder_from_json(BASE | changes, "folder", "model.folder")

@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from dapo_jax.model import inference
 from dapo_jax.model.caches import KVCache, PageCache
+from dapo_jax.model.config_json import decoder_from_json, decoder_to_json
 from dapo_jax.model.decode_attention import PagedAttention, SlotContext, attend_slots
 from dapo_jax.model.decoder import (
     Decoder,
@@ -21,7 +22,6 @@ from dapo_jax.model.decoder import (
     layer_paths,
     scaled_embeddings,
 )
-from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.model.rotary import RopeScaling
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
@@ -155,13 +155,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
     ],
 )
 def test_windows_are_those_that_transformers_reads(values, window, sliding):
-    config = decoder_config(BASE | values, "folder", "model.folder")
+    config = decoder_from_json(BASE | values, "folder", "model.folder")
     assert (config.window, config.sliding) == (window, sliding)
     assert [config.of_layer(i).window for i in range(3)] == [
         window if slides else None for slides in sliding or (True,) * 3
     ]
-    written = json.loads(json.dumps(config_json(config)))
-    assert decoder_config(written, "folder", "model.folder") == config
+    written = json.loads(json.dumps(decoder_to_json(config)))
+    assert decoder_from_json(written, "folder", "model.folder") == config
 
 
 def test_older_and_newer_folders_of_gemma_mean_the_same():
@@ -170,8 +170,8 @@ def test_older_and_newer_folders_of_gemma_mean_the_same():
     tables = {FULL: old["rope_scaling"] | {"rope_theta": 5e5}, SLIDING: {"rope_type": "default"}}
     new = BASE | {"model_type": "gemma3_text", "sliding_window": 8, "rope_parameters": tables}
     new["layer_types"] = [SLIDING, FULL, SLIDING]
-    config = decoder_config(old, "old", "model.folder")
-    assert decoder_config(new, "new", "model.folder") == config
+    config = decoder_from_json(old, "old", "model.folder")
+    assert decoder_from_json(new, "new", "model.folder") == config
     assert config.tie_embeddings and config.head_dim == 256 and config.query_scalar == 256
     full, sliding = config.of_layer(1), config.of_layer(0)
     assert (full.rope_theta, full.rope_scaling) == (5e5, RopeScaling(8.0, kind="linear"))
@@ -211,4 +211,4 @@ def test_the_scale_of_embeddings_is_rounded_as_they_are():
 )
 def test_layers_that_no_window_fits_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
-        decoder_config(BASE | values, "folder", "model.folder")
+        decoder_from_json(BASE | values, "folder", "model.folder")
