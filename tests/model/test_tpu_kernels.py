@@ -20,7 +20,7 @@ from tpu_interpreter import interpret, interpreted
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.caches import PageCache
-from dapo_jax.model.decode_attention import _read_by_kernel
+from dapo_jax.model.decode_attention import read_pages_by_kernel
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.grouped_products import matrices_gradient
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
@@ -297,7 +297,7 @@ def test_ragged_kernel_reads_int8_pages_by_a_scale_per_head():
 
     def read(queries, pages, *places):
         cache = PageCache(pages, by_head)
-        return _read_by_kernel(queries.astype(BFLOAT16), cache, *places, None)
+        return read_pages_by_kernel(queries.astype(BFLOAT16), cache, *places, None)
 
     arrays = (slots.queries, whole, slots.tables, slots.lengths)
     found, kernels = interpret(read, *map(jnp.asarray, arrays))
