@@ -210,7 +210,7 @@ def test_what_backward_keeps_does_not_change_the_numbers(name, tiny_params, one_
             return jax.jit(jax.grad(loss))(tiny_params)
 
     expected = gradient("none")
-    for remat in ("dots", "attention", "offload"):
+    for remat in ("full", "dots", "attention", "offload"):
         assert_equal(gradient(remat), expected, 1e-5)
 
 

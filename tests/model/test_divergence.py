@@ -52,13 +52,6 @@ def test_values_and_gradients_are_those_of_the_papers_equation(kind):
     assert (np.asarray(values) > 0).all() and not back[2, 1:3].any()
 
 
-def test_chunks_change_nothing():
-    kind = Divergence(0.5, 5)
-    whole = chunked(kind, 10**6)(HIDDEN, HEAD)
-    for chunk_tokens in (1, 9):
-        assert_same(chunked(kind, chunk_tokens)(HIDDEN, HEAD), whole)
-
-
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 1, 8)], ids=str)
 @pytest.mark.parametrize("top_k", [0, 9])
 def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, top_k):
