@@ -199,7 +199,7 @@ def _windows_json(config: DecoderConfig, windows: Windows) -> dict[str, Any]:
 
 
 def _class_name(config: DecoderConfig, family: Family) -> str:
-    """Return the name of the class with which `transformers` loads the folder."""
+    """Return the name of the folder's class in `transformers`."""
     if config.scalar_head:
         return f"{family.classifier_name or family.class_name}ForSequenceClassification"
     return f"{family.class_name}ForCausalLM"

@@ -32,7 +32,7 @@ PAGES_AT_A_TIME, SLOTS_AT_A_TIME, KERNEL_BYTES = 8, 8, 64 * 1024 * 1024
 
 @struct.dataclass
 class PromptContext:
-    """Positions of a prompt's tokens, and the index from which they are written to the cache."""
+    """Positions of a prompt's tokens, and their first index in the cache."""
 
     positions: Int[Array, "B T"]
     start: Int[Array, ""]
@@ -84,23 +84,23 @@ def attend_prompt(
     return grouped_attention(queries, cache.keys, cache.values, mask, axes, sinks=sinks), cache
 
 
-def at_each(array: Array, where: tuple, new: Array) -> Array:
-    """Set `array[i][where[i]] = new[i]` for every slot i; an index past the end is dropped.
+def at_each(array: Array, index: tuple, new: Array) -> Array:
+    """Set `array[i][index[i]] = new[i]` for every slot i; indices past the end are dropped.
 
     It maps over slots, since a mesh would gather `new` for every replica if slots were indexed.
 
     Args:
-        where: index into one slot's array; its arrays have one entry per slot.
+        index: index into one slot's array; its arrays have one entry per slot.
     """
-    per_slot = [axis for axis, index in enumerate(where) if not isinstance(index, slice)]
+    per_slot = [axis for axis, part in enumerate(index) if not isinstance(part, slice)]
 
     def set_row(row, new, *values):
-        index = list(where)
+        row_index = list(index)
         for axis, value in zip(per_slot, values, strict=True):
-            index[axis] = value
-        return row.at[tuple(index)].set(new, mode="drop")
+            row_index[axis] = value
+        return row.at[tuple(row_index)].set(new, mode="drop")
 
-    return jax.vmap(set_row)(array, new, *(where[axis] for axis in per_slot))
+    return jax.vmap(set_row)(array, new, *(index[axis] for axis in per_slot))
 
 
 # --- slots -----------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks=None
 
 
 def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
-    """Attend by the TPU's ragged kernel, which reads only the pages of a slot.
+    """Attend by the TPU's ragged kernel; it reads only the pages of a slot.
 
     The kernel takes one constant scale for all heads, so the scales per head are applied outside.
     """

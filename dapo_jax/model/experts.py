@@ -193,7 +193,7 @@ def _mix_on_mesh(
 
 
 class Experts(nn.Module):
-    """Router and experts of a layer, which replace its MLP."""
+    """Router and experts of a layer, in place of its MLP."""
 
     config: Any  # DecoderConfig with `experts` matrices of width `mlp`
 

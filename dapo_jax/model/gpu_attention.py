@@ -42,7 +42,7 @@ def rows_attention(
 
 
 def split_of(length: int) -> tuple[int, int] | None:
-    """Return (pieces, block) in which the kernel reads a cache of `length`; None if it can't."""
+    """Return the kernel's (pieces, block) for a cache of `length`; None if it can't read it."""
     pairs = ((pieces, block) for block in BLOCKS for pieces in SPLITS)
     return next((pair for pair in pairs if length % (pair[0] * pair[1]) == 0), None)
 

@@ -142,9 +142,9 @@ def _to_devices(
     return jax.make_array_from_callback(shape, layout, part).block_until_ready()
 
 
-def _set_part(stack: jax.Array, part: jax.Array, *where: int) -> jax.Array:
-    """Write `part` at the leading indices `where` of a stack."""
-    start = (*where, *[0] * (stack.ndim - len(where)))
+def _set_part(stack: jax.Array, part: jax.Array, *index: int) -> jax.Array:
+    """Write `part` at the leading indices of a stack."""
+    start = (*index, *[0] * (stack.ndim - len(index)))
     part = part.reshape((1,) * (stack.ndim - part.ndim) + part.shape)
     return jax.lax.dynamic_update_slice(stack, part, start)
 
@@ -183,8 +183,8 @@ def _load_stack(
 
     for first in range(0, len(parts), count):
         part = _to_devices(part_shape, part_layout, dtype, functools.partial(read, first=first))
-        where = np.unravel_index(first, shape[:axes])
-        stack = set_part(stack, part, *map(int, where)).block_until_ready()
+        index = np.unravel_index(first, shape[:axes])
+        stack = set_part(stack, part, *map(int, index)).block_until_ready()
     return stack
 
 

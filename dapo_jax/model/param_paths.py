@@ -87,7 +87,7 @@ def published_names(path: str, config: DecoderConfig) -> list[str]:
 
 
 def matrix_names(path: str, config: DecoderConfig) -> list[str]:
-    """Return the names of a parameter's matrices from which PEFT derives names of adapters."""
+    """Return the names of a parameter's matrices for PEFT, the prefixes of its adapters' names."""
     return _names(FAMILIES[config.family].adapter_tensors, path, config)
 
 
@@ -117,7 +117,7 @@ def fused_paths(path: str, config: DecoderConfig) -> list[str]:
 
 
 def published_parts(path: str, config: DecoderConfig) -> list[TensorPart]:
-    """Return where a folder holds the parameter's matrices or vectors, first layer first."""
+    """Return the parts of published tensors that hold a parameter, first layer first."""
     names = published_names(path, config)
     if not is_fused(path, config):
         return [TensorPart(name) for name in names]

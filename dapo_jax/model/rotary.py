@@ -117,7 +117,7 @@ def rotate(
 
 
 def query_growth(positions: Int[Array, "B T"], scaling: RopeScaling) -> Float[Array, "B T 1 1"]:
-    """Return the factor of queries, which grows with the logarithm of their position (Llama 4)."""
+    """Return the factor of queries; it grows with the logarithm of their position (Llama 4)."""
     contexts = jnp.floor(positions.astype(jnp.float32) / scaling.original_tokens)
     return (1 + scaling.query_growth * jnp.log1p(contexts))[..., None, None]
 

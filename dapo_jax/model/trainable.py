@@ -74,7 +74,7 @@ def without_adapters(config: DecoderConfig) -> DecoderConfig:
 
 
 def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) -> Any:
-    """Return new adapters, which change nothing yet: A is random, B is zero."""
+    """Return new adapters without effect yet: A is random, B is zero."""
 
     def adapters_of(params: Any) -> Any:
         flat = flatten_dict(params, sep="/")

@@ -226,7 +226,7 @@ class _Devices:
         return [kinds(kind) for kind in self._memories]
 
 
-def test_the_door_refuses_what_rows_or_devices_can_not_do():
+def test_attention_that_rows_or_devices_do_not_support_is_rejected():
     on_tpu = functools.partial(numerics, mesh=_Devices("tpu"))
     assert on_tpu(Compute(), row_tokens=22_528)["attention"] == "splash"
     assert on_tpu(Compute(attention="blocked"), row_tokens=22_500)["attention"] == "blocked"

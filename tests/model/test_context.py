@@ -110,7 +110,7 @@ def test_packed_rows_cut_by_length_train_as_on_one_device(config, sizes, one_dev
     assert_close(found(config, mesh), found(config, one_device), 1e-5)
 
 
-def test_the_door_refuses_rows_that_can_not_be_cut():
+def test_rows_that_the_mesh_can_not_cut_are_rejected():
     mesh = open_mesh(Mesh(context=4), rows_per_microbatch=2)
     refused = r"config.packing.row_tokens = 60: must be a multiple of 8 with mesh.context = 4"
     with pytest.raises(ConfigError, match=refused):

@@ -85,14 +85,14 @@ def test_a_response_ends_at_every_id_that_the_generation_settings_name(tiny_fold
         (99, r"\[99\]: must be from 0 to 31"),
     ],
 )
-def test_an_end_token_that_can_never_come_is_refused(ends, words, tiny_folder, tmp_path):
+def test_an_impossible_end_token_is_rejected(ends, words, tiny_folder, tmp_path):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     with pytest.raises(ConfigError, match=f"config.start = .*eos_token_id = {words}"):
         Tokenizer.from_folder(folder, "start").check_fits(32, "start", folder)
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tiny_folder):
+def test_a_tokenizer_with_more_ids_than_the_model_is_rejected(tiny_folder):
     with pytest.raises(ConfigError, match="has the id 18, but the model has 18 tokens"):
         Tokenizer.from_folder(tiny_folder).check_fits(18, "start", tiny_folder)
 

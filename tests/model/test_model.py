@@ -61,7 +61,7 @@ def test_unrolling_does_not_change_the_numbers(tiny_params):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
 
 
-def test_logprobs_and_entropy_are_those_of_the_softmax(tiny_params):
+def test_logprobs_and_entropy_equal_those_of_the_softmax(tiny_params):
     logprobs, entropy = token_logprobs(
         tiny_params, TINY, TOKENS, SEGMENTS, POSITIONS, temperature=0.7, chunk_tokens=10**6
     )
@@ -108,7 +108,7 @@ def test_every_wrong_tensor_is_named_at_once(tiny_folder, tmp_path, one_device):
     assert f"{name}: shape (63, 32), expected (64, 32)" in message
 
 
-def test_a_folder_that_is_none_says_which_one_there_is(tmp_path):
+def test_a_folder_without_a_model_is_rejected_with_advice(tmp_path):
     with pytest.raises(ConfigError, match="dapo_jax:arithmetic_base"):
         load_huggingface.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
@@ -119,7 +119,7 @@ def test_a_folder_that_is_none_says_which_one_there_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_file_that_is_broken_is_named_with_the_setting(name, tiny_folder, tmp_path):
+def test_a_broken_file_is_named_with_the_setting(name, tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text('{"model_type": "qw')
     with pytest.raises(ConfigError, match=rf"config.start.*{name}.* can't be read: .*column"):
@@ -133,12 +133,12 @@ def test_attention_is_chosen_by_platform_and_length():
     assert choose("auto", "gpu", 2048) == choose("auto", "cuda", 22_528) == "triton"
     assert choose("auto", "tpu", 22_528) == choose("auto", "tpu", 256) == "splash"
     assert choose("auto", "tpu", 160) == "plain"  # the kernel can't, and its scores are small
-    assert choose("auto", "tpu", 22_500) == "splash"  # which the door refuses
+    assert choose("auto", "tpu", 22_500) == "splash"  # which validation rejects
     assert choose("plain", "gpu", 22_528) == "plain"
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
-def test_large_logits_lose_no_digits_and_say_what_the_sampler_says(shift):
+def test_large_logits_keep_their_precision_and_equal_the_samplers(shift):
     """Logits are multiples of 1/64, which float32 holds exactly up to 2^18."""
     rng = np.random.default_rng(0)
     states = jnp.float32(rng.integers(-8, 9, (2, 7, 3)) / 8).at[..., 0].set(1.0)

@@ -69,7 +69,7 @@ def test_names_and_shapes_are_those_of_peft(folder):
     assert (folder / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_the_published_product_is_what_a_merge_adds(folder):
+def test_the_published_product_equals_the_merged_change(folder):
     """alpha / r B A of the file, [out, in], layer by layer."""
     tensors, adapters = (
         load_file(folder / "adapter_model.safetensors"),
@@ -124,7 +124,7 @@ def change_config(folder: pathlib.Path, **changes) -> None:
     ],
     ids=str,
 )
-def test_an_option_that_changes_the_numbers_is_refused_by_name(changes, folder):
+def test_an_option_that_changes_the_numbers_is_rejected_by_name(changes, folder):
     change_config(folder, **changes)
     ((name, value),) = changes.items()
     with pytest.raises(ConfigError, match="lora.folder") as raised:
@@ -132,7 +132,7 @@ def test_an_option_that_changes_the_numbers_is_refused_by_name(changes, folder):
     assert f"adapter_config.json: {name} = {value!r}: " in str(raised.value)
 
 
-def test_what_changes_no_number_is_read(folder):
+def test_options_that_change_no_number_are_accepted(folder):
     change_config(folder, lora_dropout=0.1, task_type=None, peft_version="9", target_modules=".*k")
     change_config(folder, base_model_name_or_path="/home/me/base", use_qalora=False, eva_config={})
     exact = peft_adapters.read_adapters(str(folder), DECODER)
@@ -192,7 +192,7 @@ def test_a_file_that_is_missing_or_torn_is_named(broken, content, folder):
 @pytest.mark.parametrize(
     "lora", [{"rank": 2}, {"alpha": 8.0}, {"targets": "key,out"}, {"targets": "query,key,out,down"}]
 )
-def test_other_settings_are_answered_with_those_of_the_folder(lora, folder):
+def test_wrong_settings_are_rejected_with_those_of_the_folder(lora, folder):
     decoder = choose_trained(TINY, 0.0, dataclasses.replace(LORA, **lora))
     flags = "--config.lora.rank=3 --config.lora.alpha=7.5 --config.lora.targets=down,key,out"
     with pytest.raises(ConfigError, match=flags):

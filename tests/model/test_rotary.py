@@ -63,7 +63,7 @@ def test_queries_grow_by_the_logarithm_of_whole_contexts():
     np.testing.assert_allclose(found, [1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3)])
 
 
-def test_dynamic_rotations_are_refused_beyond_the_context():
+def test_dynamic_rotations_are_rejected_beyond_the_context():
     decoder = dataclasses.replace(TINY, rope_scaling=RopeScaling(2.0, 0, 0, 64, "dynamic"))
     check_rotations(decoder, 64, "model.folder", "folder")
     check_rotations(TINY, 10**6, "model.folder", "folder")

@@ -148,8 +148,10 @@ def test_splash_has_no_race_between_two_cores(monkeypatch, one_device, capfd):
     run = functools.partial(interpret, **TWO_CORES)
     found, races = training_attention("splash", arrays, ids, weights, None, one_device, run)
     assert races == [True] * len(ids) + [False] * 2 * len(ids)  # forward; by queries, and by keys
-    told = re.findall(r"(?:read|write) of \S+ \S+ \S+ \S+\[(.*)\] from", capfd.readouterr().out)
-    assert len(told) == 3 * 2 * len(ids) and set(told) == {"(slice(0, 128, 1), slice(0, 128, 1))"}
+    reported = re.findall(r"(?:read|write) of \S+ \S+ \S+ \S+\[(.*)\] from", capfd.readouterr().out)
+    assert len(reported) == 3 * 2 * len(ids) and set(reported) == {
+        "(slice(0, 128, 1), slice(0, 128, 1))"
+    }
     expected = exact_attention(arrays, ids, weights, None)
     assert max(map(difference, found, expected)) <= 1e-6
 
