@@ -17,7 +17,7 @@ from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
 from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
-from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
+from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
 from dapo_jax.structs import present
 
@@ -128,17 +128,18 @@ def router_records(algorithm: Algorithm, config: DecoderConfig) -> list[str]:
     return [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
 
 
-def router_terms(
-    batch: TrainBatch, records: dict[str, Float[Array, "L R T"]]
-) -> tuple[Array, dict[str, Mean]]:
+def router_terms(batch: TrainBatch, records: RouterRecords) -> tuple[Array, dict[str, Mean]]:
     """Return the load-balance loss of a microbatch and the means of its router records.
 
     A token belongs to the router decisions of the token before it, from which it was sampled. Loads
     are counted per microbatch, and the loss weights apply.
     """
     trained = (batch.loss_weights > 0).astype(jnp.float32)
+    by_layer = {BALANCE: records.balance, REPLACED: records.replaced}
     shifted = {
-        name: jnp.roll(by_layer.mean(axis=0), 1, axis=1) for name, by_layer in records.items()
+        name: jnp.roll(layers.mean(axis=0), 1, axis=1)
+        for name, layers in by_layer.items()
+        if layers is not None
     }
     means = {name: weighted(value, trained) for name, value in shifted.items()}
     return jnp.sum(batch.loss_weights * shifted[BALANCE]), means
@@ -190,7 +191,7 @@ def policy_learner(
         if algorithm.router_replay != "old" or rows.routes is not None:
             return TokenScores(run(params, rows)[1])
         _, logprobs, _, records = run(params, rows, record=[ROUTES])
-        return TokenScores(logprobs, jnp.moveaxis(records[ROUTES], 0, 2))
+        return TokenScores(logprobs, records.routes)
 
     def divergence_from(teacher: DecoderConfig, params, hidden, rows: PackedRows):
         divergence = Divergence(
@@ -211,7 +212,7 @@ def policy_learner(
         if settings.teacher:
             divergence = divergence_from(settings.teacher, params, hidden, rows)
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
-        if records:
+        if recorded:
             balance, router_means = router_terms(batch, records)
             value += algorithm.router_balance_coefficient * balance
             metrics |= router_means

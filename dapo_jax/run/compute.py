@@ -18,7 +18,6 @@ from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
-from dapo_jax.model.context_attention import PIECES
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.gpu_attention import PLATFORMS, ROW_MULTIPLE
 from dapo_jax.rollout.engine import PolicyEngine
@@ -96,7 +95,7 @@ def numerics(
         unit = ROW_MULTIPLE
     if context > 1:
         reasons.append(f"mesh.context = {context}, each with two pieces of a row")
-        unit *= PIECES * context
+        unit *= training_attention.PIECES * context
     require(
         row_tokens is None or row_tokens % unit == 0,
         "packing.row_tokens",

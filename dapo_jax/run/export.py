@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.data.policies import model_path
-from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface, weight_names
+from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
@@ -58,7 +58,7 @@ def check_same_shapes(
         trained: shapes of the run's parameters, by path.
         decoder: of the model in `folder`.
     """
-    shapes = weight_names.param_shapes(decoder).items()
+    shapes = param_paths.param_shapes(decoder).items()
     expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
     wrong = [
         f"{path}: {trained.get(path, 'missing')} in the run, {expected.get(path, 'unknown')} there"
@@ -91,7 +91,7 @@ def policy_layers(
         trained: paths of the parameters that `read` returns whole.
     """
     base = without_adapters(decoder)
-    paths = [path for path in weight_names.param_shapes(base) if path not in trained]
+    paths = [path for path in param_paths.param_shapes(base) if path not in trained]
     for path, layer in load_huggingface.read_layers(source, paths, base):
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:

@@ -134,10 +134,14 @@ def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
     return [(name, axes[column]) for name, axes in RULES.items()]
 
 
+def entry_axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a `PartitionSpec` or of the table, outermost first."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def mesh_axes(logical_name: str, column: int = TRAINING) -> tuple[str, ...]:
     """Return the mesh axes that shard a logical axis, outermost first."""
-    axes = RULES[logical_name][column]
-    return (axes,) if isinstance(axes, str) else axes or ()
+    return entry_axes(RULES[logical_name][column])
 
 
 def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
@@ -234,8 +238,7 @@ def active_pieces(size: int, name: str) -> int:
 
 def active_axes(name: str) -> tuple[str, ...]:
     """Return the mesh axes of a logical axis by the active rules, outermost first."""
-    axes = dict(nn.get_logical_axis_rules()).get(name)
-    return (axes,) if isinstance(axes, str) else axes or ()
+    return entry_axes(dict(nn.get_logical_axis_rules()).get(name))
 
 
 def active_spec(*names: str | None) -> PartitionSpec:

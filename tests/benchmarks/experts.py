@@ -117,7 +117,7 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
         one = jax.tree.map(lambda x, m=m: x[m], rows)
         arrays = {"tokens": one.tokens, "segment_ids": one.segment_ids, "positions": one.positions}
         _, records = seen(params, **arrays, routes=one.routes)
-        each.append(np.asarray(records[REPLACED]).mean(axis=0)[one.response_index >= 0])
+        each.append(np.asarray(records.replaced).mean(axis=0)[one.response_index >= 0])
     return found | {"replaced": float(np.concatenate(each).mean()), "tokens": int(drawn.sum())}
 
 

@@ -17,7 +17,8 @@ import time
 import jax
 import numpy as np
 
-from dapo_jax.model import families, load_huggingface, save_huggingface, weight_names
+from dapo_jax.model import load_huggingface, param_paths, save_huggingface
+from dapo_jax.model.config_json import decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -39,14 +40,14 @@ EXPERTS = dataclasses.replace(
 def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
     """Write a random folder of that shape, with files of at most 1 GB."""
     folder.mkdir(parents=True)
-    draw, shapes = np.random.default_rng(0), weight_names.param_shapes(config)
+    draw, shapes = np.random.default_rng(0), param_paths.param_shapes(config)
     random = functools.partial(draw.standard_normal, dtype=np.float32)
     leaves = (
         (path, save_huggingface.layers_of(path, jax.device_put(random(shape))))
         for path, shape in shapes.items()
     )
     save_huggingface.save_weights(folder, leaves, config, dtype, max_shard_gb=1.0)
-    (folder / "config.json").write_text(json.dumps(families.config_json(config)))
+    (folder / "config.json").write_text(json.dumps(decoder_to_json(config)))
 
 
 def memory(field: str) -> int:

@@ -19,7 +19,6 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
-TIMED = ("time", "seconds", "tokens_per_second")
 SMALL = (
     "total_steps=2 rollout.prompts_per_step=8 rollout.samples_per_prompt=8 sampler.slots=32 "
     "checkpoint.every_steps=2 evaluation.every_steps=2 data.heldout_problems=8 "
@@ -234,7 +233,7 @@ def read_rows(run_dir: pathlib.Path) -> list[dict]:
 
 
 def untimed(row: dict) -> dict:
-    return {name: value for name, value in row.items() if not name.startswith(TIMED)}
+    return {k: v for k, v in row.items() if k != "time" and "second" not in k}
 
 
 def compare(old: pathlib.Path, new: pathlib.Path) -> int:

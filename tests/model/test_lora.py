@@ -131,7 +131,7 @@ def test_frozen_parameters_are_held_in_the_compute_dtype(tiny_folder, tiny_param
         np.testing.assert_array_equal(frozen[path], whole.astype(dtype))
 
 
-def test_decoding_draws_what_the_merged_model_draws(
+def test_decoding_samples_like_the_merged_model(
     tiny_folder, tiny_params, one_device, eight_devices
 ):
     frozen = load_frozen(tiny_folder, DECODER, eight_devices)
@@ -147,7 +147,7 @@ def test_decoding_draws_what_the_merged_model_draws(
 
 def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
     sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
-    assert sampler.held is None  # nothing is compiled at the door
+    assert sampler.held is None  # nothing is compiled when it is built
     engine, moved = sampler._engine, []
     load = engine.programs.load_trained
     monkeypatch.setattr(
@@ -262,7 +262,7 @@ def test_an_export_has_the_adapters_beside_it_or_alone(run, tmp_path):
     assert not list(tmp_path.glob("alone.adapter"))
 
 
-def test_a_run_goes_on_from_adapters_which_its_reference_has_too(run, tmp_path):
+def test_a_run_starts_from_adapters_that_its_reference_has_too(run, tmp_path):
     config, states, _ = run
     export(ExportConfig(run=config.run_dir, out=str(tmp_path / "old"), weights="adapter"))
     lora = dataclasses.replace(LORA, folder=str(tmp_path / "old"))
@@ -310,7 +310,7 @@ def change_shape(folder):
 
 @pytest.mark.parametrize("change", [change_weights, change_shape])
 @pytest.mark.parametrize("command", ["resume", "export", "evaluate"])
-def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
+def test_a_changed_base_is_rejected(command, change, run, tmp_path):
     config, _, _ = run
     folder = pathlib.Path(config.model.folder)
     kept = shutil.copytree(folder, tmp_path / "kept")
@@ -338,7 +338,7 @@ def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
         ({"lora": Lora(2), "model": None}, "model.freeze_layers = 0.5: must be 0 with lora.rank"),
     ],
 )
-def test_settings_without_sense_are_refused(changes, words, tiny_folder, tmp_path, alone):
+def test_invalid_settings_are_rejected(changes, words, tiny_folder, tmp_path, alone):
     if "model" in changes:
         changes = changes | {"model": Model(folder=str(tiny_folder), freeze_layers=0.5)}
     with pytest.raises(ConfigError, match=words):

@@ -265,7 +265,7 @@ def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
-        expected = decode_attention._read_by_kernel(queries, cache, tables, lengths, window)
+        expected = decode_attention.read_pages_by_kernel(queries, cache, tables, lengths, window)
     found = decode_attention._gather_pages(queries, cache, tables, lengths, window)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert told["k_scale"] == told["v_scale"] == (1.0 if int8 else None)

@@ -50,7 +50,7 @@ def of_trainer(params, groups) -> dict[tuple[int, int], np.ndarray]:
         one = jax.tree.map(lambda x, m=microbatch: x[m], rows)
         arrays = one.tokens, one.segment_ids, one.positions
         records = jax.jit(lambda *a: hidden_states(params, MOE, *a, record=[ROUTES])[1])(*arrays)
-        routes = np.moveaxis(np.asarray(records[ROUTES]), 0, 2)
+        routes = np.asarray(records.routes)
         for row, number in np.argwhere(one.positions == 0):
             if not (segment := one.segment_ids[row, number]):
                 continue

@@ -10,7 +10,8 @@ import re
 from typing import Any
 
 from dapo_jax.data.policies import model_path
-from dapo_jax.model import families, load_huggingface
+from dapo_jax.model import load_huggingface
+from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.ownership import is_remote
@@ -110,4 +111,4 @@ def read_shape(model: str, **numerics: Any) -> DecoderConfig:
             f"config.model.folder = {model!r}: must be a folder with a config.json, or one of "
             f"{', '.join(NAMES)}{hint}"
         )
-    return families.decoder_config(values, model, "model.folder", **numerics)
+    return decoder_from_json(values, model, "model.folder", **numerics)
