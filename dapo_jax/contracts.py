@@ -108,6 +108,13 @@ class Sampler(Protocol):
         """Free the memory of caches and decoding weights until the next `begin`."""
         ...
 
+    def resident(self) -> Any:
+        """Return the tree of arrays that `release` does not free, for memory reports.
+
+        It is the decoding copy of frozen parameters; the first call makes it.
+        """
+        ...
+
 
 class VerifierResult(NamedTuple):
     """The decision of a verifier about one response."""

@@ -125,10 +125,6 @@ def mix(
     return jnp.sum(back * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
 def _spread(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T k"],
@@ -158,8 +154,8 @@ def _spread(
         name: sharding.dividing_spec(array.shape, *names[name]) for name, array in matrices.items()
     }
     gate = specs[NAMES[0]]
-    of_experts, of_mlp = _axes(gate[0]), _axes(gate[2])
-    shared = tuple(axis for axis in of_experts if axis in _axes(rows[0]))
+    of_experts, of_mlp = sharding.axes_of(gate[0]), sharding.axes_of(gate[2])
+    shared = tuple(axis for axis in of_experts if axis in sharding.axes_of(rows[0]))
     rest = tuple(axis for axis in of_experts if axis not in shared) + of_mlp
 
     def on_device(x, weights, chosen, matrices):

@@ -130,10 +130,14 @@ def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
     return [(name, axes[column]) for name, axes in RULES.items()]
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a table or of a PartitionSpec, outermost first."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def mesh_axes(logical_name: str, column: int = TRAINING) -> tuple[str, ...]:
     """Mesh axes that cut a dimension of that name, outermost first."""
-    axes = RULES[logical_name][column]
-    return (axes,) if isinstance(axes, str) else axes or ()
+    return axes_of(RULES[logical_name][column])
 
 
 def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
@@ -223,8 +227,7 @@ def active_pieces(size: int, name: str) -> int:
 
 def active_axes(name: str) -> tuple[str, ...]:
     """Mesh axes that cut a dimension of that name by the active table, outermost first."""
-    axes = dict(nn.get_logical_axis_rules()).get(name)
-    return (axes,) if isinstance(axes, str) else axes or ()
+    return axes_of(dict(nn.get_logical_axis_rules()).get(name))
 
 
 def active_spec(*names: str | None) -> PartitionSpec:

@@ -143,17 +143,16 @@ def test_decoding_draws_what_the_merged_model_draws(
 
 def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
     sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
-    assert sampler.held is None  # nothing is compiled at the door
-    engine, moved = sampler._engine, []
-    load = engine.programs.load_trained
+    weights, moved = sampler._engine.programs.weights, []
+    load = weights.load_trained
     monkeypatch.setattr(
-        engine.programs, "load_trained", lambda params: moved.append(params) or load(params)
+        weights, "load_trained", lambda params: moved.append(params) or load(params)
     )
     seen = []
     for seed in (1, 2):
         sample(sampler, fresh_adapters(DECODER, one_device, seed))
         sampler.release()
-        seen.append(dict(sampler.held))
+        seen.append(dict(sampler.resident()))
     assert all(seen[0][path] is array for path, array in seen[1].items())
     assert {path.rpartition("/")[2] for path in seen[0]} >= {"embedding", "kernel"}
     assert all(path[-1].startswith("lora_") for tree in moved for path in flatten_dict(tree))

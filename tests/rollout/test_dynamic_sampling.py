@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 from conftest import make_completion
+from scripted_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Rollout
@@ -21,47 +22,13 @@ from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import (
     Collection,
-    Interrupted,
+    CollectionHooks,
     Starved,
     carries_signal,
     collect,
     next_kept_fraction,
 )
-from dapo_jax.structs import SamplerCounts, Verdict
-
-
-class ScriptedSampler:
-    """Finishes prompt `index` after `bursts(index)` bursts, the first that fit into the slots."""
-
-    def __init__(self, bursts, slots=128):
-        self._bursts, self._running, self._slots = bursts, {}, slots
-        self.submitted: list[int] = []
-        self.counts = SamplerCounts()
-
-    def submit(self, prompt, samples):
-        self.submitted.append(prompt.index)
-        bursts = self._bursts(prompt.index)
-        done = tuple(make_completion([5] * bursts + [1]) for _ in range(samples))
-        self._running[prompt.index] = [bursts, prompt, done]
-
-    @property
-    def idle(self):
-        return not self._running
-
-    @property
-    def room(self):
-        return self._slots - sum(len(done) for *_, done in self._running.values())
-
-    def decode_burst(self, meanwhile):
-        meanwhile()
-        for entry in list(self._running.values())[: self._slots // 2]:
-            entry[0] -= 1
-        finished = [entry[1:] for entry in self._running.values() if entry[0] <= 0]
-        self._running = {k: v for k, v in self._running.items() if v[0] > 0}
-        return [tuple(pair) for pair in finished]
-
-    def abandon(self):
-        self._running.clear()
+from dapo_jax.structs import Interrupted, Verdict
 
 
 class ScriptedPool:
@@ -197,7 +164,7 @@ def test_an_interruption_takes_effect_between_bursts():
     prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
     with pytest.raises(Interrupted):
         sampler, collection = ScriptedSampler(lambda i: 1), Collection(config, 0.5, 0)
-        collect(collection, prompts, sampler, None, interrupted=lambda: True)
+        collect(collection, prompts, sampler, None, CollectionHooks(interrupted=lambda: True))
 
 
 def test_dropped_prompts_are_counted_once_however_often_they_are_passed():

@@ -157,7 +157,7 @@ def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device
         prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(loaded, state)
-        found += engine.harvest(state, [2])
+        found += engine.fetch_responses(state, [2])
     assert len(set(found[0].tokens.tolist())) > 1
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)

@@ -154,12 +154,11 @@ def test_experts_lie_apart_while_sampling_and_none_is_gathered(cache, params, gr
     in every decode step where the program leaves that to it."""
     mesh = make_mesh(1, 1, 2, expert=4)
     places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
-    sampler = open_sampler(mesh, slots=8, cache=cache)
-    found = sample(sampler, jax.device_put(params, places), SOME)
+    engine = make_engine(mesh, slots=8, cache=cache, config=MOE)
+    found = sample(Scheduler(engine, TOKENIZER, seed=5), jax.device_put(params, places), SOME)
     assert {i: [done.tokens.tolist() for done in group] for i, group in found.items()} == {
         i: [done.tokens.tolist() for done in group] for i, group in groups.items()
     }
-    engine = sampler._engine
     weights = engine.load_params(jax.device_put(params, places))
     columns = engine.layout.columns(engine.cache_tokens)
     state = engine.init_decode_state()

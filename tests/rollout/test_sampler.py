@@ -8,20 +8,30 @@ import numpy as np
 import pytest
 import scipy.stats
 from conftest import TINY
-from samplers import END, GREEDY, PROMPTS, forward, greedy_loop, make_sampler, sample
+from samplers import (
+    END,
+    GREEDY,
+    PROMPTS,
+    TOKENIZER,
+    forward,
+    greedy_loop,
+    make_engine,
+    make_sampler,
+    sample,
+)
 
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.requests import pad_prompt
 from dapo_jax.rollout.sampling import (
     SamplingRules,
-    draw,
-    draw_each,
     invert_cdf,
     sample_key,
     sample_keys,
+    sample_tokens,
+    sample_tokens_by_slot,
     truncate,
 )
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule
 
@@ -116,10 +126,9 @@ def test_abandoned_work_is_counted_and_leaves_no_trace(tiny_params, one_device):
 
 def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
     """prefill, insert(prefix, state, slot), generate, with JetStream's signatures alone."""
-    engine = make_sampler(one_device, slots=2, burst=1)._engine
+    engine = make_engine(one_device, slots=2, burst=1)
     params = engine.load_params(tiny_params)
     state = engine.init_decode_state()
-    engine.rule = GREEDY
     prompt = PROMPTS[3]
     padded = pad_prompt(prompt.tokens, engine.max_prefill_length, 0)
     prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(prompt.tokens))
@@ -127,7 +136,7 @@ def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
     del prefix
     drawn = []
     for _ in range(4):
-        state, result = engine.generate(params, state)
+        state, result = engine.generate(params, state, rule=GREEDY)
         data = result.convert_to_numpy().get_result_at_slot(1)
         assert data.valid.all()
         drawn.append(int(data.tokens[0, 0]))
@@ -137,7 +146,7 @@ def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
 
 
 def test_a_prompt_over_the_limit_is_refused(tiny_params, one_device):
-    engine = make_sampler(one_device)._engine
+    engine = make_engine(one_device)
     params = engine.load_params(tiny_params)
     with pytest.raises(ValueError, match="true_length = 9"):
         engine.prefill(params=params, padded_tokens=np.zeros(16, np.int32), true_length=9)
@@ -161,17 +170,17 @@ def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarr
 def first_token(tiny_params, one_device):
     """Logits of the token after a prompt, and a function that draws it n times by a rule."""
     prompt, slots = [5, 9, 14, 3], 2000
-    engine = make_sampler(one_device, slots=slots, burst=1, response=1, width=slots)._engine
+    engine = make_engine(one_device, slots=slots, burst=1, response=1, width=slots)
     params, key = engine.load_params(tiny_params), jax.random.key(7)
     padded = np.array(prompt + [0] * 4)
     prefix = engine.prefill(params=params, padded_tokens=padded, true_length=4, key=key)
 
     def draw_by(rule, count):
-        engine.rule, state, drawn = rule, engine.init_decode_state(), []
+        state, drawn = engine.init_decode_state(), []
         for first in range(0, count, slots):
             samples = np.arange(first, first + slots)
             state = engine.insert(prefix, state, np.arange(slots), sample_index=samples)
-            state, _ = engine.generate(params, state)
+            state, _ = engine.generate(params, state, rule=rule)
             drawn.append((np.asarray(state.tokens)[:, 0], np.asarray(state.logprobs)[:, 0]))
         return map(np.concatenate, zip(*drawn, strict=True))
 
@@ -212,7 +221,7 @@ def test_draws_follow_the_softmax():
     keys = jax.random.split(jax.random.key(1), count)
     rule = SamplingRule(temperature=0.9)
     draw_all = jax.jit(
-        lambda: draw(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
+        lambda: sample_tokens(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
     )
     tokens, logprobs = draw_all()
     expected = np.asarray(jax.nn.softmax(logits[0] / 0.9)) * count
@@ -249,14 +258,14 @@ def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
     keys, positions = jax.random.split(jax.random.key(1), 200), jnp.arange(200)
     own = [rules[slot % len(rules)] for slot in range(200)]
     arrays = SamplingRules(*map(jnp.array, zip(*own, strict=True)))
-    tokens, logprobs = jax.jit(draw_each)(logits, keys, positions, arrays)
+    tokens, logprobs = jax.jit(sample_tokens_by_slot)(logits, keys, positions, arrays)
     for place, rule in enumerate(rules):
-        wanted, recorded = jax.jit(draw, static_argnums=3)(logits, keys, positions, rule)
+        wanted, recorded = jax.jit(sample_tokens, static_argnums=3)(logits, keys, positions, rule)
         mine = slice(place, None, len(rules))
         np.testing.assert_array_equal(tokens[mine], wanted[mine])
         np.testing.assert_allclose(logprobs[mine], recorded[mine], rtol=1e-5)
     free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
-    alone, _ = jax.jit(draw_each)(logits[::5], keys[::5], positions[::5], free)
+    alone, _ = jax.jit(sample_tokens_by_slot)(logits[::5], keys[::5], positions[::5], free)
     np.testing.assert_array_equal(alone, tokens[::5])
 
 
@@ -277,21 +286,13 @@ def test_keys_of_several_prompts_are_those_of_each(seed):
         np.testing.assert_array_equal(jax.random.key_data(alone), expected)
 
 
-def test_hosts_work_while_a_burst_is_decoded_and_where_there_is_none(
-    tiny_params, one_device, monkeypatch
-):
-    sampler, events = make_sampler(one_device), []
-    generate, to_host = sampler._engine.generate, scheduler.to_host
-
-    def note(name, function):
-        return lambda *args, **named: (events.append(name), function(*args, **named))[1]
-
-    sampler._engine.generate = note("launched", generate)
-    monkeypatch.setattr(scheduler, "to_host", note("waited for", to_host))
+def test_host_work_overlaps_a_burst(tiny_params, one_device):
+    """It starts after the burst is launched, and before its results are read."""
+    engine, events = make_engine(one_device), []
+    generate = engine.generate
+    engine.generate = lambda *args, **named: (events.append("launch"), generate(*args, **named))[1]
+    sampler = Scheduler(engine, TOKENIZER, seed=5)
     sampler.begin(tiny_params, purpose=0, step=2, rule=GREEDY)
     sampler.submit(PROMPTS[0], 2)
-    sampler.decode_burst(lambda: events.append("host"))
-    assert events == ["launched", "host", "waited for"]
-    sampler.abandon()
-    sampler.decode_burst(lambda: events.append("alone"))
-    assert events[3:] == ["alone"]
+    sampler.decode_burst(lambda: events.append(sampler.counts.bursts))
+    assert events == ["launch", 0] and sampler.counts.bursts == 1

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
+from dapo_jax.rollout.decode_step import Starts
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
 from dapo_jax.run.compute import (
@@ -33,6 +34,7 @@ from dapo_jax.run.compute import (
 )
 from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
+from dapo_jax.structs import SamplingRule
 
 TRAINING = (
     "update",
@@ -211,7 +213,8 @@ def _placed(shapes: Any, places: Any) -> Any:
 
 def _empty_state(layout: Layout) -> Any:
     """Shapes and places of a decode state, its caches as long as they get."""
-    engine, programs = layout.engine, layout.engine.programs
+    engine = layout.engine
+    programs = cast(EnginePrograms, engine.programs)
     window = engine.layout.window(engine.cache_tokens)
     empty = jax.eval_shape(functools.partial(programs.empty, window=window))
     return _placed(empty, programs.state_shardings)
@@ -226,15 +229,15 @@ def cache_elements(layout: Layout) -> int:
 def sampling_programs(layout: Layout) -> Iterator[Program]:
     """Programs of the engine, beside which the trainer's state waits."""
     engine, trained = layout.engine, layout.learner.abstract_state.params
-    compiled: EnginePrograms = engine.programs
-    held = compiled.load_frozen.abstract(layout.frozen) if layout.frozen else {}
-    weights = held | compiled.load_trained.abstract(trained)
+    compiled = cast(EnginePrograms, engine.programs)
+    held = compiled.weights.load_frozen.abstract(layout.frozen) if layout.frozen else {}
+    weights = held | compiled.weights.load_trained.abstract(trained)
     params = decoders.for_decoding(weights, engine.config)
     together = layout.sampling_mesh is layout.mesh
     alive = _resident(layout) if together else {}
     yield Program(
         "load",
-        lambda: compiled.load_trained.lower(trained),
+        lambda: compiled.weights.load_trained.lower(trained),
         _resident(layout) | ({"decoding weights": params} if together else {}),
     )
     alive = alive | {"decoding weights": params}
@@ -250,13 +253,14 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
     prefix = prefix.replace(caches=_placed(prefix.caches, places))
     alive = alive | {"cache": state, "prompts": prefix}
     yield Program("prefill", lambda: compiled.prefill.lower(*prefill), alive)
-    ints = jax.ShapeDtypeStruct((engine.most_inserted,), jnp.int32)
-    pages, width = engine.pages, engine.most_inserted
+    pages, width = engine.pages, engine.max_insert_width
+    ints = jax.ShapeDtypeStruct((width,), jnp.int32)
     fills = pages.fills([], [], width=width, **prompts) if pages else None
-    insert = prefix, state, ints, ints, ints, fills
+    insert = prefix, state, Starts(ints, ints, ints, fills)
     yield Program("insert", lambda: compiled.insert.lower(*insert), alive)
-    rule, columns = engine.rule, engine.layout.columns(engine.cache_tokens)
-    generate = functools.partial(compiled.generate.lower, rule=rule, columns=columns)
+    columns = engine.layout.columns(engine.cache_tokens)
+    options = {"rule": SamplingRule(), "columns": columns}
+    generate = functools.partial(compiled.generate.lower, **options)
     yield Program("decode", lambda: generate(params, state), alive)
 
 
