@@ -211,9 +211,8 @@ class PolicyEngine(Engine):
             return state
         return state.replace(caches=with_scales(state.caches, self._page_scales))
 
-    def get_prefix_destination_sharding(self) -> Any:
-        """Return None: prefill and decoding share the mesh."""
-        return None
+    def get_prefix_destination_sharding(self) -> None:
+        return None  # prefill and decoding share the mesh
 
     def get_tokenizer(self) -> TokenizerParameters:
         """Return an empty description: the tokenizer comes from the model folder."""
@@ -248,22 +247,18 @@ class PolicyEngine(Engine):
 
     @property
     def config(self) -> DecoderConfig:
-        """Shape and numerics of the policy."""
         return self.shape.config
 
     @property
     def pages(self) -> PageTable | None:
-        """Page table of the caches; None if they have no pages."""
         return self.layout.pages
 
     @property
     def cache_tokens(self) -> int:
-        """Maximum tokens of a slot."""
         return self.shape.cache_tokens
 
     @property
     def max_response_tokens(self) -> int:
-        """Maximum tokens of a response, observations included."""
         return self.shape.settings.max_response_tokens
 
     @property

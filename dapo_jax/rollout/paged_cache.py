@@ -58,17 +58,19 @@ class PagedLayout:
         self._rings = SlotLayout(config, mesh, settings, cache_tokens, dtype)
         self._paged = [reach is None or reach >= cache_tokens for reach in config.reaches]
 
+    # Pages do not grow: a slot always has the maximum length.
+
     def window(self, needed: int) -> int:
-        """Return the length of a slot, always the maximum: pages do not grow."""
         return self._limit
 
     def fits(self, caches: Caches, needed: int) -> bool:
-        """Return True: pages do not grow."""
         return True
 
     def longest(self, caches: Caches) -> int:
-        """Return the tokens of a slot."""
         return self._limit
+
+    def grow(self, caches: Caches, window: int) -> Caches:
+        return caches
 
     def columns(self, needed: int) -> int:
         """Return the page table columns that attention reads for `needed` tokens of a slot."""
@@ -100,10 +102,6 @@ class PagedLayout:
         scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
         pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
         return self._by_layer(pages, self._rings.shardings())
-
-    def grow(self, caches: Caches, window: int) -> Caches:
-        """Return the caches unchanged: pages do not grow."""
-        return caches
 
     def write_prompts(
         self, cache: Any, new: PromptCache, slots, rows, lengths, fills: Fills

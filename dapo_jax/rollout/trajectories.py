@@ -112,7 +112,6 @@ class Trajectories:
         return [(waiting.group, waiting.completion) for waiting in self._awaiting]
 
     def clear(self) -> None:
-        """Forget all trajectories."""
         self._awaiting.clear()
 
     def request(

@@ -5,22 +5,19 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, make_prompt
+import samplers
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule, with_texts
 
-TOKENIZER = arithmetic_tokenizer()
-PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for i in range(8)]
+PROMPTS = samplers.PROMPTS[:8]
 PAGED = {"cache": "paged", "page_tokens": 4, "pages": 150, "prefill_chunk_tokens": 4}
 SLOW = pytest.mark.slow
 
@@ -28,17 +25,8 @@ SLOW = pytest.mark.slow
 
 
 def make_sampler(mesh, **settings) -> Scheduler:
-    engine = PolicyEngine(
-        TINY,
-        mesh,
-        Sampler(
-            slots=24, burst_tokens=4, max_response_tokens=24, first_window_tokens=32, **settings
-        ),
-        max_prompt_tokens=8,
-        tokenizer=TOKENIZER,
-        insert_width=3,
-    )
-    return Scheduler(engine, TOKENIZER, seed=5)
+    sizes = {"slots": 24, "burst": 4, "response": 24, "width": 3, "first_window_tokens": 32}
+    return samplers.make_sampler(mesh, **sizes, **settings)
 
 
 def draw(sampler, params, stops=()):

@@ -9,13 +9,10 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
-from samplers import TOKENIZER
+from samplers import make_engine
 
 from dapo_jax.commands.plan.compile_programs import contents
 from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size, instructions
-from dapo_jax.config.experiment import Sampler
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.structs import SamplingRule
 
@@ -26,20 +23,8 @@ PASSES_ON = ("parameter", "get-tuple-element", "bitcast", *WRITES)
 
 def compiled_burst(mesh, params, **settings):
     """`generate` at a window that makes a cache far larger than anything else."""
-    engine = PolicyEngine(
-        TINY,
-        mesh,
-        Sampler(
-            slots=8,
-            burst_tokens=4,
-            max_response_tokens=WINDOW - 16,
-            first_window_tokens=WINDOW,
-            **settings,
-        ),
-        max_prompt_tokens=16,
-        tokenizer=TOKENIZER,
-        insert_width=4,
-    )
+    sizes = {"slots": 8, "burst": 4, "response": WINDOW - 16, "prompt": 16, "width": 4}
+    engine = make_engine(mesh, **sizes, first_window_tokens=WINDOW, **settings)
     state, columns = engine.init_decode_state(), engine.layout.columns(WINDOW)
     loaded = engine.load_params(params)
     lowered = engine.programs.generate.lower(loaded, state, rule=SamplingRule(), columns=columns)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import samplers
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
-from samplers import TOKENIZER, place
+from samplers import place
 from served import make_serve_config
 from small_runs import make_quick_config, read_rows
 
@@ -27,7 +28,6 @@ from dapo_jax.model.layers import Adapters, Projection
 from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.run.run import train
 from dapo_jax.runtime import sharding
@@ -56,20 +56,10 @@ def make_engine(config, mesh, params, **settings):
     """The engine, and what it loads of the parameters, frozen ones apart."""
     flat = flatten_dict(params, sep="/")
     frozen = {path: leaf for path, leaf in flat.items() if not is_trained(path, config)}
-    engine = PolicyEngine(
-        config,
-        mesh,
-        Sampler(
-            slots=4,
-            burst_tokens=12,
-            max_response_tokens=12,
-            first_window_tokens=20,
-            **{"weights_dtype": "int8", "page_tokens": 4} | settings,
-        ),
-        max_prompt_tokens=8,
-        tokenizer=TOKENIZER,
-        frozen=unflatten_dict(frozen, sep="/"),
-    )
+    sizes = {"burst": 12, "response": 12, "width": 1, "first_window_tokens": 20, "page_tokens": 4}
+    frozen_tree = unflatten_dict(frozen, sep="/")
+    settings = sizes | {"weights_dtype": "int8"} | settings
+    engine = samplers.make_engine(mesh, config=config, frozen=frozen_tree, **settings)
     trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
     return engine, engine.load_params(unflatten_dict(trained, sep="/"))
 

@@ -1,5 +1,6 @@
 """rollout.lag: the next step's groups are collected while this one is learned."""
 
+import dataclasses
 import itertools
 import types
 
@@ -13,6 +14,7 @@ from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Evaluation, Log, Mesh, Rollout
 from dapo_jax.rollout import source
 from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.rollout.source import Behaviour
 from dapo_jax.run import step_record
 from dapo_jax.run.compute import open_meshes
 from dapo_jax.run.run import train
@@ -73,7 +75,7 @@ def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tm
         state = run.state.source
         params = run.components.learners.policy.copy(state.behaviour)
         ahead = state.ahead.groups
-        now = run.trainer.source.draw(state, params, 1, policy_step=0).groups
+        now = run.trainer.source.sample(state, Behaviour(params, 0), 1).groups
     tokens = [
         [c.tokens.tolist() for group in groups for c in group.completions]
         for groups in (ahead, now)
@@ -103,7 +105,8 @@ READ = ["add_up", "add_up"]  # means of the policy and of no critic
 
 
 def interrupt(run, interrupted) -> None:
-    run.trainer.source._interrupted = interrupted
+    changed = dataclasses.replace(run.trainer.source, interrupted=interrupted)
+    run.trainer = dataclasses.replace(run.trainer, source=changed)
 
 
 def test_an_update_is_not_waited_for_before_the_next_rollouts_are_made(base, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from samplers import PROMPTS, TOKENIZER, make_engine, sample
+from samplers import PROMPTS, TOKENIZER, make_engine, make_sampler, sample, tokens_of
 
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model.decoder import init_params
@@ -32,7 +32,7 @@ def params():
 
 
 def open_sampler(mesh, **settings) -> Scheduler:
-    return Scheduler(make_engine(mesh, config=MOE, **settings), TOKENIZER, seed=5)
+    return make_sampler(mesh, config=MOE, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_a_response_that_goes_on_keeps_the_routes_of_its_first_tokens(params, gr
 
 def test_nothing_is_recorded_unless_asked(params, one_device):
     silent = dataclasses.replace(MOE, records_routes=False)
-    sampler = Scheduler(make_engine(one_device, config=silent), TOKENIZER, seed=5)
+    sampler = make_sampler(one_device, config=silent)
     (done,) = sample(sampler, params, SOME[:1], 1)[0]
     assert done.routes is None
     rows, _ = pack([Segment(SOME[0], done, 0)], 64, 4)
@@ -156,9 +156,7 @@ def test_experts_lie_apart_while_sampling_and_none_is_gathered(cache, params, gr
     places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
     engine = make_engine(mesh, slots=8, cache=cache, config=MOE)
     found = sample(Scheduler(engine, TOKENIZER, seed=5), jax.device_put(params, places), SOME)
-    assert {i: [done.tokens.tolist() for done in group] for i, group in found.items()} == {
-        i: [done.tokens.tolist() for done in group] for i, group in groups.items()
-    }
+    assert tokens_of(found) == tokens_of(groups)
     weights = engine.load_params(jax.device_put(params, places))
     columns = engine.layout.columns(engine.cache_tokens)
     state = engine.init_decode_state()

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from samplers import GREEDY, PROMPTS, TOKENIZER, greedy_loop, make_engine, place, sample
+from samplers import (
+    GREEDY,
+    PROMPTS,
+    greedy_loop,
+    make_engine,
+    make_sampler,
+    place,
+    sample,
+    tokens_of,
+)
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PageCache
@@ -31,11 +40,7 @@ def params_of(config):
 
 
 def open_sampler(mesh, config, **settings) -> Scheduler:
-    return Scheduler(make_engine(mesh, config=config, **settings), TOKENIZER, seed=5)
-
-
-def tokens_of(groups):
-    return {i: [done.tokens.tolist() for done in group] for i, group in groups.items()}
+    return make_sampler(mesh, config=config, **settings)
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])

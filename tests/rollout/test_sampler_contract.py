@@ -54,12 +54,12 @@ SAMPLERS = {
 def open_sampler(request, one_device):
     made = {}  # each once: its programs are compiled once
 
-    def open_one(slots=4):
+    def open_cached(slots=4):
         if slots not in made:
             made[slots] = SAMPLERS[request.param](one_device, slots)
         return made[slots]
 
-    return open_one
+    return open_cached
 
 
 @pytest.fixture
