@@ -131,6 +131,7 @@ def carry(
 # --- checkpoint format: tokens and log-probs as arrays, the rest as JSON --------------------------
 
 IN_ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32}
+GROUP_ARRAYS = {"rewards": np.float64, "raw_rewards": np.float64, "correct": bool}
 ROUTES = "routes"  # of all responses that have routes, flat
 NOT_IN_RECORD = (*IN_ARRAYS, ROUTES, "text")  # the text is decoded from the tokens
 
@@ -157,22 +158,20 @@ def pack_partial(
 
 
 def _record(partial: PartialGroup) -> dict[str, Any]:
-    scored = None
-    if (group := partial.judged) is not None:
-        scored = {
-            "verdicts": [dataclasses.asdict(verdict) for verdict in group.verdicts],
-            "reward_parts": {name: part.tolist() for name, part in group.reward_parts.items()},
-            "rewards": group.rewards.tolist(),
-            "raw_rewards": group.raw_rewards.tolist(),
-            "correct": group.correct.tolist(),
-        }
     return {
         "index": partial.prompt.index,
         "step": partial.step,
         "finished": len(partial.finished),
         "responses": [_response_record(response) for response in _responses(partial)],
-        "judged": scored,
+        "judged": _scored_record(partial.judged) if partial.judged else None,
     }
+
+
+def _scored_record(group: Group) -> dict[str, Any]:
+    return {
+        "verdicts": [dataclasses.asdict(verdict) for verdict in group.verdicts],
+        "reward_parts": {name: part.tolist() for name, part in group.reward_parts.items()},
+    } | {name: getattr(group, name).tolist() for name in GROUP_ARRAYS}
 
 
 def _response_record(response: Completion) -> dict[str, Any]:
@@ -224,9 +223,7 @@ def unpack_partial(
 
 
 def _unpack_responses(
-    arrays: dict[str, np.ndarray],
-    records: list[dict[str, Any]],
-    decode: Callable[[list[int]], str],
+    arrays: dict[str, np.ndarray], records: list[dict[str, Any]], decode: Callable[[list[int]], str]
 ) -> Iterator[Completion]:
     start = first_route = 0
     for record in records:
@@ -249,12 +246,7 @@ def _unpack_responses(
 def _scored_group(
     prompt: Prompt, completions: tuple[Completion, ...], record: dict[str, Any]
 ) -> Group:
-    numbers = {name: np.array(record[name], np.float64) for name in ("rewards", "raw_rewards")}
-    return Group(
-        prompt,
-        completions,
-        verdicts=tuple(Verdict(**fields) for fields in record["verdicts"]),
-        reward_parts={k: np.array(v, np.float64) for k, v in record["reward_parts"].items()},
-        correct=np.array(record["correct"], bool),
-        **numbers,
-    )
+    verdicts = tuple(Verdict(**fields) for fields in record["verdicts"])
+    parts = {name: np.array(part, np.float64) for name, part in record["reward_parts"].items()}
+    arrays = {name: np.array(record[name], dtype) for name, dtype in GROUP_ARRAYS.items()}
+    return Group(prompt, completions, verdicts, parts, **arrays)

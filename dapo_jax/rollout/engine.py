@@ -117,11 +117,7 @@ class PolicyEngine(Engine):
     ) -> Prefix:
         """Compute keys and values of one prompt that is padded on the right.
 
-        Args:
-            key: random key of the prompt; default: made of the seed and the order of arrival.
-
-        Raises:
-            ValueError: `true_length` is 0 or too large.
+        Without `key`, the prompt's random key is made of the seed and the order of arrival.
         """
         if existing_prefix is not None:
             raise ValueError("prefill: existing_prefix is not supported")
@@ -145,10 +141,9 @@ class PolicyEngine(Engine):
         sample_index: int | np.ndarray = 0,
         row: int | np.ndarray = 0,
     ) -> DecodeState:
-        """Start a response in `slot`, or one in each of up to `max_insert_width` slots.
+        """Start a response to prompt `row` of `prefix` in `slot`.
 
-        Args:
-            row: prompt of `prefix`, for each slot.
+        All three may be arrays of up to `max_insert_width` entries.
         """
         prompts, time = prefix.caches[0].keys.shape[:2]
         decode_state = self._fit(decode_state, time)
@@ -215,11 +210,9 @@ class PolicyEngine(Engine):
         return None  # prefill and decoding share the mesh
 
     def get_tokenizer(self) -> TokenizerParameters:
-        """Return an empty description: the tokenizer comes from the model folder."""
-        return TokenizerParameters()
+        return TokenizerParameters()  # empty: the tokenizer comes from the model folder
 
     def build_tokenizer(self, metadata: TokenizerParameters) -> JetStreamTokenizer:
-        """Return the tokenizer of the model folder; `metadata` is ignored."""
         assert isinstance(self._tokenizer, Tokenizer)  # a served policy has text
         return JetStreamTokenizer(self._tokenizer)
 
@@ -336,7 +329,7 @@ class PolicyEngine(Engine):
     def feed(
         self, state: DecodeState, slots: Sequence[int], responses: Sequence[np.ndarray]
     ) -> DecodeState:
-        """Return a state in which slots are fed the tokens that their caches lack.
+        """Feed slots the tokens that their caches lack; they resume sampling after them.
 
         Args:
             responses: whole responses, [n] tokens each; the first ones are in the cache.
@@ -352,7 +345,7 @@ class PolicyEngine(Engine):
         return self.programs.feed(state, places, tokens, known)
 
     def stop(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """Return a state in which these slots sample no more."""
+        """Deactivate slots."""
         if not slots:
             return state
         padded = np.full(self.max_concurrent_decodes, self.max_concurrent_decodes, np.int32)

@@ -16,7 +16,7 @@ from dapo_jax.model.caches import DecodeState
 
 @contextlib.contextmanager
 def _without_seqio() -> Iterator[None]:
-    """Replace seqio while JetStream is imported: it imports TensorFlow, which takes 5 s.
+    """Replace seqio while JetStream is imported: its TensorFlow takes 5 s to import.
 
     JetStream names two of its classes, for SentencePiece tokenizers, which are not used here.
     """

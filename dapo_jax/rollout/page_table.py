@@ -103,18 +103,13 @@ class PageTable:
         return slot // self.geometry.slots_per_replica
 
     def claim(self, slot: int, tokens: int, prompt: Hashable, *, beside: bool = True) -> bool:
-        """Allocate the first pages of a response that starts in a slot.
+        """Allocate the first pages of a response that starts in a slot; False if too few are free.
 
         Args:
             tokens: of its prompt; the last one is not cached before the first decode step.
             prompt: responses that name the same prompt share its full pages.
-            beside: leave a free page for every response that grows on the replica.
-
-        Returns:
-            False, and nothing is allocated, if too few pages are free.
-
-        Raises:
-            ValueError: too few pages are free and `beside` is False.
+            beside: leave a free page for every growing response of the replica; without it, a
+                lack of pages raises ValueError.
         """
         self.release(slot)
         replica = self.replica(slot)
@@ -183,8 +178,7 @@ class PageTable:
             slots: the oldest first. The oldest of a replica always gets its pages.
             held: slots that do not sample, the oldest first; they lose their pages first.
 
-        Returns:
-            the slots that lost their pages, in that order.
+        Returns the slots that lost their pages, in that order.
         """
         waiting = list(slots)
         held = list(held)

@@ -84,7 +84,7 @@ class PendingResponses:
         return len(self.group.prompt.tokens) + self.prefilled_response_tokens
 
     def token_limit(self, sampled_limit: int) -> int:
-        """Return the length, observations included, at which `sampled_limit` tokens are sampled."""
+        """Return the response length, observations included, for `sampled_limit` sampled tokens."""
         observed = self.known_tokens - len(self.resumed) if self.resumed else 0
         return observed + sampled_limit
 

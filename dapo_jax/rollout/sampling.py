@@ -55,7 +55,7 @@ def _most_likely(probabilities: Array, top_p: Any, top_k: Any) -> Array:
 
 
 def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
-    """Return the first index at which the running sum of `mass` exceeds `uniform` of the total.
+    """Return the first index with a running sum of `mass` above `uniform` times the total.
 
     Two levels (sums of blocks, then one block) keep both sums short: float32 keeps its precision at
     a vocabulary of 150,000, and a sample costs one uniform number instead of V of them. An index

@@ -102,7 +102,7 @@ class Behaviour(NamedTuple):
 
 
 class OnPolicy:
-    """Schedule in which the current policy samples each step."""
+    """Schedule of sampling each step with the current policy."""
 
     runs_ahead = False
 
@@ -116,7 +116,7 @@ class OnPolicy:
 
 
 class OneStepBehind:
-    """Schedule in which the policy of one step ago samples, while the current one is updated.
+    """Schedule of sampling with the policy of one step ago, during the update.
 
     Args:
         copy: copies parameters, since an update consumes them.

@@ -69,7 +69,7 @@ class NextTurn(NamedTuple):
 
 
 class Trajectories:
-    """Trajectories that wait for their environments, in the order in which their turns ended.
+    """Trajectories that wait for their environments, ordered by the end of their turns.
 
     Args:
         environments: None if every response is one turn.
@@ -115,11 +115,7 @@ class Trajectories:
         self._awaiting.clear()
 
     def request(
-        self,
-        group: PendingGroup,
-        completion: Completion,
-        burst: int,
-        held: HeldSlot | None = None,
+        self, group: PendingGroup, completion: Completion, burst: int, held: HeldSlot | None = None
     ) -> bool:
         """Request the reply to a turn; return False if the response ends here."""
         if self._environments is None or completion.truncated:

@@ -74,9 +74,7 @@ def unpaged(tiny_params, one_device):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [SamplingRule(), pytest.param(GREEDY, marks=pytest.mark.slow)],
-    ids=["drawn", "greedy"],
+    "rule", [SamplingRule(), pytest.param(GREEDY, marks=pytest.mark.slow)], ids=["drawn", "greedy"]
 )
 def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
     sampler = paged(one_device)
