@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.contracts import Sampler
@@ -94,48 +94,6 @@ class NoJournal:
         pass
 
 
-class Behaviour(NamedTuple):
-    """Parameters that sample a step, and the number of steps that they were trained for."""
-
-    params: Any
-    step: int
-
-
-class OnPolicy:
-    """Schedule of sampling each step with the current policy."""
-
-    runs_ahead = False
-
-    def behaviour(self, state: SourceState, params: Any, step: int) -> Behaviour:
-        """Return the policy that samples `step`."""
-        return Behaviour(params, step)
-
-    def keep(self, params: Any) -> Any:
-        """Return the parameters that the next step needs besides the current ones."""
-        return None
-
-
-class OneStepBehind:
-    """Schedule of sampling with the policy of one step ago, during the update.
-
-    Args:
-        copy: copies parameters, since an update consumes them.
-    """
-
-    runs_ahead = True
-
-    def __init__(self, copy: Callable[[Any], Any]):
-        self._copy = copy
-
-    def behaviour(self, state: SourceState, params: Any, step: int) -> Behaviour:
-        if state.behaviour is None:  # the policy has not been updated yet
-            return Behaviour(params, step)
-        return Behaviour(state.behaviour, step - 1)
-
-    def keep(self, params: Any) -> Any:
-        return self._copy(params)
-
-
 @contextlib.contextmanager
 def _show_nothing(step: int, sampler: Sampler) -> Iterator[OnBurst]:
     yield lambda collection: None
@@ -146,7 +104,8 @@ class RolloutSource:
     """Source of the rollouts of each step.
 
     Attributes:
-        schedule: decides which policy samples, and when.
+        copy_behaviour: copies the parameters that sample the next step while the policy is updated
+            (`rollout.lag`), since an update consumes them; None: the current policy samples.
         journal: stores the groups of a step in progress.
         interrupted: called between two bursts; True ends a step without a batch.
         show: context of a step's collection (from 1) that yields a callback for every burst.
@@ -156,7 +115,7 @@ class RolloutSource:
     prompts: PromptStream
     sampler: Sampler
     judge: Judge
-    schedule: OnPolicy | OneStepBehind
+    copy_behaviour: Callable[[Any], Any] | None = None
     journal: Journal = NoJournal()
     interrupted: Callable[[], bool] = lambda: False
     show: Callable[[int, Sampler], contextlib.AbstractContextManager[OnBurst]] = _show_nothing
@@ -172,10 +131,12 @@ class RolloutSource:
             Starved, Interrupted: as `dynamic_sampling.collect`; `state` repeats the step.
         """
         rollout = state.ahead
-        if rollout is None:
-            rollout = self.sample(state, self.schedule.behaviour(state, params, step), step)
+        if rollout is None and state.behaviour is None:
+            rollout = self.sample(state, params, step, policy_step=step)
+        elif rollout is None:
+            rollout = self.sample(state, state.behaviour, step, policy_step=step - 1)
         batch = rollout.batch
-        behaviour = self.schedule.keep(params)
+        behaviour = self.copy_behaviour(params) if self.copy_behaviour else None
         following = SourceState(
             batch.next_position, batch.kept_fraction, batch.carried, behaviour=behaviour
         )
@@ -184,24 +145,24 @@ class RolloutSource:
     @timed("ahead")
     def prefetch(self, state: SourceState, step: int) -> SourceState:
         """Return the state with the rollouts of step + 1, if they are sampled during the update."""
-        if not self.schedule.runs_ahead or step + 1 == self.config.total_steps:
+        if self.copy_behaviour is None or step + 1 == self.config.total_steps:
             return state
         try:
-            ahead = self.sample(state, Behaviour(state.behaviour, step), step + 1)
+            ahead = self.sample(state, state.behaviour, step + 1, policy_step=step)
         except (Interrupted, Starved):  # raised again when the next step samples them
             return state
         return dataclasses.replace(state, ahead=ahead)
 
-    def sample(self, state: SourceState, behaviour: Behaviour, step: int) -> Rollout:
-        """Return the rollouts of `step`, sampled by the given policy."""
+    def sample(self, state: SourceState, params: Any, step: int, policy_step: int) -> Rollout:
+        """Return the rollouts of `step`, sampled by a policy trained for `policy_step` steps."""
         start = time.perf_counter()
         sampler, settings = self.sampler, self.config.sampler
         sampler.begin(
-            behaviour.params,
+            params,
             purpose=SAMPLE_FOR_TRAINING,
             step=step,
             rule=SamplingRule(settings.temperature, settings.top_p, settings.top_k),
-            policy_step=behaviour.step,
+            policy_step=policy_step,
         )
         collection = open_collection(
             self.config, state.kept_fraction, step, state.partial, state.position
@@ -224,5 +185,5 @@ def open_source(
     **options: Any,
 ) -> RolloutSource:
     """Return the source for `config.rollout`; `options` are the other fields of `RolloutSource`."""
-    schedule = OneStepBehind(copy) if config.rollout.lag else OnPolicy()
-    return RolloutSource(config, prompts, sampler, judge, schedule, **options)
+    options["copy_behaviour"] = copy if config.rollout.lag else None
+    return RolloutSource(config, prompts, sampler, judge, **options)

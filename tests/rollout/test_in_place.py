@@ -1,4 +1,4 @@
-"""What compiled decoding does with its caches: written where they are; nothing waits for a replica.
+"""Compiled decoding updates its caches in place and does not synchronise replicas.
 
 The slow test asks the TPU's compiler, which needs libtpu (pip install "jax[tpu]"), but no TPU.
 """
@@ -48,7 +48,7 @@ def made_anew(text: str, elements: int) -> list[str]:
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-def test_a_token_is_written_into_the_slots_where_they_are(tiny_params, one_device, cache_dtype):
+def test_slots_are_updated_in_place(tiny_params, one_device, cache_dtype):
     compiled, cache = compiled_burst(
         one_device, tiny_params, cache="slots", cache_dtype=cache_dtype
     )
@@ -60,7 +60,7 @@ def test_a_token_is_written_into_the_slots_where_they_are(tiny_params, one_devic
         assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
-def test_a_token_is_written_into_the_pages_where_they_are(tiny_params, one_device):
+def test_pages_are_updated_in_place(tiny_params, one_device):
     # Many more pages than the slots' tables name, or what attention reads would have their size.
     compiled, cache = compiled_burst(
         one_device, tiny_params, cache="paged", page_tokens=8, pages=2000
@@ -69,7 +69,7 @@ def test_a_token_is_written_into_the_pages_where_they_are(tiny_params, one_devic
 
 
 @pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_no_token_waits_for_another_replica(tiny_params, cache):
+def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
     for shape, largest in (((4, 2, 1), 0), ((2, 2, 2), 2)):
         mesh = make_mesh(*shape, devices=jax.devices())
         compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)

@@ -87,7 +87,7 @@ def last_logits(loaded, config):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_near_their_own_and_logits_are_those_of_the_rounded(kind, one_device):
+def test_int8_weights_are_close_and_give_the_logits_of_rounded_weights(kind, one_device):
     config, params = KINDS[kind], random_params(KINDS[kind])
     before = jax.tree.map(np.array, params)
     _, loaded = make_engine(config, one_device, params)
@@ -115,7 +115,7 @@ def test_weights_are_near_their_own_and_logits_are_those_of_the_rounded(kind, on
     assert 1e-4 < error < 0.05
 
 
-def test_however_devices_and_layers_are_loaded_the_weights_are_the_same(one_device):
+def test_weights_do_not_depend_on_devices_or_layers_per_call(one_device):
     config, params = FROZEN, random_params(FROZEN)
     _, expected = make_engine(config, one_device, params)
     mesh = make_mesh(1, 2, 1, jax.devices()[:4], decode_tensor=2)
@@ -135,7 +135,7 @@ def test_however_devices_and_layers_are_loaded_the_weights_are_the_same(one_devi
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int8_products"])
-def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device):
+def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_device):
     params, found = random_params(UNTIED), []
     prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
     for mesh, cache in (
@@ -154,7 +154,7 @@ def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_products_of_int8_are_those_of_the_rounded_factors(pieces):
+def test_int8_products_equal_products_of_rounded_factors(pieces):
     rng = np.random.default_rng(0)
     rows, weights = (
         rng.normal(size=(5, 300)) * [[1], [9], [1e-3], [0], [40]],
@@ -173,7 +173,7 @@ def test_products_of_int8_are_those_of_the_rounded_factors(pieces):
     np.testing.assert_array_equal(found[1:2], product(jnp.asarray(rows[1:2], jnp.float32)))
 
 
-def test_devices_add_products_of_int8_as_real_numbers():
+def test_devices_add_int8_products_in_float32():
     mesh = make_mesh(1, 1, 4, jax.devices()[:4])
     layer = Projection((64,), ("mlp", "embed"), jnp.float32, int8_products=True)
     params = {"kernel": jnp.ones((32, 64), jnp.int8), "kernel_scale": jnp.ones(64)}
@@ -191,7 +191,7 @@ def test_devices_add_products_of_int8_as_real_numbers():
     np.testing.assert_allclose(found[0, :, 0], jnp.sum(x[0], axis=1), atol=1)
 
 
-def test_products_are_rounded_where_asked_alone(one_device):
+def test_products_are_rounded_only_with_int8_products(one_device):
     params, logits = random_params(UNTIED), {}
     for dtype in "auto", "int8", "int8_products":
         engine, loaded = make_engine(UNTIED, one_device, params, weights_dtype=dtype)
@@ -232,7 +232,7 @@ def test_served_weights_are_rounded(byte_folder, alone):
     assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
 
 
-def test_a_run_says_how_far_its_sampler_is_and_corrects_it(base, alone, tmp_path):
+def test_a_run_reports_and_corrects_the_rounding_of_its_sampler(base, alone, tmp_path):
     algorithm = algorithms.dapo()
     algorithm.importance_cap = 2.0
     sampler = Sampler(slots=16, burst_tokens=8, max_response_tokens=24, weights_dtype="int8")

@@ -1,4 +1,4 @@
-"""A cache of pages against one of slots: the same tokens, and no page is lost."""
+"""Pages and slots give the same tokens, and no page is lost."""
 
 import types
 
@@ -65,7 +65,7 @@ def pages_of(sampler) -> PageTable:
 
 @pytest.fixture(scope="module")
 def unpaged(tiny_params, one_device):
-    """By rule: what slots of one length draw."""
+    """Return the tokens that slots of one length sample, by rule."""
     sampler = make_sampler(one_device, cache="slots")
     return {
         rule: tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule))
@@ -76,7 +76,7 @@ def unpaged(tiny_params, one_device):
 @pytest.mark.parametrize(
     "rule", [SamplingRule(), pytest.param(GREEDY, marks=pytest.mark.slow)], ids=["drawn", "greedy"]
 )
-def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
+def test_pages_and_slots_sample_the_same_tokens(tiny_params, one_device, unpaged, rule):
     sampler = paged(one_device)
     held = watch(sampler)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule)) == unpaged[rule]
@@ -86,9 +86,7 @@ def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [12, 17, 30])
-def test_responses_put_back_for_want_of_pages_are_drawn_again(
-    tiny_params, one_device, unpaged, pages
-):
+def test_responses_that_lost_their_pages_are_sampled_again(tiny_params, one_device, unpaged, pages):
     sampler = paged(one_device, pages=pages)
     held = watch(sampler)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
@@ -99,7 +97,7 @@ def test_responses_put_back_for_want_of_pages_are_drawn_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 4 * 13])
-def test_replicas_have_pages_of_their_own(tiny_params, eight_devices, unpaged, pages):
+def test_replicas_have_separate_pages(tiny_params, eight_devices, unpaged, pages):
     sampler = paged(eight_devices, slots=16, pages=pages)
     watch(sampler)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
@@ -123,7 +121,7 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
 @pytest.mark.parametrize(
     "end", ["abandon", *(pytest.param(end, marks=pytest.mark.slow) for end in ("release", "begin"))]
 )
-def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, unpaged, end):
+def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
     sampler = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
     for prompt in RAGGED:
@@ -156,7 +154,7 @@ def test_long_prompts_in_chunks_and_many_at_once_change_no_token(
         assert sampler.counts.prefills == len(RAGGED)
 
 
-def test_pages_are_refused_where_a_response_would_not_fit(one_device, eight_devices):
+def test_too_few_pages_are_rejected(one_device, eight_devices):
     with pytest.raises(ConfigError, match="sampler.pages = 11: must be 0.*at least 12"):
         paged(one_device, pages=11)
     with pytest.raises(ConfigError, match="sampler.pages = 50: .*multiple of data x fsdp = 4"):
@@ -219,8 +217,8 @@ def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byt
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("window", [None, Window(5)])
-def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
-    """Which head is whose, how far a slot reads, the scale: as the TPU's kernel is told them."""
+def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8):
+    """Head order, window and scale are those that the TPU's kernel receives."""
     rng = np.random.default_rng(0)
     slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
     pages = jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim)))
@@ -250,7 +248,7 @@ def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
 
 
 @pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype"])
-def test_rounding_that_nothing_corrects_for_is_told_of(field):
+def test_uncorrected_rounding_gives_a_warning(field):
     told = []
     progress = types.SimpleNamespace(warn=told.append)
     config = Config(sampler=Sampler(**{field: "int8"}))
@@ -266,7 +264,7 @@ def test_rounding_that_nothing_corrects_for_is_told_of(field):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_every_page_is_free_or_held(seed):
+def test_every_page_is_either_free_or_held(seed):
     rng = np.random.default_rng(seed)
     replicas, each = int(rng.integers(1, 4)), int(rng.integers(1, 9))
     size, longest = int(rng.integers(1, 7)), int(rng.integers(8, 60))
@@ -311,7 +309,7 @@ def test_whatever_happens_every_page_is_free_or_held(seed):
     assert table.free_pages == total and not table.tables.any()
 
 
-def test_a_table_without_pages_left_says_so():
+def test_a_table_without_free_pages_raises():
     table = PageTable(PageGeometry(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6))
     assert table.claim(0, 5, "a") and not table.claim(1, 5, "b")
     with pytest.raises(ValueError, match="slot 1: no pages are left; raise sampler.pages"):

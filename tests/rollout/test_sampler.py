@@ -1,4 +1,4 @@
-"""The engine behind JetStream's interface, and the scheduler that keeps its slots full."""
+"""The engine behind JetStream's interface, its scheduler, and token sampling."""
 
 import functools
 
@@ -43,7 +43,7 @@ def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):
         assert groups[prompt.index][0].tokens.tolist() == expected
 
 
-def test_recorded_logprobs_equal_the_trainers(tiny_params, one_device):
+def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
     rule = SamplingRule(temperature=0.8)
     score = jax.jit(
         functools.partial(token_logprobs, config=TINY, temperature=0.8, chunk_tokens=999)
@@ -62,7 +62,7 @@ def test_recorded_logprobs_equal_the_trainers(tiny_params, one_device):
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
 
 
-def test_a_response_depends_on_its_keys_not_on_slots_or_company(
+def test_a_response_depends_neither_on_devices_nor_on_other_responses(
     tiny_params, one_device, eight_devices
 ):
     crowded = sample(make_sampler(one_device, slots=4), tiny_params)
@@ -96,7 +96,7 @@ def test_the_end_token_stays_and_a_full_budget_is_truncated(tiny_params, one_dev
         assert len(completion) == 6 or ends
 
 
-def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
+def test_the_engine_runs_with_jetstream_signatures_only(tiny_params, one_device):
     """prefill, insert(prefix, state, slot), generate, with JetStream's signatures alone."""
     engine = make_engine(one_device, slots=2, burst=1)
     params = engine.load_params(tiny_params)
@@ -117,7 +117,7 @@ def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
     assert not result.convert_to_numpy().get_result_at_slot(0).valid.any()
 
 
-def test_a_prompt_over_the_limit_is_refused(tiny_params, one_device):
+def test_a_prompt_over_the_limit_is_rejected(tiny_params, one_device):
     engine = make_engine(one_device)
     params = engine.load_params(tiny_params)
     with pytest.raises(ValueError, match="true_length = 9"):
@@ -130,7 +130,7 @@ def test_slots_must_divide_over_the_mesh(eight_devices):
 
 
 def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarray, np.ndarray]:
-    """The temperature's softmax, and what top-k and then top-p leave of it, renormalised."""
+    """Return the softmax at the temperature, and its renormalised top-k and top-p part."""
     full = np.exp(logits / rule.temperature) / np.exp(logits / rule.temperature).sum()
     kept = np.argsort(-full)[: rule.top_k or None]
     before = np.cumsum(full[kept]) - full[kept]
@@ -140,7 +140,7 @@ def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarr
 
 @pytest.fixture(scope="module")
 def first_token(tiny_params, one_device):
-    """Logits of the token after a prompt, and a function that draws it n times by a rule."""
+    """Return the logits after a prompt, and a function that samples the next token n times."""
     prompt, slots = [5, 9, 14, 3], 2000
     engine = make_engine(one_device, slots=slots, burst=1, response=1, width=slots)
     params, key = engine.load_params(tiny_params), jax.random.key(7)
@@ -170,8 +170,8 @@ def first_token(tiny_params, one_device):
         SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
     ],
 )
-def test_twenty_thousand_draws_of_the_engine_follow_the_rule(first_token, rule):
-    """Chi-square; what is recorded is of the distribution before top-k and top-p."""
+def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule):
+    """Chi-square test; recorded log-probs are those before top-k and top-p."""
     logits, draw_by = first_token
     full, truncated = rule_by_definition(logits, rule)
     drawn, logprobs = draw_by(rule, 20_000)
@@ -187,7 +187,7 @@ def test_twenty_thousand_draws_of_the_engine_follow_the_rule(first_token, rule):
 # --- drawing --------------------------------------------------------------------------------
 
 
-def test_draws_follow_the_softmax():
+def test_samples_follow_the_softmax():
     logits = jax.random.normal(jax.random.key(0), (1, 300)) * 2
     count = 20_000
     keys = jax.random.split(jax.random.key(1), count)
@@ -205,7 +205,7 @@ def test_draws_follow_the_softmax():
     np.testing.assert_allclose(np.exp(logprobs[:9]) * count, expected[tokens[:9]], rtol=1e-4)
 
 
-def test_a_token_without_mass_is_never_drawn():
+def test_a_token_without_mass_is_never_sampled():
     mass = jnp.zeros((5, 300)).at[:, jnp.array([7, 200, 299])].set(1e-20)
     for uniform in (0.0, 0.3, 0.5, 0.99, 1.0):
         assert set(invert_cdf(mass, jnp.full(5, uniform)).tolist()) <= {7, 200, 299}
@@ -221,8 +221,7 @@ def test_truncation_keeps_the_nucleus_and_the_top_k():
     assert kept(0.5, 3) == [True, True, False, False]
 
 
-def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
-    """Beside whatever others: each slot's draw is that of all slots by its rule."""
+def test_slots_with_different_rules_sample_as_with_one_rule():
     rules = [
         SamplingRule(*r) for r in ((1, 1, 0), (0, 1, 0), (0.7, 0.8, 0), (2, 1, 5), (1, 0.9, 7))
     ]
@@ -242,7 +241,7 @@ def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1])
-def test_keys_of_several_prompts_are_those_of_each(seed):
+def test_keys_of_several_prompts_equal_single_keys(seed):
     def folded(purpose, step, index):
         key = jax.random.key(seed)
         for part in (purpose, step, index):
