@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
-from frozen_samplers import DRAWN, make_sampler, sample
+from frozen_samplers import RULE, make_sampler, sample
 from learners import assert_close, make_batch, make_learner
 from small_runs import equal, learn, make_groups, make_quick_config, open_run
 
@@ -233,7 +233,7 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
         np.testing.assert_allclose(a, b, atol=1e-6, err_msg=str(path))
     sampler = make_sampler(TINY, one_device)
     with open_run(config) as resumed:
-        for rule in (GREEDY, DRAWN):
+        for rule in (GREEDY, RULE):
             exported = [response.tokens.tolist() for response in sample(sampler, params, rule)]
             trained = [response.tokens.tolist() for response in sample_from_run(resumed, rule)]
             base = [response.tokens.tolist() for response in sample(sampler, frozen, rule)]
