@@ -1,6 +1,6 @@
-"""The four interfaces behind which parts of a run can be exchanged.
+"""The interfaces of the four exchangeable parts of a run.
 
-    Sampler      draws responses: the scheduler in this process, a simulated one, a remote engine
+    Sampler      samples responses: the scheduler in this process, a simulated one, a remote engine
     Verifier     decides whether a response is correct
     Environment  replies to the policy between the turns of a trajectory
     RunSink      shows or stores what a run reports: console, files, trackers
@@ -28,9 +28,9 @@ def do_nothing() -> None:
 
 
 class Sampler(Protocol):
-    """A source of responses that `dynamic_sampling.collect` and evaluations draw from.
+    """A source of responses for training steps and evaluations.
 
-    Between `begin` and `release` all responses are drawn from one version of the policy. A
+    Between `begin` and `release` one version of the policy samples all responses. A
     response is a function of (seed, purpose, step, prompt index, sample index, position) and of
     the policy, so the order of calls, the number of slots and the machine do not change it.
 
@@ -106,6 +106,13 @@ class Sampler(Protocol):
 
     def release(self) -> None:
         """Free the memory of caches and decoding weights until the next `begin`."""
+        ...
+
+    def resident(self) -> Any:
+        """Return the tree of arrays that `release` does not free, for memory reports.
+
+        It is the decoding copy of frozen parameters; the first call makes it.
+        """
         ...
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dapo_jax.contracts import Sampler
 from dapo_jax.reporting.compile_seconds import PROGRAMS, CompileSeconds
 from dapo_jax.reporting.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
@@ -25,9 +26,6 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.structs import Completion, Group, Turn
-
-if TYPE_CHECKING:  # a slow import, and the first line is printed before it
-    from dapo_jax.rollout.scheduler import Scheduler
 
 WIDTH = 80  # columns of a step's lines
 ANSWER_TAIL, PROMPT_TAIL = 38, 300  # characters that a table shows of a response and of its prompt
@@ -270,7 +268,7 @@ class Progress:
                 stack.close()
 
     @contextlib.contextmanager
-    def collecting(self, step: int, sampler: "Scheduler") -> Iterator[Callable]:
+    def collecting(self, step: int, sampler: Sampler) -> Iterator[Callable]:
         """Shows a collection of groups; yields the callback for its state after each burst."""
         with self.working(f"step {step}: sampling", stays=False) as activity:
 

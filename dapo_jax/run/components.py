@@ -8,6 +8,7 @@ import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
+from dapo_jax.contracts import Sampler
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template
@@ -32,7 +33,6 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import open_source
 from dapo_jax.run.compute import (
     check_divisible,
@@ -41,6 +41,7 @@ from dapo_jax.run.compute import (
     numerics,
     open_engine,
     open_meshes,
+    open_sampler,
 )
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
@@ -104,7 +105,7 @@ class Components:
     config: Config
     tokenizer: Tokenizer
     prompts: PromptStream
-    sampler: Scheduler
+    sampler: Sampler
     judge: Judge
     learners: LearnerPrograms
     progress: Progress
@@ -114,7 +115,7 @@ class Components:
     decoder: DecoderConfig
 
     def trainer(self, **options: Any) -> Trainer:
-        """The trainer of a run; `options` as of `rollout.source.OnPolicy`."""
+        """The trainer of a run; `options` as of `rollout.source.RolloutSource`."""
         rooms = self.prompts, self.sampler, self.judge, self.learners.policy.copy
         source = open_source(self.config, *rooms, **options)
         return Trainer(self.config, source, self.learners, self.decoder, self.token_weights)
@@ -339,7 +340,7 @@ def _build(
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        sampler=Scheduler(engine, tokenizer, config.seed, environments),
+        sampler=open_sampler(engine, tokenizer, config.seed, environments),
         environments=environments,
         judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
         learners=dataclasses.replace(learners, reference=reference),

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
-from dapo_jax.data.prompts.tokenizer import Ends
+from dapo_jax.contracts import Sampler
+from dapo_jax.data.prompts.tokenizer import Decodes, Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
@@ -21,7 +22,8 @@ from dapo_jax.model import training_attention
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.gpu_attention import PLATFORMS, ROW_MULTIPLE
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import engine_programs
+from dapo_jax.rollout.engine_programs import Programs, engine_programs
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
 from dapo_jax.runtime.settings import require
@@ -165,7 +167,7 @@ def open_engine(
     sampling_mesh: jax.sharding.Mesh,
     tokenizer: Ends,
     frozen: Any = None,
-    programs: Callable[..., Any] = engine_programs,
+    programs: Callable[..., Programs] = engine_programs,
 ) -> PolicyEngine:
     """Engine that draws for training and evaluation.
 
@@ -191,6 +193,13 @@ def open_engine(
         trained_on=mesh,
         programs=programs,
     )
+
+
+def open_sampler(
+    engine: PolicyEngine, tokenizer: Decodes, seed: int, environments: Any = None
+) -> Sampler:
+    """Return the sampler of a run; a run with another back end returns that here."""
+    return Scheduler(engine, tokenizer, seed, environments)
 
 
 def open_learners(

@@ -21,7 +21,7 @@ from dapo_jax.reporting.notices import (
 )
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.checkpointing.compatibility import (
@@ -127,10 +127,10 @@ class Run:
     def _first_responses(self) -> list[Response]:
         """A few responses to the first training prompts."""
         components, sampler = self.components, self.config.sampler
-        components.prompts.position = self.state.source.position
+        prompts = seek(components.prompts, self.state.source.position)
         samples = range(min(CHECKED_SAMPLES, self.config.rollout.samples_per_prompt))
         count = min(CHECKED_PROMPTS, self.config.rollout.prompts_per_step)
-        wanted = [(prompt, samples) for prompt in itertools.islice(components.prompts, count)]
+        wanted = [(prompt, samples) for prompt in itertools.islice(prompts, count)]
         rule = SamplingRule(sampler.temperature, sampler.top_p, sampler.top_k)
         params, rooms = self.state.learners.policy.params, (components.sampler, components.judge)
         return list(sample_responses(params, wanted, *rooms, rule, self.signals))

@@ -9,6 +9,7 @@ from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
 from dapo_jax.reporting.notices import SPOT_SECONDS, describe_saving, saving_seconds
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
+from dapo_jax.rollout.dynamic_sampling import seek
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
 from dapo_jax.run.components import Components
@@ -68,8 +69,7 @@ def _restore_partial(
         arrays = checkpoints.state(arrays, "carried")
 
     def read_prompt(index: int) -> Prompt:
-        components.prompts.position = index
-        return next(components.prompts)
+        return next(seek(components.prompts, index))
 
     return unpack_partial(arrays, records, read_prompt, components.tokenizer.decode)
 
@@ -88,7 +88,6 @@ def save(
 
 def announce_policy(components: Components, state: TrainerState) -> None:
     """Console lines with the number of parameters and their memory."""
-    components.sampler.hold()
     trees = state.learners.policy.params, components.frozen
     trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
     sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
@@ -107,7 +106,7 @@ def resident_megabytes(components: Components, state: TrainerState) -> dict[str,
         policy=policy.params,
         policy_optimizer=policy.opt_state,
         policy_frozen=components.frozen,
-        sampler_frozen=components.sampler.held,
+        sampler_frozen=components.sampler.resident(),
         critic=critic and critic.params,
         critic_optimizer=critic and critic.opt_state,
         reference=components.learners.reference,

@@ -113,7 +113,7 @@ def measure(axis: str, size: int) -> dict:
     from dapo_jax.rollout import decode_step
 
     decoder, workload = setup(axis, size)
-    decode_step.draw = draw_within(workload)
+    decode_step.sample_tokens = draw_within(workload)
     parts, params = open_parts(decoder, workload)
     rollout_seconds, tokens = fastest(lambda: rollout(parts, params, 0, workload))
     batch, used, trained = make_batch(workload)

@@ -43,7 +43,7 @@ from dapo_jax.learner.minibatches import make_minibatches, make_train_batches
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.writers import write_rollouts
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.dynamic_sampling import CollectionHooks, collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import Rollout
@@ -179,12 +179,13 @@ def step(
     tokenizer.decode_all = watch.wrap("texts", tokenizer.decode_all)
     median = options.tokens / math.exp(options.spread**2 / 2)
     limit = config.sampler.max_response_tokens
-    workload, meter = AssumedWorkload(median, options.spread, limit), Meter(Costs())
+    workload = AssumedWorkload(median, options.spread, limit)
+    record = simulated_engine.RolloutRecord(Meter(Costs()))
     for name in ("draw", "prompt_tokens"):
         object.__setattr__(workload, name, watch.wrap("(engine)", getattr(workload, name)))
     mesh = simulated_engine.named_mesh(config.mesh, "tpu", CHIPS)
     decoder = read_shape(config.model.folder)
-    made = {"workload": workload, "meter": meter, "reads": "auto", "drawn": drawn}
+    made = {"workload": workload, "record": record, "reads": "auto", "drawn": drawn}
     programs = functools.partial(Programs, samples=config.rollout.samples_per_prompt, **made)
     engine = open_engine(config, decoder, mesh, mesh, tokenizer, programs=programs)
     for name in ("prefill", "insert", "generate", "rows"):
@@ -201,9 +202,11 @@ def step(
         open_collection(config, 0.5, 0, (), 0),
         simulated_engine.SimulatedPrompts(workload),
         sampler,
-        Judge(others, tokenizer, config, workload, meter, {}),
-        on_judged=watch.wrap("journal", journal.add),
-        on_burst=lambda _: processes.all_gather_json("", "signals"),
+        Judge(others, tokenizer, config, workload, record),
+        CollectionHooks(
+            on_scored=watch.wrap("journal", journal.add),
+            on_burst=lambda _: processes.all_gather_json("", "signals"),
+        ),
     )
     packed = watch.wrap("packing", make_minibatches)(config, batch.groups, decoder, mesh)
     old: Any = np.zeros(packed.rollouts.tokens.shape, np.float32)  # where a run has the devices'

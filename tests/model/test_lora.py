@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
-from frozen_samplers import DRAWN, make_sampler, sample
+from frozen_samplers import RULE, make_sampler, sample
 from learners import assert_close, make_batch, make_learner
 from small_runs import equal, learn, make_groups, make_quick_config, open_run
 
@@ -147,17 +147,16 @@ def test_decoding_samples_like_the_merged_model(
 
 def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
     sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
-    assert sampler.held is None  # nothing is compiled when it is built
-    engine, moved = sampler._engine, []
-    load = engine.programs.load_trained
+    weights, moved = sampler._engine.programs.weights, []
+    load = weights.load_trained
     monkeypatch.setattr(
-        engine.programs, "load_trained", lambda params: moved.append(params) or load(params)
+        weights, "load_trained", lambda params: moved.append(params) or load(params)
     )
     seen = []
     for seed in (1, 2):
         sample(sampler, fresh_adapters(DECODER, one_device, seed))
         sampler.release()
-        seen.append(dict(sampler.held))
+        seen.append(dict(sampler.resident()))
     assert all(seen[0][path] is array for path, array in seen[1].items())
     assert {path.rpartition("/")[2] for path in seen[0]} >= {"embedding", "kernel"}
     assert all(path[-1].startswith("lora_") for tree in moved for path in flatten_dict(tree))
@@ -238,7 +237,7 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
         np.testing.assert_allclose(a, b, atol=1e-6, err_msg=str(path))
     sampler = make_sampler(TINY, one_device)
     with open_run(config) as resumed:
-        for rule in (GREEDY, DRAWN):
+        for rule in (GREEDY, RULE):
             exported = [response.tokens.tolist() for response in sample(sampler, params, rule)]
             trained = [response.tokens.tolist() for response in sample_from_run(resumed, rule)]
             base = [response.tokens.tolist() for response in sample(sampler, frozen, rule)]

@@ -16,7 +16,7 @@ from dapo_jax.model import decoder, load_huggingface
 from dapo_jax.model.lm_head import head_logprobs
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.model.training_attention import choose
-from dapo_jax.rollout.sampling import draw
+from dapo_jax.rollout.sampling import sample_tokens
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule
 
@@ -145,7 +145,7 @@ def test_large_logits_keep_their_precision_and_equal_the_samplers(shift):
     head = jnp.float32(rng.integers(-24, 25, (3, 40)) / 8).at[0].set(shift)
     logits = states @ head
     keys = jax.vmap(jax.random.key)(jnp.arange(14))
-    targets, sampled = draw(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
+    targets, sampled = sample_tokens(logits.reshape(14, 40), keys, jnp.arange(14), SamplingRule())
     exact = np.float64(states[..., 1:]) @ np.float64(head[1:])
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
     for chunk_tokens in (4, 10**6):

@@ -173,7 +173,7 @@ def stop_after(groups: int, monkeypatch) -> None:
     read = dynamic_sampling.Collection.read_verdicts
 
     def stop_or_read(self, judge):
-        if len(self._judged) >= groups:
+        if len(self._scored) >= groups:
             raise Killed
         read(self, judge)
 

@@ -220,7 +220,7 @@ os.setpgrp()
 submit, sent = Scheduler.submit_each, []
 def submit_and_stop(self, prompt, samples):
     submit(self, prompt, samples)
-    evaluating = self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
+    evaluating = self._decoding.purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
     if evaluating and not sent:
         sent.append(True)
         os.killpg(0, signal.SIGTERM)

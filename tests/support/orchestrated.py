@@ -8,7 +8,7 @@ from dapo_jax.commands.serve import jetstream_driver
 
 
 def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
-    """Text and ids that JetStream's orchestrator answers, all requests at once."""
+    """Return text and ids of concurrent requests to JetStream's orchestrator."""
     orchestrator = jetstream_driver.orchestrator.LLMOrchestrator(driver)
 
     async def respond(request):

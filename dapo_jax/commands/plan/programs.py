@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dapo_jax.model import decoder as decoders
 from dapo_jax.model import param_paths
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import choose_trained, is_trained, join, without
+from dapo_jax.rollout.decode_step import Starts
 from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.engine_programs import EnginePrograms
 from dapo_jax.run.compute import (
@@ -32,6 +33,7 @@ from dapo_jax.run.compute import (
 )
 from dapo_jax.run.teacher import abstract_teacher, has_teacher, open_programs
 from dapo_jax.runtime import sharding
+from dapo_jax.structs import SamplingRule
 
 SAMPLING = ("load", "prefill", "insert", "decode")
 
@@ -202,7 +204,8 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 def _empty_state(layout: Layout) -> Any:
     """Return shapes and shardings of a decode state with caches of full length."""
-    engine, programs = layout.engine, layout.engine.programs
+    engine = layout.engine
+    programs = cast(EnginePrograms, engine.programs)
     window = engine.layout.window(engine.cache_tokens)
     empty = jax.eval_shape(functools.partial(programs.empty, window=window))
     return _placed(empty, programs.state_shardings)
@@ -211,13 +214,13 @@ def _empty_state(layout: Layout) -> Any:
 def sampling_programs(layout: Layout) -> Iterator[Program]:
     """Yield the engine's programs; the trainer's state stays on the chips meanwhile."""
     engine, trained = layout.engine, layout.learners.policy.abstract_state.params
-    compiled: EnginePrograms = engine.programs
-    held = compiled.load_frozen.abstract(layout.frozen) if layout.frozen else {}
-    weights = held | compiled.load_trained.abstract(trained)
+    compiled = cast(EnginePrograms, engine.programs)
+    held = compiled.weights.load_frozen.abstract(layout.frozen) if layout.frozen else {}
+    weights = held | compiled.weights.load_trained.abstract(trained)
     params = decoders.for_decoding(weights, engine.config)
     shared = layout.sampling_mesh is layout.mesh
     loading = _resident(layout) | ({"decoding weights": params} if shared else {})
-    yield Program("load", lambda: compiled.load_trained.lower(trained), loading)
+    yield Program("load", lambda: compiled.weights.load_trained.lower(trained), loading)
     alive = (_resident(layout) if shared else {}) | {"decoding weights": params}
     state = _empty_state(layout)
     prompts = {"prompts": engine.prefill_width, "time": layout.config.data.max_prompt_tokens}
@@ -230,13 +233,14 @@ def sampling_programs(layout: Layout) -> Iterator[Program]:
     prefix = prefix.replace(caches=_placed(prefix.caches, places))
     alive = alive | {"cache": state, "prompts": prefix}
     yield Program("prefill", lambda: compiled.prefill.lower(*prefill), alive)
-    ints = jax.ShapeDtypeStruct((engine.most_inserted,), jnp.int32)
-    pages, width = engine.pages, engine.most_inserted
+    pages, width = engine.pages, engine.max_insert_width
+    ints = jax.ShapeDtypeStruct((width,), jnp.int32)
     fills = pages.fills([], [], width=width, **prompts) if pages else None
-    insert = prefix, state, ints, ints, ints, fills
+    insert = prefix, state, Starts(ints, ints, ints, fills)
     yield Program("insert", lambda: compiled.insert.lower(*insert), alive)
-    rule, columns = engine.rule, engine.layout.columns(engine.cache_tokens)
-    generate = functools.partial(compiled.generate.lower, rule=rule, columns=columns)
+    columns = engine.layout.columns(engine.cache_tokens)
+    options = {"rule": SamplingRule(), "columns": columns}
+    generate = functools.partial(compiled.generate.lower, **options)
     yield Program("decode", lambda: generate(params, state), alive)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -25,6 +25,7 @@ from dapo_jax.commands.plan.cost_model import (
 from dapo_jax.commands.plan.programs import scores_old_policy
 from dapo_jax.commands.plan.simulated_engine import (
     Burst,
+    RolloutRecord,
     SimulatedJudge,
     SimulatedPrograms,
     SimulatedPrompts,
@@ -35,13 +36,15 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.dynamic_sampling import (
+    INITIAL_KEPT_FRACTION,
+    CollectionHooks,
+    collect,
+    seek,
+)
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.compute import open_engine
+from dapo_jax.run.compute import open_engine, open_sampler
 from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, SamplingRule
-
-FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
@@ -129,20 +132,20 @@ class Simulation:
         programs = functools.partial(
             SimulatedPrograms,
             workload=workload,
-            meter=Meter(costs),
+            record=RolloutRecord(Meter(costs)),
             samples=config.rollout.samples_per_prompt,
             reads=reads,
         )
         engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
-        self._programs: SimulatedPrograms = engine.programs
-        self.sampler = Scheduler(engine, Text(), config.seed)
+        self._programs = cast(SimulatedPrograms, engine.programs)
+        self.sampler = open_sampler(engine, Text(), config.seed)
         self._prompts, self._carried = SimulatedPrompts(workload), ()
-        self._number, self._kept_fraction = 0, FIRST_KEPT_FRACTION
+        self._number, self._kept_fraction = 0, INITIAL_KEPT_FRACTION
 
     def _begin(self) -> Meter:
-        programs, meter = self._programs, Meter(self._costs)
-        programs.step, programs.bursts, programs.meter = self._number, [], meter
-        programs.begun = {group.prompt.index: group.step for group in self._carried if group.tokens}
+        meter = Meter(self._costs)
+        first_steps = {group.prompt.index: group.step for group in self._carried if group.tokens}
+        self._programs.record = RolloutRecord(meter, self._number, first_steps)
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1
@@ -156,13 +159,13 @@ class Simulation:
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
         """Simulate the next step. Raises as `dynamic_sampling.collect` does."""
         meter, number = self._begin(), self._number - 1
-        judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
+        judge = SimulatedJudge(self._config, self._workload, self._programs.record)
         before = self._kept_fraction, number, self._carried, self._prompts.position
         collection = open_collection(self._config, *before)
-        calls = {"on_judged": SimulatedJournal(meter).add, "on_burst": on_burst}
-        collected = collect(collection, self._prompts, self.sampler, judge, **calls)
+        hooks = CollectionHooks(SimulatedJournal(meter).add, on_burst)
+        collected = collect(collection, self._prompts, self.sampler, judge, hooks)
         meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
-        self._prompts.position = collected.next_position
+        seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
         return self._summary(meter, collected)
 
@@ -185,7 +188,7 @@ class Simulation:
             counts=dict(meter.counts),
             sampled=dataclasses.replace(self.sampler.counts),
             slots=self._config.sampler.slots,
-            bursts=self._programs.bursts,
+            bursts=self._programs.record.bursts,
             asked=asked,
             judged=len(collected.judged) if collected else 0,
             kept=len(groups),

@@ -45,28 +45,35 @@ class DrawnPrompt(NamedTuple):
 
 
 class ServedEngine(PolicyEngine):
-    """Engine whose `rule` is only for prompts that come without one.
+    """Engine of a server: every response has its own sampling rule.
 
     Attributes:
+        rule: of prompts that come without one.
         longest_prompt: most tokens of a prompt; padded, it may be longer.
         context: most tokens of a prompt and its response together.
         fullest: most tokens that a slot has in its cache now.
     """
 
     RULE_PER_SLOT = True
+    rule = SamplingRule()
     longest_prompt: int
     context: int
     fullest = 0
 
     def generate(
-        self, params: Any, decode_state: DecodeState, *, longest: int | None = None
+        self,
+        params: Any,
+        decode_state: DecodeState,
+        *,
+        rule: SamplingRule = SamplingRule(),  # noqa: B008
+        longest: int | None = None,
     ) -> tuple[DecodeState, ResultTokens]:
         """`generate` of `PolicyEngine`; JetStream does not say how full slots are: `fullest` does.
 
         A slot that is free may run past the cache: what it would write there is dropped.
         """
         longest = None if self.pages else self.fullest
-        return super().generate(params, decode_state, longest=longest)
+        return super().generate(params, decode_state, rule=rule, longest=longest)
 
     def shrink(self, state: DecodeState) -> DecodeState:
         """State with caches as short as at the beginning; for one without a taken slot."""

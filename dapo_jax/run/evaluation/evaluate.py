@@ -19,7 +19,6 @@ from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.dynamic_sampling import Interrupted
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.compatibility import warn_about_heldout
 from dapo_jax.run.checkpointing.same_run import check_frozen
@@ -38,7 +37,7 @@ from dapo_jax.runtime.signals import Signals
 from dapo_jax.runtime.storage.output_folder import claim
 from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
-from dapo_jax.structs import Prompt
+from dapo_jax.structs import Interrupted, Prompt
 
 # Settings that decide the responses and their verdicts, besides the policy and the problems.
 DECIDING = (

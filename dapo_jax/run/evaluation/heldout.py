@@ -5,10 +5,10 @@ from concurrent import futures
 from typing import Any
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.contracts import Sampler
 from dapo_jax.reporting.scores import Report, Response, make_report
 from dapo_jax.rewards.judge import Judge, Pending
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.evaluation.response_file import responses_of
 from dapo_jax.runtime import processes
 from dapo_jax.structs import Interrupted, Prompt, SamplingRule
@@ -36,7 +36,7 @@ def split_judged(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
 def sample_responses(
     params: Any,
     wanted: Sequence[tuple[Prompt, Sequence[int]]],
-    sampler: Scheduler,
+    sampler: Sampler,
     judge: Judge,
     rule: SamplingRule,
     interrupted: Callable[[], bool] = lambda: False,
@@ -75,7 +75,7 @@ def sample_heldout(
     config: Config,
     params: Any,
     prompts: list[Prompt],
-    sampler: Scheduler,
+    sampler: Sampler,
     judge: Judge,
     interrupted: Callable[[], bool],
 ) -> list[Response]:
