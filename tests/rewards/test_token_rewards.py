@@ -19,11 +19,11 @@ from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import gather
-from dapo_jax.rewards import pickled_functions
+from dapo_jax.rewards.functions import place_rewards
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.token_rewards import place_rewards
+from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.structs import Group, Verdict
 
 OWN = """
@@ -159,7 +159,7 @@ def test_a_group_without_rewards_of_tokens_has_none():
 
 
 def test_a_function_in_this_process_may_reward_tokens():
-    name = pickled_functions.name_of(lambda prompt, response, answer: [(0, 1, 1.0)], True)
+    name = register_function(lambda prompt, response, answer: [(0, 1, 1.0)], True)
     group = judge_group(f"{name}=3", "ab")
     np.testing.assert_array_equal(group.token_rewards, [[3, 0, 0]])
 
