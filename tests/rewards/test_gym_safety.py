@@ -14,11 +14,11 @@ import sys
 import time
 
 import pytest
-from dapo_jax.rewards.gym.constants import WON_BY_CONSTANTS
-from dapo_jax.rewards.gym.evaluating_scorers import EVALUATING
 from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards import gym
+from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, ScoreRequest, answer_error
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess

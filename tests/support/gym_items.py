@@ -35,11 +35,7 @@ def write_package(folder: pathlib.Path, source: str, release: str = RELEASE) -> 
     metadata = f"Name: reasoning-gym\nVersion: {release}\n"
     for name, file, text in (
         ("reasoning_gym", "__init__.py", source),
-        (
-            f"reasoning_gym-{release}.dist-info",
-            "METADATA",
-            f"Name: reasoning-gym\nVersion: {release}\n",
-        ),
+        (f"reasoning_gym-{release}.dist-info", "METADATA", metadata),
     ):
         (folder / name).mkdir()
         (folder / name / file).write_text(text)
