@@ -1,4 +1,4 @@
-"""The four interfaces behind which parts of a run can be exchanged.
+"""The four interfaces of the exchangeable parts of a run.
 
     Sampler      draws responses: the scheduler in this process, a simulated one, a remote engine
     Verifier     decides whether a response is correct

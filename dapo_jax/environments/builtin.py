@@ -45,7 +45,7 @@ class Guessing:
         self._guesses = 0
 
     def reset(self, problem: Problem) -> str:
-        """Return the prompt, which is the same for every number."""
+        """Return the prompt, the same for every number."""
         # Not the CRC: its multiples of 8 are held out, so held-out numbers would all be even.
         self._secret = int(hashlib.sha256(problem.text.encode()).hexdigest(), 16) % SECRETS
         return self.PROMPT
@@ -68,7 +68,7 @@ def _pool(**reward: Any) -> "RewardPool":
 
 
 class SecondTry:
-    """Environment that reports a wrong answer, which the next turn may correct.
+    """Environment that reports a wrong answer, so that the next turn can correct it.
 
     Args:
         reward: settings of the section `reward` that decide which answers are correct.
@@ -80,7 +80,7 @@ class SecondTry:
         self._pool = _pool(verifier=verifier, **reward)
 
     def reset(self, problem: Problem) -> None:
-        """Load the problem's own scorer, if it has one, which can take seconds."""
+        """Load the problem's own scorer, if it has one; that can take seconds."""
         self._problem = problem
         self._is_correct("")
 

@@ -130,7 +130,7 @@ class Environments:
         return TokenizedReply(tokens, shown, observation.reward, failure, cut, late)
 
     def _ask(self, workers: _Workers, request: Request, seconds: float) -> Reply:
-        """Return a worker's reply; a first reset, which may load data, does not count as time."""
+        """Return a worker's reply; the time limit excludes a first reset, since it may load data."""
         source = request.problem.source
         try:
             first = None

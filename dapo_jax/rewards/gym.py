@@ -155,7 +155,7 @@ class ScoreReply(NamedTuple):
 
 
 def _mark_tuples(value: Any) -> Any:
-    """Mark tuples, which JSON would turn into lists; some scorers compare with tuples."""
+    """Mark tuples, since JSON would turn them into lists and some scorers compare with tuples."""
     if isinstance(value, tuple):
         return {_TUPLE: [_mark_tuples(part) for part in value]}
     if isinstance(value, list):
@@ -170,7 +170,7 @@ def _unmark_tuples(value: dict) -> Any:
 
 
 def pack_item(item: dict[str, Any]) -> str:
-    """Return the JSON of an item; values without a JSON form become text, which no scorer reads."""
+    """Return the JSON of an item; values without a JSON form become text, unread by scorers."""
     return json.dumps(_mark_tuples(item), default=str)
 
 
@@ -182,7 +182,7 @@ def _scorer(task: str) -> Any:
 
 
 def prepare(task: str) -> None:
-    """Load the scorer of a task, which may take seconds."""
+    """Load the scorer of a task; that may take seconds."""
     with contextlib.suppress(Exception):  # the request for a score reports it
         _scorer(task)
 

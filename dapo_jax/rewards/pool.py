@@ -63,7 +63,7 @@ def _ask_parts(
 
 
 class _Parts:
-    """Reward functions of a config, and the places where they run.
+    """Reward functions of a config, assigned to this process and to workers.
 
     Attributes:
         any_of_group: true if a function sees all responses to a prompt.

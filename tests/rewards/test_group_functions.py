@@ -41,8 +41,6 @@ def alone(prompt, response, answer):
 
 def fussy(prompt, responses, answer, lengths, correct):
     text = " ".join(responses)
-    if "raise" in text:
-        raise RuntimeError("no reward for these")
     if "leave" in text:
         sys.exit(3)
     if "hang" in text:
@@ -100,7 +98,6 @@ def test_a_function_rewards_each_response_of_its_group(write_module, workers):
 
 
 FAILURES = [
-    ("raise", r"own:fussy: .*own.py:\d+: raise .*: RuntimeError: no reward for these"),
     ("nan", "own:fussy: .*returned nan: must be finite"),
     ("few", "own:fussy: .*returned 1 numbers: must be 2 numbers, one per response"),
     ("one", "own:fussy: .*returned 3.0: must be 2 numbers, one per response"),

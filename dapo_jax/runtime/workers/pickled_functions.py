@@ -91,7 +91,7 @@ def _copy_error(value: Any) -> str:
 
 
 def _variable_error(function: Callable) -> str:
-    """Return which variable of a function can't be copied, and why; empty if unknown."""
+    """Return the name of a variable that can't be copied, and why; empty if unknown."""
     if not inspect.isfunction(function):
         return ""
     variables = inspect.getclosurevars(function)
