@@ -130,7 +130,7 @@ class Environments:
         return TokenizedReply(tokens, shown, observation.reward, failure, cut, late)
 
     def _ask(self, workers: _Workers, request: Request, seconds: float) -> Reply:
-        """Return a worker's reply; the time limit excludes a first reset, since it may load data."""
+        """Return a worker's reply; a first reset may load data, so its time does not count."""
         source = request.problem.source
         try:
             first = None
