@@ -141,7 +141,7 @@ def register_function(
             hint = ", or pass in_process=True" if field == "reward.parts" else ""
             raise ConfigError(
                 f"config.{field} = {function!r}: can't be sent to a worker process: {reason}. "
-                f"Create it inside the function, move it to a module{hint}"
+                f"Create it inside the function or move it to a module{hint}"
             ) from None
     _functions[name] = function  # replaces an earlier one: a notebook cell may run again
     return name
