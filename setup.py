@@ -98,7 +98,7 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         "wandb": ["wandb>=0.31"],
-        "gym": ["reasoning-gym>=0.1.25"],
+        "gym": ["reasoning-gym==0.1.25"],
         "docs": [*DOCS],
         "notebooks": [*NOTEBOOKS],
         "test": [

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from dapo_jax.structs import (
     CollectedGroups,
     Completion,
+    Observation,
     PartialGroup,
+    Problem,
     Prompt,
     SamplerCounts,
     SamplingRule,
@@ -127,7 +129,8 @@ class VerifierResult(NamedTuple):
 class Verifier(Protocol):
     """A rule that decides whether a response answers a problem.
 
-    It must not raise on any text, and it runs in a worker process that is killed when it is late.
+    It runs on a thread of the reward pool. An exception makes the response incorrect and is
+    recorded as the verdict's failure. Rules that are slow or unsafe use a worker process.
     """
 
     def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
@@ -138,15 +141,21 @@ class Verifier(Protocol):
 class Environment(Protocol):
     """A dialogue partner of one trajectory, created for each trajectory in a worker process.
 
-    `reset` is optional. A constructor that has a parameter `seed` receives the trajectory's.
+    A user's class may omit `reset`; the prompt is then the problem's own. A constructor that has a
+    parameter `seed` receives the trajectory's. `reset` must depend on the problem alone, since all
+    responses to a prompt share it.
     """
 
-    def reset(self, problem: Any) -> str | Sequence[dict[str, Any]] | None:
-        """Return the text or chat messages of the prompt; None for the problem's own prompt."""
+    def reset(self, problem: Problem) -> str | Sequence[dict[str, Any]] | None:
+        """Return the text or chat messages of the prompt; None for the problem's own prompt.
+
+        Args:
+            problem: id, text, answer, source and metadata; other fields are empty.
+        """
         ...
 
-    def step(self, text: str) -> Any:
-        """Reply to a turn of the policy with an `Observation`; None ends the trajectory."""
+    def step(self, text: str) -> Observation | None:
+        """Reply to a turn of the policy; None ends the trajectory."""
         ...
 
 

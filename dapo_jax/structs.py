@@ -15,7 +15,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -81,6 +81,27 @@ class Turn(NamedTuple):
     drawn: bool
     tokens: int
     text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """Reply of an environment to a turn.
+
+    Attributes:
+        text: shown to the policy before its next turn, as a message of `role` in a chat.
+        messages: chat messages, each with role and content; they replace `text`.
+        reward: reward of this step.
+        done: whether the trajectory ends. It also ends on an empty observation.
+        role: role of `text`.
+        failure: error that the policy is shown, for the count of failed steps.
+    """
+
+    text: str = ""
+    messages: Sequence[dict[str, Any]] = ()
+    reward: float = 0.0
+    done: bool = False
+    role: str = "user"
+    failure: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

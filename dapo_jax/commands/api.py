@@ -14,9 +14,9 @@ from dapo_jax.commands.api_folders import File, load, read_metrics
 from dapo_jax.commands.evaluate import SHORT_NAMES
 from dapo_jax.config.experiment import Config
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, nearest, require
+from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
     import pyarrow
@@ -65,7 +65,7 @@ def _with_rewards(config: Config, reward: Rewards | None, in_process: bool) -> C
     named: dict[str, float] = {}
     for part, weight in weights.items():
         require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
-        name = part if isinstance(part, str) else name_of(part, in_process, taken=named)
+        name = part if isinstance(part, str) else register_function(part, in_process, taken=named)
         named[name] = float(weight)
     parts = ",".join(f"{name}={weight!r}" for name, weight in named.items())
     return dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))

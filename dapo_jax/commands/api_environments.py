@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dapo_jax.config import sections
 from dapo_jax.config.experiment import Config
-from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
     from dapo_jax.data.prompts.tokenizer import Tokenizer
@@ -30,11 +30,11 @@ class Shown(NamedTuple):
 def _settings(environment: Environment | None, tools: Tools) -> dict[str, Any]:
     named = environment or ""
     if not isinstance(named, str):
-        named = name_of(named, False, field="environment.name")
+        named = register_function(named, False, field="environment.name")
     taken: list[str] = []
     for tool in tools:
         require(callable(tool), "environment.tools", tool, "functions")
-        taken.append(name_of(tool, False, taken, "environment.tools"))
+        taken.append(register_function(tool, False, taken, "environment.tools"))
     return {"name": named, "tools": ",".join(taken)}
 
 
@@ -62,7 +62,7 @@ def opened(
     if environment is None and not tools:
         yield None, Shown(lambda problem: problem, None)
         return
-    from dapo_jax.environments.registry import described_tools
+    from dapo_jax.environments.registry import tool_schemas
     from dapo_jax.environments.sessions import Environments
 
     require(chat or not tools, "tools", len(tools), "none, or prompts that are messages")
@@ -70,6 +70,6 @@ def opened(
     settings = sections.Environment(max_turns=max_turns, **_settings(environment, tools))
     environments = Environments(settings, tokenizer, chat)
     try:
-        yield environments, Shown(environments.open, described_tools(settings))
+        yield environments, Shown(environments.open, tool_schemas(settings))
     finally:
         environments.close()

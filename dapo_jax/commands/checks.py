@@ -13,7 +13,7 @@ from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, read_fields
 from dapo_jax.reporting.wandb_tracker import check_project
-from dapo_jax.rewards.functions import own_parts
+from dapo_jax.rewards.functions import find_functions
 from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
 from dapo_jax.runtime.settings import ConfigError, leaves, require
@@ -39,7 +39,7 @@ def check(config: Any) -> None:
         most = WORKERS_PER_CORE * (os.cpu_count() or 1)
         workers = config.reward.workers
         require(workers <= most, "reward.workers", workers, f"at most {most} on this machine")
-        own_parts(list(config.reward.weights()))
+        find_functions(list(config.reward.weights()))
         if hook := config.algorithm.token_weights:
             _check_call("algorithm.token_weights", hook, "group, sample")
         check_project(config.log.wandb)

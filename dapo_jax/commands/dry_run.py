@@ -16,7 +16,7 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.sessions import Environments, Step
+from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
@@ -172,7 +172,7 @@ def model_free_answers(config: Config, prompt: Prompt) -> dict[str, str]:
     return answers if gold else {"the problem again": prompt.problem, "nothing": ""}
 
 
-def play(config: Config, environments: Environments | None, prompt: Prompt) -> list[Step]:
+def play(config: Config, environments: Environments | None, prompt: Prompt) -> list[TokenizedReply]:
     """Replies of the environment to model-free answers as first turns; none without one."""
     if environments is None:
         return []
@@ -180,7 +180,9 @@ def play(config: Config, environments: Environments | None, prompt: Prompt) -> l
     return environments.steps([environments.submit(prompt, i, [text], []) for i, text in answers])
 
 
-def describe_replies(config: Config, prompt: Prompt, steps: Sequence[Step]) -> Iterator[str]:
+def describe_replies(
+    config: Config, prompt: Prompt, steps: Sequence[TokenizedReply]
+) -> Iterator[str]:
     """Lines of a table: the environment's replies to model-free answers to a prompt."""
     if steps:
         yield "\nreplies of the environment to these as first turns, to the first prompt:"
@@ -194,7 +196,7 @@ def judge(
     config: Config,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
-    replies: Sequence[Sequence[Step]],
+    replies: Sequence[Sequence[TokenizedReply]],
 ) -> list[Group]:
     """Groups of model-free answers, judged in workers as a run's responses are.
 

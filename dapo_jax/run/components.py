@@ -14,7 +14,7 @@ from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
-from dapo_jax.environments.registry import described_tools, judged_by
+from dapo_jax.environments.registry import tool_schemas, with_reward_settings
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import LearnerPrograms
@@ -297,7 +297,8 @@ def open_environments(
         return None
     chat = config.data.template == "chat"
     check_chat(config.data.template, tokenizer.chat)
-    return Environments(judged_by(config.environment, config.reward), tokenizer, chat, should_abort)
+    settings = with_reward_settings(config.environment, config.reward)
+    return Environments(settings, tokenizer, chat, should_abort)
 
 
 def open_prompts(
@@ -314,7 +315,7 @@ def open_prompts(
         needs_answer=config.reward.needs_answer(),
         training=training,
         opening=environments.open if environments else lambda problem: problem,
-        tools=described_tools(config.environment),
+        tools=tool_schemas(config.environment),
     )
 
 

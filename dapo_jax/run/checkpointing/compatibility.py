@@ -14,12 +14,12 @@ from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_end
 from dapo_jax.reporting.records import describe_gaps
-from dapo_jax.rewards.pickled_functions import GIVEN, HERE
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, saved_steps
 from dapo_jax.run.checkpointing.same_run import can_be_longer, check_same_run, run_settings
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves
 from dapo_jax.runtime.storage.ownership import folder_at
+from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
 
 SUMMARY = "summary.json"
 
@@ -41,7 +41,7 @@ def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
     code = {
         name: _source_digest(field, name)
         for name, field in own.items()
-        if not name.startswith((HERE, GIVEN))
+        if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX))
     }
     return {"data": prompts.digests, "code": code}
 
