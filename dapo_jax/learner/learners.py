@@ -8,7 +8,12 @@ import jax
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.policy import IMPORTANCE_SQUARE
+from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM
 from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner
+
+# Outputs of an update that are fields of its record and no metrics.
+NO_METRICS = (TOKEN_LOGPROBS, RATIO_HISTOGRAM, IMPORTANCE_SQUARE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,8 @@ class UpdateRecord:
         microbatches: of the batch that were used.
         means: by metric; empty where a learning rate of 0 left the learner alone.
         token_logprobs: [M, R, T] of the policy that was differentiated, with `log.token_ratios`.
+        ratio_histogram: counts of the policy's ratios, for their quantiles.
+        importance_square: mean squared importance weight, for the effective sample size.
     """
 
     learner: str
@@ -55,6 +62,8 @@ class UpdateRecord:
     learning_rate: float
     means: dict[str, Mean]
     token_logprobs: jax.Array | None = None
+    ratio_histogram: Mean | None = None
+    importance_square: Mean | None = None
 
 
 def learning_rates(config: Config, step: int) -> tuple[float, float]:
@@ -80,12 +89,12 @@ def update(
     if not batch.loss_weights.any():  # all filtered, or nothing right
         return states, []
     (rate, critic_rate), means = learning_rates(config, step), {}
-    logprobs: Any = None
+    kept: dict[str, Any] = {}
     policy, critic = states.policy, states.critic
     if rate:
         policy, means = learners.policy.update(policy, batch, microbatches, rate)
-        logprobs = means.pop(TOKEN_LOGPROBS, None)
-    records = [UpdateRecord("policy", minibatch, batch, microbatches, rate, means, logprobs)]
+        kept = {name: means.pop(name, None) for name in NO_METRICS}
+    records = [UpdateRecord("policy", minibatch, batch, microbatches, rate, means, **kept)]
     if learners.critic and critic:
         critic, means = learners.critic.update(critic, batch, microbatches, critic_rate)
         records.append(UpdateRecord("critic", minibatch, batch, microbatches, critic_rate, means))

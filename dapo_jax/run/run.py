@@ -151,7 +151,7 @@ class Run:
             console.warn(f"step {step}: a group was dropped: {escape(str(group.broken))}")
         if due(step - 1, log.show_group_every_steps) and batch.groups:
             console.group(batch.groups[0])
-        for text in self._alerts.of_step(values):
+        for text in self._alerts.check_step(values):
             console.warn(escape(f"step {step}: {text}"))
         if folder := self.files.write_skipped(step, record.updates, batch.groups):
             console.say(escape(f"dapo-jax replay {folder} says more"))
