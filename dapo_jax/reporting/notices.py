@@ -54,7 +54,7 @@ def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> 
 
 
 def saving_seconds(size: float, hosts: int) -> float:
-    """Return the assumed seconds in which all hosts write `size` bytes to a bucket."""
+    """Return the assumed seconds that all hosts take to write `size` bytes to a bucket."""
     return size / hosts / WRITE_RATE
 
 

@@ -71,7 +71,7 @@ def _damaged_files(folder: Folder) -> list[str]:
 
 
 def _read(path: Folder) -> bytes:
-    """Return the content of a file; empty, which counts as damaged, if it cannot be read."""
+    """Return the content of a file; empty, thus damaged, if it cannot be read."""
     content = b""
     with suppress_storage_errors():
         content = path.read_bytes()

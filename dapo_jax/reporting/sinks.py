@@ -144,7 +144,7 @@ class RolloutFiles(Sink):
 
 
 def _number(value: float) -> float | None:
-    """Return a finite float; None for NaN and infinity, which JSON lacks."""
+    """Return a finite float; None for NaN and infinity: JSON lacks them."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -21,6 +21,7 @@ from dapo_jax.reporting.notices import (
 )
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.scores import Response
+from dapo_jax.reporting.sinks import StepLines
 from dapo_jax.rollout.dynamic_sampling import Starved
 from dapo_jax.rollout.source import NoJournal
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
@@ -169,7 +170,6 @@ class Run:
             values = values | self.evaluate()[0]
         self.files.write_row(step, values)
         self.progress.unwritten = None
-        self._console.step(step, config.total_steps, values)
         for prefix, optimizer in zip(
             PREFIXES, (config.optimizer, config.critic.optimizer), strict=True
         ):
@@ -278,6 +278,7 @@ def open_run(
     announce_policy(components, state)
     last_row = newest_row(state.step, progress)
     files = RunFiles(config, folder, storage, components.tokenizer, last_row, stack)
+    files.sinks.append(StepLines(console, config.total_steps))
     if resumed_step is None:
         files.write_settings()
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)

@@ -27,13 +27,13 @@ CONFIG = "config.json"
 
 
 class RunFiles:
-    """Files of one run, written by the first process; elsewhere every method does nothing.
+    """The sinks of a run and its other files, written by the first process.
 
-    A file that can't be written is a warning, and tried again with the next one.
+    If a file cannot be written, the run warns and tries again with the next one.
 
     Args:
         last_row: step of the newest row that stays; later ones are cut off.
-        stack: closes the connection to Weights & Biases.
+        stack: closes the sinks.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class RunFiles:
         stack: contextlib.ExitStack,
     ):
         self._config, self.folder, self._storage = config, folder, storage
-        self._sinks: list[RunSink] = []
+        self.sinks: list[RunSink] = []
         self._rows: MetricRows | None = None
         if processes.is_first():
             stack.push(lambda kind, *_: self._close(kind is not None))
             if config.log.wandb:
-                self._sinks.append(WandbSink(folder, config))
+                self.sinks.append(WandbSink(folder, config))
             self._rows = MetricRows(folder, last_row, storage)
-            self._sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
+            self.sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
             if config.log.tensorboard:
-                self._sinks.append(TensorBoardEvents(folder, last_row, storage))
+                self.sinks.append(TensorBoardEvents(folder, last_row, storage))
             if config.log.rollouts:
-                self._sinks.append(RolloutFiles(folder, config.log, tokenizer, storage))
+                self.sinks.append(RolloutFiles(folder, config.log, tokenizer, storage))
             for text in describe_gaps(folder, last_row, config.log):
                 storage.warn(text)
             if is_damaged(folder / CONFIG):
                 self.write_settings()
 
     def _close(self, failed: bool) -> None:
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.close(failed)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -82,17 +82,17 @@ class RunFiles:
 
     def write_row(self, step: int, values: dict[str, float]) -> None:
         """Send the metrics of a step to all sinks."""
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.on_row(step, values)
 
     def write_rollouts(self, step: int, batch: CollectedGroups) -> None:
         """Send the groups of a step to all sinks."""
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.on_rollouts(step, batch)
 
     def write_evaluation(self, step: int, responses: list[Response]) -> None:
         """Write evaluations/step_N.jsonl if `log.rollouts` asks for it; tell all sinks."""
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.on_evaluation(step, responses)
         if self._rows and self._config.log.rollouts:
             path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
@@ -116,5 +116,5 @@ class RunFiles:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and send the summary to all sinks."""
         self._write_text(SUMMARY, json.dumps(summary, indent=2))
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.on_summary(dict(summary))
