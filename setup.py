@@ -64,7 +64,11 @@ setup(
     python_requires=">=3.11",
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
-    package_data={"dapo_jax.data.policies": ["*/*"], "dapo_jax.reporting.page": ["page.*"]},
+    package_data={
+        "dapo_jax.data.policies": ["*/*"],
+        "dapo_jax.reporting": ["*.md"],
+        "dapo_jax.reporting.page": ["page.*"],
+    },
     entry_points={"console_scripts": ["dapo-jax = dapo_jax.__main__:main"]},
     install_requires=[
         "jax>=0.10.2",

@@ -8,6 +8,8 @@ import jax
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.policy import IMPORTANCE_SQUARE
+from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM
 from dapo_jax.learner.update import Learner, UpdateOutputs
 
 
@@ -45,6 +47,8 @@ class UpdateRecord:
         microbatches: number of microbatches that are not empty.
         means: metrics by name; empty if the learning rate is 0 and nothing was updated.
         token_logprobs: [M, R, T] of the differentiated policy, with `log.token_ratios`.
+        ratio_histogram: counts of the policy's ratios, for their quantiles.
+        importance_square: mean squared importance weight, for the effective sample size.
     """
 
     learner: str
@@ -54,6 +58,8 @@ class UpdateRecord:
     learning_rate: float
     means: dict[str, Mean]
     token_logprobs: jax.Array | None = None
+    ratio_histogram: Mean | None = None
+    importance_square: Mean | None = None
 
 
 class LearningRates(NamedTuple):
@@ -89,8 +95,20 @@ def update(
         return states, []
 
     def record(learner: str, rate: float, outputs: UpdateOutputs) -> UpdateRecord:
-        means, logprobs = outputs
-        return UpdateRecord(learner, minibatch, batch, microbatches, rate, means, logprobs)
+        means = outputs.means
+        histogram = means.pop(RATIO_HISTOGRAM, None)
+        square = means.pop(IMPORTANCE_SQUARE, None)
+        return UpdateRecord(
+            learner,
+            minibatch,
+            batch,
+            microbatches,
+            rate,
+            means,
+            outputs.token_logprobs,
+            histogram,
+            square,
+        )
 
     policy = states.policy
     critic = states.critic

@@ -21,6 +21,7 @@ from dapo_jax.reporting.notices import (
 )
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.scores import Response
+from dapo_jax.reporting.sinks import StepLines
 from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
@@ -151,7 +152,7 @@ class Run:
             console.warn(f"step {step}: a group was dropped: {escape(str(group.broken))}")
         if due(step - 1, log.show_group_every_steps) and batch.groups:
             console.group(batch.groups[0])
-        for text in self._alerts.of_step(values):
+        for text in self._alerts.check_step(values):
             console.warn(escape(f"step {step}: {text}"))
         if folder := self.files.write_skipped(step, record.updates, batch.groups):
             console.say(escape(f"dapo-jax replay {folder} says more"))
@@ -169,7 +170,6 @@ class Run:
             values = values | self.evaluate()[0]
         self.files.write_row(step, values)
         self.progress.unwritten = None
-        self._console.step(step, config.total_steps, values)
         for prefix, optimizer in zip(
             PREFIXES, (config.optimizer, config.critic.optimizer), strict=True
         ):
@@ -278,6 +278,7 @@ def open_run(
     announce_policy(components, state)
     last_row = newest_row(state.step, progress)
     files = RunFiles(config, folder, storage, components.tokenizer, last_row, stack)
+    files.sinks.append(StepLines(console, config.total_steps))
     if resumed_step is None:
         files.write_settings()
     trainer = components.trainer(journal=journal, interrupted=signals, show=console.collecting)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
-from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.records import describe_gaps, is_damaged
 from dapo_jax.reporting.scores import Response
-from dapo_jax.reporting.wandb_tracker import Tracker
-from dapo_jax.reporting.writers import MetricWriter, write_rollouts
+from dapo_jax.reporting.sinks import CurvesPicture, MetricRows, RolloutFiles, TensorBoardEvents
+from dapo_jax.reporting.wandb_tracker import WandbSink
 from dapo_jax.run.checkpointing.compatibility import SUMMARY
 from dapo_jax.run.evaluation.heldout import stamp
 from dapo_jax.run.evaluation.response_file import write_responses
@@ -27,13 +27,13 @@ CONFIG = "config.json"
 
 
 class RunFiles:
-    """Files of one run, written by the first process; elsewhere every method does nothing.
+    """The sinks of a run and its other files, written by the first process.
 
-    A file that can't be written is a warning, and tried again with the next one.
+    If a file cannot be written, the run warns and tries again with the next one.
 
     Args:
         last_row: step of the newest row that stays; later ones are cut off.
-        stack: closes the connection to Weights & Biases.
+        stack: closes the sinks.
     """
 
     def __init__(
@@ -46,18 +46,30 @@ class RunFiles:
         stack: contextlib.ExitStack,
     ):
         self._config, self.folder, self._storage = config, folder, storage
-        self._tokenizer, self._writer = tokenizer, None
+        self.sinks: list[RunSink] = []
+        self._rows: MetricRows | None = None
         if processes.is_first():
-            tracker = stack.enter_context(Tracker(folder, config)) if config.log.wandb else None
-            self._writer = MetricWriter(folder, last_row, config.log.tensorboard, tracker, storage)
+            stack.push(lambda kind, *_: self._close(kind is not None))
+            if config.log.wandb:
+                self.sinks.append(WandbSink(folder, config))
+            self._rows = MetricRows(folder, last_row, storage)
+            self.sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
+            if config.log.tensorboard:
+                self.sinks.append(TensorBoardEvents(folder, last_row, storage))
+            if config.log.rollouts:
+                self.sinks.append(RolloutFiles(folder, config.log, tokenizer, storage))
             for text in describe_gaps(folder, last_row, config.log):
                 storage.warn(text)
             if is_damaged(folder / CONFIG):
                 self.write_settings()
 
+    def _close(self, failed: bool) -> None:
+        for sink in self.sinks:
+            sink.close(failed)
+
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
-        return self._writer.read() if self._writer else []
+        """Return the rows of metrics.jsonl."""
+        return self._rows.read() if self._rows else []
 
     def write_settings(self) -> None:
         """config.json, from which a run is repeated."""
@@ -65,26 +77,24 @@ class RunFiles:
         self._write_text(CONFIG, text)
 
     def _write_text(self, name: str, text: str) -> None:
-        if self._writer:
+        if self._rows:
             self._storage.attempt(name, lambda: write_text(self.folder / name, text))
 
     def write_row(self, step: int, values: dict[str, float]) -> None:
-        """A line of metrics.jsonl, and its events."""
-        if self._writer:
-            self._writer.write(step, values)
+        """Send the metrics of a step to all sinks."""
+        for sink in self.sinks:
+            sink.on_row(step, values)
 
     def write_rollouts(self, step: int, batch: CollectedGroups) -> None:
-        """rollouts/step_N.jsonl, in the background, where `log.rollouts` asks for it."""
-        if self._writer and self._config.log.rollouts:
-            log = self._config.log
-            options = log.token_groups, self._tokenizer, log.rollouts_keep
-            self._storage.attempt_later(
-                "rollouts/", lambda: write_rollouts(self.folder, step, batch, *options)
-            )
+        """Send the groups of a step to all sinks."""
+        for sink in self.sinks:
+            sink.on_rollouts(step, batch)
 
     def write_evaluation(self, step: int, responses: list[Response]) -> None:
-        """evaluations/step_N.jsonl, where `log.rollouts` asks for it."""
-        if self._writer and self._config.log.rollouts:
+        """Write evaluations/step_N.jsonl if `log.rollouts` asks for it; tell all sinks."""
+        for sink in self.sinks:
+            sink.on_evaluation(step, responses)
+        if self._rows and self._config.log.rollouts:
             path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
             lines = stamp(self._config, f"step {step}")
             self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
@@ -95,7 +105,7 @@ class RunFiles:
         Every process calls it: a batch is gathered from all.
         """
         skipped, folders = first_skipped(updates), []
-        if skipped is not None and self._writer:
+        if skipped is not None and self._rows:
 
             def write() -> None:
                 folders.append(write_skipped(self.folder, step, *skipped, groups) or "")
@@ -104,7 +114,7 @@ class RunFiles:
         return str(folders[0]) if folders else ""
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """summary.json and curves.png."""
-        picture, rows = self.folder / "curves.png", self.rows()
+        """Write summary.json and send the summary to all sinks."""
         self._write_text(SUMMARY, json.dumps(summary, indent=2))
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self.folder)))
+        for sink in self.sinks:
+            sink.on_summary(dict(summary))

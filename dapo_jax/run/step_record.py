@@ -11,8 +11,7 @@ from dapo_jax.learner.batches import Mean
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.learner.packing import fill
-from dapo_jax.learner.policy import IMPORTANCE_SQUARE
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, quantiles
+from dapo_jax.learner.ratio_quantiles import quantiles
 from dapo_jax.learner.token_traces import trace_ratios, trace_responses
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
 from dapo_jax.runtime.clock import Clock
@@ -33,7 +32,7 @@ def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead
-    values = _of_ratios(policy) | add_up(policy) | add_up(critic) | of_hosts
+    values = _of_ratios(record, policy) | add_up(policy) | add_up(critic) | of_hosts
     values |= speed_metrics(rollouts.batch, rollouts.counts, seconds)
     return values | seconds | {"seconds_step": clock.total()}
 
@@ -55,16 +54,16 @@ def _of_hosts(config: Config, record: StepRecord) -> dict[str, float]:
     return values
 
 
-def _of_ratios(updates: list[dict[str, Mean]]) -> dict[str, float]:
-    """Quantiles of the ratios and the effective sample size, taken out of the updates' means."""
-    values = {}
-    if updates and RATIO_HISTOGRAM in updates[0]:
-        counts = np.sum([update.pop(RATIO_HISTOGRAM).total for update in updates], axis=0)
-        values = quantiles(counts)
-    if updates and IMPORTANCE_SQUARE in updates[0]:
-        squares = [update.pop(IMPORTANCE_SQUARE) for update in updates]
+def _of_ratios(record: StepRecord, means: list[dict[str, Mean]]) -> dict[str, float]:
+    """Return the quantiles of the ratios and the effective sample size of the policy's updates."""
+    updates = [update for update in record.updates if update.learner == "policy"]
+    fetched = jax.device_get([(u.ratio_histogram, u.importance_square) for u in updates])
+    histograms = [histogram.total for histogram, _ in fetched if histogram is not None]
+    squares = [square for _, square in fetched if square is not None]
+    values = quantiles(np.sum(histograms, axis=0)) if histograms else {}
+    if squares:
         square = functools.reduce(operator.add, squares).value()
-        weights = [update["importance_weight"] for update in updates]
+        weights = [update["importance_weight"] for update in means]
         mean = functools.reduce(operator.add, weights).value()
         values["effective_sample_fraction"] = mean**2 / square if square else 0.0
     return values

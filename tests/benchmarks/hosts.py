@@ -41,7 +41,7 @@ from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import make_minibatches, make_train_batches
 from dapo_jax.learner.score_pass import make_feedback
-from dapo_jax.reporting.writers import write_rollouts
+from dapo_jax.reporting.sinks import write_rollouts
 from dapo_jax.rollout.carry_over import open_collection
 from dapo_jax.rollout.dynamic_sampling import CollectionHooks, collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING

@@ -12,7 +12,7 @@ from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.metrics import rollout_metrics
-from dapo_jax.reporting.writers import write_rollouts
+from dapo_jax.reporting.sinks import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.dynamic_sampling import (

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from dapo_jax.commands import train
 from dapo_jax.config.experiment import Data, Log, Reward
 from dapo_jax.reporting.records import describe_gaps
-from dapo_jax.reporting.writers import MetricWriter
+from dapo_jax.reporting.sinks import MetricRows, TensorBoardEvents
 from dapo_jax.run.checkpointing.compatibility import finished
 from dapo_jax.run.evaluation.response_file import ResponseFile
 from dapo_jax.run.run import train as train_run
@@ -42,21 +42,21 @@ NO_ROWS = [b"{}\n", b"\xff\xfe\n", b'{"step": 3, "rew\n', b"[3]\n", b'{"step": "
 def test_a_broken_line_costs_only_itself(bad, tmp_path):
     path, said = tmp_path / "metrics.jsonl", []
     path.write_bytes(row(0) + row(1) + bad + row(2) + b"\n" + row(4) + b'{"step": 5, "re')
-    writer = MetricWriter(tmp_path, 3, False, storage=Storage(said.append))
+    writer = MetricRows(tmp_path, 3, Storage(said.append))
     assert path.read_bytes() == row(0) + row(1) + row(2)  # 4 comes again, 5 was cut off by a kill
     assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
     assert len(said) == 1 and said[0].startswith(f"lines 3 of {path} are no rows")
-    writer.write(3, {"reward": 1.5})
+    writer.on_row(3, {"reward": 1.5})
     assert [line["step"] for line in writer.read()] == [0, 1, 2, 3]
     assert rewind(path, 9) == []
     assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
 
 
 def test_what_was_deleted_is_noticed(tmp_path):
-    writer = MetricWriter(tmp_path, 0, False)
+    writer = MetricRows(tmp_path, 0)
     (tmp_path / "rollouts").mkdir()
     for step in 1, 2, 5:
-        writer.write(step, {"reward": 0.0})
+        writer.on_row(step, {"reward": 0.0})
         (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text('{"reward": 1.0}\n')
     assert describe_gaps(tmp_path, 2, Log()) == []
     rows, rollouts = describe_gaps(tmp_path, 6, Log())
@@ -82,7 +82,7 @@ DAMAGES = {
     "name", ["rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json"]
 )
 def test_what_was_damaged_is_noticed(name, damage, tmp_path):
-    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     for other in "rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json":
         (tmp_path / other).parent.mkdir(exist_ok=True)
         (tmp_path / other).write_text('{"a": 1}\n')
@@ -95,7 +95,7 @@ def test_what_was_damaged_is_noticed(name, damage, tmp_path):
 def test_a_record_that_can_not_be_read_ends_nothing(tmp_path):
     (tmp_path / "rollouts/step_000001.jsonl").mkdir(parents=True)
     (tmp_path / "config.json").mkdir()
-    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     settings, rollouts = describe_gaps(tmp_path, 1, Log())
     assert "config.json is damaged" in settings and "step_000001.jsonl" in rollouts
 
@@ -127,7 +127,7 @@ def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     write_text(path, "{}")
     assert calls == [f"{path}.tmp", f"{path}.tmp -> {path}", str(tmp_path)]
     calls.clear()
-    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     assert calls == [str(tmp_path / "metrics.jsonl")]
 
 
@@ -136,20 +136,24 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch)
     """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
     path, said = tmp_path / "metrics.jsonl", []
     storage = Storage(said.append)
-    writer = MetricWriter(tmp_path, 0, True, storage=storage)
-    writer.write(0, {"reward": 0.0})
+    writer = MetricRows(tmp_path, 0, storage)
+    events = TensorBoardEvents(tmp_path, 0, storage)
+    for sink in writer, events:
+        sink.on_row(0, {"reward": 0.0})
     whole = path.read_bytes()
     with limited(path, 5):
         for step in 1, 2:
-            writer.write(step, {"reward": 0.0})
+            for sink in writer, events:
+                sink.on_row(step, {"reward": 0.0})
             assert path.read_bytes() == whole
     assert len(said) == 2 and said[0].startswith("metrics.jsonl could not be written: File too")
     assert said[1].startswith("TensorBoard's file could not be written")
-    writer.write(3, {"reward": 0.0})
+    for sink in writer, events:
+        sink.on_row(3, {"reward": 0.0})
     assert [line["step"] for line in objects(path)] == [0, 1, 2, 3]
-    (events,) = (tmp_path / "tensorboard").iterdir()
+    (event_file,) = (tmp_path / "tensorboard").iterdir()
     found = [
-        (event.step, len(event.summary.value)) for event in EventFileLoader(str(events)).Load()
+        (event.step, len(event.summary.value)) for event in EventFileLoader(str(event_file)).Load()
     ]
     assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)]  # its version, a restart, rows
     assert len(said) == 4 and said[2] == "metrics.jsonl can be written again"

@@ -15,7 +15,7 @@ from small_runs import equal, make_quick_config, read_rollouts, read_rows
 import dapo_jax
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Log, Optimizer
-from dapo_jax.reporting.compile_seconds import PROGRAMS
+from dapo_jax.reporting.console import PROGRAMS
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.compute import open_learners
 from dapo_jax.runtime import kept_programs

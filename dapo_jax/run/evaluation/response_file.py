@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dapo_jax.reporting.scores import REFLECTION, Response
-from dapo_jax.reporting.writers import trajectory_fields
+from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell

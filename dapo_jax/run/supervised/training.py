@@ -22,7 +22,7 @@ from dapo_jax.learner.update import Learner
 from dapo_jax.model import peft_adapters, save_huggingface
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import add_up
-from dapo_jax.reporting.writers import MetricWriter
+from dapo_jax.reporting.sinks import MetricRows
 from dapo_jax.run.components import check_processes
 from dapo_jax.run.compute import open_mesh
 from dapo_jax.run.export import policy_layers, write_adapters
@@ -161,7 +161,7 @@ class TrainingLog:
         self._name, self._resume, self._labels = name, resume, task.labels
         self._writer = None
         if resume.folder:
-            self._writer = MetricWriter(resume.folder, resume.step, tensorboard=False)
+            self._writer = MetricRows(resume.folder, resume.step)
         self._every, self._total = max(1, task.steps // LINES_PER_RUN), task.steps
         self._pending: tuple[int, dict[str, float], dict[str, Mean]] | None = None
         self._started, self._progress = time.perf_counter(), Progress()
@@ -208,7 +208,7 @@ class TrainingLog:
         measured = add_up([jax.device_get(means)]) if means else {}
         values = values | {name: measured[name] for name in MEASURED if name in measured}
         if self._writer:
-            self._writer.write(step, values)
+            self._writer.on_row(step, values)
         self._pending = None
         self._skipped = count_skipped(self._skipped, measured)
         check_skipped(self._skipped[""], self._max_skipped, measured)
