@@ -19,7 +19,7 @@ from dapo_jax.reporting.page.curves import value_at
 from dapo_jax.reporting.page.recorded_run import RecordedRun, spread_out
 from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.jsonl import objects, read_object
-from dapo_jax.runtime.storage.ownership import folder_at
+from dapo_jax.runtime.storage.paths import folder_at
 
 CARD, SETTINGS = "README.md", "run_config.json"
 TAG = "dapo_jax"  # by which a repository is known as an export's

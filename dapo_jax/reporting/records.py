@@ -3,7 +3,7 @@
 from dapo_jax.config.outputs import Log
 from dapo_jax.reporting.writers import rollouts_name
 from dapo_jax.runtime.storage.jsonl import objects, read_object, spell
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import suppress_storage_errors
 
 # Of each kind of records so many bytes are read, the newest files first.

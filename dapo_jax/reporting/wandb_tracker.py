@@ -8,7 +8,7 @@ from types import TracebackType
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.runtime.storage.ownership import Folder, is_remote
+from dapo_jax.runtime.storage.paths import Folder, is_remote
 
 RUN_ID = "wandb_id"  # file in the run folder
 REFUSED, LONGEST = "/\\#?%:", 128  # characters and length of a project's name, by wandb's rules

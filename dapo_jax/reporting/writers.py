@@ -19,7 +19,7 @@ from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import CollectedGroups, Completion, Trace
 

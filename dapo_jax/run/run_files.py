@@ -1,39 +1,61 @@
-"""Files of a run folder: settings, metrics, rollouts, evaluations, skipped batches, summary."""
+"""Files and sinks of a run: settings, metrics, rollouts, evaluations, skipped batches, summary."""
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
+from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page.curves import plot_run
 from dapo_jax.reporting.records import describe_gaps, is_damaged
-from dapo_jax.reporting.scores import Response
 from dapo_jax.reporting.wandb_tracker import Tracker
 from dapo_jax.reporting.writers import MetricWriter, write_rollouts
-from dapo_jax.run.checkpointing.compatibility import SUMMARY
 from dapo_jax.run.evaluation.heldout import stamp
 from dapo_jax.run.evaluation.response_file import write_responses
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.structs import CollectedGroups, Group
 
 CONFIG = "config.json"
+SUMMARY = "summary.json"
 
 
-class RunFiles:
-    """Files of one run, written by the first process; elsewhere every method does nothing.
+class StepLines:
+    """Sink that prints the lines of each step."""
 
-    A file that can't be written is a warning, and tried again with the next one.
+    def __init__(self, progress: Progress, total_steps: int):
+        self._progress = progress
+        self._total_steps = total_steps
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        if step > 0:
+            self._progress.step(step, self._total_steps, values)
+
+    def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
+        pass
+
+    def on_evaluation(self, step: int, responses: Sequence[Any]) -> None:
+        pass
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
+class FileSink:
+    """Sink that writes metrics.jsonl, TensorBoard's events, rollouts/, evaluations/, curves.png.
 
     Args:
-        last_row: step of the newest row that stays; later ones are cut off.
-        stack: closes the connection to Weights & Biases.
+        last_row: step of the last row that stays; later ones are cut off.
     """
 
     def __init__(
@@ -43,59 +65,117 @@ class RunFiles:
         storage: Storage,
         tokenizer: Tokenizer,
         last_row: int,
-        stack: contextlib.ExitStack,
     ):
-        self._config, self.folder, self._storage = config, folder, storage
-        self._tokenizer, self._writer = tokenizer, None
+        self._config = config
+        self._folder = folder
+        self._storage = storage
+        self._tokenizer = tokenizer
+        self._tracker = Tracker(folder, config) if config.log.wandb else None
+        self.writer = MetricWriter(folder, last_row, config.log.tensorboard, self._tracker, storage)
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        self.writer.write(step, values)
+
+    def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
+        log = self._config.log
+        if log.rollouts:
+            options = log.token_groups, self._tokenizer, log.rollouts_keep
+            self._storage.attempt_later(
+                "rollouts/", lambda: write_rollouts(self._folder, step, collected, *options)
+            )
+
+    def on_evaluation(self, step: int, responses: Sequence[Any]) -> None:
+        if self._config.log.rollouts:
+            path = self._folder / "evaluations" / f"step_{step:06d}.jsonl"
+            lines = stamp(self._config, f"step {step}")
+            self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        picture, rows = self._folder / "curves.png", self.writer.read()
+        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self._folder)))
+
+    def close(self, failed: bool) -> None:
+        if self._tracker:
+            self._tracker.__exit__(RuntimeError if failed else None, None, None)
+
+
+class RunFiles:
+    """Sinks of a run, and the files that only the run itself writes.
+
+    The first process writes; on the others every method does nothing. A file that can't be written
+    is a warning, and is tried again with the next one.
+
+    Args:
+        last_row: step of the newest row that stays; later ones are cut off.
+        console: prints the lines of each step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Folder,
+        storage: Storage,
+        tokenizer: Tokenizer,
+        last_row: int,
+        console: Progress,
+    ):
+        self._config = config
+        self.folder = folder
+        self._storage = storage
+        self._writer: MetricWriter | None = None
+        self.sinks: list[RunSink] = []
         if processes.is_first():
-            tracker = stack.enter_context(Tracker(folder, config)) if config.log.wandb else None
-            self._writer = MetricWriter(folder, last_row, config.log.tensorboard, tracker, storage)
+            files = FileSink(config, folder, storage, tokenizer, last_row)
+            self._writer = files.writer
+            self.sinks = [files, StepLines(console, config.total_steps)]
             for text in describe_gaps(folder, last_row, config.log):
                 storage.warn(text)
             if is_damaged(folder / CONFIG):
                 self.write_settings()
 
+    def __enter__(self) -> "RunFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close, kind is not None)
+
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
+        """Return the rows of metrics.jsonl."""
         return self._writer.read() if self._writer else []
 
     def write_settings(self) -> None:
-        """config.json, from which a run is repeated."""
-        text = json.dumps(dataclasses.asdict(self._config), indent=2)
-        self._write_text(CONFIG, text)
+        """Write config.json, from which a run can be repeated."""
+        self._write_json(CONFIG, dataclasses.asdict(self._config))
 
-    def _write_text(self, name: str, text: str) -> None:
-        if self._writer:
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        if processes.is_first():
+            text = json.dumps(content, indent=2)
             self._storage.attempt(name, lambda: write_text(self.folder / name, text))
 
     def write_row(self, step: int, values: dict[str, float]) -> None:
-        """A line of metrics.jsonl, and its events."""
-        if self._writer:
-            self._writer.write(step, values)
+        """Send the metrics of a step to all sinks."""
+        for sink in self.sinks:
+            sink.on_row(step, values)
 
-    def write_rollouts(self, step: int, batch: CollectedGroups) -> None:
-        """rollouts/step_N.jsonl, in the background, where `log.rollouts` asks for it."""
-        if self._writer and self._config.log.rollouts:
-            log = self._config.log
-            options = log.token_groups, self._tokenizer, log.rollouts_keep
-            self._storage.attempt_later(
-                "rollouts/", lambda: write_rollouts(self.folder, step, batch, *options)
-            )
+    def write_rollouts(self, step: int, collected: CollectedGroups) -> None:
+        """Send the groups of a step to all sinks."""
+        for sink in self.sinks:
+            sink.on_rollouts(step, collected)
 
-    def write_evaluation(self, step: int, responses: list[Response]) -> None:
-        """evaluations/step_N.jsonl, where `log.rollouts` asks for it."""
-        if self._writer and self._config.log.rollouts:
-            path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
-            lines = stamp(self._config, f"step {step}")
-            self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
+    def write_evaluation(self, step: int, responses: Sequence[Any]) -> None:
+        """Send the responses to the held-out problems to all sinks."""
+        for sink in self.sinks:
+            sink.on_evaluation(step, responses)
 
     def write_skipped(self, step: int, updates: list[UpdateRecord], groups: list[Group]) -> str:
-        """The first batch of a step whose update was skipped; its folder, or nothing.
+        """Write the first batch of a step that was skipped; return its folder, or an empty string.
 
         Every process calls it: a batch is gathered from all.
         """
         skipped, folders = first_skipped(updates), []
-        if skipped is not None and self._writer:
+        if skipped is not None and processes.is_first():
 
             def write() -> None:
                 folders.append(write_skipped(self.folder, step, *skipped, groups) or "")
@@ -103,8 +183,8 @@ class RunFiles:
             self._storage.attempt("skipped/", write)
         return str(folders[0]) if folders else ""
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """summary.json and curves.png."""
-        picture, rows = self.folder / "curves.png", self.rows()
-        self._write_text(SUMMARY, json.dumps(summary, indent=2))
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self.folder)))
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, and send the summary to all sinks."""
+        self._write_json(SUMMARY, summary)
+        for sink in self.sinks:
+            sink.on_summary(summary)

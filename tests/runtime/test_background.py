@@ -5,7 +5,6 @@ import sys
 import threading
 
 import pytest
-
 from dapo_jax.runtime.storage.background import MAX_WAITING, Background
 
 

@@ -16,8 +16,7 @@ from output_folders import COMMANDS, KINDS, ROOT, call, snapshot
 from dapo_jax.config.experiment import Config, Evaluation
 from dapo_jax.run.evaluation.evaluate import claim_folder
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.output_folder import claim, replace
-from dapo_jax.runtime.storage.ownership import (
+from dapo_jax.runtime.storage.output_folder import (
     EVALUATION,
     EXPORTED,
     LOCK,
@@ -25,6 +24,8 @@ from dapo_jax.runtime.storage.ownership import (
     RUN,
     TRAINED,
     check_free,
+    claim,
+    replace,
 )
 
 each_command = pytest.mark.parametrize("command", COMMANDS)

@@ -19,8 +19,7 @@ from safetensors.numpy import save_file
 from dapo_jax.run import export
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage import output_folder
-from dapo_jax.runtime.storage.output_folder import replace
-from dapo_jax.runtime.storage.ownership import LOCK, MARK, TRAINED, check_free
+from dapo_jax.runtime.storage.output_folder import LOCK, MARK, TRAINED, check_free, replace
 
 
 def write(out, text, names=("a.bin", "b.bin")):

@@ -6,7 +6,7 @@ a write to a bucket is assumed.
 """
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.storage.ownership import is_remote
+from dapo_jax.runtime.storage.paths import is_remote
 
 # Of every process: nothing here gets faster with more of them.
 SLOT_SECONDS = 9.2e-7  # of a slot of any replica, in a burst: schedule, refilling, filter

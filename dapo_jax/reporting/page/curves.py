@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 
 
 class Curve(NamedTuple):
