@@ -113,7 +113,9 @@ class OutputFolder:
             return f"{shown} is a mount point, which can't be renamed"
         if mark is None:
             return f"{shown} holds {content[0].name!r} and no mark of dapo_jax" if content else ""
-        if mark["kind"] != self.kind:
+        # An earlier command may have been killed after it had completed the folder.
+        accepted = (UNFINISHED, *REPLACED) if self.kind == UNFINISHED else (self.kind,)
+        if mark["kind"] not in accepted:
             return f"{shown} is marked as: {mark['kind']}"
         files = mark.get("files", {})
         changed = [e.name for e in content if is_replaced and files.get(e.name) != _stamp(e)]
