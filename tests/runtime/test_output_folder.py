@@ -226,7 +226,7 @@ def test_an_evaluation_writes_beside_a_run_that_trains(tmp_path):
         folder = claim_folder(config, None, stack)
         (folder / "responses.jsonl").write_text("")
     assert json.loads((folder / MARK).read_text()) == {"kind": EVALUATION}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, MARK, "evaluations"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, LOCK, "evaluations"]
 
 
 def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capsys):

@@ -80,7 +80,7 @@ class RolloutJournal:
             self._storage.attempt_later(f"{FOLDER}/", self._write)
 
     def forget(self, step: int) -> None:
-        """Remove the groups of steps before `step`, which a checkpoint has, in the background."""
+        """Remove the groups of steps before `step` in the background; a checkpoint has them."""
         if processes.is_first():
             self._storage.attempt_later(f"{FOLDER}/", lambda: self._remove(step))
 

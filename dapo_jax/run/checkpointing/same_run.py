@@ -134,7 +134,7 @@ def can_be_longer(settings: dict[str, Any]) -> bool:
 
 
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Resolve the critic's number of steps, which -1 leaves to the algorithm."""
+    """Resolve the critic's number of steps: -1 leaves it to the algorithm."""
     others = dict(settings)
     preset = others.pop("algorithm.critic_pretrain_steps")
     steps = others["critic.pretrain_steps"]
@@ -142,7 +142,7 @@ def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def frozen_content(folder: str) -> str:
-    """Return the name under which settings hold the fingerprint of a frozen model."""
+    """Return the name of the setting that holds the fingerprint of a frozen model."""
     return f"{folder} (content)"
 
 

@@ -1,4 +1,4 @@
-"""Output folders: which ones a command may write, their lock, and their replacement as a whole.
+"""Output folders of commands: permission to write, lock, and replacement as a whole.
 
 A command writes into new folders, empty folders and its own earlier output. A mark in the folder
 names the command that made it; any other folder that holds something is rejected.
@@ -36,6 +36,8 @@ ALLOWED = {
 }
 # Kinds that are replaced as a whole: the new folder is complete before the old one is removed.
 REPLACED = (TRAINED, PREFERRING, EXPORTED)
+FOLDERS_OF_A_RUN = ("checkpoints", "evaluations", "groups", "rollouts", "tensorboard", "updates")
+FILES_OF_A_RUN = ("config.json", "metrics.jsonl", "summary.json")
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 FREE_SPACE = "a folder of storage with free space"
 LOCK_SECONDS = 0.2  # for a process that is about to release the folder
@@ -44,7 +46,18 @@ LOCK_SECONDS = 0.2  # for a process that is about to release the folder
 def _entries(folder: pathlib.Path) -> list[os.DirEntry]:
     """Return the entries of a folder by name, without mark and lock."""
     with os.scandir(folder) as scan:
-        return sorted((e for e in scan if e.name not in (MARK, LOCK)), key=lambda e: e.name)
+        return sorted(
+            (entry for entry in scan if not entry.name.startswith(OWN_PREFIX)),
+            key=lambda entry: entry.name,
+        )
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Remove an output folder, its mark last, so that a killed removal can be repeated."""
+    with contextlib.suppress(OSError):
+        for entry in _entries(folder):
+            os.unlink(entry)
+        shutil.rmtree(folder)
 
 
 def _stamp(entry: os.DirEntry) -> list[int]:
@@ -117,6 +130,11 @@ class OutputFolder:
         accepted = (UNFINISHED, *REPLACED) if self.kind == UNFINISHED else (self.kind,)
         if mark["kind"] not in accepted:
             return f"{shown} is marked as: {mark['kind']}"
+        for entry in content if self.kind == RUN else ():
+            if entry.name in FOLDERS_OF_A_RUN and not entry.is_dir():
+                return f"{entry.path!r} is a file, but a run has a folder of that name"
+            if entry.name in FILES_OF_A_RUN and entry.is_dir():
+                return f"{entry.path!r} is a folder, but a run has a file of that name"
         files = mark.get("files", {})
         changed = [e.name for e in content if is_replaced and files.get(e.name) != _stamp(e)]
         return f"{shown} also holds {changed[0]!r}, which is new or was changed" if changed else ""
@@ -265,14 +283,14 @@ def replace(field: str, value: str, kind: str) -> Iterator[pathlib.Path | None]:
     with _claimed(new):
         if old.path.exists() and not place.path.exists():
             old.path.rename(place.path)
-        shutil.rmtree(old.path, ignore_errors=True)
+        _remove(old.path)
         for entry in _entries(new.path):
             os.unlink(entry)
         try:
             yield new.path
             _complete(new.path, kind)
         except BaseException as error:
-            shutil.rmtree(new.path, ignore_errors=True)
+            _remove(new.path)
             if fault := storage_fault(error):
                 place.reject(f"{str(new.path)!r} can't be written: {fault}", FREE_SPACE)
             raise
@@ -306,4 +324,4 @@ def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None
     except OSError:
         old.rename(place)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)

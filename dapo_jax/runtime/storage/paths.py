@@ -9,7 +9,7 @@ Folder = pathlib.Path | epath.Path  # local, or in a bucket
 
 
 def is_remote(name: str | os.PathLike) -> bool:
-    """Return True for a folder in an object store, which has no locks and no renames."""
+    """Return True for a folder in an object store. It has no locks and no renames."""
     return "://" in str(name)
 
 

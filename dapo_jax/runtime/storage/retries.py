@@ -38,9 +38,9 @@ class NotSaved(OSError):
 
 
 def is_bucket_error(error: BaseException) -> bool:
-    """Return True for an error of TensorFlow, which reads and writes buckets.
+    """Return True for an error of TensorFlow, the client of buckets.
 
-    These are no OSErrors. TensorFlow retries for a minute or two before it raises them.
+    These are not OSErrors. TensorFlow retries for a minute or two before it raises them.
     """
     return "tensorflow" in type(error).__module__
 
