@@ -124,6 +124,12 @@ def test_without_a_sound_checkpoint_one_line_says_what_to_do(run_dir):
     assert saved_steps(run_dir) == [1, 2]
 
 
+def test_a_checkpoint_of_an_older_version_is_rejected_in_one_line():
+    with pytest.raises(ConfigError, match="checkpoints/3 was saved by an older version") as error:
+        Record.read({"step": 3, "settings": {}, "position": 8}, epath.Path("checkpoints/3"))
+    assert len(str(error.value).splitlines()) == 1
+
+
 # --- storage that fails ------------------------------------------------------------------------
 
 

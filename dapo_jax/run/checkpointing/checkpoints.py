@@ -276,7 +276,7 @@ class Checkpoints:
 
 
 class SavedPolicy:
-    """Policy of one checkpoint, read parameter by parameter while the run may go on.
+    """Policy of one checkpoint, read parameter by parameter while the run may continue.
 
     Args:
         step: 0: the newest.

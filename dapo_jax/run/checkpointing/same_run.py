@@ -71,7 +71,7 @@ class Record:
         """
         if "progress" not in content:
             raise ConfigError(
-                f"config.run_dir: {place} was saved by an older version of dapo_jax: go on with "
+                f"config.run_dir: {place} was saved by an older version of dapo_jax: resume with "
                 "that version, or choose another run_dir"
             )
         settings, progress = with_defaults(content["settings"]), RunProgress(**content["progress"])
