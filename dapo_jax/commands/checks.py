@@ -17,7 +17,8 @@ from dapo_jax.rewards.functions import find_functions
 from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
 from dapo_jax.runtime.settings import ConfigError, leaves, require
-from dapo_jax.runtime.storage.ownership import RUN, check_free, folder_at, is_remote
+from dapo_jax.runtime.storage.output_folder import RUN, check_free
+from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import UNSAVED, is_bucket_error, is_refusal, reason
 
 WORKERS_PER_CORE = 64  # each has processes of its own; most wait for other machines

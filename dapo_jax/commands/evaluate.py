@@ -30,7 +30,7 @@ SHORT_NAMES = {
 def check_folder(config: Config) -> None:
     """Raises `ConfigError` where the evaluation must not write, or has no model."""
     from dapo_jax.commands.checks import check_run_dir
-    from dapo_jax.runtime.storage.ownership import EVALUATION, check_free
+    from dapo_jax.runtime.storage.output_folder import EVALUATION, check_free
 
     require(config.model.folder != "", "model.folder", "", "a model folder: --model=FOLDER")
     if config.evaluation.out:

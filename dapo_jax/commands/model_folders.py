@@ -46,7 +46,7 @@ sends the folder to a hub, and nothing is sent without.
 def check_folder(config: SftConfig | DpoConfig) -> None:
     """Raises `ConfigError` where the folder must not be written, or the data has no file."""
     from dapo_jax.data.supervised_examples import find_source
-    from dapo_jax.runtime.storage.ownership import PREFERRING, TRAINED, check_free
+    from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
     check_warmup(config)
     kind = TRAINED if isinstance(config, SftConfig) else PREFERRING
@@ -68,9 +68,9 @@ def exit_code(train: Callable[[Any], Any], config: SftConfig | DpoConfig) -> int
         train(config)
     except Stopped as stopped:
         (name,) = stopped.args
-        goes_on = "No step is kept: the same command begins anew"
+        goes_on = "No step is kept: the same command starts from scratch"
         if stopped.step:
-            goes_on = f"Saved after step {stopped.step}: the same command goes on from there"
+            goes_on = f"Saved after step {stopped.step}: the same command resumes from there"
         processes.print_error(f"stopped by {name}: {config.out} is as it was. {goes_on}")
         return 128 + signal.Signals[name]
     return 0

@@ -21,7 +21,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import present
 
 if TYPE_CHECKING:
-    from dapo_jax.runtime.storage.ownership import Folder
+    from dapo_jax.runtime.storage.paths import Folder
 
 MAX_TOKENS = 5  # of a row that are named
 WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
@@ -152,7 +152,7 @@ def main() -> int:
     flags = parser.parse_args()
     from dapo_jax.commands.checks import guarded
     from dapo_jax.runtime import processes
-    from dapo_jax.runtime.storage.ownership import folder_at
+    from dapo_jax.runtime.storage.paths import folder_at
 
     def work() -> int:
         return 0 if replay(folder_at(flags.folder), flags.step, flags.model) else 4

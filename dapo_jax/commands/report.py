@@ -26,7 +26,7 @@ BEGINNING = 1000  # characters of a page in which its mark stands
 def read_runs(config: ReportConfig) -> "list[RecordedRun]":
     """The named runs, each once, in order. Raises `ConfigError`."""
     from dapo_jax.reporting.page.recorded_run import read_run
-    from dapo_jax.runtime.storage.ownership import is_remote
+    from dapo_jax.runtime.storage.paths import is_remote
 
     runs: dict[str, RecordedRun] = {}
     for name in config.run.splitlines():

@@ -11,7 +11,7 @@ from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.runtime.nonfinite import path_name
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import replacing, write_text
 from dapo_jax.structs import Group
 

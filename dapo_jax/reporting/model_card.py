@@ -21,7 +21,7 @@ from dapo_jax.reporting.page.recorded_run import RecordedRun, sort_rows, spread_
 from dapo_jax.reporting.records import read_rows
 from dapo_jax.runtime.settings import leaves
 from dapo_jax.runtime.storage.jsonl import read_object
-from dapo_jax.runtime.storage.ownership import folder_at
+from dapo_jax.runtime.storage.paths import folder_at
 
 CARD = "README.md"
 SETTINGS = "run_config.json"

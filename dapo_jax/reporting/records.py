@@ -4,7 +4,7 @@ from typing import Any
 
 from dapo_jax.config.outputs import Log
 from dapo_jax.runtime.storage.jsonl import objects, read_object, spell
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import suppress_storage_errors
 
 READ_BYTES = 1 << 28  # of each kind of records, the newest files first

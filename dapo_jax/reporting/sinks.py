@@ -27,7 +27,7 @@ from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
 from dapo_jax.reporting.sink import Sink
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing
 from dapo_jax.structs import CollectedGroups, Completion, Group, Trace
 

@@ -8,7 +8,7 @@ import secrets
 from dapo_jax.config.experiment import Config
 from dapo_jax.reporting.sink import Sink
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.runtime.storage.ownership import Folder, is_remote
+from dapo_jax.runtime.storage.paths import Folder, is_remote
 
 RUN_ID = "wandb_id"  # file in the run folder
 FORBIDDEN_CHARACTERS = "/\\#?%:"  # in the name of a project, by wandb's rules

@@ -20,8 +20,7 @@ from dapo_jax.run import hub
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime.settings import ConfigError, check_values, require
-from dapo_jax.runtime.storage.output_folder import replace
-from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
+from dapo_jax.runtime.storage.output_folder import EXPORTED, check_free, replace
 from dapo_jax.structs import present
 
 # Names of all files that the command may write into its folder.
@@ -121,11 +120,11 @@ def write_adapters(
     """Writes adapters into the folder beside `out`; every process calls it.
 
     Args:
-        kind: of the folder, a key of `ownership.ALLOWED`.
+        kind: of the folder, a key of `output_folder.ALLOWED`.
         trained, read: as for `policy_layers`.
         base: name of the model that they adapt.
     """
-    with replace("out", adapter_folder(out), kind, peft_adapters.WRITTEN) as folder:
+    with replace("out", adapter_folder(out), kind) as folder:
         peft_adapters.save_adapters(folder, trained, read, decoder, base)
 
 
@@ -156,7 +155,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
         write_adapters(config.out, EXPORTED, *trained, base)
-    with replace("out", config.out, EXPORTED, WRITTEN) as folder:
+    with replace("out", config.out, EXPORTED) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
             layers = policy_layers(*trained, source)

@@ -175,7 +175,7 @@ def run(tiny_folder, tmp_path_factory):
             groups = make_groups(config)
             state, _ = learn(run.components, run.state, groups)
             run.state = dataclasses.replace(state, step=step)
-            run._save()
+            run.save()
             states.append(jax.device_get(run.state.learners.policy))
         sample_from_run(run)
         memory, reference = (

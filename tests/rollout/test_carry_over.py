@@ -106,7 +106,7 @@ def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path,
         for _ in range(stop_after):
             run.step()
         left = run.state.source.partial
-        run._checkpoints.close()
+        run.store.checkpoints.close()
     assert any(one.begun for one in left) and len({one.prompt.index for one in left}) == len(left)
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)

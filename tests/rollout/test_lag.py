@@ -94,7 +94,7 @@ def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path)
         run.begin()
         for _ in range(stop_after):
             run.step()
-        run._checkpoints.close()
+        run.store.checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
@@ -138,7 +138,7 @@ def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, mo
         with pytest.raises(Starved):
             run.step()
         monkeypatch.setattr(source, "collect", collect)
-        run._checkpoints.close()
+        run.store.checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)

@@ -14,12 +14,12 @@ from dapo_jax.commands import train
 from dapo_jax.config.experiment import Data, Log, Reward
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.sinks import MetricRows, TensorBoardEvents
-from dapo_jax.run.checkpointing.compatibility import finished
 from dapo_jax.run.evaluation.response_file import ResponseFile
+from dapo_jax.run.run import finished
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
-from dapo_jax.runtime.storage.ownership import RUN, check_free
+from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.retries import (
     REPEAT_SECONDS,
     UNSAVED,
@@ -163,7 +163,7 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch)
     storage = Storage(said.append)
     for seconds in 0.0, 1.0, REPEAT_SECONDS + 1:
         now[0] = seconds
-        storage.failed("it", "full")
+        storage.report_failure("it", "full")
     assert len(said) == 6
 
 
@@ -192,11 +192,11 @@ def test_a_file_where_a_run_has_a_folder_is_refused(name, tmp_path):
     (tmp_path / ".dapo_jax.json").write_text('{"kind": "run"}')
     check_free("run_dir", str(tmp_path), RUN)
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"{name}' is a file, where a run has a folder"):
+    with pytest.raises(ConfigError, match=f"{name}' is a file, but a run has a folder"):
         check_free("run_dir", str(tmp_path), RUN)
     os.unlink(tmp_path / name)
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, where a run has a file"):
+    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, but a run has a file"):
         check_free("run_dir", str(tmp_path), RUN)
 
 
@@ -252,7 +252,7 @@ def test_a_run_does_not_go_on_with_other_data(name, begun, alone, capsys):
         if name == "dropped":
             with open_run(config("allow")) as run:
                 assert run.state.step == 0
-            assert "What is held out now may have been trained on" in capsys.readouterr().out
+            assert "held out now may have been trained on" in capsys.readouterr().out
     finally:
         write_problems(path, PROBLEMS)
     if name == "dropped":

@@ -112,7 +112,7 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     rollouts, used = pack(segments, ROW_TOKENS, 2)
     policy = to_host(learner.score(placed, rollouts, used).values)
     reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
-    feedback = preferences.weigh(rollouts, policy, reference)
+    feedback = preferences.pair_feedback(rollouts, policy, reference)
     batch = preferences.preference_batch(algorithm, segments, rollouts, feedback)
     expected = jax.grad(loss)(tiny_params)
     assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
@@ -164,7 +164,7 @@ def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, request, tmp_p
 def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     command, tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):
-    with replace("out", str(tmp_path / "out"), KINDS[command], training.WRITTEN) as folder:
+    with replace("out", str(tmp_path / "out"), KINDS[command]) as folder:
         (folder / "config.json").write_text("the earlier one")
     rows = example_rows() if command == "sft" else pair_rows()
     source = write_lines(tmp_path / "own.jsonl", rows)
@@ -259,7 +259,7 @@ def test_overrides_of_the_defaults_are_enough(kind):
 
 def test_more_in_a_step_than_there_is_and_a_folder_without_a_model(tiny_folder, tmp_path):
     changes = settings(tmp_path, example_rows(), tiny_folder, mesh=Mesh(1, -1, 1))
-    with pytest.raises(ConfigError, match="examples_per_step = 57: must be at most 56, all that"):
+    with pytest.raises(ConfigError, match="examples_per_step = 57: must be at most 56, the number"):
         make_base(SftConfig(**changes, examples_per_step=57))
     with pytest.raises(ConfigError, match="config.start = .*has no config.json"):
         make_base(SftConfig(**changes | {"start": str(tmp_path)}))

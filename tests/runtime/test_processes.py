@@ -28,8 +28,7 @@ from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import PEER_LOST
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage import output_folder
-from dapo_jax.runtime.storage.output_folder import claim
-from dapo_jax.runtime.storage.ownership import RUN, TRAINED, check_free
+from dapo_jax.runtime.storage.output_folder import RUN, TRAINED, check_free, claim
 
 # Exit codes after another process was lost: a failed collective, or JAX's abort.
 LOST = {PEER_LOST, -signal.SIGABRT}
@@ -236,7 +235,7 @@ def test_one_process_asks_nobody(monkeypatch):
 def test_a_remote_folder_keeps_its_name_and_has_no_lock(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # There is none; tests/run/test_object_store.py has one.
-    monkeypatch.setattr(output_folder, "_try_to_write", lambda folder, *_: folder)
+    monkeypatch.setattr(output_folder, "try_bucket", lambda folder, *_: folder)
     name = "gs://bucket/runs/one"
     assert str(checkpoint_folder(name)) == f"{name}/checkpoints"
     check_free("run_dir", name, RUN)

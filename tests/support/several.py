@@ -157,7 +157,7 @@ AT_THE_END = """
 from dapo_jax.run.run import Run
 finish = Run.finish
 def save_and_send(self):
-    self._checkpoints.wait()
+    self.store.checkpoints.wait()
     if INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
     return finish(self)
@@ -177,8 +177,8 @@ def final_state(base, run_dir):
         state = checkpoints.state(parts.learners.policy.abstract_state)
         record = checkpoints.record()
     parts.close()
-    place = {name: record.progress[name] for name in ("position", "kept_fraction")}
-    return jax.device_get(state), {"step": record.step} | place
+    place = record.progress.position, record.progress.kept_fraction
+    return jax.device_get(state), {"step": record.step, "place": place}
 
 
 def assert_same_run(base, run_dir, other) -> None:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 from dapo_jax.config.experiment import Config
-from dapo_jax.runtime.storage.ownership import is_remote
+from dapo_jax.runtime.storage.paths import is_remote
 
 Counts = dict[str, float]  # amount used of each field of `Costs`
 

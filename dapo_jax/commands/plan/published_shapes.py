@@ -14,7 +14,7 @@ from dapo_jax.model import load_huggingface
 from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.ownership import is_remote
+from dapo_jax.runtime.storage.paths import is_remote
 
 _COLUMNS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "

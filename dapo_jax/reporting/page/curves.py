@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 
 # Metrics that are means over a subset, and the metric that is 0 if the subset is empty.
 SUBSET_MEANS = {

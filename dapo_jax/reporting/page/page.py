@@ -39,7 +39,7 @@ from dapo_jax.reporting.page.recorded_run import (
     spread_out,
 )
 from dapo_jax.runtime.settings import require
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import write_text
 
 PAGE = "report.html"

@@ -15,7 +15,9 @@ from flax.traverse_util import flatten_dict
 
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.jsonl import objects
-from dapo_jax.runtime.storage.ownership import SECTIONS_OF_A_RUN, Folder, folder_at
+from dapo_jax.runtime.storage.paths import Folder, folder_at
+
+SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}  # of its config.json
 
 MAX_FILES = 24  # rollouts files of a run
 MAX_BYTES = 32_000_000  # of each file
