@@ -25,7 +25,7 @@ from dapo_jax.reporting.notices import (
 from dapo_jax.reporting.page.page import write_own_page
 from dapo_jax.reporting.records import describe_gaps
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.dynamic_sampling import Starved
+from dapo_jax.rollout.dynamic_sampling import Starved, seek
 from dapo_jax.rollout.source import NoJournal
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
 from dapo_jax.run.checkpointing.integrity import saved_steps
