@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.baselines import (
     SCALES,
     STD_EPSILON,

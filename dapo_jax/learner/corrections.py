@@ -7,7 +7,7 @@ the counts of the loss weights, so a batch with many of them moves the policy le
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.losses import clamp_log, mean_over_responses, sum_over_responses
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
 from dapo_jax.learner.losses import value_loss

@@ -14,7 +14,7 @@ import numpy as np
 from jax.scipy.special import rel_entr
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.advantages import pair_up
 
 LOG_RATIO_LIMIT = 20.0

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.user_code import describe_error
 from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens

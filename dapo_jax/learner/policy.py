@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
 from dapo_jax.learner.corrections import importance_weights, rejections

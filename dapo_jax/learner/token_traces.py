@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.batches import TrainBatch
 from dapo_jax.learner.losses import policy_loss
 from dapo_jax.learner.packing import take_tokens

@@ -9,7 +9,7 @@ writes are in place: compiled programs hold no second cache (tests check them).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.quantisation import quantise, to_int8_by
 from dapo_jax.model.training_attention import Window, grouped_attention
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import present
 
 LANES = 128  # of a TPU's vector registers; its paged kernel needs head widths of a multiple
 # Pages and slots that the paged kernel processes at a time. The kernel's own table depends on the
@@ -204,7 +203,7 @@ def interleave(keys: Array, values: Array, axis: int) -> Array:
 def rounded(cache: PageCache, pairs: Array) -> tuple[Array, Array | None]:
     """Return keys and values in the dtype of the pages, and their scales if pages store them."""
     if cache.calibrated:
-        return to_int8_by(pairs, present(cache.scales, "scales")), None
+        return to_int8_by(pairs, cast(Array, cache.scales)), None
     return quantise(pairs, cache.pages.dtype)
 
 
@@ -284,7 +283,7 @@ def _attend_pages_of_replica(
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)
     cache = cache.replace(pages=flat.reshape(cache.pages.shape))
     if scales is not None:
-        before = present(cache.scales, "scales")
+        before = cast(Array, cache.scales)
         flat = before.reshape(-1, heads[0]).at[at].set(scales)
         cache = cache.replace(scales=flat.reshape(before.shape))
     lengths = jnp.where(active, positions + 1, 1)

@@ -10,7 +10,7 @@ import math
 import pathlib
 import reprlib
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,13 +20,12 @@ from safetensors.numpy import load_file
 
 from dapo_jax.model import param_paths, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
-from dapo_jax.model.layers import ADAPTER_NAMES
+from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.load_huggingface import list_problems
 from dapo_jax.model.published_tensors import DTYPES
 from dapo_jax.model.trainable import is_trained, without_adapters
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json, require
-from dapo_jax.structs import present
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRITTEN = (".tmp*", CONFIG, WEIGHTS)  # the safetensors library writes .tmp*
@@ -74,7 +73,7 @@ def save_adapters(
         base: name of the adapted model.
     """
     tensors = {}
-    adapters = present(config.adapters, "adapters")
+    adapters = cast(Adapters, config.adapters)
     for path in trained:
         layer_of = save_huggingface.layers_of(path, np.asarray(read(path), np.float32))
         for number, name in enumerate(adapter_names(path, config)):

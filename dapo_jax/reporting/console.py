@@ -20,13 +20,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.contracts import Sampler
 from dapo_jax.reporting.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.streams import BrokenPipeSafeStream
-from dapo_jax.structs import Completion, Group, Turn
+from dapo_jax.structs import Completion, Group, SamplerCounts, Turn
 
 WIDTH = 80  # columns of the lines of a step
 ANSWER_TAIL = 38  # characters of a response shown in a table
@@ -326,12 +325,12 @@ class Progress:
                 stack.close()
 
     @contextlib.contextmanager
-    def collecting(self, step: int, sampler: Sampler) -> Iterator[Callable]:
+    def collecting(self, step: int, counts: SamplerCounts) -> Iterator[Callable]:
         """Show the collection of groups; yield the callback for its state after each burst."""
         with self.working(f"step {step}: sampling", stays=False) as activity:
 
             def show(collection) -> None:
-                speed = sampler.counts.tokens / activity.seconds()
+                speed = counts.tokens / activity.seconds()
                 activity.text = f"step {step}: {collection.describe()} · {speed:,.0f} tokens/s"
 
             yield show

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.learner.batches import Mean
 from dapo_jax.reporting.scores import REFLECTION
-from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.runtime.nonfinite import is_reason
-from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, present
+from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, present, repetition
 
 # Prefixes of metrics that differ between two runs of the same settings.
 CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")

@@ -7,9 +7,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import SHAPING
-from dapo_jax.structs import Completion, Group, Prompt, Verdict
-
-REPEATED_WINDOW_TOKENS = 8  # a power of two
+from dapo_jax.structs import Completion, Group, Prompt, Verdict, repetition
 
 
 def overlong_punishment(
@@ -22,23 +20,6 @@ def overlong_punishment(
     """
     beyond = np.asarray(response_tokens) - (max_response_tokens - buffer_tokens)
     return -np.clip(beyond / buffer_tokens, 0.0, 1.0)
-
-
-def repetition(tokens: np.ndarray) -> float:
-    """Return the fraction of the windows of 8 tokens that repeat an earlier one of the response."""
-    if len(tokens) <= REPEATED_WINDOW_TOKENS:
-        return 0.0
-    # Equal windows get equal numbers, made from the numbers of their halves: ten times as fast as
-    # sorting whole windows.
-    numbers = np.asarray(tokens, np.uint64)
-    distinct = ()
-    half = 1
-    while half < REPEATED_WINDOW_TOKENS:
-        both = numbers[:-half] << np.uint64(32) | numbers[half:]
-        distinct, numbers = np.unique(both, return_inverse=True)
-        numbers = numbers.astype(np.uint64)
-        half *= 2
-    return 1.0 - len(distinct) / len(numbers)
 
 
 # Built-in parts from a verdict: (config, completion, verdict) -> unweighted reward.

@@ -95,7 +95,7 @@ class NoJournal:
 
 
 @contextlib.contextmanager
-def _show_nothing(step: int, sampler: Sampler) -> Iterator[OnBurst]:
+def _show_nothing(step: int, counts: SamplerCounts) -> Iterator[OnBurst]:
     yield lambda collection: None
 
 
@@ -118,7 +118,7 @@ class RolloutSource:
     copy_behaviour: Callable[[Any], Any] | None = None
     journal: Journal = NoJournal()
     interrupted: Callable[[], bool] = lambda: False
-    show: Callable[[int, Sampler], contextlib.AbstractContextManager[OnBurst]] = _show_nothing
+    show: Callable[[int, SamplerCounts], contextlib.AbstractContextManager[OnBurst]] = _show_nothing
 
     @timed("rollout")
     def collect(self, state: SourceState, params: Any, step: int) -> tuple[SourceState, Rollout]:
@@ -167,7 +167,7 @@ class RolloutSource:
         collection = open_collection(
             self.config, state.kept_fraction, step, state.partial, state.position
         )
-        with self.show(step + 1, sampler) as on_burst:
+        with self.show(step + 1, sampler.counts) as on_burst:
             hooks = CollectionHooks(self.journal.add, on_burst, self.interrupted)
             finished = self.journal.begin(step)
             batch = collect(collection, self.prompts, sampler, self.judge, hooks, finished)

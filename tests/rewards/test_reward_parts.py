@@ -10,12 +10,12 @@ from conftest import make_completion, make_prompt
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
 from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
-from dapo_jax.rewards.group_rewards import TRAINER_PARTS, repetition, reward_group
+from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Group, Verdict
+from dapo_jax.structs import Group, Verdict, repetition
 
 OWN = """
 import os, sys, time

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
-from dapo_jax.algorithms import Algorithm
 from dapo_jax.commands.plan.chips import Topology
 from dapo_jax.commands.plan.published_shapes import read_shape
 from dapo_jax.commands.plan.targets import target_devices
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import LearnerPrograms

@@ -8,12 +8,11 @@ from typing import Any
 
 from dapo_jax.reporting.scores import REFLECTION, Response
 from dapo_jax.reporting.sinks import trajectory_fields
-from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
 from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
-from dapo_jax.structs import Group
+from dapo_jax.structs import Group, repetition
 
 FIELDS = {field.name for field in dataclasses.fields(Response)}
 NEEDED = {

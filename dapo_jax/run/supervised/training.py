@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from rich.markup import escape
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import DpoConfig, SftConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompts.tokenizer import END, PAD
