@@ -36,7 +36,9 @@ ROOMS_OF = {
     SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],
     DpoConfig: ["run.supervised.dpo", *OFFLINE_ROOMS],
     ExportConfig: ["run.export", "run.hub", "reporting.model_card"],
-    ServeConfig: [f"commands.serve.{name}" for name in ("server", "access", "budgets", "app")],
+    ServeConfig: [
+        f"commands.serve.{name}" for name in "server access budgets app jetstream_server".split()
+    ],
     ReportConfig: ["commands.report", "reporting.page.page"],
 }
 

@@ -103,7 +103,7 @@ class Driver(orchestrator.Driver):
     def new_request(
         self, request: ResponseRequest, put: Callable[[list[int], bool], object]
     ) -> DriverRequest:
-        """Return a request whose threads call `put(ids, ended)` for new tokens and at the end."""
+        """Return a request that reports new tokens and its end by `put(ids, ended)`."""
         return DriverRequest(
             max_tokens=request.budget,
             return_channel=_ReturnChannel(put),
