@@ -36,7 +36,9 @@ ROOMS_OF = {
     SftConfig: ["run.supervised.sft", "data.arithmetic", *OFFLINE_ROOMS],
     DpoConfig: ["run.supervised.dpo", *OFFLINE_ROOMS],
     ExportConfig: ["run.export", "run.hub", "reporting.model_card"],
-    ServeConfig: ["commands.serve.server", "commands.serve.access", "commands.serve.budgets"],
+    ServeConfig: [
+        f"commands.serve.{name}" for name in "server access budgets app jetstream_server".split()
+    ],
     ReportConfig: ["commands.report", "reporting.page.page"],
 }
 
@@ -77,8 +79,7 @@ def test_only_the_engines_side_and_the_server_import_jetstream():
     }
     assert users == {
         "rollout.jetstream_api",
-        "commands.serve.jetstream_driver",
-        "commands.serve.grpc_api",
+        "commands.serve.jetstream_server",
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from orchestrated import orchestrate
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages
 
-from dapo_jax.commands.serve import jetstream_driver, server
+from dapo_jax.commands.serve import jetstream_server, server
 from dapo_jax.data.prompts.tokenizer import TextStream
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
@@ -82,7 +82,7 @@ def test_jetstreams_orchestrator_drives_the_engine(
     if not interleaved:
         config = make_serve_config(byte_folder, slots=1)
         prefiller = server.load_served(config)[0]
-    driver = jetstream_driver.orchestrator.Driver(
+    driver = jetstream_server.orchestrator.Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],
         prefill_params=[params],

@@ -13,7 +13,7 @@ from orchestrated import orchestrate
 from samplers import GREEDY, sample, tokens_of
 from served import BUDGET, PROMPTS, make_serve_config, messages
 
-from dapo_jax.commands.serve import jetstream_driver, server
+from dapo_jax.commands.serve import jetstream_server, server
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model import decode_attention
 from dapo_jax.model.caches import PageCache
@@ -198,7 +198,7 @@ def test_pages_with_a_scale_per_head_stay_near_the_exact_ones(
 
 def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byte_responses):
     engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
-    driver = jetstream_driver.orchestrator.Driver(
+    driver = jetstream_server.orchestrator.Driver(
         prefill_engines=[engine],
         generate_engines=[engine],
         prefill_params=[params],
