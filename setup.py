@@ -64,7 +64,11 @@ setup(
     python_requires=">=3.11",
     cmdclass={"build_py": WithConfigs},
     packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
-    package_data={"dapo_jax.data.policies": ["*/*"], "dapo_jax.reporting.page": ["page.*"]},
+    package_data={
+        "dapo_jax.data.policies": ["*/*"],
+        "dapo_jax.reporting": ["*.md"],
+        "dapo_jax.reporting.page": ["page.*"],
+    },
     entry_points={"console_scripts": ["dapo-jax = dapo_jax.__main__:main"]},
     install_requires=[
         "jax>=0.10.2",
@@ -98,7 +102,7 @@ setup(
         "cuda": ["jax[cuda12]>=0.10.2"],
         "tpu": ["jax[tpu]>=0.10.2"],
         "wandb": ["wandb>=0.31"],
-        "gym": ["reasoning-gym>=0.1.25"],
+        "gym": ["reasoning-gym==0.1.25"],
         "docs": [*DOCS],
         "notebooks": [*NOTEBOOKS],
         "test": [

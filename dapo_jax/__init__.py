@@ -34,7 +34,7 @@ _DEFINED_IN = {
     "Algorithm": "algorithms",
     "preset": "algorithms",
     "presets": "algorithms:PRESETS",
-    "Observation": "environments.interface",
+    "Observation": "structs",
     "is_equivalent": "verifier.algebra_process",
     "overlong_punishment": "rewards.group_rewards",
     "ConfigError": "runtime.settings",
@@ -95,10 +95,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         Teacher,
         Watch,
     )
-    from dapo_jax.environments.interface import Observation
     from dapo_jax.learner import advantages, losses
     from dapo_jax.rewards.group_rewards import overlong_punishment
     from dapo_jax.runtime.settings import ConfigError
+    from dapo_jax.structs import Observation
     from dapo_jax.verifier.algebra_process import is_equivalent
 
 

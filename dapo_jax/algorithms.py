@@ -1,7 +1,6 @@
-"""An algorithm is a value: which advantage, ratio, region, weights and filters one run uses.
+"""The table of published algorithms; each is a value of the fields in `config/algorithm.py`.
 
-The table of published choices. `config/algorithm.py` has the fields; nothing elsewhere asks for a
-paper's name.
+No other module depends on the name of an algorithm.
 """
 
 import dataclasses
@@ -12,10 +11,11 @@ from dapo_jax.runtime.settings import require
 
 
 def _changed(start: Callable[[], Algorithm], **changes) -> Callable[[], Algorithm]:
+    """Return a factory of an algorithm with some fields of another changed."""
     return lambda: dataclasses.replace(start(), **changes)
 
 
-# Published choices. Learning rates, G and updates per batch belong to the run's config.
+# Learning rate, group size and updates per rollout batch are settings of a run.
 dapo = Algorithm  # 2503.14476
 reinforce = _changed(  # Williams 1992, with the batch mean as its baseline
     dapo,
@@ -48,7 +48,7 @@ ppo = _changed(  # 1707.06347; KL as in 2203.02155
     lambda_value=0.95,
     critic=True,
 )
-dr_grpo = _changed(  # 2503.20783; dividing by no std, +-1 would double the gradient of 0/1
+dr_grpo = _changed(  # 2503.20783; without a std, rewards of +-1 would double the gradient of 0/1
     _grpo_without_kl,
     advantage="group_centre",
     aggregate="token_sum_over_budget",
@@ -67,7 +67,7 @@ reinforce_pp_baseline = _changed(  # 2501.03262
     kl_coefficient=0.01,
     advantage="group_centre",
 )
-gspo = _changed(  # 2507.18071; a response's ratio needs no router replay over experts
+gspo = _changed(  # 2507.18071; sequence ratios need no router replay
     _grpo_without_kl, ratio="sequence", clip_low=3e-4, clip_high=4e-4
 )
 vapo = _changed(  # 2504.05118
@@ -78,7 +78,7 @@ vapo = _changed(  # 2504.05118
     critic_pretrain_steps=50,
     positive_nll_coefficient=0.1,
 )
-sft = _changed(  # every token of a worked example has coefficient 1
+sft = _changed(  # imitation of worked examples
     reinforce, advantage="one", aggregate="token_mean"
 )
 rft = _changed(sft, trained_responses="correct")  # 2308.01825
@@ -91,9 +91,9 @@ dpo = _changed(  # 2305.18290, online, on pairs of one group
     dynamic_sampling=True,
 )
 
-# Policy terms.
+# Policy losses.
 _unbounded_grpo = _changed(_grpo_without_kl, region="none", clip_high=dapo().clip_high)
-cispo = _changed(  # 2506.13585: no lower bound; the cap is that of ScaleRL, 2510.13786
+cispo = _changed(  # 2506.13585, without a lower bound; the cap of ScaleRL, 2510.13786
     _unbounded_grpo, weight_high=5.0, aggregate="token_mean"
 )
 dppo_tv = _changed(  # 2602.04879: against the sampler's probabilities, truncated at 20
@@ -106,7 +106,7 @@ dppo_tv = _changed(  # 2602.04879: against the sampler's probabilities, truncate
     aggregate="token_mean",
 )
 dppo_kl = _changed(dppo_tv, region="kl", clip_low=0.05, clip_high=0.05)  # 2602.04879
-prime_rl = _changed(  # prime-rl's default: dppo_tv beside a pull towards the sampler
+prime_rl = _changed(  # prime-rl's default: dppo_tv with a KL to the sampler
     dppo_tv,
     clip_low=0.2,
     clip_high=0.2,
@@ -116,7 +116,7 @@ prime_rl = _changed(  # prime-rl's default: dppo_tv beside a pull towards the sa
     kl_estimator="k2",
     kl_coefficient=2e-3,
 )
-ipo = _changed(  # prime-rl's: the region holds a token wherever its advantage pushes
+ipo = _changed(  # prime-rl's: the region bounds both signs of the advantage
     prime_rl, region_sides="both", clip_low=0.1, clip_high=0.1
 )
 sapo = _changed(_unbounded_grpo, weight="sapo", decay_negative=1.05)  # 2511.20347
@@ -144,7 +144,7 @@ topr = _changed(  # 2503.14286
     weight="topr",
     aggregate="sequence_sum",
 )
-dro = _changed(  # 2405.19107, with the group's mean in the place of its value model
+dro = _changed(  # 2405.19107, with the group mean in place of its value model
     reinforce,
     advantage="group_centre",
     kl="loss",
@@ -155,21 +155,21 @@ dro = _changed(  # 2405.19107, with the group's mean in the place of its value m
 gpg = _changed(  # 2504.02546
     reinforce, advantage="group_centre", advantage_scale="informative", aggregate="token_mean"
 )
-# Corrections for a sampler whose arithmetic, or age, differs.
+# Corrections for a sampler with other numerics or an older policy.
 _TOKEN_GRPO = {"aggregate": "token_mean"}
 tis = _changed(_grpo_without_kl, **_TOKEN_GRPO, importance_cap=2.0)  # truncated importance weights
 sequence_tis = _changed(tis, importance_ratio="product")
 icepop = _changed(  # 2510.18855
     _grpo_without_kl, **_TOKEN_GRPO, importance_cap=5.0, rejection="token"
 )
-sequence_mis = _changed(  # geometric mean of a response within 0.1 % or so of the sampler's
+sequence_mis = _changed(  # the geometric mean ratio of a response is within 0.1 %
     _grpo_without_kl,
     **_TOKEN_GRPO,
     rejection="sequence",
     rejection_low=0.999,
     rejection_high=1.001,
 )
-worst_token_mis = _changed(  # no token of a response is 10,000 times less likely to the trainer
+worst_token_mis = _changed(  # rejects a response with a token ratio below 1e-4
     sequence_mis, rejection="worst", rejection_low=1e-4, rejection_high=0.0
 )
 deepseek_v3p2 = _changed(  # 2512.02556: off-policy sequence masking, unbiased KL
@@ -195,7 +195,7 @@ pass_at_k = _changed(  # 2508.10751
 )
 best_minus_second = _changed(reinforce, advantage="best_minus_second")  # 2503.19595
 
-# Distillation from a teacher, on what the policy draws.
+# Distillation from a teacher on samples of the policy.
 on_policy_distillation = _changed(  # Thinking Machines Lab, 2025; clipped as slime does
     _grpo_without_kl, **_TOKEN_GRPO, advantage="zero", distillation="reverse"
 )
@@ -248,7 +248,7 @@ PRESETS: dict[str, Callable[[], Algorithm]] = {
 
 
 def preset(name: str) -> Algorithm:
-    """The algorithm of that name. Raises `ConfigError` that lists the names.
+    """Return the algorithm of this name; raises `ConfigError` for an unknown name.
 
     >>> dapo_jax.preset("dapo").clip_high, dapo_jax.preset("grpo").clip_high
     (0.28, 0.2)

@@ -1,6 +1,6 @@
-"""The four interfaces behind which parts of a run can be exchanged.
+"""The interfaces of the four exchangeable parts of a run.
 
-    Sampler      draws responses: the scheduler in this process, a simulated one, a remote engine
+    Sampler      samples responses: the scheduler in this process, a simulated one, a remote engine
     Verifier     decides whether a response is correct
     Environment  replies to the policy between the turns of a trajectory
     RunSink      shows or stores what a run reports: console, files, trackers
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 from dapo_jax.structs import (
     CollectedGroups,
     Completion,
+    Observation,
     PartialGroup,
+    Problem,
     Prompt,
     SamplerCounts,
     SamplingRule,
@@ -28,9 +30,9 @@ def do_nothing() -> None:
 
 
 class Sampler(Protocol):
-    """A source of responses that `dynamic_sampling.collect` and evaluations draw from.
+    """A source of responses for training steps and evaluations.
 
-    Between `begin` and `release` all responses are drawn from one version of the policy. A
+    Between `begin` and `release` one version of the policy samples all responses. A
     response is a function of (seed, purpose, step, prompt index, sample index, position) and of
     the policy, so the order of calls, the number of slots and the machine do not change it.
 
@@ -108,6 +110,13 @@ class Sampler(Protocol):
         """Free the memory of caches and decoding weights until the next `begin`."""
         ...
 
+    def resident(self) -> Any:
+        """Return the tree of arrays that `release` does not free, for memory reports.
+
+        It is the decoding copy of frozen parameters; the first call makes it.
+        """
+        ...
+
 
 class VerifierResult(NamedTuple):
     """The decision of a verifier about one response."""
@@ -120,7 +129,8 @@ class VerifierResult(NamedTuple):
 class Verifier(Protocol):
     """A rule that decides whether a response answers a problem.
 
-    It must not raise on any text, and it runs in a worker process that is killed when it is late.
+    It runs on a thread of the reward pool. An exception makes the response incorrect and is
+    recorded as the verdict's failure. Rules that are slow or unsafe use a worker process.
     """
 
     def __call__(self, response: str, gold: str, prompt: str) -> VerifierResult:
@@ -131,15 +141,21 @@ class Verifier(Protocol):
 class Environment(Protocol):
     """A dialogue partner of one trajectory, created for each trajectory in a worker process.
 
-    `reset` is optional. A constructor that has a parameter `seed` receives the trajectory's.
+    A user's class may omit `reset`; the prompt is then the problem's own. A constructor that has a
+    parameter `seed` receives the trajectory's. `reset` must depend on the problem alone, since all
+    responses to a prompt share it.
     """
 
-    def reset(self, problem: Any) -> str | Sequence[dict[str, Any]] | None:
-        """Return the text or chat messages of the prompt; None for the problem's own prompt."""
+    def reset(self, problem: Problem) -> str | Sequence[dict[str, Any]] | None:
+        """Return the text or chat messages of the prompt; None for the problem's own prompt.
+
+        Args:
+            problem: id, text, answer, source and metadata; other fields are empty.
+        """
         ...
 
-    def step(self, text: str) -> Any:
-        """Reply to a turn of the policy with an `Observation`; None ends the trajectory."""
+    def step(self, text: str) -> Observation | None:
+        """Reply to a turn of the policy; None ends the trajectory."""
         ...
 
 

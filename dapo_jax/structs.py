@@ -1,11 +1,11 @@
-"""Host objects that pass between the stages of a step, with their shapes.
+"""Host types that pass between the stages of a step, with their shapes.
 
-Dimension letters, everywhere: N prompts, G samples per prompt, B = N*G responses, U optimizer
+Dimension letters: N prompts, G samples per prompt, B = N*G responses, U optimizer
 updates per rollout batch, M microbatches, R packed rows of a microbatch, T tokens of a row,
 P prompt tokens, V vocabulary, L layers, D embed, H query heads, K key/value heads, E head
 dimension, F mlp, S decode slots.
 
-Alignment rule: entry t of a per-token array speaks of `tokens[..., t]`, and
+Alignment: entry t of a per-token array belongs to `tokens[..., t]`, and
 `logprobs[..., t] = log p(tokens[t] | tokens[<t])`.
 """
 
@@ -15,21 +15,39 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-MAX_SHOWN_CHARACTERS = 200  # characters
-_BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # and the signs that only say where mathematics begins
+MAX_SHOWN_CHARACTERS = 200
+REPEATED_WINDOW_TOKENS = 8  # a power of two
+_BLANKS = re.compile(r"\s|\$|\\[()\[\]]")  # including delimiters of mathematics
 
 Value = TypeVar("Value")
 
 
 def present(value: Value | None, name: str) -> Value:
-    """The value of an optional field that the algorithm at hand needs. Raises ValueError."""
+    """Return the value of an optional field; raises ValueError if it is None."""
     if value is None:
         raise ValueError(f"{name} is missing")
     return value
+
+
+def repetition(tokens: np.ndarray) -> float:
+    """Return the fraction of the windows of 8 tokens that repeat an earlier one of the response."""
+    if len(tokens) <= REPEATED_WINDOW_TOKENS:
+        return 0.0
+    # Equal windows get equal numbers, made from the numbers of their halves: ten times as fast as
+    # sorting whole windows.
+    numbers = np.asarray(tokens, np.uint64)
+    distinct = ()
+    half = 1
+    while half < REPEATED_WINDOW_TOKENS:
+        both = numbers[:-half] << np.uint64(32) | numbers[half:]
+        distinct, numbers = np.unique(both, return_inverse=True)
+        numbers = numbers.astype(np.uint64)
+        half *= 2
+    return 1.0 - len(distinct) / len(numbers)
 
 
 # --- host, ragged ---------------------------------------------------------------------------
@@ -37,7 +55,7 @@ def present(value: Value | None, name: str) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A question with its answer, as its source has it; what a source lacks is empty."""
+    """A problem with its answer, as read from a source; missing fields are empty."""
 
     id: str
     text: str
@@ -45,21 +63,21 @@ class Problem:
     source: str
     subject: str = ""
     level: str = ""
-    solution: str = ""  # worked, as few-shot examples show it
-    metadata: str = ""  # JSON, for a source that scores answers itself
-    system: str = ""  # message of the problem's own
-    turns: tuple[tuple[str, str], ...] = ()  # (role, text) of a conversation before it
+    solution: str = ""  # worked solution, for few-shot examples
+    metadata: str = ""  # JSON, for scorers of the source
+    system: str = ""  # system message of this problem
+    turns: tuple[tuple[str, str], ...] = ()  # (role, text) of the conversation before it
 
     @property
     def fingerprint(self) -> str:
-        """Key under which texts that differ only in case, blanks and dollar signs are equal."""
-        text = "".join([*(said for _, said in self.turns), self.text])
+        """Normalised text: equal for texts that differ in case, blanks and math delimiters."""
+        text = "".join([*(content for _, content in self.turns), self.text])
         return _BLANKS.sub("", unicodedata.normalize("NFKC", text)).casefold()
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A problem ready to be sampled. `index` is its position in the endless data order."""
+    """A problem as a tokenized prompt; `index` is its position in the endless data order."""
 
     index: int
     id: str
@@ -67,16 +85,16 @@ class Prompt:
     tokens: np.ndarray  # [P] int32
     answer: str
     source: str
-    subject: str = ""  # where the data says it
+    subject: str = ""
     level: str = ""
     problem: str = ""  # without the template
     metadata: str = ""  # the problem's
-    truncated: bool = False  # its start was cut off
-    skipped: int = 0  # places of the order passed over just before it
+    truncated: bool = False  # the start was cut off
+    skipped: int = 0  # number of positions skipped just before it
 
 
 class Turn(NamedTuple):
-    """Turn of a trajectory: drawn by the policy, or an observation from its environment."""
+    """A turn of a trajectory, sampled by the policy or returned by the environment."""
 
     drawn: bool
     tokens: int
@@ -84,32 +102,53 @@ class Turn(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Completion:
-    """A response, or the trajectory of a policy in an environment.
+class Observation:
+    """Reply of an environment to a turn.
 
-    An end token, where drawn, is trained on. Observations stand between the drawn tokens: they are
-    context, and count in no length.
+    Attributes:
+        text: shown to the policy before its next turn, as a message of `role` in a chat.
+        messages: chat messages, each with role and content; they replace `text`.
+        reward: reward of this step.
+        done: whether the trajectory ends. It also ends on an empty observation.
+        role: role of `text`.
+        failure: error that the policy is shown, for the count of failed steps.
+    """
+
+    text: str = ""
+    messages: Sequence[dict[str, Any]] = ()
+    reward: float = 0.0
+    done: bool = False
+    role: str = "user"
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A response, or the trajectory of the policy in an environment.
+
+    A sampled end token is included and trained on. Observations are context between the sampled
+    tokens and count in no length.
     """
 
     tokens: np.ndarray  # [n] int32, observations included
-    sampler_logprobs: np.ndarray  # [n] float32, untruncated, temperature-scaled; 0 if observed
+    sampler_logprobs: np.ndarray  # [n] float32, before top-k and top-p; 0 if observed
     truncated: bool  # the budget ran out before the end token
     policy_step: int
-    text: str  # of the last turn that was drawn; empty until it is decoded
-    sample: int = 0  # its place among the responses to the prompt, which keys its draws
-    earlier: tuple[tuple[int, int], ...] = ()  # (policy step, tokens) of older policies, in order
-    turns: tuple[Turn, ...] = ()  # none where nothing was observed
-    rewards: tuple[float, ...] = ()  # from the environment, a step each
-    failures: tuple[str, ...] = ()  # of the environment's steps
-    routes: np.ndarray | None = None  # [m, L, k] experts of the first tokens, from the prompt on
+    text: str  # last sampled turn; empty until it is decoded
+    sample: int = 0  # index in the group; part of the random key
+    earlier: tuple[tuple[int, int], ...] = ()  # (policy step, tokens) of older policies
+    turns: tuple[Turn, ...] = ()  # empty without observations
+    rewards: tuple[float, ...] = ()  # of the environment, one per step
+    failures: tuple[str, ...] = ()  # of steps of the environment
+    routes: np.ndarray | None = None  # [m, L, k] experts of the first m tokens, prompt included
 
     def __len__(self) -> int:
-        """Drawn tokens."""
+        """Return the number of sampled tokens."""
         return len(self.tokens) - sum(turn.tokens for turn in self.turns if not turn.drawn)
 
     @functools.cached_property
     def drawn(self) -> np.ndarray:
-        """[n] bool, false on observations."""
+        """Mask [n] of sampled tokens, False on observations."""
         if not self.turns:
             return np.ones(len(self.tokens), bool)
         flags, counts = zip(*((turn.drawn, turn.tokens) for turn in self.turns), strict=True)
@@ -117,18 +156,18 @@ class Completion:
 
     @property
     def drawn_tokens(self) -> np.ndarray:
-        """Tokens without the observations."""
+        """The sampled tokens."""
         return self.tokens[self.drawn]
 
     @property
     def last_turn(self) -> np.ndarray:
-        """Tokens after the last observation."""
+        """The tokens after the last observation."""
         observed = np.flatnonzero(~self.drawn)
         return self.tokens[observed[-1] + 1 :] if observed.size else self.tokens
 
     @property
     def drawn_by(self) -> tuple[tuple[int, int], ...]:
-        """(policy step, tokens) of every policy that drew some of it, in order."""
+        """(policy step, tokens) of every policy that sampled a part, in order."""
         last = len(self) - sum(tokens for _, tokens in self.earlier)
         return (*self.earlier, (self.policy_step, last)) if last else self.earlier
 
@@ -136,7 +175,7 @@ class Completion:
 def with_texts(
     completions: Sequence[Completion], decode_all: Callable[[list[list[int]]], list[str]]
 ) -> tuple[Completion, ...]:
-    """Responses, each with the text of its last turn; those that have one keep it."""
+    """Decode the last turn of each response that has no text yet."""
     missing = [completion for completion in completions if not completion.text]
     texts = iter(decode_all([completion.last_turn.tolist() for completion in missing]))
 
@@ -152,49 +191,48 @@ def with_texts(
 
 
 class Interrupted(Exception):
-    """Rollouts or an evaluation were asked to stop; nothing of what was under way is used."""
+    """Raised if rollouts or an evaluation were interrupted; partial results are discarded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A reward worker's verdict on a response."""
+    """The verdict and reward parts of a response, from a reward worker."""
 
     correct: bool
-    extracted: str | None  # the answer that was found, None where there was none
-    failure: str | None = None  # what kept the worker from finishing
+    extracted: str | None  # answer found in the response, or None
+    failure: str | None = None  # why the worker did not finish
     parts: dict[str, float] = dataclasses.field(default_factory=dict)  # unweighted, by name
-    token_rewards: list[float] | None = None  # [n], weighted sum of the parts that reward tokens
-    broken: str | None = None  # the reward part that raised or gave no number, and how
-    decided: str = ""  # direct, algebra, remembered; or why there was nothing to decide
+    token_rewards: list[float] | None = None  # [n], weighted sum of per-token parts
+    broken: str | None = None  # reward part that failed, with the error
+    decided: str = ""  # direct, algebra, remembered; or why there is no answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The G responses to one prompt with their verdicts and rewards; kept or dropped whole."""
+    """The G responses to a prompt with verdicts and rewards; kept or dropped as a whole."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     verdicts: tuple[Verdict, ...]
     reward_parts: dict[str, np.ndarray]  # each [G] float64, weighted, by name
     rewards: np.ndarray  # [G] float64, their sum
-    raw_rewards: np.ndarray  # [G] float64, without the parts that only shape
-    correct: np.ndarray  # [G] bool, by the verifier or by the raw reward
+    raw_rewards: np.ndarray  # [G] float64, without shaping parts
+    correct: np.ndarray  # [G] bool, by the verifier or the raw reward
 
     @functools.cached_property
     def token_rewards(self) -> tuple[np.ndarray, ...] | None:
-        """Rewards of single tokens, a part of `rewards`: [n] float64 each, weighted.
-
-        None where no function gave any.
-        """
-        given = [verdict.token_rewards for verdict in self.verdicts]
-        if all(own is None for own in given):
+        """Weighted rewards of tokens, [n] float64 each, included in `rewards`; None without any."""
+        rewards = [verdict.token_rewards for verdict in self.verdicts]
+        if all(values is None for values in rewards):
             return None
-        pairs = zip(given, self.completions, strict=True)
-        return tuple(np.zeros(len(c)) if own is None else np.array(own) for own, c in pairs)
+        return tuple(
+            np.zeros(len(completion)) if values is None else np.array(values)
+            for values, completion in zip(rewards, self.completions, strict=True)
+        )
 
-    @functools.cached_property  # asked after every burst
+    @functools.cached_property  # read after every burst
     def broken(self) -> str | None:
-        """Which reward part failed on which response; None where every reward is a number."""
+        """Description of the first failed reward; None if every reward is a finite number."""
         for i, verdict in enumerate(self.verdicts):
             if not math.isfinite(self.rewards[i]):
                 cause = verdict.broken or verdict.failure or "the reward is not a finite number"
@@ -205,49 +243,49 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class PartialGroup:
-    """A group that a step leaves to the next, begun or judged; without a token it is asked anew."""
+    """A group that a step leaves to the next: partly sampled, or scored and not used."""
 
     prompt: Prompt
-    step: int  # that began it, which keys its draws
+    step: int  # step that started it; part of the random key
     finished: tuple[Completion, ...] = ()
-    begun: tuple[Completion, ...] = ()  # as far as they were drawn
-    judged: Group | None = None  # then it holds the responses
+    begun: tuple[Completion, ...] = ()  # partly sampled
+    judged: Group | None = None  # if scored, it holds all responses
 
     @property
     def tokens(self) -> int:
-        """Drawn so far."""
+        """Number of sampled tokens; a group with 0 is requested again."""
         judged = self.judged.completions if self.judged else ()
         return sum(map(len, (*self.finished, *self.begun, *judged)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Trace of a response through the updates of a step: its advantage, ratios and clips."""
+    """Advantage, ratios and clips of a response in the updates of a step."""
 
     advantage: float  # mean over its tokens
-    ratios: np.ndarray | None = None  # [n] as the last update saw them, where that was asked for
-    clipped: np.ndarray | None = None  # [n] the bound that cut a token there: see learner.traces
+    ratios: np.ndarray | None = None  # [n] in the last update, with log.token_ratios
+    clipped: np.ndarray | None = None  # [n] bound that clipped the token: see learner.token_traces
 
 
 @dataclasses.dataclass
 class CollectedGroups:
-    """Rollout batch of a step: its groups in data order, and counts of what they cost."""
+    """The rollout batch of a step: its groups in data order, and counts."""
 
-    groups: list[Group]  # the kept ones, at most prompts_per_step
-    judged: list[Group]  # every group before next_position; with carry-over all but the surplus
-    surplus: list[Group]  # judged and not used: those that finish fast, no fair sample
-    with_signal: int  # how many of `judged` could teach
-    broken: list[Group]  # those that a failing reward took out, wherever; in neither list
+    groups: list[Group]  # kept groups, at most prompts_per_step
+    judged: list[Group]  # all before next_position; with carry-over all but surplus
+    surplus: list[Group]  # scored but not used; biased to short responses
+    with_signal: int  # number of `judged` groups with a learning signal
+    broken: list[Group]  # groups with a failed reward; in no other list
     asked_prompts: int
-    kept_fraction: float  # the estimate for the next step
-    next_position: int  # where the data goes on; surplus prompts are asked again
-    dropped_prompts: int  # over the limit or held out, before next_position
-    truncated_prompts: int  # cut to the limit, before next_position
+    kept_fraction: float  # estimate for the next step
+    next_position: int  # of the data; surplus prompts are requested again
+    dropped_prompts: int  # too long or held out
+    truncated_prompts: int  # cut to the length limit
     starved: bool
-    carried: tuple[PartialGroup, ...] = ()  # what the next step begins with, in data order
-    expired: int = 0  # groups of them that were too old, and are drawn anew
-    reused: frozenset[int] = frozenset()  # places of groups that an earlier step judged
-    # Of the responses of each group that was trained, by the group's place in the data.
+    carried: tuple[PartialGroup, ...] = ()  # for the next step, in data order
+    expired: int = 0  # carried groups that were too old and are sampled again
+    reused: frozenset[int] = frozenset()  # positions of groups that an earlier step scored
+    # Traces of the responses of trained groups, by position of the group in the data.
     traces: dict[int, list[Trace]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -260,16 +298,16 @@ class CollectedGroups:
 
 
 class SamplingRule(NamedTuple):
-    """Temperature and truncation of draws; hashable, so that each rule compiles once."""
+    """Temperature and truncation of sampling; hashable, since each rule is compiled."""
 
-    temperature: float = 1.0  # 0 takes the likeliest token
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0
 
 
 @dataclasses.dataclass
 class TurnCounts:
-    """Counts of the trajectories of one rollout, and what ended or failed them."""
+    """Counts of trajectories in environments during one rollout."""
 
     turns: int = 0
     observation_tokens: int = 0
@@ -282,7 +320,7 @@ class TurnCounts:
     wait_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a step that are counts as they are."""
+        """Return the counts as metrics of a step."""
         values = dataclasses.asdict(self)
         seconds = {"seconds_environment": values.pop("wait_seconds")}
         return {f"environment_{name}": float(count) for name, count in values.items()} | seconds
@@ -290,34 +328,34 @@ class TurnCounts:
 
 @dataclasses.dataclass
 class SamplerCounts:
-    """Counts of one rollout. Occupancy is measured only while prompts were still waiting."""
+    """Counts of one rollout; slot occupancy is measured only while prompts wait."""
 
     prefills: int = 0
     bursts: int = 0
     decode_steps: int = 0
-    decode_seconds: float = 0.0  # that the host waited for bursts
+    decode_seconds: float = 0.0  # time that the host waited for bursts
     responses: int = 0
     tokens: int = 0
     abandoned_responses: int = 0
     abandoned_tokens: int = 0
-    unfinished_tokens: int = 0  # of responses that the next step goes on with
-    put_back_tokens: int = 0
+    unfinished_tokens: int = 0  # of responses carried to the next step
+    put_back_tokens: int = 0  # sampled again because the cache was full
     busy_slot_steps: int = 0
     slot_steps: int = 0
     turns: TurnCounts | None = None  # with an environment
 
     @property
     def drawn_tokens(self) -> int:
-        """Tokens of all responses, also of those that were stopped or drawn again."""
+        """Sampled tokens, including those of abandoned and repeated responses."""
         return self.tokens + self.abandoned_tokens + self.unfinished_tokens + self.put_back_tokens
 
     @property
     def occupancy(self) -> float:
-        """Share of decode-slot steps that drew a token while the queue was not empty."""
+        """Fraction of slot steps that sampled a token while the queue was not empty."""
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of a step that are counts as they are."""
+        """Return the counts as metrics of a step."""
         return {
             "abandoned_tokens": float(self.abandoned_tokens),
             "put_back_tokens": float(self.put_back_tokens),

@@ -1,11 +1,13 @@
-"""DAPO's Algorithm 1 (arXiv 2503.14476): prompts to an updated policy. `run/` is the run around it.
+"""DAPO's Algorithm 1 (arXiv 2503.14476): one step from prompts to an updated policy.
 
-collect     groups of responses that carry signal      rollout/dynamic_sampling.py
-minibatches split, packed into rows                    learner/minibatches.py
-score       log-probs of old policy and reference      learner/score_pass.py
-estimate    an advantage per token                     learner/advantages.py
-weights     a loss weight per token                    learner/minibatches.py
-update      loss = sum(loss_weights * token_loss)      learner/learners.py, learner/policy.py
+collect      groups of responses with a learning signal   rollout/dynamic_sampling.py
+minibatches  split, packed into rows                      learner/minibatches.py
+score        log-probs of old policy and reference        learner/score_pass.py
+estimate     an advantage per token                       learner/advantages.py
+weight       a loss weight per token                      learner/minibatches.py, learner/losses.py
+update       loss = sum(loss_weights * token_loss)        learner/learners.py, learner/policy.py
+
+`run/` has the loop around the steps.
 """
 
 import dataclasses
@@ -14,7 +16,13 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.advantages import Feedback, estimate
-from dapo_jax.learner.learners import LearnerPrograms, LearnerStates, UpdateRecord, update
+from dapo_jax.learner.learners import (
+    LearnerPrograms,
+    LearnerStates,
+    UpdateRecord,
+    learning_rates,
+    update,
+)
 from dapo_jax.learner.minibatches import (
     Minibatches,
     TokenWeights,
@@ -28,18 +36,18 @@ from dapo_jax.rollout.source import Rollout, RolloutSource, SourceState
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Everything that each step works with and no step changes."""
+    """The parts of a run that no step changes."""
 
     config: Config
     source: RolloutSource
-    learners: LearnerPrograms
+    programs: LearnerPrograms
     decoder: DecoderConfig
     token_weights: TokenWeights | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """Everything that decides the next step, and what a checkpoint holds of the trainer."""
+    """Everything that decides the next step; a checkpoint holds it."""
 
     step: int  # finished rollout steps
     learners: LearnerStates
@@ -48,7 +56,7 @@ class TrainerState:
 
 @dataclasses.dataclass
 class StepRecord:
-    """Values that a step made, from which metrics and traces are read; None where it kept no group.
+    """The intermediate values of a step, for metrics and traces; None if no group was kept.
 
     Arrays are [U updates, M microbatches, R rows, T tokens].
     """
@@ -63,21 +71,25 @@ class StepRecord:
 
 
 def train_step(trainer: Trainer, state: TrainerState) -> tuple[TrainerState, StepRecord]:
-    """A rollout step; its updates may still be computed when this returns."""
-    config, programs, learners = trainer.config, trainer.learners, state.learners
+    """Run one rollout step; the devices may still compute its updates when this returns."""
+    config = trainer.config
+    programs = trainer.programs
+    learners = state.learners
     source, rollouts = trainer.source.collect(state.source, learners.policy.params, state.step)
     record = StepRecord(state.step, rollouts)
     if rollouts.groups:
-        shape = trainer.decoder, programs.policy.mesh
-        minibatches = make_minibatches(config, rollouts.groups, *shape, trainer.token_weights)
+        minibatches = make_minibatches(
+            config, rollouts.groups, trainer.decoder, programs.policy.mesh, trainer.token_weights
+        )
         scored = score_pass(config, programs, learners, minibatches)
         feedback = make_feedback(config, minibatches, scored, rollouts.groups)
-        advantages, returns = estimate(config.algorithm, feedback)
-        batches = make_train_batches(config, minibatches, await_scores(scored), advantages, returns)
-        record = StepRecord(state.step, rollouts, minibatches, feedback, advantages, returns)
+        estimates = estimate(config.algorithm, feedback)
+        record = StepRecord(state.step, rollouts, minibatches, feedback, *estimates)
+        batches = make_train_batches(config, minibatches, await_scores(scored), estimates)
+        rates = learning_rates(config, state.step)
         for u, batch in enumerate(batches):
             used = minibatches.microbatches[u]
-            learners, updates = update(config, programs, learners, state.step, u, batch, used)
+            learners, updates = update(programs, learners, rates, u, batch, used)
             record.updates += updates
     source = trainer.source.prefetch(source, state.step)
     return TrainerState(state.step + 1, learners, source), record

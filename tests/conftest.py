@@ -68,8 +68,8 @@ def check_documented(metrics: Iterable[str]) -> None:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
     """Leaves curves.png out of the runs of a single test: drawing it takes as long as the steps."""
-    if "dapo_jax.run.run_files" in sys.modules:
-        monkeypatch.setattr("dapo_jax.run.run_files.plot_run", lambda *_: None)
+    if "dapo_jax.reporting.sinks" in sys.modules:
+        monkeypatch.setattr("dapo_jax.reporting.sinks.plot_run", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

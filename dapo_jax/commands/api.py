@@ -19,9 +19,9 @@ from dapo_jax.commands.policy import Environment, File, Policy, Tools, environme
 from dapo_jax.config.experiment import Config, DpoConfig, ExportConfig, ReportConfig, SftConfig
 from dapo_jax.config.files import read_config
 from dapo_jax.rewards.functions import RewardFunction
-from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, check_types, check_values, nearest, require
+from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
     import pyarrow
@@ -121,7 +121,9 @@ def _with_functions(
         names: dict[str, float] = {}
         for part, weight in weights.items():
             require(type(weight) in (int, float), "reward.parts", weight, "a number as weight")
-            name = part if isinstance(part, str) else name_of(part, in_process, taken=names)
+            name = (
+                part if isinstance(part, str) else register_function(part, in_process, taken=names)
+            )
             names[name] = float(weight)
         parts = ",".join(f"{name}={weight!r}" for name, weight in names.items())
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, parts=parts))
@@ -185,7 +187,7 @@ def train(
     config = _with_functions(load(config, Config), reward, in_process, environment, tools)
     checks.check(config)
     checks.check_run(config)
-    processes.keep_programs()
+    processes.set_compilation_cache()
     from dapo_jax.run.run import train as run
     from dapo_jax.runtime.signals import Signals
 
@@ -242,7 +244,7 @@ def evaluate(
         changed = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section: changed})
     checks.check(config)
-    processes.keep_programs()
+    processes.set_compilation_cache()
     from dapo_jax.run.evaluation.evaluate import evaluate as run
 
     return run(config, from_folder=bool(model))
@@ -251,7 +253,7 @@ def evaluate(
 def _train_folder(config: SftConfig | DpoConfig) -> ModelFolder:
     checks.check(config)
     check_folder(config)
-    processes.keep_programs()
+    processes.set_compilation_cache()
     stopped = train_model(config)
     if stopped is None:
         return ModelFolder(config.out)

@@ -13,11 +13,12 @@ from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
 from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, read_fields
 from dapo_jax.reporting.wandb_tracker import check_project
-from dapo_jax.rewards.functions import own_parts
+from dapo_jax.rewards.functions import find_functions
 from dapo_jax.runtime import limits, processes
 from dapo_jax.runtime.nonfinite import EXIT_CODE, NotFinite
 from dapo_jax.runtime.settings import ConfigError, leaves, require
-from dapo_jax.runtime.storage.ownership import RUN, check_free, folder_at, is_remote
+from dapo_jax.runtime.storage.output_folder import RUN, check_free
+from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import UNSAVED, is_bucket_error, is_refusal, reason
 
 WORKERS_PER_CORE = 64  # each has its own processes, most of which wait for other machines
@@ -39,7 +40,7 @@ def check(config: Any) -> None:
         limit = WORKERS_PER_CORE * (os.cpu_count() or 1)
         workers = config.reward.workers
         require(workers <= limit, "reward.workers", workers, f"at most {limit} on this machine")
-        own_parts(list(config.reward.weights()))
+        find_functions(list(config.reward.weights()))
         if hook := config.algorithm.token_weights:
             _check_call("algorithm.token_weights", hook, "group, sample")
         check_project(config.log.wandb)
@@ -116,7 +117,7 @@ def guarded(work: Callable[[], int | None]) -> int:
         processes.print_error(f"error: {error}")
         return EXIT_CODE
     except Exception as error:
-        if line := limits.told(error):
+        if line := limits.resource_error_message(error):
             processes.print_error(f"error: {line}")
             return os.EX_OSERR
         if not is_bucket_error(error):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from dapo_jax.config.experiment import Config, DpoConfig, SftConfig
 from dapo_jax.config.files import locate, read_config, shipped_configs
 from dapo_jax.config.help import help_text, take_help
-from dapo_jax.runtime.settings import WORDS, ConfigError, leaves, nearest, require, rules
+from dapo_jax.runtime.settings import TYPE_NAMES, ConfigError, leaves, nearest, require, rules
 
 
 def _check_override_names(arguments: list[str], kind: type) -> None:
@@ -47,7 +47,7 @@ def _check_value(setting: str, value: str, kind: Any) -> None:
         kind(value)
     except ValueError:
         fits = False
-    require(fits, setting, value, WORDS[kind])
+    require(fits, setting, value, TYPE_NAMES[kind])
 
 
 def spell_out(arguments: list[str], short_names: Mapping[str, str]) -> list[str]:
@@ -189,7 +189,7 @@ def load(
         checks.check(config)
         check_output(config)
     except ConfigError as error:
-        _exit_with_error(locate(error, config, file))
+        _exit_with_error(locate(error, file))
     return config
 
 

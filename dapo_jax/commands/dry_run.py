@@ -16,7 +16,7 @@ import numpy as np
 from dapo_jax.config.experiment import Config
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.sessions import Environments, Step
+from dapo_jax.environments.sessions import Environments, TokenizedReply
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.run import memory
@@ -27,9 +27,9 @@ from dapo_jax.run.components import (
     open_prompts,
     open_tokenizer,
 )
-from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.processes import printable
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.streams import BrokenPipeSafeStream
 from dapo_jax.structs import Completion, Group, Problem, Prompt
 from dapo_jax.verifier.gold_reading import in_form, read_gold
 from dapo_jax.verifier.normalisation import normalise
@@ -45,7 +45,7 @@ class Trial(NamedTuple):
 
     prompt: Prompt
     answers: dict[str, str]  # by description
-    replies: list[Step]  # empty without an environment
+    replies: list[TokenizedReply]  # empty without an environment
 
 
 def dry_run(config: Config) -> int:

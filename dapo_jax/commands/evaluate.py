@@ -29,7 +29,7 @@ SHORT_NAMES = {
 
 def check_folder(config: Config) -> None:
     """Raise `ConfigError` if the evaluation must not write, or has no model."""
-    from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, check_free
+    from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, check_free
 
     require(config.model.folder != "", "model.folder", "", "a model folder: --model=FOLDER")
     if config.evaluation.out:

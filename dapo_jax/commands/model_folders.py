@@ -48,7 +48,7 @@ to a hub.
 def check_folder(config: SftConfig | DpoConfig) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file."""
     from dapo_jax.data.supervised_examples import find_source
-    from dapo_jax.runtime.storage.ownership import PREFERRING, TRAINED, check_free
+    from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
     check_warmup(config)
     kind = TRAINED if isinstance(config, SftConfig) else PREFERRING

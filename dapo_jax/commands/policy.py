@@ -16,9 +16,9 @@ from dapo_jax.commands import checks
 from dapo_jax.config import sections
 from dapo_jax.config.experiment import Config, Data, Log, Model, Packing, Rollout, Sampler
 from dapo_jax.config.files import read_config
-from dapo_jax.rewards.pickled_functions import name_of
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import require
+from dapo_jax.runtime.workers.pickled_functions import register_function
 
 if TYPE_CHECKING:
     from dapo_jax.environments.sessions import Environments
@@ -35,11 +35,11 @@ def environment_settings(environment: Environment | None, tools: Tools) -> dict[
     """Return the fields of `config.environment` for Python objects. Raises `ConfigError`."""
     name = environment or ""
     if not isinstance(name, str):
-        name = name_of(name, False, field="environment.name")
+        name = register_function(name, False, field="environment.name")
     tool_names: list[str] = []
     for tool in tools:
         require(callable(tool), "environment.tools", tool, "functions")
-        tool_names.append(name_of(tool, False, tool_names, "environment.tools"))
+        tool_names.append(register_function(tool, False, tool_names, "environment.tools"))
     return {"name": name, "tools": ",".join(tool_names)}
 
 
@@ -132,7 +132,7 @@ class Policy:
             ),
         )
         checks.check(config)
-        processes.keep_programs()
+        processes.set_compilation_cache()
         with contextlib.ExitStack() as stack:
             checkpoints = open_checkpoints(config, not is_run, stack)
             self._components = build(config, training=False)
@@ -168,7 +168,7 @@ class Policy:
         self, index: int, prompt: str | Messages, environments: "Environments | None"
     ) -> "Prompt":
         """Return a prompt in tokens, as the environment opens it. Raises `ConfigError`."""
-        from dapo_jax.environments.registry import described_tools
+        from dapo_jax.environments.registry import tool_schemas
         from dapo_jax.structs import Problem, Prompt, present
 
         problem = ""
@@ -180,7 +180,7 @@ class Policy:
             chat = self.tokenizer.chat
             require(chat is not None, "model", self.name, "a folder with a chat template")
             problem = str(prompt[-1]["content"])
-            tools = described_tools(environments.settings) if environments else None
+            tools = tool_schemas(environments.settings) if environments else None
             messages = [dict(message) for message in prompt]
             text = present(chat, "chat template").render(messages, tools=tools)
         tokens = self.tokenizer.encode_prompt(text)

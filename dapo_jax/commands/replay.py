@@ -21,7 +21,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import present
 
 if TYPE_CHECKING:
-    from dapo_jax.runtime.storage.ownership import Folder
+    from dapo_jax.runtime.storage.paths import Folder
 
 MAX_TOKENS = 5  # of a row to name
 WEIGHTS = ("advantages", "loss_weights", "nll_weights", "returns", "value_weights")
@@ -124,7 +124,7 @@ def replay(folder: "Folder", step: int = 0, model: str = "") -> bool:
     if math.isfinite(norm) and math.isfinite(loss):
         print("all finite: with these parameters the update would be taken")
         return True
-    scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)))
+    scores = to_host(learner.score(params, batch.scored.rollouts, len(batch.loss_weights)).values)
     rollouts = batch.scored.rollouts
     weights = batch.value_weights if record["learner"] == "critic" else batch.loss_weights
     weights = present(weights, "weights")
@@ -157,7 +157,7 @@ def main() -> int:
     flags = parser.parse_args()
     from dapo_jax.commands.checks import guarded
     from dapo_jax.runtime import processes
-    from dapo_jax.runtime.storage.ownership import folder_at
+    from dapo_jax.runtime.storage.paths import folder_at
 
     def work() -> int:
         return 0 if replay(folder_at(flags.folder), flags.step, flags.model) else 4

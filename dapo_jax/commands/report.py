@@ -26,7 +26,7 @@ MARK_CHARACTERS = 1000  # a page has its mark in its first characters
 def read_runs(config: ReportConfig) -> "list[RecordedRun]":
     """Return the named runs, each once, in order. Raises `ConfigError`."""
     from dapo_jax.reporting.page.recorded_run import read_run
-    from dapo_jax.runtime.storage.ownership import is_remote
+    from dapo_jax.runtime.storage.paths import is_remote
 
     runs: dict[str, RecordedRun] = {}
     for name in config.run.splitlines():

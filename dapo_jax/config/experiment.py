@@ -226,12 +226,14 @@ class ServeConfig:
         1.0, "Largest body of an HTTP request or message of gRPC, in 10^6 bytes; larger: refused."
     )
     max_connections: Count = setting(
-        1000, "Connections of each protocol; at this limit HTTP closes the longest idle one."
+        1000, "Connections of each protocol; above the limit HTTP answers 503, gRPC refuses."
     )
     request_seconds: Positive = setting(
-        10.0, "What a client is given to send a request, or to read an answer of HTTP."
+        10.0, "Seconds for the body of an HTTP request to arrive; later: status 408."
     )
-    idle_seconds: Positive = setting(5.0, "What a connection of HTTP is kept after an answer.")
+    idle_seconds: Positive = setting(
+        5.0, "Seconds that an HTTP connection is kept after a response."
+    )
     allowed_hosts: str = setting(
         "",
         "Names of this server in requests of HTTP, comma between, besides host and localhost; "

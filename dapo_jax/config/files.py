@@ -1,4 +1,4 @@
-"""Config files: Python files with a `get_config`, the config.json of a run, and shipped configs."""
+"""Config files: Python files with `get_config`, config.json of a run, and packaged configs."""
 
 import importlib.util
 import inspect
@@ -12,14 +12,12 @@ from dapo_jax.runtime.settings import (
     ConfigError,
     from_dict,
     nearest,
-    origin,
     read_json,
-    remembering_lines,
 )
 
 
 def _get_config(path: pathlib.Path) -> Callable[..., Any]:
-    """Runs the file and returns its function `get_config`."""
+    """Run the file and return its function `get_config`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -32,25 +30,23 @@ def _get_config(path: pathlib.Path) -> Callable[..., Any]:
 
 def _run_file(path: pathlib.Path, argument: str | None) -> Any:
     try:
-        with remembering_lines(str(path)):
-            get_config = _get_config(path)
-            if argument is None:
-                return get_config()
-            if not inspect.signature(get_config).parameters:
-                raise ConfigError(
-                    f"{path}:{argument}: its get_config() takes nothing after a colon"
-                )
-            return get_config(argument)
-    except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        message, file = describe_error(error), short_path(path)
+        get_config = _get_config(path)
+        if argument is None:
+            return get_config()
+        if not inspect.signature(get_config).parameters:
+            raise ConfigError(f"{path}:{argument}: get_config() takes no argument")
+        return get_config(argument)
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
+        message = describe_error(error)
+        file = short_path(path)
         raise ConfigError(message if file in message else f"{file}: {message}") from None
 
 
 def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
-    """Files of the configs that ship with the package, by name.
+    """Return the files of packaged configs by name.
 
     Args:
-        kind: only those whose `get_config` says that it returns this class; None: all.
+        kind: only those with a `get_config` that returns this class.
     """
     package = pathlib.Path(__file__).parents[1]
     installed, checkout = package / "configs", package.parent / "configs"
@@ -60,16 +56,20 @@ def shipped_configs(kind: type | None = None) -> dict[str, pathlib.Path]:
 
 
 def _find(name: str) -> tuple[pathlib.Path, str | None]:
-    """Path and argument of `FILE`, `FILE:ARGUMENT` or a shipped config's name in their place.
+    """Return path and argument of `FILE`, `FILE:ARGUMENT`, or the name of a packaged config.
 
-    A file or run of that name in the working folder comes first. Raises `ConfigError` where there
-    is neither.
+    A file or run in the working folder takes precedence over a packaged config.
+
+    Raises:
+        ConfigError: there is no such file.
     """
-    path, argument = pathlib.Path(name), None
+    path = pathlib.Path(name)
+    argument = None
     if not path.exists() and ":" in name:
         file, _, argument = name.rpartition(":")
         path = pathlib.Path(file)
-    shipped, wanted = shipped_configs(), str(path)
+    shipped = shipped_configs()
+    wanted = str(path)
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
@@ -77,30 +77,30 @@ def _find(name: str) -> tuple[pathlib.Path, str | None]:
             return shipped[wanted], argument
         files = [str(p) for pattern in ("*.py", "*.json") for p in path.parent.glob(pattern)]
         hint = nearest(str(path), [*files, *shipped], 0.7)
-        hint = hint or f"; the configs that ship are {', '.join(shipped)}" * (not path.suffix)
+        hint = hint or f"; packaged configs are {', '.join(shipped)}" * (not path.suffix)
         raise ConfigError(f"--config={name}: there is no such file{hint}")
     return path.absolute(), argument
 
 
 def read_config(kind: type, name: str) -> Any:
-    """Config of `FILE.py`, `FILE.py:ARGUMENT`, `NAME:ARGUMENT`, `RUN/config.json` or `RUN`.
+    """Read the config `FILE.py`, `FILE.py:ARGUMENT`, `NAME:ARGUMENT`, `RUN/config.json` or `RUN`.
 
-    A Python file's `get_config` returns a `kind`, or an ml_collections `ConfigDict` (or plain
-    dictionaries) of its settings.
+    `get_config` of a Python file returns a `kind`, or its settings as an ml_collections
+    `ConfigDict` or nested dictionaries.
 
     Raises:
-        ConfigError: no such file, or a mistake in it, with file and line.
+        ConfigError: there is no such file, or it is invalid.
     """
     path, argument = _find(name)
     if path.suffix not in (".py", ".json"):
         raise ConfigError(f"--config={name}: must be a .py file, a run's config.json or its folder")
     if path.suffix == ".json":
-        return _of_tables(kind, read_json(path, ""), path)
+        return _from_tables(kind, read_json(path, ""), path)
     config = _run_file(path, argument)
     if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
         config = config.to_dict()
     if isinstance(config, dict):
-        return _of_tables(kind, config, path)
+        return _from_tables(kind, config, path)
     if not isinstance(config, kind):
         raise ConfigError(
             f"{short_path(path)}: get_config() returns {type(config).__name__}; this command "
@@ -109,17 +109,25 @@ def read_config(kind: type, name: str) -> Any:
     return config
 
 
-def _of_tables(kind: type, values: dict[str, Any], path: pathlib.Path) -> Any:
+def _from_tables(kind: type, values: dict[str, Any], path: pathlib.Path) -> Any:
     try:
         return from_dict(kind, values)
     except ConfigError as error:
         raise ConfigError(f"{short_path(path)}: {error}", error.field) from None
 
 
-def locate(error: ConfigError, config: Any, name: str) -> str:
-    """Text of an error, after the line of the config file that set the setting at fault."""
-    line = origin(config, error.field) if error.field else None
-    if line is None:
+def locate(error: ConfigError, name: str) -> str:
+    """Return the text of an error, after the line of the config file that assigns the setting.
+
+    The line is given only if a single line assigns to the last part of the setting's name.
+    """
+    field = error.field.rpartition(".")[2]
+    if not (name and field):
         return str(error)
-    number, text = line
-    return f"{short_path(_find(name)[0])}:{number}: {text}: {error}"
+    path, _ = _find(name)
+    lines = enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+    matches = [item for item in lines if re.search(rf"\b{field}\s*=[^=]", item[1])]
+    if len(matches) != 1:
+        return str(error)
+    number, text = matches[0]
+    return f"{short_path(path)}:{number}: {text.strip()}: {error}"

@@ -1,7 +1,7 @@
 """Sums of numbers up to 99, and worked examples that answer at once or call a calculator.
 
 A problem reads `47+85+6=`. An answer is the number after the marker: `#### 138`. A call is the sum
-itself, as `environments.games.Calculator` reads it, and the answer follows the value that it gives.
+itself, as `environments.builtin.Calculator` reads it; the answer follows the value that it gives.
 Everything about item i of a split is drawn from the key (seed, split, i) alone.
 """
 

@@ -18,7 +18,7 @@ from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.file_readers import split_suffix
 from dapo_jax.data.problem_files import Loaded, find_files, read_problems
 from dapo_jax.data.row_formats import KNOWN
-from dapo_jax.rewards.gym import tasks
+from dapo_jax.rewards import gym
 from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
 
@@ -33,7 +33,7 @@ class GymProblems:
         self._task, self._first = task, data.train_problems if split == "heldout" else 0
         self._length = data.heldout_count() if split == "heldout" else data.train_problems
         size = data.train_problems + data.heldout_count()
-        self._items = tasks.open_task(field, task, seed, size)
+        self._items = gym.open_task(field, task, seed, size)
 
     def __len__(self) -> int:
         return self._length
@@ -42,14 +42,14 @@ class GymProblems:
         if not 0 <= index < self._length:
             raise IndexError(index)
         place = self._first + int(index)
-        item, source = self._items[place], tasks.PREFIX + self._task
+        item, source = self._items[place], gym.PREFIX + self._task
         return Problem(
             id=f"{source}-{place}",
             text=item["question"].strip(),
             answer=str(item["answer"]),
             source=source,
             subject=self._items.category,
-            metadata=tasks.pack_item(item),
+            metadata=gym.pack_item(item),
         )
 
 
@@ -144,8 +144,8 @@ def parse_sources(field: str, text: str) -> dict[str, float]:
 
 
 def _generator(field: str, name: str) -> Generator | None:
-    if name.startswith(tasks.PREFIX):
-        return functools.partial(GymProblems, field, name.removeprefix(tasks.PREFIX))
+    if name.startswith(gym.PREFIX):
+        return functools.partial(GymProblems, field, name.removeprefix(gym.PREFIX))
     return GENERATORS.get(name)
 
 
@@ -160,7 +160,7 @@ def check_sources(data: Data) -> None:
 
 def is_generated(name: str) -> bool:
     """True of the name of a generated source."""
-    return name.startswith(tasks.PREFIX) or name in GENERATORS
+    return name.startswith(gym.PREFIX) or name in GENERATORS
 
 
 def _load(field: str, name: str, data: Data, split: str, needs_answer: bool) -> Loaded:

@@ -1,36 +1,31 @@
-"""Steps of environments beside decoding: processes that can be killed, a lane of steps for each."""
+"""Steps of environments while decoding continues, in worker processes that can be killed."""
 
 import dataclasses
-import os
-import pathlib
-import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.environments.interface import Problem as Fields
 from dapo_jax.environments.registry import open_factory, tool_names
 from dapo_jax.environments.transcript import Transcript
-from dapo_jax.rewards.pickled_functions import GIVEN, write_copies
+from dapo_jax.environments.worker import Reply, Request
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import RestartingWorker
-from dapo_jax.structs import Interrupted, Problem, Prompt
+from dapo_jax.runtime.workers.pickled_functions import FunctionCopies
+from dapo_jax.runtime.workers.pool import WorkerPool, gather_results
+from dapo_jax.structs import Interrupted, Observation, Problem, Prompt
 
 WORKER = "dapo_jax.environments.worker"
-POLL_SECONDS = 0.2  # between two looks whether to wait any longer
-SHOWN_OF_ERROR = 200  # characters
+MAX_ERROR_CHARACTERS = 200
 
 
-class Step(NamedTuple):
+class TokenizedReply(NamedTuple):
     """Reply to a turn, as the sampler places it."""
 
-    tokens: list[int]  # none: the trajectory ends, as truncated where the observation was cut
+    tokens: list[int]  # empty: the trajectory ends, as truncated if the observation was cut
     text: str
     reward: float = 0.0
     failure: str = ""
@@ -38,27 +33,26 @@ class Step(NamedTuple):
     late: bool = False
 
 
-class Asked(NamedTuple):
-    """Step under way, on the one process that runs the prompt's environments."""
+class PendingReply(NamedTuple):
+    """Requested reply; the process that runs the prompt's environments has its future."""
 
-    index: int  # of the prompt
-    step: Future[Step] | None
+    prompt_index: int
+    futures: list[Future[TokenizedReply]]
 
 
-def problem_of(prompt: Prompt) -> dict[str, str]:
-    """Fields of a problem that an environment may read."""
-    return {name: getattr(prompt, name) for name in Fields._fields} | {"text": prompt.problem}
+class _Workers(NamedTuple):
+    steps: RestartingWorker
 
 
 class Environments:
     """Environments of all trajectories of a run.
 
-    A step's reply depends on the problem, the trajectory's seed and what the policy said: a process
-    that was killed costs the others that it kept nothing but time.
+    A reply depends on the problem, the trajectory's seed and its turns. After a process is killed,
+    another one repeats the steps of its other trajectories, which costs only time.
 
     Args:
-        chat: whether prompts are written by the model's chat template.
-        should_abort: tells whether to stop waiting; `steps` then raises.
+        chat: whether the model's chat template writes the prompts.
+        should_abort: called while replies are missing; if true, `steps` raises `Interrupted`.
 
     Raises:
         ConfigError: there is no such environment, or the chat template can't show observations.
@@ -71,133 +65,129 @@ class Environments:
         chat: bool,
         should_abort: Callable[[], bool] = lambda: False,
     ):
-        self.settings, self._given_up, self._begun = settings, should_abort, False
-        self._first: dict[str, dict[str, Any]] = {}  # problem of a source, whose reset comes first
-        names = tool_names(settings)
-        open_factory(settings.name, names)  # a wrong name stops here, not in a worker
-        self._role = "tool" if names else "user"
+        self.settings = settings
+        self._should_abort = should_abort
+        self._has_reset = False
+        self._first: dict[str, dict[str, Any]] = {}  # per source, the request of its first reset
+        tools = tool_names(settings)
+        open_factory(settings.name, tools)  # fails here, not in a worker
+        self._role = "tool" if tools else "user"
         self._transcript = Transcript(tokenizer, chat, self._role)
-        self._files = tempfile.TemporaryDirectory(prefix="dapo_jax_", ignore_cleanup_errors=True)
-        copies = ""
-        if given := [name for name in (settings.name, *names) if name.startswith(GIVEN)]:
-            copies = os.path.join(self._files.name, "functions")
-            write_copies(given, pathlib.Path(copies))
-        # It finds the user's own modules wherever this process does.
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        words = WORKER, settings.name, copies, *names
-        self._lanes = [
-            (
-                RestartingWorker(*words, environment=variables),
-                ThreadPoolExecutor(1, thread_name_prefix="environment"),
-            )
-            for _ in range(settings.workers)
-        ]
+        self._copies = FunctionCopies([settings.name, *tools])
+
+        def open_workers() -> _Workers:
+            words = (settings.name, self._copies.path, *tools)
+            return _Workers(RestartingWorker(WORKER, *words))
+
+        # A trajectory always uses the same process, which keeps its environment between steps.
+        self._pools = [WorkerPool(1, open_workers, "environment") for _ in range(settings.workers)]
 
     def submit(
         self, prompt: Prompt, seed: int, said: Sequence[str], failed: Sequence[str]
-    ) -> Asked:
-        """Asks the environment of a trajectory for its reply to the last turn.
+    ) -> PendingReply:
+        """Request the reply to the last turn of a trajectory.
 
         Args:
-            seed: of the trajectory, and its name.
+            seed: seed of the trajectory, which also names it.
             said: texts of its turns.
-            failed: failures of the steps before the last, empty where there were none; such steps
+            failed: failures of the steps before the last, empty if a step succeeded; failed steps
                 are not repeated.
         """
         if prompt.index % processes.count() != processes.index():
-            return Asked(prompt.index, None)
+            return PendingReply(prompt.index, [])
         *before, last = said
         passed = [text for text, failure in zip(before, failed, strict=True) if not failure]
-        job = {
-            "session": f"{prompt.index} {seed}",
-            "seed": seed,
-            "problem": problem_of(prompt),
-            "said": [*passed, last],
-        }
-        worker, lane = self._lanes[zlib.crc32(job["session"].encode()) % len(self._lanes)]
-        return Asked(prompt.index, lane.submit(self._step, worker, job))
+        problem = Problem(
+            prompt.id, prompt.problem, prompt.answer, prompt.source, metadata=prompt.metadata
+        )
+        request = Request(problem, f"{prompt.index} {seed}", seed, [*passed, last])
+        pool = self._pools[zlib.crc32(request.session.encode()) % len(self._pools)]
+        return PendingReply(prompt.index, [pool.submit(self._step, request)])
 
-    def _step(self, worker: RestartingWorker, job: dict[str, Any]) -> Step:
-        late, seconds = False, self.settings.step_seconds
-        reply: dict[str, Any]
+    def _step(self, workers: _Workers, request: Request) -> TokenizedReply:
+        late = False
+        seconds = self.settings.step_seconds
         try:
-            reply = self._ask(worker, job, seconds * len(job["said"]))
+            reply = self._ask(workers, request, seconds * len(request.turns))
         except TimeoutError:
-            reply, late = {"failure": f"no reply within {seconds:g} s"}, True
+            reply = Reply(failure=f"no reply within {seconds:g} s")
+            late = True
         except (OSError, ValueError) as error:
-            reply = {"failure": f"{type(error).__name__}: {error}"}
-        failure = reply.get("failure", "")[:SHOWN_OF_ERROR]
-        messages, text = reply.get("messages", []), reply.get("text", "")
+            reply = Reply(failure=f"{type(error).__name__}: {error}")
+        observation = reply.observation or Observation(role=self._role)
+        failure = (reply.failure or observation.failure)[:MAX_ERROR_CHARACTERS]
+        messages = observation.messages
+        text = observation.text
         if failure and not messages:
-            text = f"error: {reply.get('shown', failure)[:SHOWN_OF_ERROR]}"
+            text = f"error: {(reply.shown or failure)[:MAX_ERROR_CHARACTERS]}"
         if text:
-            messages = [{"role": reply.get("role", self._role), "content": text}]
+            messages = [{"role": observation.role, "content": text}]
         shown = "\n".join(str(message.get("content", "")) for message in messages)
-        if reply.get("done") or not shown:
-            return Step([], shown, reply.get("reward", 0.0), failure)
+        if observation.done or not shown:
+            return TokenizedReply([], shown, observation.reward, failure)
         tokens, cut = self._transcript.tokens(messages, self.settings.max_observation_tokens)
-        cut = cut or reply.get("cut", False) or not tokens  # nothing of it can be shown
-        return Step(tokens, shown, reply.get("reward", 0.0), failure, cut, late)
+        cut = cut or reply.cut or not tokens  # no tokens: the tokenizer drops all of the text
+        return TokenizedReply(tokens, shown, observation.reward, failure, cut, late)
 
-    def _ask(self, worker: RestartingWorker, job: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Reply of a process; a reset comes first, in no time of the job's: it may load things."""
-        problem = job["problem"]
-        source, first = problem["source"], {"problem": problem}
+    def _ask(self, workers: _Workers, request: Request, seconds: float) -> Reply:
+        """Return a worker's reply; a first reset may load data, so its time does not count."""
+        source = request.problem.source
         try:
-            first = None if self.settings.tools else self._first.setdefault(source, first)
-            return worker.ask(job, seconds, first=first)
+            first = None
+            if not self.settings.tools:
+                reset = Request(request.problem).to_json()
+                first = self._first.setdefault(source, reset)
+            return Reply.from_json(workers.steps.ask(request.to_json(), seconds, first=first))
         except TimeoutError:
-            self._first.pop(source, None)  # another problem's may end
+            self._first.pop(source, None)  # the reset of another problem may end in time
             raise
 
-    def steps(self, asked: Sequence[Asked]) -> list[Step]:
-        """Replies, in order, on every process. Raises `Interrupted`."""
-
-        def wait(i: int) -> list[Any] | None:
-            step = asked[i].step
-            assert step is not None
-            while not futures.wait([step], POLL_SECONDS).done:
-                if self._given_up():
-                    return None
-            return list(step.result())
-
-        replies = processes.map_over_hosts([one.index for one in asked], wait, "observations")
-        if None in replies:
+    def steps(self, asked: Sequence[PendingReply]) -> list[TokenizedReply]:
+        """Return the replies, in order, on every process. Raises `Interrupted`."""
+        results = gather_results(
+            [reply.prompt_index for reply in asked],
+            [reply.futures for reply in asked],
+            list,
+            self._should_abort,
+            "observations",
+        )
+        if results is None:
             raise Interrupted
-        return [Step(*reply) for reply in replies]
+        return [TokenizedReply(*fields) for (fields,) in results]
 
     def open(self, problem: Problem) -> Problem:
-        """Problem as the environment begins it: its text, and the messages before it.
+        """Return a problem with the prompt of its environment.
 
-        One whose `reset` fails later than the first keeps its own: its steps will say why.
+        If `reset` fails after an earlier one succeeded, the problem keeps its own prompt, and its
+        steps report the failure.
 
         Raises:
             ConfigError: the first `reset` failed.
         """
         if self.settings.tools:
             return problem
-        known = {name: getattr(problem, name) for name in Fields._fields}
+        seconds = self.settings.step_seconds
+        opened = problem
         try:
-            reply = self._ask(self._lanes[0][0], {"problem": known}, self.settings.step_seconds)
-            opened = with_prompt(problem, reply.get("prompt"))
+            reply = self._pools[0].submit(self._ask, Request(problem), seconds).result()
+            opened = with_prompt(problem, reply.prompt)
         except (OSError, ValueError, TypeError) as error:
-            reply, opened = {"failure": f"{type(error).__name__}: {error}"}, problem
-        if "failure" in reply and not self._begun:
-            failure = reply["failure"][:SHOWN_OF_ERROR]
+            reply = Reply(failure=f"{type(error).__name__}: {error}")
+        if reply.failure and not self._has_reset:
+            failure = reply.failure[:MAX_ERROR_CHARACTERS]
             raise ConfigError(f"config.environment.name: reset of {problem.id}: {failure}")
-        self._begun = True
+        self._has_reset = True
         return opened
 
     def close(self) -> None:
-        """Ends the worker processes; steps under way are lost."""
-        for worker, lane in self._lanes:
-            lane.shutdown(wait=False, cancel_futures=True)
-            worker.close()
-        self._files.cleanup()
+        """End the worker processes; pending steps are lost."""
+        for pool in self._pools:
+            pool.close()
+        self._copies.close()
 
 
 def with_prompt(problem: Problem, prompt: Any) -> Problem:
-    """Problem whose text, and messages before it, are those of an environment's prompt.
+    """Return a problem with the text, and the messages before it, of an environment's prompt.
 
     Raises:
         TypeError: the prompt is neither text nor messages that end with the user's.
@@ -207,10 +197,10 @@ def with_prompt(problem: Problem, prompt: Any) -> Problem:
     if isinstance(prompt, str):
         return dataclasses.replace(problem, text=prompt)
     try:
-        said = [(message["role"], message["content"]) for message in prompt]
-        (role, text), turns = said[-1], said[:-1]
-        system = "".join(content for role, content in turns if role == "system")
-        turns = tuple((role, content) for role, content in turns if role != "system")
+        *before, last = [(message["role"], message["content"]) for message in prompt]
+        role, text = last
+        system = "".join(content for role, content in before if role == "system")
+        turns = tuple((role, content) for role, content in before if role != "system")
         if role != "user" or not isinstance(text, str):
             raise TypeError
     except (TypeError, KeyError, IndexError, ValueError):

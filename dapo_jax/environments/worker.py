@@ -1,101 +1,182 @@
-"""Worker process of environments: one JSON line per step, one JSON line per reply.
+"""Worker process of environments, and the messages that it exchanges.
 
     python -m dapo_jax.environments.worker NAME FILE [TOOL ...]
 
-`NAME` is an environment's, empty for tools; `FILE` has copies of what a program gave. A job
-carries all that the policy has said, so any worker can take it: one that lacks the trajectory's
-environment repeats the steps before.
+`NAME` is an environment's, empty for tools; `FILE` is `FunctionCopies.path`. A request holds all
+turns of the policy, so any worker can answer it: one that lacks the trajectory's environment
+repeats the earlier steps.
 """
 
 import collections
+import dataclasses
 import functools
+import inspect
 import os
-import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from dapo_jax.runtime.workers.child import serve
+from dapo_jax.contracts import Environment
+from dapo_jax.runtime.workers.child import discard_output, serve
+from dapo_jax.structs import Observation, Problem
 
 MAX_LIVE = 512  # environments that a process keeps between steps
 MAX_CHARACTERS = 1 << 16  # of an observation; the limit in tokens is far below
+MAX_REWARD = 1e30
+PROBLEM_FIELDS = ("id", "text", "answer", "source", "metadata")
+
+
+class Request(NamedTuple):
+    """Request for the reply to the last turn; without turns, for the prompt.
+
+    Attributes:
+        session: name of the trajectory.
+        turns: texts of the policy, without turns that an environment failed on.
+    """
+
+    problem: Problem
+    session: str = ""
+    seed: int = 0
+    turns: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        problem = {name: getattr(self.problem, name) for name in PROBLEM_FIELDS}
+        return self._asdict() | {"problem": problem}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Request":
+        return cls(**fields)._replace(problem=Problem(**fields["problem"]))
+
+
+class Reply(NamedTuple):
+    """Reply to a request: a prompt, an observation, or a failure.
+
+    Attributes:
+        prompt: text or messages that `reset` returned.
+        cut: whether the observation was longer than `MAX_CHARACTERS`.
+        failure: error with file and line, for the log.
+        shown: the error as the policy sees it.
+    """
+
+    prompt: Any = None
+    observation: Observation | None = None
+    cut: bool = False
+    failure: str = ""
+    shown: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"observation": self.observation and vars(self.observation)}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Reply":
+        observation = fields["observation"]
+        return cls(**fields)._replace(observation=observation and Observation(**observation))
+
+
+def _reset(environment: Any, problem: Problem) -> Any:
+    """Return the prompt of an environment; None for the problem's own."""
+    reset = getattr(environment, "reset", None)
+    return None if reset is None else reset(problem)
+
+
+def check_observation(value: Any) -> Observation:
+    """Return the observation that `step` returned. Raises TypeError, ValueError."""
+    if value is None:
+        return Observation(done=True)
+    if not isinstance(value, Observation):
+        raise TypeError(f"step returned {value!r:.80}: must be an Observation or None")
+    if not isinstance(value.text, str):
+        raise TypeError(f"the observation's text is {value.text!r:.80}: must be text")
+    if not all(isinstance(message, dict) and "role" in message for message in value.messages):
+        raise TypeError(f"a message in {value.messages!r:.80} has no role")
+    reward = float(value.reward)
+    if not abs(reward) < MAX_REWARD:
+        raise ValueError(f"the observation's reward is {value.reward!r}: must be a finite number")
+    messages = list(value.messages)
+    return dataclasses.replace(value, messages=messages, reward=reward, done=bool(value.done))
 
 
 class Sessions:
-    """Environments of trajectories that have begun, the latest used last."""
+    """Environments of running trajectories, ordered by their last use.
 
-    def __init__(self, make: Callable[[int], Any]):
-        self._make = make
-        self._live: collections.OrderedDict[str, tuple[Any, int]] = collections.OrderedDict()
+    Args:
+        factory: makes an environment; it gets the seed if it has a parameter `seed`.
+    """
 
-    def answer(self, job: dict) -> dict:
-        """Reply to `{"session", "seed", "problem", "said"}`, or the prompt of `{"problem"}`."""
-        from dapo_jax.environments.interface import Problem, check_observation, reset
+    def __init__(self, factory: Callable[..., Environment]):
+        self._factory = factory
+        self._live: collections.OrderedDict[str, tuple[Environment, int]] = (
+            collections.OrderedDict()
+        )
 
-        problem = Problem(**job["problem"])
-        if "said" not in job:
-            return {"prompt": reset(self._make(0), problem)}
-        said = job["said"]
-        environment, steps = self._live.pop(job["session"], (None, -1))
-        if steps != len(said) - 1:
-            environment = self._make(job["seed"])
-            reset(environment, problem)
-            for text in said[:-1]:
-                environment.step(text)
-        observation = check_observation(environment.step(said[-1]))
+    def _make(self, seed: int) -> Environment:
+        takes_seed = "seed" in inspect.signature(self._factory).parameters
+        return self._factory(seed=seed) if takes_seed else self._factory()
+
+    def answer(self, request: Request) -> Reply:
+        """Return the reply to a request. Raises whatever the environment raises."""
+        if not request.turns:
+            return Reply(prompt=_reset(self._make(0), request.problem))
+        environment = self._at_last_turn(request)
+        observation = check_observation(environment.step(request.turns[-1]))
         if not observation.done:
-            self._live[job["session"]] = environment, len(said)
+            self._live[request.session] = environment, len(request.turns)
         while len(self._live) > MAX_LIVE:
             self._live.popitem(last=False)
         texts = [str(message.get("content", "")) for message in observation.messages]
-        if sum(map(len, [observation.text, *texts])) > MAX_CHARACTERS:
-            text = (observation.text or "\n".join(texts))[:MAX_CHARACTERS]
-            return vars(observation) | {"text": text, "messages": [], "cut": True}
-        return vars(observation) | {"messages": list(observation.messages)}
+        if sum(map(len, [observation.text, *texts])) <= MAX_CHARACTERS:
+            return Reply(observation=observation)
+        text = (observation.text or "\n".join(texts))[:MAX_CHARACTERS]
+        return Reply(observation=dataclasses.replace(observation, text=text, messages=[]), cut=True)
+
+    def _at_last_turn(self, request: Request) -> Environment:
+        """Return the trajectory's environment after all turns but the last."""
+        live = self._live.pop(request.session, None)
+        if live is not None and live[1] == len(request.turns) - 1:
+            return live[0]
+        environment = self._make(request.seed)
+        _reset(environment, request.problem)
+        for text in request.turns[:-1]:
+            environment.step(text)
+        return environment
 
 
 def make_answer(name: str, file: str, tools: list[str]) -> Callable[[dict], dict]:
-    """Function that answers jobs; whatever a step raises is told in its reply as `failure`.
+    """Return the function that answers requests; its replies report all exceptions.
 
-    The policy is shown the error without its file and line.
-
-    What an environment prints goes nowhere, and a process that it forks answers nothing.
+    Output of an environment is discarded, and a process that it forks answers nothing.
     """
     from dapo_jax.config.user_code import describe_error, error_message
 
-    own = os.getpid()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    pid = os.getpid()
+    discard_output()
     try:
-        from dapo_jax.environments.interface import make_environment
         from dapo_jax.environments.registry import open_factory
-        from dapo_jax.rewards.pickled_functions import read_copies
+        from dapo_jax.runtime.workers.pickled_functions import load_copies
 
-        if file:
-            read_copies(pathlib.Path(file))
-        sessions = Sessions(functools.partial(make_environment, open_factory(name, tools)))
-    except Exception as error:  # a module that is found here, and not by the worker
-        told = f"in a worker: {describe_error(error)}"
-        failure = {"failure": told, "shown": error_message(error)}
-        return lambda job: failure
+        load_copies(file)
+        sessions = Sessions(open_factory(name, tools))
+    except Exception as error:  # a module that the trainer finds, and the worker does not
+        failure = f"in a worker: {describe_error(error)}"
+        broken = Reply(failure=failure, shown=error_message(error)).to_json()
+        return lambda job: broken
 
     def answer(job: dict) -> dict:
         try:
-            reply = sessions.answer(job)
-        except BaseException as error:  # also SystemExit: a step costs itself alone
-            reply = {"failure": describe_error(error), "shown": error_message(error)}
-        if os.getpid() != own:
+            reply = sessions.answer(Request.from_json(job))
+        except BaseException as error:  # also SystemExit: it costs only this step
+            reply = Reply(failure=describe_error(error), shown=error_message(error))
+        if os.getpid() != pid:
             os._exit(0)
-        return reply
+        return reply.to_json()
 
     return answer
 
 
 def main() -> None:
-    """Serves the environment that the command line names."""
+    """Serve the environment that the command line names."""
     name, file, *tools = sys.argv[1:]
-    serve(lambda: make_answer(name, file, tools))
+    serve(functools.partial(make_answer, name, file, tools))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""From judged groups to an updated policy."""
+"""Advantages, losses and the sharded update."""

@@ -1,7 +1,4 @@
-"""Device arrays of a training step, packed into rows.
-
-`structs.py` explains the dimension letters and how per-token arrays are aligned.
-"""
+"""Arrays of a training step, packed into rows; `structs.py` has the dimension letters."""
 
 from typing import Any
 
@@ -10,11 +7,11 @@ from jaxtyping import Array, Float, Int
 
 
 class PackedRows(struct.PyTreeNode):
-    """Responses packed into rows of one length, before anything was computed on them.
+    """Prompts with responses, packed into rows of one length.
 
-    `segment_ids` is 0 on padding and counts from 1 inside a row; a segment is one prompt with
-    one response and never crosses a row. `response_index` is the response's place in the rollout
-    batch, -1 off the response. `routes` is None unless the algorithm replays them.
+    `segment_ids` is 0 on padding and counts from 1 in each row; a segment is a prompt with a
+    response and never crosses a row. `response_index` is the response's position in the rollout
+    batch, -1 outside responses.
     """
 
     tokens: Int[Array, "*M R T"]
@@ -22,15 +19,15 @@ class PackedRows(struct.PyTreeNode):
     positions: Int[Array, "*M R T"]
     response_index: Int[Array, "*M R T"]
     sampler_logprobs: Float[Array, "*M R T"]
-    routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1 where not known
+    routes: Int[Array, "*M R T L k"] | None = None  # experts to replay, -1: unknown
 
 
 class ScoredBatch(struct.PyTreeNode):
-    """Rollouts with the log-probs of the models that score them, and the values, before the update.
+    """Packed rows with the outputs of the score pass.
 
-    `old_logprobs` is None where the policy is still the one that will be differentiated (a single
-    update per rollout batch): the ratio is then exactly 1 and no score pass is needed. The others
-    are None where the algorithm has no reference, no critic or no teacher of drawn tokens.
+    `old_logprobs` is None if the update differentiates the old policy itself (one update per
+    rollout batch): the ratio is then exactly 1. The others are None if the algorithm has no
+    reference, critic or teacher.
     """
 
     rollouts: PackedRows
@@ -41,10 +38,9 @@ class ScoredBatch(struct.PyTreeNode):
 
 
 class TrainBatch(struct.PyTreeNode):
-    """Input of one optimizer update. Its loss is `sum(loss_weights * token_loss)`.
+    """Input of an optimizer update; its loss is `sum(loss_weights * token_loss)`.
 
-    The value loss and the negative log-prob of right responses have weights of their own; what an
-    algorithm has not is None.
+    The value loss and the negative log-prob of correct responses have separate weights.
     """
 
     scored: ScoredBatch
@@ -53,6 +49,13 @@ class TrainBatch(struct.PyTreeNode):
     nll_weights: Float[Array, "*M R T"] | None = None
     returns: Float[Array, "*M R T"] | None = None
     value_weights: Float[Array, "*M R T"] | None = None
+
+
+class TokenScores(struct.PyTreeNode):
+    """Output of a score pass: log-probs (values, for a critic), and the chosen experts."""
+
+    values: Float[Array, "*M R T"]
+    routes: Int[Array, "*M R T L k"] | None = None  # if the policy records them
 
 
 class TrainState(struct.PyTreeNode):
@@ -64,7 +67,7 @@ class TrainState(struct.PyTreeNode):
 
 
 class Mean(struct.PyTreeNode):
-    """A sum with its weight, so that means of parts add up to the mean of the whole."""
+    """A weighted sum and its weight; means of parts add up to the mean of the whole."""
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
@@ -73,6 +76,6 @@ class Mean(struct.PyTreeNode):
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float:
-        """The mean; 0 where nothing was counted."""
+        """Return the mean, 0 if the weight is 0."""
         weight = float(self.weight)
         return float(self.total) / weight if weight else 0.0

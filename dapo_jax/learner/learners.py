@@ -1,24 +1,25 @@
-"""Policy and critic together: their compiled programs, their states and one update of both."""
+"""Policy and critic together: compiled programs, states, and an update of both."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.batches import Mean, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner
+from dapo_jax.learner.policy import IMPORTANCE_SQUARE
+from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM
+from dapo_jax.learner.update import Learner, UpdateOutputs
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerPrograms:
-    """Compiled programs of policy and critic, and the frozen parameters that score beside them.
+    """Compiled programs of policy, critic and teacher, and the parameters of frozen models.
 
     Attributes:
-        teacher: scores tokens with `teacher_params`; never updated.
-        teacher_params: of its own shape; with algorithm.distillation = 'jsd' the policy's update
-            reads them too.
+        reference: parameters of the reference, None without one.
+        teacher_params: with algorithm.distillation = 'jsd' the policy's update reads them too.
     """
 
     policy: Learner
@@ -30,7 +31,7 @@ class LearnerPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerStates:
-    """Parameters and optimizer states of policy and critic."""
+    """The train states of policy and critic."""
 
     policy: TrainState
     critic: TrainState | None = None
@@ -38,14 +39,16 @@ class LearnerStates:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRecord:
-    """Record of an optimizer update: its batch and its means, which may still be on the devices.
+    """The batch and metrics of an optimizer update; arrays may still be computed on devices.
 
     Attributes:
         learner: "policy" or "critic".
-        minibatch: place among those of the step.
-        microbatches: of the batch that were used.
-        means: by metric; empty where a learning rate of 0 left the learner alone.
-        token_logprobs: [M, R, T] of the policy that was differentiated, with `log.token_ratios`.
+        minibatch: its index in the step.
+        microbatches: number of microbatches that are not empty.
+        means: metrics by name; empty if the learning rate is 0 and nothing was updated.
+        token_logprobs: [M, R, T] of the differentiated policy, with `log.token_ratios`.
+        ratio_histogram: counts of the policy's ratios, for their quantiles.
+        importance_square: mean squared importance weight, for the effective sample size.
     """
 
     learner: str
@@ -55,38 +58,65 @@ class UpdateRecord:
     learning_rate: float
     means: dict[str, Mean]
     token_logprobs: jax.Array | None = None
+    ratio_histogram: Mean | None = None
+    importance_square: Mean | None = None
 
 
-def learning_rates(config: Config, step: int) -> tuple[float, float]:
-    """Learning rates of the policy (0 while the critic learns alone) and of the critic."""
-    alone, total = config.critic_pretrain_steps(), config.total_steps
-    policy = learning_rate(config.optimizer, step - alone, total - alone) if step >= alone else 0.0
-    return policy, learning_rate(config.critic.optimizer, step, total)
+class LearningRates(NamedTuple):
+    """Learning rates of a rollout step; the policy's is 0 while only the critic is trained."""
+
+    policy: float
+    critic: float
+
+
+def learning_rates(config: Config, step: int) -> LearningRates:
+    """Return the learning rates of rollout step `step`."""
+    pretrain_steps = config.critic_pretrain_steps()
+    policy = 0.0
+    if step >= pretrain_steps:
+        remaining = config.total_steps - pretrain_steps
+        policy = learning_rate(config.optimizer, step - pretrain_steps, remaining)
+    return LearningRates(policy, learning_rate(config.critic.optimizer, step, config.total_steps))
 
 
 def update(
-    config: Config,
-    learners: LearnerPrograms,
+    programs: LearnerPrograms,
     states: LearnerStates,
-    step: int,
+    rates: LearningRates,
     minibatch: int,
     batch: TrainBatch,
     microbatches: int,
 ) -> tuple[LearnerStates, list[UpdateRecord]]:
-    """Optimizer step of policy and critic; a batch without loss weights is left out.
+    """Take an optimizer step of policy and critic; skip a batch without loss weights.
 
-    Returns at once: the new states and the means are still being computed.
+    The new states and metrics are returned while the devices still compute them.
     """
-    if not batch.loss_weights.any():  # all filtered, or nothing right
+    if not batch.loss_weights.any():  # all responses were filtered
         return states, []
-    (rate, critic_rate), means = learning_rates(config, step), {}
-    logprobs: Any = None
-    policy, critic = states.policy, states.critic
-    if rate:
-        policy, means = learners.policy.update(policy, batch, microbatches, rate)
-        logprobs = means.pop(TOKEN_LOGPROBS, None)
-    records = [UpdateRecord("policy", minibatch, batch, microbatches, rate, means, logprobs)]
-    if learners.critic and critic:
-        critic, means = learners.critic.update(critic, batch, microbatches, critic_rate)
-        records.append(UpdateRecord("critic", minibatch, batch, microbatches, critic_rate, means))
+
+    def record(learner: str, rate: float, outputs: UpdateOutputs) -> UpdateRecord:
+        means = outputs.means
+        histogram = means.pop(RATIO_HISTOGRAM, None)
+        square = means.pop(IMPORTANCE_SQUARE, None)
+        return UpdateRecord(
+            learner,
+            minibatch,
+            batch,
+            microbatches,
+            rate,
+            means,
+            outputs.token_logprobs,
+            histogram,
+            square,
+        )
+
+    policy = states.policy
+    critic = states.critic
+    outputs = UpdateOutputs({})
+    if rates.policy:
+        policy, outputs = programs.policy.update(policy, batch, microbatches, rates.policy)
+    records = [record("policy", rates.policy, outputs)]
+    if programs.critic and critic:
+        critic, outputs = programs.critic.update(critic, batch, microbatches, rates.critic)
+        records.append(record("critic", rates.critic, outputs))
     return LearnerStates(policy, critic), records

@@ -1,10 +1,9 @@
-"""Coefficients, KL and value losses per token, and the weights that make everything a sum.
+"""Policy, KL and value losses per token, and the loss weights of responses.
 
-`loss = sum(loss_weights * token_loss)`. The weights are computed once per optimizer minibatch from
-counts over the whole minibatch, on all devices, so the split into microbatches, devices and rows
-can't change the loss. A new ratio, region, weight, KL estimator or aggregate is a function here,
-an entry in the dict under its kind, its name in `config/algorithm.py` and a case in
-`tests/learner/test_losses.py`; `policy.py` adds the terms up.
+`loss = sum(loss_weights * token_loss)`. The weights are computed once per optimizer minibatch, from
+counts over the whole minibatch, so microbatches, devices and rows cannot change the loss. To add a
+ratio, region, weight, KL estimator or aggregate, write a function here, add it to the dict below
+its kind and to the choices in `config/algorithm.py`. `policy.py` adds up the terms.
 """
 
 from collections.abc import Callable
@@ -15,25 +14,26 @@ import numpy as np
 from jax.scipy.special import rel_entr
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.advantages import pair_up
 
-LOG_RATIO_LIMIT, KL_LIMIT = 20.0, 10.0
-WEIGHT_LIMIT = 0.999 * np.exp(LOG_RATIO_LIMIT)  # below what a clamped ratio weighs
+LOG_RATIO_LIMIT = 20.0
+KL_LIMIT = 10.0
+WEIGHT_LIMIT = 0.999 * np.exp(LOG_RATIO_LIMIT)  # just below exp(LOG_RATIO_LIMIT)
 
 
 def clamp_log(log_ratio: Array) -> Array:
-    """A log-ratio that exp survives."""
+    """Clip a log-ratio so that its exp is finite."""
     return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-# --- ratios: (log-ratio, 0 where untrained; segments; trained) -> log-ratio ------------------
+# --- ratios: (log-ratio, 0 on untrained tokens; segments; trained) -> log-ratio --------------
 
 
 def sum_over_responses(
     values: Float[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
 ) -> Float[Array, "R T"]:
-    """Sum over the trained tokens of each token's response."""
+    """Return, for each token, the sum over the trained tokens of its response."""
 
     def of_row(values, segments):
         return jax.ops.segment_sum(values, segments, len(segments) + 1)[segments]
@@ -44,18 +44,18 @@ def sum_over_responses(
 def mean_over_responses(
     values: Float[Array, "R T"], segment_ids: Int[Array, "R T"], trained: Bool[Array, "R T"]
 ) -> Float[Array, "R T"]:
-    """Mean over the trained tokens of each token's response (GSPO, 2507.18071, equation 7)."""
+    """Return, for each token, the mean over its response (GSPO, 2507.18071, equation 7)."""
     counts = sum_over_responses(jnp.ones_like(values), segment_ids, trained)
     return sum_over_responses(values, segment_ids, trained) / jnp.maximum(counts, 1)
 
 
 def token_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
-    """log p(token) - log p_old(token)."""
+    """Return log p(token) - log p_old(token)."""
     return log_ratio
 
 
 def no_log_ratio(log_ratio: Array, segment_ids: Array, trained: Array) -> Array:
-    """0, the ratio 1: the plain policy gradient."""
+    """Return 0, which is a ratio of 1: the plain policy gradient."""
     return jnp.zeros_like(log_ratio)
 
 
@@ -63,40 +63,43 @@ RATIOS = {
     "token": token_log_ratio,
     "sequence": mean_over_responses,
     "product": sum_over_responses,
-    "geometric": token_log_ratio,  # then the mean of those that its region holds
+    "geometric": token_log_ratio,  # policy_loss averages after the region has bounded each token
     "none": no_log_ratio,
 }
 
-# --- regions: (algorithm; ratio, p and p_old of the token) -> below, above, ratio held inside -----
+# --- trust regions: (algorithm, ratio, p, p_old) -> (is below, is above, bounded ratio) -------
 
 
 def ratio_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
-    """1 - low <= ratio <= 1 + high (PPO, 1707.06347, with the two bounds of DAPO, 2503.14476)."""
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    # Strict comparisons: on a bound (a clip of 0 puts r = 1 there) the gradient is still whole.
+    """Bound the ratio by 1 - low and 1 + high (PPO, 1707.06347; two bounds: DAPO, 2503.14476)."""
+    low = 1 - algorithm.clip_low
+    high = 1 + algorithm.clip_high
+    # Strict comparisons: a ratio equal to a bound keeps its gradient (clip 0 makes 1 a bound).
     return ratio < low, ratio > high, jnp.clip(ratio, low, high)
 
 
 def log_ratio_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
-    """exp(-low) <= ratio <= exp(high) (GMPO, 2507.20673)."""
-    low, high = np.exp(-algorithm.clip_low), np.exp(algorithm.clip_high)
+    """Bound the ratio by exp(-low) and exp(high) (GMPO, 2507.20673)."""
+    low = np.exp(-algorithm.clip_low)
+    high = np.exp(algorithm.clip_high)
     return ratio < low, ratio > high, jnp.clip(ratio, low, high)
 
 
 def tv_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
-    """-low <= p - p_old <= high: the token's part of the total variation (DPPO, 2602.04879)."""
+    """Bound p - p_old, the token's part of the total variation (DPPO, 2602.04879)."""
     return p - old < -algorithm.clip_low, p - old > algorithm.clip_high, ratio
 
 
 def kl_region(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
-    """KL of (p_old, 1 - p_old) to (p, 1 - p), at most low on the way down, high up (DPPO)."""
-    old, p = jnp.minimum(old, 1.0), jnp.minimum(p, 1.0)  # rounding
+    """Bound the KL from (p_old, 1 - p_old) to (p, 1 - p): by low if p fell, else by high (DPPO)."""
+    old = jnp.minimum(old, 1.0)  # rounding can exceed 1
+    p = jnp.minimum(p, 1.0)
     kl = rel_entr(old, p) + rel_entr(1 - old, 1 - p)
     return (p < old) & (kl > algorithm.clip_low), (p > old) & (kl > algorithm.clip_high), ratio
 
 
-def everywhere(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
-    """No bounds."""
+def unbounded(algorithm: Algorithm, ratio: Array, p: Array, old: Array) -> tuple:
+    """Apply no bounds."""
     never = jnp.zeros_like(ratio, bool)
     return never, never, ratio
 
@@ -106,32 +109,32 @@ REGIONS = {
     "log_ratio": log_ratio_region,
     "tv": tv_region,
     "kl": kl_region,
-    "none": everywhere,
+    "none": unbounded,
 }
 
-# --- weights of log p's gradient: (algorithm, ratio, A > 0) -> weight -------------------------
+# --- weights of the gradient of log p: (algorithm, ratio, A > 0) -> weight --------------------
 
 
 def ratio_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """The ratio itself: the gradient of A * ratio."""
+    """Return the ratio: the gradient of A * ratio."""
     return ratio
 
 
 def sapo_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """Gradient of (4 / t) sigmoid(t (ratio - 1)) by log p (SAPO, 2511.20347): 1 at ratio 1."""
+    """Return d/d(log p) of (4 / t) sigmoid(t (ratio - 1)) (SAPO, 2511.20347); 1 at ratio 1."""
     t = jnp.where(positive, algorithm.decay_positive, algorithm.decay_negative)
     return 4 * jax.nn.sigmoid(t * (ratio - 1)) * jax.nn.sigmoid(t * (1 - ratio)) * ratio
 
 
 def gamma_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """ratio^k exp(d (1 - ratio)), with power k and decay d (VESPO, 2602.10693): 1 at ratio 1."""
+    """Return ratio^k exp(d (1 - ratio)) with power k, decay d (VESPO, 2602.10693); 1 at ratio 1."""
     k = jnp.where(positive, algorithm.power_positive, algorithm.power_negative)
     d = jnp.where(positive, algorithm.decay_positive, algorithm.decay_negative)
     return jnp.exp(k * jnp.log(jnp.maximum(ratio, 1e-30)) + d * (1 - ratio))
 
 
 def topr_weight(algorithm: Algorithm, ratio: Array, positive: Array) -> Array:
-    """1 where A > 0, else min(ratio, 1) (TOPR, 2503.14286)."""
+    """Return 1 if A > 0, else min(ratio, 1) (TOPR, 2503.14286)."""
     return jnp.where(positive, 1.0, jnp.minimum(ratio, 1.0))
 
 
@@ -142,27 +145,27 @@ WEIGHTS = {
     "topr": topr_weight,
 }
 
-# --- KL to another policy: (logprobs, its logprobs) -> estimate per token ---------------------
+# --- KL to another policy: (logprobs, reference logprobs) -> estimate per token ---------------
 
 
 def k1(logprobs: Array, reference_logprobs: Array) -> Array:
-    """log p - log ref: unbiased, of either sign; for rewards: in a loss its gradient has mean 0."""
+    """Return log p - log ref: unbiased; use it in rewards, as a loss its gradient has mean 0."""
     return logprobs - reference_logprobs
 
 
 def k2(logprobs: Array, reference_logprobs: Array) -> Array:
-    """(log p - log ref)^2 / 2: in a loss its gradient is that of the KL, on policy."""
+    """Return (log p - log ref)^2 / 2: as a loss it has the gradient of the KL, if on policy."""
     return jnp.square(logprobs - reference_logprobs) / 2
 
 
 def k3(logprobs: Array, reference_logprobs: Array) -> Array:
-    """exp(d) - d - 1 with d = log ref - log p (GRPO, arXiv 2402.03300, equation 4), at most 10."""
+    """Return exp(d) - d - 1, d = log ref - log p, at most 10 (GRPO, arXiv 2402.03300, eq. 4)."""
     d = clamp_log(reference_logprobs - logprobs)
     return jnp.clip(jnp.expm1(d) - d, -KL_LIMIT, KL_LIMIT)
 
 
 def k3_with_gradient_of_k2(logprobs: Array, reference_logprobs: Array) -> Array:
-    """The value of k3 with the gradient of k2."""
+    """Return the value of k3 with the gradient of k2."""
     gradient = k2(logprobs, reference_logprobs)
     value = k3(logprobs, reference_logprobs)
     return gradient + jax.lax.stop_gradient(value - gradient)
@@ -181,54 +184,56 @@ def policy_loss(
     mask: Float[Array, "R T"],
     segment_ids: Int[Array, "R T"],
 ) -> tuple[Float[Array, "R T"], dict[str, Float[Array, "R T"]]]:
-    """Loss per token whose gradient is -A * weight(ratio) * gradient of log p inside the region.
+    """Return the loss per token; its gradient is -A * weight(ratio) * grad(log p) in the region.
 
-    Outside it the loss is constant: the ratio that the region's end holds. For PPO's region this
-    is max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347, equation 7; the two bounds of
-    DAPO, arXiv 2503.14476, equation 8). For A < 0 a dual clip c holds the ratio at c (arXiv
+    Outside the region the loss is constant, with the ratio at the region's bound. For PPO's region
+    this is max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347, equation 7; two bounds:
+    DAPO, arXiv 2503.14476, equation 8). For A < 0 a dual clip c bounds the ratio by c (arXiv
     1912.09729, equation 4).
 
     >>> old = jnp.log(jnp.array([[0.5, 0.5]]))
-    >>> new = jnp.log(jnp.array([[0.6, 0.7]]))  # grown by 1.2 and 1.4, of which 1.28 is kept
+    >>> new = jnp.log(jnp.array([[0.6, 0.7]]))  # ratios 1.2 and 1.4; the second is clipped to 1.28
     >>> dapo, ones = dapo_jax.preset("dapo"), jnp.ones((1, 2))
-    >>> loss, seen = policy_loss(dapo, new, old, ones, ones, jnp.ones((1, 2), int))
-    >>> np.asarray(loss).round(2).tolist(), seen["clipped_high"].tolist()
+    >>> loss, info = policy_loss(dapo, new, old, ones, ones, jnp.ones((1, 2), int))
+    >>> np.asarray(loss).round(2).tolist(), info["clipped_high"].tolist()
     ([[-1.2000000476837158, -1.2799999713897705]], [[0.0, 1.0]])
 
     Args:
-        mask: above 0 where a token is trained; elsewhere loss and gradient are exactly 0.
-        segment_ids: the response of a token within its row, for ratios of whole responses.
+        mask: positive on trained tokens; on all others loss and gradient are exactly 0.
+        segment_ids: number of the response within its row, for ratios of whole responses.
 
     Returns:
-        the loss, {"clipped_low", "clipped_high", "clipped_dual"}: 1 where that bound cut the
-        gradient, and "ratio": before any bound.
+        the loss, and a dict with "ratio" (before any bound) and "clipped_low", "clipped_high",
+        "clipped_dual" (1 on tokens whose gradient that bound removed).
     """
     trained = mask > 0
-    # Select before the exp: whatever stands on padding must not reach it (NaN times 0 is NaN).
-    logprobs, old_logprobs = (jnp.where(trained, one, 0.0) for one in (logprobs, old_logprobs))
+    # Mask before exp: padding may hold NaN, and NaN * 0 is NaN.
+    logprobs = jnp.where(trained, logprobs, 0.0)
+    old_logprobs = jnp.where(trained, old_logprobs, 0.0)
     fixed = jax.lax.stop_gradient(logprobs)
     log_ratio = RATIOS[algorithm.ratio](fixed - old_logprobs, segment_ids, trained)
     ratio = jnp.exp(clamp_log(log_ratio))
     region = REGIONS[algorithm.region]
-    below, above, held = region(algorithm, ratio, jnp.exp(fixed), jnp.exp(old_logprobs))
+    below, above, bounded = region(algorithm, ratio, jnp.exp(fixed), jnp.exp(old_logprobs))
     if algorithm.region_sides == "sign":
-        below, above = below & (advantages < 0), above & (advantages > 0)
-    bounded = jnp.where(below | above, held, ratio)
+        below &= advantages < 0
+        above &= advantages > 0
+    bounded = jnp.where(below | above, bounded, ratio)
     capped = jnp.zeros_like(below)
     if algorithm.dual_clip:
         capped = (advantages < 0) & (bounded > algorithm.dual_clip)
         bounded = jnp.where(capped, algorithm.dual_clip, bounded)
     if algorithm.ratio == "geometric":
         bounded = jnp.exp(mean_over_responses(jnp.log(bounded), segment_ids, trained))
-    read = jnp.clip(bounded, algorithm.weight_low, algorithm.weight_high or None)
-    weight = WEIGHTS[algorithm.weight](algorithm, read, advantages > 0)
+    bounded = jnp.clip(bounded, algorithm.weight_low, algorithm.weight_high or None)
+    weight = WEIGHTS[algorithm.weight](algorithm, bounded, advantages > 0)
     inside = ~(below | above | capped) & (weight < WEIGHT_LIMIT) & (weight > 1 / WEIGHT_LIMIT)
-    # 1, with the gradient of log p: A, ratio and bounds decide how much of it there is.
-    moving = jnp.where(inside, jnp.exp(logprobs - fixed), 1.0)
-    loss = jnp.where(trained, -advantages * weight * moving, 0.0)
-    seen = {"clipped_low": below, "clipped_high": above, "clipped_dual": capped}
-    seen = {name: (trained & cut).astype(jnp.float32) for name, cut in seen.items()}
-    return loss, seen | {"ratio": ratio}
+    # Its value is 1 and its gradient that of log p.
+    differentiable = jnp.where(inside, jnp.exp(logprobs - fixed), 1.0)
+    loss = jnp.where(trained, -advantages * weight * differentiable, 0.0)
+    clipped = {"clipped_low": below, "clipped_high": above, "clipped_dual": capped}
+    clipped = {name: (trained & cut).astype(jnp.float32) for name, cut in clipped.items()}
+    return loss, clipped | {"ratio": ratio}
 
 
 def value_loss(
@@ -237,30 +242,30 @@ def value_loss(
     returns: Float[Array, "R T"],
     clip: float,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """1/2 max((V - R)^2, (V clipped to V_old +- clip - R)^2), and where the clip decided.
+    """Return 1/2 max((V - R)^2, (V clipped to V_old +- clip - R)^2) and a mask of clipped tokens.
 
-    A clip of 0 leaves the first alone. As in PPO's released code (openai/baselines, ppo2).
+    A clip of 0 disables clipping. As in PPO's released code (openai/baselines, ppo2).
     """
     error = jnp.square(values - returns)
     if not clip:
         return error / 2, jnp.zeros_like(error)
-    # Clipping the difference would round, and so move, also values within the clip.
+    # Clip V, not V - V_old: the difference would round values inside the clip as well.
     limited = jnp.clip(values, old_values - clip, old_values + clip)
     limited_error = jnp.square(limited - returns)
     cut = (limited_error > error).astype(jnp.float32)
     return jnp.maximum(error, limited_error) / 2, cut
 
 
-# --- loss weights: (trained tokens n and group of each response, budget) -> weight of a token ---
+# --- loss weights: (trained tokens n_i and group of each response, budget) -> weight per token ---
 
 
-def _responses(tokens: np.ndarray) -> int:
-    """Responses with at least one trained token: the others leave every mean."""
+def _count_trained(tokens: np.ndarray) -> int:
+    """Count the responses with a trained token, at least 1; the others are in no mean."""
     return max(1, int(np.count_nonzero(tokens)))
 
 
 def token_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / N_tok: every trained token of the minibatch weighs the same (DAPO's released code).
+    """Return 1 / N_tok: a mean over the trained tokens of the minibatch (DAPO's released code).
 
     >>> token_mean(np.array([1, 3]), np.array([0, 0]), 8)  # responses of 1 and 3 tokens
     array([0.25, 0.25])
@@ -269,34 +274,34 @@ def token_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarra
 
 
 def token_mean_per_group(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / N_tok of the group / groups: DAPO's equation 8, an expectation over prompts."""
+    """Return 1 / N_tok of the group / groups: DAPO's equation 8, an expectation over prompts."""
     _, member = np.unique(groups, return_inverse=True)
     totals = np.bincount(member, tokens)
     return 1.0 / np.maximum(totals, 1)[member] / max(1, np.count_nonzero(totals))
 
 
 def sequence_mean(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / n_i / B: a mean over tokens, then over responses (GRPO).
+    """Return 1 / n_i / B: a mean over tokens, then over responses (GRPO).
 
     >>> sequence_mean(np.array([1, 4]), np.array([0, 0]), 8)  # the long one's tokens weigh less
     array([0.5  , 0.125])
     """
-    return 1.0 / np.maximum(tokens, 1) / _responses(tokens)
+    return 1.0 / np.maximum(tokens, 1) / _count_trained(tokens)
 
 
 def sequence_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / B: a sum over tokens, then a mean over responses (REINFORCE, RLOO)."""
-    return np.full(len(tokens), 1.0 / _responses(tokens))
+    """Return 1 / B: a sum over tokens, then a mean over responses (REINFORCE, RLOO)."""
+    return np.full(len(tokens), 1.0 / _count_trained(tokens))
 
 
 def pair_sum(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / pairs: a sum over tokens, then a mean over pairs of responses (DPO)."""
+    """Return 1 / pairs: a sum over tokens, then a mean over pairs of responses (DPO)."""
     return 2 * sequence_sum(tokens, groups, budget)
 
 
 def token_sum_over_budget(tokens: np.ndarray, groups: np.ndarray, budget: int) -> np.ndarray:
-    """1 / L_max / B: as `sequence_sum`, over the response budget (Dr. GRPO, arXiv 2503.20783)."""
-    return np.full(len(tokens), 1.0 / budget / _responses(tokens))
+    """Return 1 / L_max / B: `sequence_sum` over the response budget (Dr. GRPO, 2503.20783)."""
+    return np.full(len(tokens), 1.0 / budget / _count_trained(tokens))
 
 
 LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
@@ -308,11 +313,11 @@ LOSS_WEIGHTS: dict[str, Callable[[np.ndarray, np.ndarray, int], np.ndarray]] = {
     "pair_sum": pair_sum,
 }
 
-# --- which responses carry loss: (correct, groups, tokens) -> [B] bool ------------------------
+# --- trained responses: (correct, groups, tokens) -> [B] bool ---------------------------------
 
 
 def in_pairs(correct: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The responses that `advantages.pair_up` pairs."""
+    """Select the responses that `advantages.pair_up` pairs."""
     chosen = np.zeros(len(tokens), bool)
     chosen[pair_up(correct, groups, tokens).ravel()] = True
     return chosen
@@ -332,11 +337,11 @@ def response_weights(
     correct: Bool[np.ndarray, "B"],
     budget: int,
 ) -> Float[np.ndarray, "B"]:
-    """Loss weight of each response's trained tokens, over one optimizer minibatch.
+    """Return the loss weight of the trained tokens of each response of an optimizer minibatch.
 
     Args:
-        tokens: trained ones; 0 takes a response out of the numerator and of every count.
-        groups: a number that responses to one prompt share.
+        tokens: number of trained tokens; a response with 0 is in no sum and no count.
+        groups: number of the prompt.
         budget: max_response_tokens.
     """
     chosen = TRAINED_RESPONSES[algorithm.trained_responses](correct, groups, tokens)

@@ -1,17 +1,21 @@
-"""Optimizer minibatches of a rollout batch: split, packed, weighed."""
+"""Optimizer minibatches of a rollout batch: splitting, packing and loss weights."""
 
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Config, Packing
 from dapo_jax.config.user_code import describe_error
+from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, choose_rows, make_batch, pack_updates, tree_index
+from dapo_jax.learner.losses import response_weights
+from dapo_jax.learner.packing import Segment, choose_rows, pack_updates, place_tokens, tree_index
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.training_attention import SHORT_ROW_TOKENS
 from dapo_jax.runtime import processes
@@ -20,7 +24,7 @@ from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import shards
 from dapo_jax.structs import Group
 
-TokenWeights = Callable[[Group, int], Sequence[float]]  # a user's function
+TokenWeights = Callable[[Group, int], Sequence[float]]  # user function: group, sample -> [n]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +32,9 @@ class Minibatches:
     """The responses of a rollout batch by optimizer minibatch, and their packed rows.
 
     Attributes:
-        segments: of each minibatch, its prompts with one response each.
+        segments: the responses of each minibatch with their prompts.
         rollouts: arrays [U, M, R, T].
-        microbatches: of each minibatch, how many of the M hold anything.
+        microbatches: number of microbatches of each minibatch that are not empty.
     """
 
     segments: list[list[Segment]]
@@ -41,12 +45,12 @@ class Minibatches:
         return len(self.segments)
 
     def responses(self) -> list[Segment]:
-        """All segments, in the order of their index."""
+        """Return all segments, ordered by index."""
         return sum(self.segments, [])
 
 
 def prompts_per_update(config: Config) -> int:
-    """Groups of one optimizer minibatch."""
+    """Return the number of groups in an optimizer minibatch."""
     return config.rollout.prompts_per_step // config.rollout.updates_per_rollout
 
 
@@ -58,10 +62,12 @@ def make_minibatches(
     mesh: jax.sharding.Mesh,
     token_weights: TokenWeights | None = None,
 ) -> Minibatches:
-    """Splits groups in order into minibatches of as many prompts each, and packs them.
+    """Split groups, in order, into minibatches of equally many prompts, and pack them.
 
-    The last minibatch has fewer where the step was starved. Raises `ConfigError` where the user's
-    `token_weights` gives no weights.
+    The last minibatch is smaller if the step was starved.
+
+    Raises:
+        ConfigError: the user's `token_weights` returned no valid weights.
     """
     segments = split_groups(config, groups, token_weights)
     packing = choose_packing(config, decoder, mesh, segments)
@@ -71,9 +77,10 @@ def make_minibatches(
 def split_groups(
     config: Config, groups: Sequence[Group], token_weights: TokenWeights | None = None
 ) -> list[list[Segment]]:
-    """Segments of each optimizer minibatch: as many prompts each, in order."""
-    size, share = config.rollout.samples_per_prompt, prompts_per_update(config)
-    weights = _ask_token_weights(config, groups, token_weights)
+    """Split groups, in order, into the segments of each minibatch."""
+    size = config.rollout.samples_per_prompt
+    share = prompts_per_update(config)
+    weights = _compute_token_weights(config, groups, token_weights)
     segments = [
         [
             Segment(g.prompt, response, i * size + j, bool(g.correct[j]), weights[i][j])
@@ -84,10 +91,10 @@ def split_groups(
     return [sum(segments[i : i + share], []) for i in range(0, len(groups), share)]
 
 
-def _ask_token_weights(
+def _compute_token_weights(
     config: Config, groups: Sequence[Group], token_weights: TokenWeights | None
 ) -> Sequence[Sequence[Float[np.ndarray, "n"] | None]]:
-    """Weights of the tokens of each response of each group, asked on one process each."""
+    """Return token weights by group and response; each group is computed on one host."""
     if token_weights is None:
         return [[None] * len(group.completions) for group in groups]
     weights = processes.map_over_hosts(
@@ -109,7 +116,7 @@ def _check_token_weights(
         weights = np.asarray(token_weights(group, sample), np.float64)
         if weights.shape != (tokens,) or not np.isfinite(weights).all() or (weights < 0).any():
             raise ValueError(f"got shape {weights.shape}")
-    except Exception as error:  # whatever a user's function may raise
+    except Exception as error:  # a user function may raise anything
         raise ConfigError(
             f"config.algorithm.token_weights = {config.algorithm.token_weights!r}: must "
             f"return {tokens} finite numbers, none below 0, for response {sample} to prompt "
@@ -124,7 +131,7 @@ def choose_packing(
     mesh: jax.sharding.Mesh,
     segments: Sequence[Sequence[Segment]],
 ) -> Packing:
-    """The shape of the rows: as configured, or the one in which these segments cost least."""
+    """Return the configured row shape, or the cheapest one for these segments if it is 0."""
     if config.packing.row_tokens > 0:
         return config.packing
     width = decoder.heads * decoder.head_dim
@@ -138,15 +145,79 @@ def choose_packing(
     )
 
 
+def trained_tokens(
+    segments: Sequence[Segment], algorithm: Algorithm
+) -> list[Bool[np.ndarray, "n"]]:
+    """Return for each response a mask of the tokens that can have a loss."""
+
+    def of_response(segment: Segment) -> np.ndarray:
+        if segment.completion.truncated and algorithm.overlong_filtering:
+            return np.zeros(len(segment.completion), bool)
+        if segment.token_weights is None:
+            return np.ones(len(segment.completion), bool)
+        return np.asarray(segment.token_weights) > 0
+
+    return [of_response(segment) for segment in segments]
+
+
+def make_batch(
+    scored: ScoredBatch,
+    segments: Sequence[Segment],
+    estimates: Estimates,
+    algorithm: Algorithm,
+    budget: int,
+    planned_groups: int | None = None,
+) -> TrainBatch:
+    """Add loss weights, computed from the counts of this minibatch; arrays are [M, R, T].
+
+    If a starved step left fewer groups than planned, each keeps the weight that it would have in a
+    full minibatch: all weights are multiplied by groups / planned groups.
+
+    Args:
+        budget: maximum number of sampled tokens of a response.
+        planned_groups: of a full minibatch; default: as many as there are.
+    """
+    index = np.asarray(scored.rollouts.response_index)
+    correct = np.array([segment.correct for segment in segments], bool)
+    groups = np.array([segment.prompt.index for segment in segments])
+    tokens = np.array([mask.sum() for mask in trained_tokens(segments, algorithm)], int)
+    per_response = response_weights(algorithm, tokens, groups, correct, budget)
+
+    def to_tokens(values: np.ndarray) -> np.ndarray:
+        by_index = np.zeros(1 + max((segment.index for segment in segments), default=0))
+        by_index[[segment.index for segment in segments]] = values
+        return broadcast_to_tokens(by_index, index)
+
+    present = len(np.unique(groups))
+    fraction = present / (planned_groups or present)
+    weights = fraction * to_tokens(per_response)
+    token_weights = [s.token_weights for s in segments if s.token_weights is not None]
+    if token_weights:  # then all responses have them
+        weights *= place_tokens(token_weights, index)
+    trained = weights > 0
+    arrays: dict[str, Any] = {
+        "advantages": estimates.advantages,
+        "loss_weights": weights.astype(np.float32),
+    }
+    if algorithm.positive_nll_coefficient:
+        positive = trained & (to_tokens(correct) > 0)
+        coefficient = fraction * algorithm.positive_nll_coefficient
+        arrays["nll_weights"] = (coefficient * positive / max(1, positive.sum())).astype(np.float32)
+    if estimates.returns is not None:
+        arrays["returns"] = estimates.returns
+        arrays["value_weights"] = (fraction * trained / max(1, trained.sum())).astype(np.float32)
+    return TrainBatch(scored, **arrays)
+
+
 def make_train_batches(
     config: Config,
     minibatches: Minibatches,
     scored: ScoredBatch,
-    advantages: Float[np.ndarray, "U M R T"],
-    returns: Float[np.ndarray, "U M R T"] | None,
+    estimates: Estimates,
 ) -> Iterator[TrainBatch]:
-    """The batch of each update with its loss weights, made while the one before is computed."""
-    budget, planned = config.drawn_budget(), prompts_per_update(config)
+    """Yield the batch of each update; the next one is made while the devices compute."""
+    budget = config.drawn_budget()
+    planned_groups = prompts_per_update(config)
     for u, segments in enumerate(minibatches.segments):
-        part, gains, targets = tree_index((scored, advantages, returns), u)
-        yield make_batch(part, segments, gains, targets, config.algorithm, budget, planned)
+        part, targets = tree_index((scored, estimates), u)
+        yield make_batch(part, segments, targets, config.algorithm, budget, planned_groups)

@@ -13,7 +13,7 @@ MATRICES = ("kernel", "embedding", "head", "score", *ADAPTER_NAMES)
 
 
 def _is_matrix(params: Any) -> Any:
-    """True for matrices; norms and biases are not decayed."""
+    """Return a mask of the matrices: norms and biases are not decayed."""
 
     def is_matrix(path: tuple, _: Any) -> bool:
         return any(getattr(part, "key", None) in MATRICES for part in path)
@@ -22,10 +22,9 @@ def _is_matrix(params: Any) -> Any:
 
 
 def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
-    """Global-norm clipping, Adam's direction, decoupled weight decay. The caller applies -lr.
+    """Return AdamW without the learning rate: clipping by global norm, Adam, weight decay.
 
-    The learning rate stays outside because its schedule counts rollout steps, while the chain is
-    called once per optimizer step.
+    The caller multiplies by -lr, because the schedule counts rollout steps, not optimizer steps.
     """
     return optax.chain(
         optax.clip_by_global_norm(settings.max_grad_norm),
@@ -34,7 +33,7 @@ def make_optimizer(settings: Optimizer) -> optax.GradientTransformation:
     )
 
 
-# What follows the warm-up: share of the remaining steps that is behind -> share of the peak.
+# Schedule after the warm-up: completed fraction of the steps -> fraction of the peak.
 SCHEDULES = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
@@ -43,10 +42,9 @@ SCHEDULES = {
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int) -> float:
-    """Learning rate of step `step` (from 0): a linear warm-up, then the schedule.
+    """Return the learning rate of `step` (from 0): a linear warm-up, then the schedule.
 
-    No step is wasted at rate 0: the first has peak / warmup_steps, and a schedule that falls to 0
-    would reach it one step after the last.
+    No step has rate 0: the first has peak / warmup_steps, and a decay reaches 0 after the last.
     """
     warmup = settings.warmup_steps
     if step < warmup:

@@ -1,7 +1,7 @@
-"""Responses to packed rows: the cost of an update follows the tokens that exist.
+"""Packing of responses into rows of one length, so that padding costs little.
 
-A segment is a prompt with one response; it never crosses a row, and a row never crosses a
-microbatch. Every optimizer minibatch is packed by itself, because its loss weights are its own.
+A segment is a prompt with one response. It never crosses a row, and a row never crosses a
+microbatch. Each optimizer minibatch is packed separately.
 """
 
 import bisect
@@ -11,29 +11,26 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool
 
-from dapo_jax.algorithms import Algorithm
 from dapo_jax.config.compute import Packing
-from dapo_jax.learner.advantages import broadcast_to_tokens
-from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.losses import response_weights
+from dapo_jax.learner.batches import PackedRows
 from dapo_jax.structs import Completion, Prompt
 
-LONGER = (1, 2, 3, 4)  # times the shortest row that holds the longest response
-SMALLER = (1, 2)  # microbatches in place of one
-FEWEST_TOKENS = 512  # of a smaller microbatch on a device, whose products would else be small
-WORTH_COMPILING = 0.97  # of what the shape before takes
+# Row shapes that `choose_rows` tries.
+ROW_FACTORS = (1, 2, 3, 4)  # times the shortest row that holds the longest response
+MICROBATCH_SPLITS = (1, 2)
+MIN_DEVICE_TOKENS = 512  # per device in a split microbatch; below, matrix products are inefficient
+MAX_COST_RATIO = 0.97  # to the best shape so far: a new shape has to be compiled
 
 
 class Segment(NamedTuple):
-    """A prompt with one response, and the response's place in the rollout batch."""
+    """A prompt with a response, and the response's position in the rollout batch."""
 
     prompt: Prompt
     completion: Completion
     index: int
     correct: bool = True
-    token_weights: np.ndarray | None = None  # [n], 0 without loss; None: all 1
+    token_weights: np.ndarray | None = None  # [n], 0: no loss; None: all 1
 
     @property
     def length(self) -> int:
@@ -41,7 +38,7 @@ class Segment(NamedTuple):
 
 
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Best fit, longest first: rows as lists of segment numbers, each within `row_tokens`."""
+    """Assign segments to rows of `row_tokens`, best fit decreasing; return segments by row."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for segment in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -59,13 +56,13 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def padded_microbatches(
     updates: Sequence[Sequence[Segment]], row_tokens: int, rows_per_microbatch: int
 ) -> int:
-    """Microbatches of the arrays that hold every one of these minibatches.
+    """Return the number of microbatches of arrays that hold each of these minibatches.
 
-    A power of two: arrays are no wider than twice what is used, and few shapes are compiled.
+    It is a power of two, so that few shapes are compiled.
     """
     rows = (len(assign_rows([s.length for s in part], row_tokens)) for part in updates)
-    most = math.ceil(max(rows) / rows_per_microbatch)
-    return 1 << (most - 1).bit_length() if most else 1
+    largest = math.ceil(max(rows) / rows_per_microbatch)
+    return 1 << (largest - 1).bit_length() if largest else 1
 
 
 def pack(
@@ -74,16 +71,16 @@ def pack(
     rows_per_microbatch: int,
     microbatches: int | None = None,
 ) -> tuple[PackedRows, int]:
-    """Packs one minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
+    """Pack a minibatch into [microbatches, rows_per_microbatch, row_tokens] host arrays.
 
     Args:
-        microbatches: None: as many as `padded_microbatches` says.
+        microbatches: default: as `padded_microbatches` returns.
 
     Returns:
-        the rows, padded to `microbatches`, and how many microbatches hold anything.
+        the rows, padded to `microbatches`, and the number of microbatches that are not empty.
 
     Raises:
-        ValueError: a segment longer than a row, or more rows than there is place for.
+        ValueError: a segment is longer than a row, or there are too many rows.
     """
     lengths = [segment.length for segment in segments]
     if lengths and max(lengths) > row_tokens:
@@ -96,12 +93,14 @@ def pack(
         raise ValueError(f"{len(rows)} rows exceed {microbatches} x {rows_per_microbatch}")
     shape = (microbatches * rows_per_microbatch, row_tokens)
     tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    response_index, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    response_index = np.full(shape, -1, np.int32)
+    logprobs = np.zeros(shape, np.float32)
     for row, members in enumerate(rows):
         start = 0
         for number, member in enumerate(members, 1):
             prompt, completion, index, *_ = segments[member]
-            response, end = start + len(prompt.tokens), start + lengths[member]
+            response = start + len(prompt.tokens)
+            end = start + lengths[member]
             tokens[row, start:response] = prompt.tokens
             tokens[row, response:end] = completion.tokens
             segment_ids[row, start:end] = number
@@ -109,7 +108,6 @@ def pack(
             response_index[row, response:end] = np.where(completion.drawn, index, -1)
             logprobs[row, response:end] = completion.sampler_logprobs
             start = end
-    # Of the host, until a program takes them.
     arrays: list[Any] = [tokens, segment_ids, positions, response_index, logprobs]
     arrays += _pack_routes(segments, rows, shape)
     split = (microbatches, rows_per_microbatch)
@@ -119,7 +117,7 @@ def pack(
 def _pack_routes(
     segments: Sequence[Segment], rows: Sequence[Sequence[int]], shape: tuple[int, int]
 ) -> list[np.ndarray]:
-    """Routes in rows of that shape; none where none were recorded."""
+    """Pack recorded routes into rows; return no array if none were recorded."""
     recorded = [s.completion.routes for s in segments if s.completion.routes is not None]
     if not recorded:
         return []
@@ -141,37 +139,38 @@ def choose_rows(
     longest: int,
     attention_tokens: float,
 ) -> Packing:
-    """The rows in which an update of these minibatches computes least, padding included.
+    """Return the row shape with the least computation for these minibatches, padding included.
 
-    They are once to four times as long as the shortest, with about as many tokens a microbatch or
-    half as many (the last microbatch is seldom full), where that saves something: each shape
-    compiles once.
+    Rows are one to four times as long as the shortest, with the same number of tokens per
+    microbatch or half of it, because the last microbatch is seldom full.
 
     Args:
-        shards: the rows of a microbatch are a multiple of it.
-        longest: a row may be, unless it is the shortest.
-        attention_tokens: of a row in which attention takes as much as all else.
+        shards: divides the rows of a microbatch.
+        longest: maximum row length, unless the shortest exceeds it.
+        attention_tokens: row length at which attention costs as much as everything else.
     """
-    best, least = shortest, math.inf
-    for times in LONGER:
+    best = shortest
+    least = math.inf
+    for times in ROW_FACTORS:
         row_tokens = times * shortest.row_tokens
         if times > 1 and row_tokens > longest:
             break
         filled = [len(assign_rows([s.length for s in part], row_tokens)) for part in updates]
-        for parts in SMALLER:
+        for parts in MICROBATCH_SPLITS:
             share = shortest.rows_per_microbatch // (times * parts) // shards
-            if parts > 1 and share * row_tokens < FEWEST_TOKENS:
+            if parts > 1 and share * row_tokens < MIN_DEVICE_TOKENS:
                 break
             rows = max(1, share) * shards
             places = sum(math.ceil(count / rows) * rows * row_tokens for count in filled)
             cost = places * (1 + row_tokens / attention_tokens)
-            if cost < WORTH_COMPILING * least:
-                best, least = Packing(row_tokens, rows), cost
+            if cost < MAX_COST_RATIO * least:
+                best = Packing(row_tokens, rows)
+                least = cost
     return best
 
 
 def fill(rollouts: PackedRows, used: Sequence[int]) -> float:
-    """Share of the places in microbatches that hold something which are no padding."""
+    """Return the fraction of tokens that are not padding, in microbatches that are not empty."""
     segment_ids = np.asarray(rollouts.segment_ids)
     return float((segment_ids > 0).sum() / (sum(used) * math.prod(segment_ids.shape[2:])))
 
@@ -179,35 +178,20 @@ def fill(rollouts: PackedRows, used: Sequence[int]) -> float:
 def pack_updates(
     updates: Sequence[Sequence[Segment]], packing: Packing
 ) -> tuple[PackedRows, list[int]]:
-    """Packs the minibatches of one rollout batch: [U, M, R, T] and the microbatches each uses."""
-    shape = packing.row_tokens, packing.rows_per_microbatch
+    """Pack all minibatches: arrays [U, M, R, T], and the microbatches that each uses."""
+    shape = (packing.row_tokens, packing.rows_per_microbatch)
     microbatches = padded_microbatches(updates, *shape)
     packed, used = zip(*(pack(part, *shape, microbatches) for part in updates), strict=True)
     return jax.tree.map(lambda *parts: np.stack(parts), *packed), list(used)
 
 
 def tree_index(tree: Any, index: int | slice | tuple[int | slice, ...]) -> Any:
-    """Entry `index` of the first axis of every array, or some of them."""
+    """Index the first axes of every array of a tree."""
     return jax.tree.map(lambda array: array[index], tree)
 
 
-def trained_tokens(
-    segments: Sequence[Segment], algorithm: Algorithm
-) -> list[Bool[np.ndarray, "n"]]:
-    """Which tokens of each response may carry loss: not filtered as overlong, not weighed 0."""
-
-    def of_response(segment: Segment) -> np.ndarray:
-        if segment.completion.truncated and algorithm.overlong_filtering:
-            return np.zeros(len(segment.completion), bool)
-        if segment.token_weights is None:
-            return np.ones(len(segment.completion), bool)
-        return np.asarray(segment.token_weights) > 0
-
-    return [of_response(segment) for segment in segments]
-
-
 def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) -> np.ndarray:
-    """Arrays of the responses' tokens, in the order of their indices, at their places in rows."""
+    """Put per-token arrays of responses, ordered by index, at their positions in packed rows."""
     flat = response_index.ravel()
     order = np.argsort(flat, kind="stable")
     placed = np.zeros(flat.shape)
@@ -216,55 +200,8 @@ def place_tokens(per_token: Sequence[np.ndarray], response_index: np.ndarray) ->
 
 
 def take_tokens(values: np.ndarray, response_index: np.ndarray) -> list[np.ndarray]:
-    """Values at the places of each response, in the order of the response indices."""
+    """Split packed values into one array per response, ordered by index."""
     flat = response_index.ravel()
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
     lengths = np.bincount(flat[order])
     return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])
-
-
-def make_batch(
-    scored: ScoredBatch,
-    segments: Sequence[Segment],
-    advantages: np.ndarray,
-    returns: np.ndarray | None,
-    algorithm: Algorithm,
-    budget: int,
-    planned_groups: int | None = None,
-) -> TrainBatch:
-    """Train batch of a minibatch, with loss weights from its own counts; arrays are [M, R, T].
-
-    Where a starved step leaves fewer groups than planned, each weighs as much as one of a whole
-    minibatch: all weights are multiplied by groups present / groups planned.
-
-    Args:
-        planned_groups: of a whole minibatch; None: as many as there are.
-    """
-    index = np.asarray(scored.rollouts.response_index)
-    correct = np.array([segment.correct for segment in segments], bool)
-    groups = np.array([segment.prompt.index for segment in segments])
-    tokens = np.array([mask.sum() for mask in trained_tokens(segments, algorithm)], int)
-    per_response = response_weights(algorithm, tokens, groups, correct, budget)
-
-    def of_responses(values: np.ndarray) -> np.ndarray:
-        whole = np.zeros(1 + max((segment.index for segment in segments), default=0))
-        whole[[segment.index for segment in segments]] = values
-        return broadcast_to_tokens(whole, index)
-
-    present = len(np.unique(groups))
-    share = present / (planned_groups or present)
-    weights = share * of_responses(per_response)
-    given = [s.token_weights for s in segments if s.token_weights is not None]
-    if given:  # then all have some
-        weights *= place_tokens(given, index)
-    trained = weights > 0
-    # Host arrays as well: what makes the batch one of the devices' is the program that takes it.
-    host: dict[str, Any] = {"advantages": advantages, "loss_weights": weights.astype(np.float32)}
-    if algorithm.positive_nll_coefficient:
-        right = trained & (of_responses(correct) > 0)
-        coefficient = share * algorithm.positive_nll_coefficient
-        host["nll_weights"] = (coefficient * right / max(1, right.sum())).astype(np.float32)
-    if returns is not None:
-        host["returns"] = returns
-        host["value_weights"] = (share * trained / max(1, trained.sum())).astype(np.float32)
-    return TrainBatch(scored, **host)

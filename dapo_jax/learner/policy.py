@@ -1,5 +1,6 @@
-"""The policy's loss: every term that an algorithm may have, weighted, added up, and measured."""
+"""The policy's loss: the sum of all terms that an algorithm can have, and its metrics."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,21 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.batches import Mean, PackedRows, TrainBatch
+from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch
 from dapo_jax.learner.corrections import importance_weights, rejections
 from dapo_jax.learner.losses import KL_ESTIMATORS, clamp_log, k3, policy_loss
 from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, histogram
-from dapo_jax.learner.update import TOKEN_LOGPROBS, Learner, weighted
+from dapo_jax.learner.update import Learner, UpdateOutputs, weighted
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.divergence import Divergence
-from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES
+from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.logprobs import divergences_of, hidden_states, logprobs_of
 from dapo_jax.structs import present
 
 IMPORTANCE_SQUARE = "importance_square"  # for the effective sample size
-TEACHER = "teacher"  # its parameters among those of a learner that never change
+TEACHER = "teacher"  # key of its parameters among the frozen ones
 
 
 def token_metrics(
@@ -30,20 +31,20 @@ def token_metrics(
     logprobs: Float[Array, "R T"],
     old_logprobs: Float[Array, "R T"],
     entropy: Float[Array, "R T"],
-    seen: dict[str, Float[Array, "R T"]],
+    info: dict[str, Float[Array, "R T"]],
 ) -> dict[str, Mean]:
-    """Means over trained tokens (DAPO's figures 2 and 3a, and the sampler's mismatch)."""
+    """Return means over trained tokens: DAPO's figures 2 and 3a, mismatch to the sampler."""
     trained = (batch.loss_weights > 0).astype(jnp.float32)
     probability = jnp.exp(old_logprobs)
     sampler = batch.scored.rollouts.sampler_logprobs
-    # Where the sampler's are the old ones, the trainer's own view is only in this forward pass.
+    # If the old log-probs are the sampler's, only this forward pass has the trainer's.
     trainer = logprobs if algorithm.old_logprobs == "sampler" else old_logprobs
     values = {
         "entropy": entropy,
         "mean_probability": probability,
-        "clip_fraction_low": seen["clipped_low"],
-        "clip_fraction_high": seen["clipped_high"],
-        "clip_fraction_dual": seen["clipped_dual"],
+        "clip_fraction_low": info["clipped_low"],
+        "clip_fraction_high": info["clipped_high"],
+        "clip_fraction_dual": info["clipped_dual"],
         "kl_sampler_trainer": sampler - trainer,
         "policy_nll": -logprobs,
     }
@@ -52,9 +53,9 @@ def token_metrics(
     if batch.scored.teacher_logprobs is not None:
         values["teacher_kl"] = old_logprobs - batch.scored.teacher_logprobs
     means = {name: weighted(value, trained) for name, value in values.items()}
-    means["up_clipped_probability"] = weighted(probability, seen["clipped_high"])
+    means["up_clipped_probability"] = weighted(probability, info["clipped_high"])
     if batch.scored.old_logprobs is not None and algorithm.ratio != "none":
-        means[RATIO_HISTOGRAM] = histogram(seen["ratio"], trained)
+        means[RATIO_HISTOGRAM] = histogram(info["ratio"], trained)
     return means
 
 
@@ -65,30 +66,36 @@ def policy_objective(
     entropy: Float[Array, "R T"],
     divergence: Float[Array, "R T"] | None = None,
 ) -> tuple[Array, dict[str, Mean]]:
-    """The loss of one microbatch, `sum(loss_weights * token_loss)` and the positive NLL.
+    """Return the loss of a microbatch and its metrics.
 
-    token_loss = importance weight * surrogate, 0 where rejected, + KL + divergence from the
-    teacher - entropy bonus.
+    loss = sum(loss_weights * token_loss) + the NLL of correct responses; token_loss = importance
+    weight * surrogate (0 if rejected) + KL + divergence from the teacher - entropy bonus.
     """
-    scored, weights = batch.scored, batch.loss_weights
-    rollouts, trained = scored.rollouts, batch.loss_weights > 0
-    segments, counted = rollouts.segment_ids, trained.astype(jnp.float32)
+    scored = batch.scored
+    weights = batch.loss_weights
+    rollouts = scored.rollouts
+    segments = rollouts.segment_ids
+    trained = weights > 0
+    counted = trained.astype(jnp.float32)
     old = scored.old_logprobs
     old = jax.lax.stop_gradient(logprobs) if old is None else old
-    losses, seen = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
-    metrics = token_metrics(batch, algorithm, logprobs, old, entropy, seen)
-    # Select first: what stands off the trained tokens must not reach an exp, not even times 0.
-    logprobs, old, sampler = (
-        jnp.where(trained, one, 0.0) for one in (logprobs, old, rollouts.sampler_logprobs)
-    )
+    losses, info = policy_loss(algorithm, logprobs, old, batch.advantages, weights, segments)
+    metrics = token_metrics(batch, algorithm, logprobs, old, entropy, info)
+    # Mask before exp: 0 * inf is NaN.
+    logprobs = jnp.where(trained, logprobs, 0.0)
+    old = jnp.where(trained, old, 0.0)
+    sampler = jnp.where(trained, rollouts.sampler_logprobs, 0.0)
     if algorithm.importance_cap:
         importance = importance_weights(algorithm, old, sampler, segments, trained)
         losses = importance * losses
         metrics["importance_weight"] = weighted(importance, counted)
         metrics[IMPORTANCE_SQUARE] = weighted(jnp.square(importance), counted)
     if algorithm.rejection != "none":
-        policies = logprobs, old, sampler
-        below, above = rejections(algorithm, *policies, batch.advantages, segments, trained)
+        learner = old if algorithm.rejection_of == "old" else jax.lax.stop_gradient(logprobs)
+        counts = trained
+        if algorithm.rejection_sign == "negative":
+            counts = trained & (batch.advantages < 0)
+        below, above = rejections(algorithm, learner - sampler, segments, trained, counts)
         losses = jnp.where(below | above, 0.0, losses)
         metrics["rejected_fraction_low"] = weighted(below.astype(jnp.float32), counted)
         metrics["rejected_fraction_high"] = weighted(above.astype(jnp.float32), counted)
@@ -114,82 +121,103 @@ def policy_objective(
     return loss, metrics
 
 
-def recorded_of_routers(algorithm: Algorithm, config: DecoderConfig) -> list[str]:
-    """Records that an update asks of routers: some of `experts.RECORDS`."""
+def router_records(algorithm: Algorithm, config: DecoderConfig) -> list[str]:
+    """Return the names of the `experts.RECORDS` that an update reads."""
     if not config.experts:
         return []
     return [BALANCE] if algorithm.router_replay == "none" else [BALANCE, REPLACED]
 
 
-def router_terms(
-    batch: TrainBatch, records: dict[str, Float[Array, "L R T"]]
-) -> tuple[Array, dict[str, Mean]]:
-    """The load-balance loss of a microbatch, and means of the routers' records.
+def router_terms(batch: TrainBatch, records: RouterRecords) -> tuple[Array, dict[str, Mean]]:
+    """Return the load-balance loss of a microbatch and the means of its router records.
 
-    A token is drawn with what routers did at the token before it. Loads are those of the
-    microbatch, and a token's part weighs as its loss does.
+    A token belongs to the router decisions of the token before it, from which it was sampled. Loads
+    are counted per microbatch, and the loss weights apply.
     """
     trained = (batch.loss_weights > 0).astype(jnp.float32)
-    seen = {name: jnp.roll(by_layer.mean(axis=0), 1, axis=1) for name, by_layer in records.items()}
-    means = {name: weighted(value, trained) for name, value in seen.items()}
-    return jnp.sum(batch.loss_weights * seen[BALANCE]), means
+    by_layer = {BALANCE: records.balance, REPLACED: records.replaced}
+    shifted = {
+        name: jnp.roll(layers.mean(axis=0), 1, axis=1)
+        for name, layers in by_layer.items()
+        if layers is not None
+    }
+    means = {name: weighted(value, trained) for name, value in shifted.items()}
+    return jnp.sum(batch.loss_weights * shifted[BALANCE]), means
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicySettings:
+    """Settings of the policy's score and loss.
+
+    Attributes:
+        temperature: that of the sampler, so that log-probs are of the same distribution.
+        keep_logprobs: whether updates return the log-probs that they differentiate.
+        teacher: decoder of the teacher that the loss diverges from; its parameters are
+            `frozen[TEACHER]`.
+    """
+
+    algorithm: Algorithm
+    compute: Compute
+    temperature: float = 1.0
+    keep_logprobs: bool = False
+    teacher: DecoderConfig | None = None
 
 
 def policy_learner(
-    algorithm: Algorithm,
-    compute: Compute,
-    settings: Optimizer,
+    settings: PolicySettings,
+    optimizer: Optimizer,
     config: DecoderConfig,
     mesh: jax.sharding.Mesh,
-    temperature: float = 1.0,
     frozen: Any = None,
-    keep_logprobs: bool = False,
-    teacher: DecoderConfig | None = None,
 ) -> Learner:
-    """The learner whose score is the log-prob of each token.
+    """Return the learner of the policy; it scores tokens with their log-probs.
 
     Args:
         frozen: parameters that never change (see `Learner`).
-        temperature: the sampler's, so that both speak of the same distribution.
-        keep_logprobs: each update also returns the log-probs of the policy it differentiates.
-        teacher: that the loss diverges from; its parameters are `frozen[TEACHER]`.
     """
-    chunk_tokens = compute.logprob_chunk_tokens
-    routers = recorded_of_routers(algorithm, config)
+    algorithm = settings.algorithm
+    chunk_tokens = settings.compute.logprob_chunk_tokens
+    recorded = router_records(algorithm, config)
 
-    def states_of(params, shape: DecoderConfig, rows: PackedRows, **options: Any):
-        arrays = rows.tokens, rows.segment_ids, rows.positions
-        return hidden_states(params, shape, *arrays, **options)
+    def run(params, rows: PackedRows, record: Sequence[str] = ()):
+        arrays = (rows.tokens, rows.segment_ids, rows.positions)
+        hidden, records = hidden_states(params, config, *arrays, routes=rows.routes, record=record)
+        logprobs, entropy = logprobs_of(
+            params, hidden, rows.tokens, settings.temperature, chunk_tokens
+        )
+        return hidden, logprobs, entropy, records
 
-    def of_rows(params, rows: PackedRows, record: Sequence[str] = ()):
-        hidden, records = states_of(params, config, rows, routes=rows.routes, record=record)
-        pair = logprobs_of(params, hidden, rows.tokens, temperature, chunk_tokens)
-        return hidden, *pair, records
-
-    def score(params, rows: PackedRows):
+    def score(params, rows: PackedRows) -> TokenScores:
         if algorithm.router_replay != "old" or rows.routes is not None:
-            return of_rows(params, rows)[1]
-        _, logprobs, _, records = of_rows(params, rows, record=[ROUTES])
-        return logprobs, jnp.moveaxis(records[ROUTES], 0, 2)
+            return TokenScores(run(params, rows)[1])
+        _, logprobs, _, records = run(params, rows, record=[ROUTES])
+        return TokenScores(logprobs, records.routes)
 
-    def divergence_of(params, hidden, shape: DecoderConfig, rows: PackedRows):
-        given, top_k = params[TEACHER], algorithm.distillation_top_k
-        beta, temperature = algorithm.distillation_beta, algorithm.distillation_temperature
-        kind = Divergence(beta, top_k, temperature)
-        theirs = given, states_of(given, shape, rows)[0]
-        return divergences_of(params, hidden, *theirs, kind, chunk_tokens)
+    def divergence_from(teacher: DecoderConfig, params, hidden, rows: PackedRows):
+        divergence = Divergence(
+            algorithm.distillation_beta,
+            algorithm.distillation_top_k,
+            algorithm.distillation_temperature,
+        )
+        arrays = (rows.tokens, rows.segment_ids, rows.positions)
+        teacher_hidden, _ = hidden_states(params[TEACHER], teacher, *arrays)
+        return divergences_of(
+            params, hidden, params[TEACHER], teacher_hidden, divergence, chunk_tokens
+        )
 
-    def loss(params, batch: TrainBatch):
+    def loss(params, batch: TrainBatch) -> tuple[Array, UpdateOutputs]:
         rows = batch.scored.rollouts
-        hidden, logprobs, entropy, records = of_rows(params, rows, routers)
-        divergence = divergence_of(params, hidden, teacher, rows) if teacher else None
+        hidden, logprobs, entropy, records = run(params, rows, recorded)
+        divergence = None
+        if settings.teacher:
+            divergence = divergence_from(settings.teacher, params, hidden, rows)
         value, metrics = policy_objective(algorithm, batch, logprobs, entropy, divergence)
-        if records:
-            balance, of_routers = router_terms(batch, records)
+        if recorded:
+            balance, router_means = router_terms(batch, records)
             value += algorithm.router_balance_coefficient * balance
-            metrics |= of_routers
-        kept: dict[str, Any] = {TOKEN_LOGPROBS: logprobs} if keep_logprobs else {}
-        return value, metrics | kept
+            metrics |= router_means
+        return value, UpdateOutputs(metrics, logprobs if settings.keep_logprobs else None)
 
-    shapes, by_rows = abstract_params(config), not routers  # whose loads are a microbatch's
-    return Learner(score, loss, shapes, settings, mesh, frozen, by_rows)
+    # Router loads are those of a whole microbatch, so they are no sum over rows.
+    sums_rows = not recorded
+    return Learner(score, loss, abstract_params(config), optimizer, mesh, frozen, sums_rows)

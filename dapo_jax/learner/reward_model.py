@@ -17,11 +17,11 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RewardModel:
-    """Reward model on devices, sharded as the policy is, in the compute dtype.
+    """A reward model on devices, sharded like the policy.
 
     Args:
         params: parameters of a `scalar_head` decoder, in their forward dtype.
-        row_tokens, rows: shape of the one batch that is compiled.
+        row_tokens, rows: shape of the only batch that is compiled.
     """
 
     def __init__(
@@ -32,19 +32,21 @@ class RewardModel:
         row_tokens: int,
         rows: int,
     ):
-        self._mesh, self._shape = mesh, (row_tokens, rows)
+        self._mesh = mesh
+        self._shape = (row_tokens, rows)
         self._params = params
         self._read_rows = jax.jit(
             lambda params, r: scalars_after(params, config, r.tokens, r.segment_ids, r.positions)
         )
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
-        """[len(completions)] float32 scores of each group.
+        """Return the scores of each group, [len(completions)] float32.
 
-        Groups share batches but no rows: scores are the same to the last bit in any company.
+        Groups share batches but no rows, so scores do not depend on the other groups.
         """
         row_tokens, rows = self._shape
-        no_prompt, parts = Prompt(0, "", "", NO_TOKENS, "", ""), []
+        no_prompt = Prompt(0, "", "", NO_TOKENS, "", "")
+        parts = []
         ends = np.cumsum([len(completions) for _, completions in groups])
         for (prompt, completions), end in zip(groups, ends.tolist(), strict=True):
             texts = [np.concatenate([prompt.tokens, done.tokens]) for done in completions]
@@ -59,7 +61,7 @@ class RewardModel:
         scores = np.zeros(ends[-1], np.float32)
         for i in range(0, len(stacked.tokens), rows):
             batch = tree_index(stacked, (slice(i, i + rows), 0))
-            pad = rows - len(batch.tokens)  # by rows whose scores are written again
+            pad = rows - len(batch.tokens)  # padding repeats rows, which rewrites equal scores
             batch = jax.tree.map(lambda x, pad=pad: np.pad(x, ((0, pad), (0, 0)), "edge"), batch)
             self._read_last_tokens(batch, scores)
         return np.split(scores, ends[:-1])

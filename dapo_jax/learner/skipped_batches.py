@@ -1,4 +1,4 @@
-"""Batches whose update was skipped, kept as files: `dapo-jax replay` computes them again."""
+"""Files of batches with a skipped update, which `dapo-jax replay` computes again."""
 
 import json
 from collections.abc import Sequence
@@ -11,22 +11,24 @@ from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.runtime.nonfinite import path_name
 from dapo_jax.runtime.sharding import to_host
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import replacing, write_text
 from dapo_jax.structs import Group
 
-FOLDER, ARRAYS, RECORD = "skipped", "batch.npz", "record.json"
-MOST = 8  # in a run: what comes later is skipped for the same reason
+FOLDER = "skipped"
+ARRAYS = "batch.npz"
+RECORD = "record.json"
+MAX_BATCHES = 8  # per run; later batches are usually skipped for the same reason
 
 
 def first_skipped(updates: Sequence[UpdateRecord]) -> tuple[UpdateRecord, TrainBatch] | None:
-    """The first update of a step that was skipped, with the part of its batch that it used.
+    """Return the first skipped update of a step with its batch on the host; None if all were taken.
 
-    The batch is on the host; every process asks.
+    Every process must call it.
     """
-    made = [update for update in updates if update.means]
-    flags = jax.device_get([update.means["skipped_updates"].total for update in made])
-    skipped = next((one for one, flag in zip(made, flags, strict=True) if flag), None)
+    measured = [update for update in updates if update.means]
+    flags = jax.device_get([update.means["skipped_updates"].total for update in measured])
+    skipped = next((update for update, flag in zip(measured, flags, strict=True) if flag), None)
     if skipped is None:
         return None
     used = jax.tree.map(lambda array: array[: skipped.microbatches], skipped.batch)
@@ -36,11 +38,11 @@ def first_skipped(updates: Sequence[UpdateRecord]) -> tuple[UpdateRecord, TrainB
 def write_skipped(
     run_dir: Folder, step: int, update: UpdateRecord, batch: TrainBatch, groups: Sequence[Group]
 ) -> Folder | None:
-    """Writes a skipped batch; returns its folder, or None where a run has enough of them.
+    """Write a skipped batch and return its folder; None if the run has `MAX_BATCHES` already.
 
     Args:
         step: number of the finished step.
-        groups: trained in the step, in their order.
+        groups: trained groups of the step, in order.
     """
     folder = run_dir / FOLDER / f"step_{step:06d}_{update.learner}"
     if _is_full(run_dir / FOLDER) and not folder.exists():
@@ -53,7 +55,7 @@ def write_skipped(
         "step": step,
         "learner": update.learner,
         "learning_rate": update.learning_rate,
-        # By their index in the batch.
+        # Ordered by response index.
         "responses": [[g.prompt.id, done.sample] for g in groups for done in g.completions],
     }
     write_text(folder / RECORD, json.dumps(record, indent=2))
@@ -61,20 +63,19 @@ def write_skipped(
 
 
 def _is_full(folder: Folder) -> bool:
-    return folder.exists() and sum(1 for _ in folder.iterdir()) >= MOST
+    return folder.exists() and sum(1 for _ in folder.iterdir()) >= MAX_BATCHES
 
 
 def read_skipped(folder: Folder) -> tuple[dict[str, Any], TrainBatch]:
-    """The record and the batch [M, R, T] that `write_skipped` wrote. Raises OSError."""
+    """Read the record and the batch [M, R, T] of `write_skipped`; raises OSError."""
     with (folder / ARRAYS).open("rb") as raw, np.load(raw) as file:
         arrays = {name: file[name] for name in file.files}
 
-    def of(prefix: str) -> dict[str, Any]:
-        size = len(prefix)
-        named = {name[size:]: array for name, array in arrays.items() if name.startswith(prefix)}
-        return {name: array for name, array in named.items() if "/" not in name}
+    def fields(prefix: str) -> dict[str, Any]:
+        names = [name for name in arrays if name.rpartition("/")[0] == prefix]
+        return {name.rpartition("/")[2]: arrays[name] for name in names}
 
-    scored = {"old_logprobs": None} | of("scored/")
-    rollouts = PackedRows(**of("scored/rollouts/"))
-    batch = TrainBatch(ScoredBatch(rollouts, **scored), **of(""))
+    scored = {"old_logprobs": None} | fields("scored")
+    rollouts = PackedRows(**fields("scored/rollouts"))
+    batch = TrainBatch(ScoredBatch(rollouts, **scored), **fields(""))
     return json.loads((folder / RECORD).read_text()), batch

@@ -1,11 +1,11 @@
-"""The jitted, donated, sharded optimizer step, and the score pass before it.
+"""The sharded, jitted optimizer step and score pass of a model.
 
-Both loop over microbatches inside one compiled call. The loop count is dynamic and the arrays have
-one static shape, so nothing recompiles when a batch packs into fewer rows.
+Both loop over microbatches in one compiled call. The number of iterations is dynamic and the array
+shapes are static, so a batch that packs into fewer rows does not recompile.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,54 +13,63 @@ import optax
 from jaxtyping import Array, Float
 
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.batches import Mean, PackedRows, TrainBatch, TrainState
+from dapo_jax.learner.batches import Mean, PackedRows, TokenScores, TrainBatch, TrainState
 from dapo_jax.learner.optimizer import make_optimizer
 from dapo_jax.model.trainable import join, without
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.nonfinite import REASONS
 
-ROWS = None, "batch", "sequence"  # logical names of [M, R, T]
-TOKEN_LOGPROBS = "token_logprobs"  # [M, R, T] among the metrics of an update that keeps them
+ROWS = (None, "batch", "sequence")  # logical axes of [M, R, T]
+
+
+class UpdateOutputs(NamedTuple):
+    """Metrics of an update, and the log-probs that it differentiated if they are kept."""
+
+    means: dict[str, Mean]
+    token_logprobs: Float[Array, "*M R T"] | None = None
 
 
 def weighted(values: Float[Array, "R T"], weights: Float[Array, "R T"]) -> Mean:
-    """The weighted mean over a microbatch, to be added to those of the others.
-
-    What stands where the weight is 0 is not looked at, be it infinite.
-    """
+    """Return the weighted mean over a microbatch; values with weight 0 may be NaN."""
     return Mean(jnp.sum(jnp.where(weights > 0, values, 0.0) * weights), jnp.sum(weights))
 
 
 class Learner:
-    """Compiled score pass and update of a model, with their shardings; policy and critic are two.
+    """Compiled score pass and update of a model (policy or critic), with their shardings.
 
     Args:
-        score: (params, rollouts [R, T]) -> what the model says of each token, [R, T, ...].
-        loss: (params, batch [R, T]) -> the loss and its metrics; both only add over microbatches.
+        score: function (params, rows [R, T]) -> `TokenScores`.
+        loss: function (params, batch [R, T]) -> (loss, `UpdateOutputs`), sums over microbatches.
         boxed_params: shapes and logical axis names of all parameters.
         settings: the optimizer.
-        mesh: data x fsdp splits rows, context their length, fsdp x context x tensor weights and
+        mesh: data x fsdp shards rows, context their length, and fsdp x context x tensor weights and
             moments.
-        frozen: parameters that never change, on the mesh; a state holds the others alone, and so
-            do its checkpoints.
-        by_rows: the loss and its metrics add over rows, too.
+        frozen: parameters on the mesh that never change; states and checkpoints omit them.
+        sums_rows: loss and metrics are also sums over rows, so replicas reduce once per update.
+
+    Attributes:
+        start: jitted function from parameters to a fresh `TrainState`.
+        copy: jitted copy of the parameters, which an update donates.
+        shardings, abstract_state: shardings and shapes of a `TrainState`.
     """
 
     def __init__(
         self,
-        score: Callable[[Any, PackedRows], Any],
-        loss: Callable[[Any, TrainBatch], tuple[Array, dict[str, Mean]]],
+        score: Callable[[Any, PackedRows], TokenScores],
+        loss: Callable[[Any, TrainBatch], tuple[Array, UpdateOutputs]],
         boxed_params: Any,
         settings: Optimizer,
         mesh: jax.sharding.Mesh,
         frozen: Any = None,
-        by_rows: bool = True,
+        sums_rows: bool = True,
     ):
-        self.mesh, self.frozen = mesh, frozen or {}
-        # Then replicas need each other once an update, not in every microbatch; and XLA scatters
-        # a microbatch's float32 gradients over fsdp, not sums of bfloat16 to all chips.
-        self._apart = by_rows and mesh.size > 1
-        self._score_rows, self._loss = score, loss
+        self.mesh = mesh
+        self.frozen = frozen or {}
+        # Reduce over replicas once per update instead of in every microbatch. XLA then also
+        # reduce-scatters float32 gradients over fsdp instead of all-reducing bfloat16 ones.
+        self._per_replica = sums_rows and mesh.size > 1
+        self._score_rows = score
+        self._loss = loss
         self._optimizer = make_optimizer(settings)
         boxed = jax.eval_shape(self._fresh_state, without(boxed_params, self.frozen))
         self.shardings: TrainState = sharding.tree_shardings(mesh, boxed)
@@ -70,7 +79,7 @@ class Learner:
             self.shardings,
         )
         self.start = jax.jit(self._fresh_state, out_shardings=self.shardings)
-        self.copy = jax.jit(  # of the parameters, which an update consumes
+        self.copy = jax.jit(
             lambda params: jax.tree.map(jnp.copy, params), out_shardings=self.shardings.params
         )
         rows = sharding.sharding(mesh, *ROWS)
@@ -80,12 +89,11 @@ class Learner:
             self._update_fn, donate_argnums=0, out_shardings=(self.shardings, None)
         )
 
-    def score(self, params: Any, rollouts: PackedRows, microbatches: int) -> Any:
-        """Log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
+    def score(self, params: Any, rollouts: PackedRows, microbatches: int) -> TokenScores:
+        """Return log-probs of the tokens (values, for a critic) [M, R, T]; 0 on unused rows.
 
-        A policy that records routes returns them too [M, R, T, L, k].
-
-        `params` are those of a state, or all of them where the frozen ones are others.
+        Args:
+            params: those of a state; or all, if frozen ones differ from the learner's.
         """
         rollouts = sharding.put(self.mesh, rollouts, *ROWS)
         with self._rules():
@@ -93,38 +101,38 @@ class Learner:
 
     def update(
         self, state: TrainState, batch: TrainBatch, microbatches: int, learning_rate: float
-    ) -> tuple[TrainState, dict[str, Mean]]:
-        """Optimizer step on one minibatch; consumes `state`.
+    ) -> tuple[TrainState, UpdateOutputs]:
+        """Take an optimizer step on a minibatch; donates `state`.
 
-        Where its gradient, or the moments or parameters after it, are not finite it changes
-        nothing and is counted in `skipped_updates`.
+        If the gradient, or the moments or parameters after the step, are not finite, the state does
+        not change and the metric `skipped_updates` is 1.
         """
         batch = sharding.put(self.mesh, batch, *ROWS)
         with self._rules():
             return self._update(state, self.frozen, batch, microbatches, learning_rate)
 
     def gradient(self, params: Any, batch: TrainBatch, microbatches: int) -> Any:
-        """Gradient along which `update` would step."""
+        """Return the gradient that `update` would use."""
         return self.loss_and_gradient(params, batch, microbatches)[1]
 
     def loss_and_gradient(
         self, params: Any, batch: TrainBatch, microbatches: int
     ) -> tuple[Array, Any]:
-        """Loss and gradient that `update` would compute; changes nothing."""
+        """Return the loss and gradient that `update` would use."""
         batch = sharding.put(self.mesh, batch, *ROWS)
         with self._rules():
-            gradient, means = self._gradient(params, self.frozen, batch, microbatches)
-        return means["loss"].total, gradient
+            gradient, outputs = self._gradient(params, self.frozen, batch, microbatches)
+        return outputs.means["loss"].total, gradient
 
     def lower(
         self, program: str, batch: PackedRows | TrainBatch, params: Any = None
     ) -> jax.stages.Lowered:
-        """`score` of rollouts or `update` on a batch, of these shapes [M, R, T], to be compiled.
+        """Lower the program "score" or "update" for a batch of these shapes [M, R, T].
 
-        Nothing is computed: the devices of the mesh need not be here, nor any parameter.
+        Nothing is computed, and the devices of the mesh need not exist.
 
         Args:
-            params: shapes and places of the parameters that score; None: the state's.
+            params: shapes and shardings of the parameters for "score"; default: those of the state.
         """
         place = sharding.sharding(self.mesh, *ROWS)
         batch = jax.tree.map(
@@ -143,88 +151,90 @@ class Learner:
     def _fresh_state(self, params: Any) -> TrainState:
         return TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    def _score_fn(self, params: Any, rollouts: PackedRows, microbatches) -> Any:
-        def of_microbatch(i):
+    def _score_fn(self, params: Any, rollouts: PackedRows, microbatches) -> TokenScores:
+        def score_microbatch(i):
             return self._score_rows(params, _microbatch(rollouts, i))
 
         def body(i, scores):
             def place(all_rows, rows):
                 return jax.lax.dynamic_update_index_in_dim(all_rows, rows, i, 0)
 
-            return jax.tree.map(place, scores, of_microbatch(i))
+            return jax.tree.map(place, scores, score_microbatch(i))
 
-        many, shapes = len(rollouts.tokens), jax.eval_shape(of_microbatch, 0)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((many, *leaf.shape), leaf.dtype), shapes)
+        count = len(rollouts.tokens)
+        shapes = jax.eval_shape(score_microbatch, 0)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
         return jax.lax.fori_loop(0, microbatches, body, zeros)
 
     def _gradient_fn(self, params, frozen, batch: TrainBatch, microbatches):
-        arguments = params, frozen, batch, microbatches
-        if not self._apart:
-            gradient, metrics, kept = self._add_microbatches(*arguments)
+        arguments = (params, frozen, batch, microbatches)
+        if self._per_replica:
+            split = (None, None, 1, None)  # axis of each argument that is sharded over replicas
+            outputs_split = (None, None, 1)
+            add_up = sharding.per_replica(self._add_replica, self.mesh, split, outputs_split)
+            gradient, means, logprobs = add_up(*arguments)
         else:
-            cut, gives = (None, None, 1, None), (None, None, 1)
-            add_up = sharding.per_replica(self._add_apart, self.mesh, cut, gives)
-            gradient, metrics, kept = add_up(*arguments)
+            gradient, means, logprobs = self._add_microbatches(*arguments)
         gradient = jax.lax.with_sharding_constraint(gradient, self.shardings.params)
-        return gradient, metrics | kept
+        return gradient, UpdateOutputs(means, logprobs)
 
-    def _add_apart(self, *arguments):
-        """Sums over a replica's own rows of all microbatches, then over replicas."""
-        gradient, metrics, kept = self._add_microbatches(*arguments)
+    def _add_replica(self, *arguments):
+        """Sum over the microbatches of a replica's rows, then over replicas."""
+        gradient, means, logprobs = self._add_microbatches(*arguments)
         if self.mesh.shape["data"] > 1:
-            gradient, metrics = jax.lax.psum((gradient, metrics), "data")
-        return gradient, metrics, kept
+            gradient, means = jax.lax.psum((gradient, means), "data")
+        return gradient, means, logprobs
 
     def _add_microbatches(self, params, frozen, batch: TrainBatch, microbatches):
-        """Gradient and metrics, and apart from them what is kept of every token."""
+        """Return the gradient, the metrics, and the log-probs of all tokens if they are kept."""
 
         def loss(params, batch: TrainBatch):
-            value, metrics = self._loss(join(frozen, params), batch)
-            metrics["loss"] = Mean(value, jnp.zeros(()))  # already normalised; see _update_fn
-            return value, jax.lax.stop_gradient(metrics)
+            value, outputs = self._loss(join(frozen, params), batch)
+            outputs.means["loss"] = Mean(value, jnp.zeros(()))  # normalised already: a sum
+            return value, jax.lax.stop_gradient(outputs)
 
-        def of_microbatch(i):
+        def compute_microbatch(i):
             rows = jax.grad(loss, has_aux=True)(params, _microbatch(batch, i))
             # XLA:TPU crashes on microbatch gradients added in a loop without the barrier.
-            gradient, metrics = jax.lax.optimization_barrier(rows)
-            kept = {name: metrics.pop(name) for name in (TOKEN_LOGPROBS,) if name in metrics}
-            empty = jnp.zeros(batch.loss_weights.shape)
-            for name, new in kept.items():  # at the place of the microbatch: adding is enough
-                kept[name] = jax.lax.dynamic_update_index_in_dim(empty, new, i, 0)
-            return gradient, metrics, kept
+            gradient, (means, logprobs) = jax.lax.optimization_barrier(rows)
+            if logprobs is not None:  # placed among zeros, so that adding combines microbatches
+                zeros = jnp.zeros(batch.loss_weights.shape)
+                logprobs = jax.lax.dynamic_update_index_in_dim(zeros, logprobs, i, 0)
+            return gradient, means, logprobs
 
         def body(i, carry):
-            return jax.tree.map(jnp.add, carry, of_microbatch(i))
+            return jax.tree.map(jnp.add, carry, compute_microbatch(i))
 
-        shapes = jax.eval_shape(of_microbatch, 0)
+        shapes = jax.eval_shape(compute_microbatch, 0)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.lax.fori_loop(0, microbatches, body, zeros)
 
     def _update_fn(self, state: TrainState, frozen, batch: TrainBatch, microbatches, learning_rate):
-        gradient, metrics = self._gradient_fn(state.params, frozen, batch, microbatches)
+        gradient, outputs = self._gradient_fn(state.params, frozen, batch, microbatches)
         norm = optax.tree.norm(gradient)
         direction, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
         new = TrainState(params, opt_state, state.update_count + 1)
         moments = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state)])
-        # Of parameters the norm: a forward pass squares what it computes with them.
+        # Check the norm of the parameters, because a forward pass squares them.
         sizes = [norm, jnp.where(moments.all(), 0.0, jnp.nan), optax.tree.norm(params)]
-        sound = jnp.isfinite(jnp.stack(sizes))
-        finite = sound.all()
+        is_finite = jnp.isfinite(jnp.stack(sizes))
+        finite = is_finite.all()
         new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
         taken = finite.astype(jnp.float32)
-        loss = metrics["loss"].total
-        metrics["loss"] = Mean(jnp.where(finite, loss, 0.0), taken)
-        metrics["gradient_norm"] = Mean(jnp.where(finite, norm, 0.0), taken)
-        metrics["skipped_updates"] = Mean(1.0 - taken, jnp.ones(()))
-        first = jnp.argmin(sound)  # what comes later is not finite because of it
+        means = outputs.means
+        loss = means["loss"].total
+        means["loss"] = Mean(jnp.where(finite, loss, 0.0), taken)
+        means["gradient_norm"] = Mean(jnp.where(finite, norm, 0.0), taken)
+        means["skipped_updates"] = Mean(1.0 - taken, jnp.ones(()))
+        first = jnp.argmin(is_finite)  # it makes the later ones non-finite
         for i, name in enumerate(REASONS):
-            metrics[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
-        return new, metrics
+            means[name] = Mean(jnp.where(first == i, 1.0 - taken, 0.0), jnp.ones(()))
+        return new, outputs
 
 
 def _microbatch(tree: Any, index: Any) -> Any:
-    """Rows of one microbatch from every [M, R, T] array of a tree."""
+    """Return the rows of a microbatch from every [M, R, T] array of a tree."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
     )

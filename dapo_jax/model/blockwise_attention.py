@@ -1,8 +1,8 @@
 """Blockwise attention over packed rows for every platform; no [T, T] array exists.
 
-The softmax is computed online (FlashAttention-2, arXiv 2307.08691). A block of queries reads the
-blocks of keys up to its own in turn, with a running maximum and sum in float32. The backward pass
-recomputes each block of probabilities from the kept sums.
+The softmax is computed online (FlashAttention-2, arXiv 2307.08691): a block of queries reads the
+blocks of keys up to its own one by one, with a running maximum and sum in float32. The backward
+pass recomputes each block of probabilities from the saved sums.
 """
 
 import functools
@@ -15,11 +15,10 @@ from jaxtyping import Array, Float, Int
 
 BLOCK = 512  # tokens
 LOWEST = float(jnp.finfo(jnp.float32).min)
-ATTENTION_RESIDUALS = "attention"  # name of the arrays that the remat policy 'attention' keeps
+ATTENTION_RESIDUALS = "attention"  # name of the arrays that the remat policy 'attention' saves
 
-
-Reach = Int[Array, ""] | None  # tokens that a token sees, itself counted; None: all before it
-First = Int[Array, ""] | None  # place of the first query in the row; None: 0
+Reach = Int[Array, ""] | None  # tokens that a token sees, itself included; None: all before it
+First = Int[Array, ""] | None  # position of the first query in the row; None: 0
 Sinks = Float[Array, "H"] | None  # logits that heads add to each softmax's sum (2309.17453)
 
 
@@ -29,22 +28,22 @@ class Blocks(NamedTuple):
     queries: Float[Array, "m B K g b E"]  # scaled
     keys: Float[Array, "n B K b E"]
     values: Float[Array, "n B K b E"]
-    of_queries: Int[Array, "m B b"]  # segment numbers
-    of_keys: Int[Array, "n B b"]
+    query_segments: Int[Array, "m B b"]
+    key_segments: Int[Array, "n B b"]
     first: First
     sinks: Float[Array, "K g"] | None
 
-    def place(self) -> Array | int:
-        """Place of the first query in the row."""
+    def start(self) -> Array | int:
+        """Return the position of the first query in the row."""
         return 0 if self.first is None else self.first
 
     def before(self) -> Array | int:
-        """Number of key blocks that begin before the first query."""
-        return -(-self.place() // self.keys.shape[3])
+        """Return the number of key blocks that begin before the first query."""
+        return -(-self.start() // self.keys.shape[3])
 
 
 def _cut(array: Array, size: int) -> Array:
-    """Cuts [B, T, ...] into [n, B, b, ...]; the last block is padded with zeros."""
+    """Cut [B, T, ...] into [n, B, b, ...]; the last block is padded with zeros."""
     pad = [(0, 0)] * array.ndim
     pad[1] = (0, -array.shape[1] % size)
     array = jnp.pad(array, pad)
@@ -52,7 +51,7 @@ def _cut(array: Array, size: int) -> Array:
 
 
 def _join(blocks: Array, length: int) -> Array:
-    """Joins the blocks of `_cut` to [B, T, ...] again, without padding."""
+    """Join the blocks of `_cut` to [B, T, ...] again, without padding."""
     array = blocks.swapaxes(0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, :length]
 
@@ -72,36 +71,37 @@ def _join_queries(blocks: Float[Array, "n B K g b E"], length: int):
 def _blocks(queries, keys, values, segment_ids, sinks, first) -> Blocks:
     length, kv_heads = queries.shape[1], keys.shape[2]
     size = min(BLOCK, length)
-    of_keys = of_queries = _cut(segment_ids, size)
+    key_segments = query_segments = _cut(segment_ids, size)
     if first is not None:
-        of_queries = _cut(jax.lax.dynamic_slice_in_dim(segment_ids, first, length, 1), size)
+        query_segments = _cut(jax.lax.dynamic_slice_in_dim(segment_ids, first, length, 1), size)
     return Blocks(
         _cut_queries(queries * queries.shape[-1] ** -0.5, kv_heads, size),
         _cut(keys, size).swapaxes(2, 3),
         _cut(values, size).swapaxes(2, 3),
-        of_queries,
-        of_keys,
+        query_segments,
+        key_segments,
         first,
         None if sinks is None else sinks.reshape(kv_heads, -1),
     )
 
 
 def _scores(blocks: Blocks, reach: Reach, i: Array, j: Array) -> Float[Array, "B K g b c"]:
-    """Scores of query block i with key block j; float32, LOWEST where a key is masked."""
+    """Return the scores of query block i with key block j; float32, LOWEST at masked keys."""
     scores = jnp.einsum(
         "bkgqe,bkce->bkgqc", blocks.queries[i], blocks.keys[j], preferred_element_type=jnp.float32
     )
     size = scores.shape[-1]
-    position, apart = jnp.arange(size), (i - j) * size + blocks.place()
-    causal = apart + position[:, None] >= position[None, :]
+    position = jnp.arange(size)
+    distance = (i - j) * size + blocks.start()
+    causal = distance + position[:, None] >= position[None, :]
     if reach is not None:
-        causal &= apart + position[:, None] < position[None, :] + reach
-    same_segment = blocks.of_queries[i][:, :, None] == blocks.of_keys[j][:, None, :]
+        causal &= distance + position[:, None] < position[None, :] + reach
+    same_segment = blocks.query_segments[i][:, :, None] == blocks.key_segments[j][:, None, :]
     return jnp.where((same_segment & causal[None])[:, None, None], scores, LOWEST)
 
 
 def _forward(blocks: Blocks, reach: Reach):
-    """Attention output [n, B, K, g, b, E] and each query's log-sum-exp [n, B, K, g, b]."""
+    """Return attention output [n, B, K, g, b, E] and log-sum-exp per query [n, B, K, g, b]."""
     count, size = blocks.queries.shape[0], blocks.keys.shape[3]
 
     def attend_block(i):
@@ -119,14 +119,14 @@ def _forward(blocks: Blocks, reach: Reach):
             return mixed * shrink[..., None] + more, new, total * shrink + powers.sum(axis=-1)
 
         shape = blocks.queries.shape[1:]
-        # Masked keys before a query's first visible one count, and shrink to 0 once it comes.
+        # Masked keys before a query's first visible key shrink to 0 when it is added.
         start = (jnp.zeros(shape), jnp.full(shape[:-1], LOWEST), jnp.zeros(shape[:-1]))
-        if blocks.sinks is not None:  # a sink is as a first key whose value is 0
+        if blocks.sinks is not None:  # a sink acts like a first key with the value 0
             largest = jnp.broadcast_to(blocks.sinks[..., None], shape[:-1])
             start = (jnp.zeros(shape), largest, jnp.ones(shape[:-1]))
         least = 0
         if reach is not None:
-            least = jnp.maximum(i * size + blocks.place() + 1 - reach, 0) // size
+            least = jnp.maximum(i * size + blocks.start() + 1 - reach, 0) // size
         end = i + 1 + blocks.before()
         mixed, largest, total = jax.lax.fori_loop(least, end, add_keys, start)
         mixed = (mixed / total[..., None]).astype(blocks.values.dtype)
@@ -136,7 +136,7 @@ def _forward(blocks: Blocks, reach: Reach):
 
 
 def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
-    """Gradients of scaled queries, keys and values, in blocks, and of sinks; float32."""
+    """Return gradients of scaled queries, keys and values, in blocks, and of sinks; float32."""
     count, size = blocks.queries.shape[0], blocks.keys.shape[3]
     # The softmax's own term, sum over keys of probability * its gradient (section 3.1).
     own = jnp.sum(upstream.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
@@ -160,7 +160,7 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
         if blocks.first is not None:
             least = jnp.maximum(j - blocks.before(), 0)
         if reach is not None:  # past the last query that sees the block's last key
-            last = (j + 1) * size + reach - 2 - blocks.place()
+            last = (j + 1) * size + reach - 2 - blocks.start()
             end = jnp.minimum(last // size + 1, count)
         queries_gradient, *gradients = jax.lax.fori_loop(least, end, add_queries, carry)
         return queries_gradient, tuple(gradients)
@@ -170,8 +170,8 @@ def _backward(blocks: Blocks, reach: Reach, mixed, log_total, upstream):
     queries_gradient, (keys, values) = jax.lax.scan(block_gradients, zeros, places)
     sinks = None
     if blocks.sinks is not None:
-        share = jnp.exp(blocks.sinks[..., None] - log_total)  # of each softmax
-        sinks = -jnp.sum(share * own, axis=(0, 1, 4))
+        probability = jnp.exp(blocks.sinks[..., None] - log_total)
+        sinks = -jnp.sum(probability * own, axis=(0, 1, 4))
     return queries_gradient, keys, values, sinks
 
 
@@ -185,12 +185,12 @@ def blocked_attention(
     reach: Reach = None,
     first: First = None,
 ) -> Float[Array, "B t H E"]:
-    """Causal attention inside segments; adjacent query heads share a key head.
+    """Return causal attention inside segments; adjacent query heads share a key head.
 
     Args:
-        sinks: one a query head; float32.
+        sinks: one per query head; float32.
         reach: tokens that a token sees, at most T; blocks out of reach are not computed.
-        first: place of the first query in the row; None: the queries are all of the row's.
+        first: position of the first query in the row; None: queries cover the whole row.
     """
     mixed, _ = _forward(_blocks(queries, keys, values, segment_ids, sinks, first), reach)
     return _join_queries(mixed, queries.shape[1])
@@ -210,8 +210,9 @@ def _gradients(kept, upstream):
     blocks = _blocks(queries, keys, values, segment_ids, sinks, first)
     kv_heads, size, length = keys.shape[2], blocks.keys.shape[3], keys.shape[1]
     cut = functools.partial(_cut_queries, kv_heads=kv_heads, size=size)
-    found = _backward(blocks, reach, cut(mixed), log_total, cut(upstream))
-    d_queries, d_keys, d_values, d_sinks = found
+    d_queries, d_keys, d_values, d_sinks = _backward(
+        blocks, reach, cut(mixed), log_total, cut(upstream)
+    )
     d_queries = _join_queries(d_queries, queries.shape[1]) * queries.shape[-1] ** -0.5
     return (
         d_queries.astype(queries.dtype),

@@ -15,29 +15,29 @@ from jaxtyping import Array, Float, Int
 class KVCache(struct.PyTreeNode):
     """Keys and values of one layer for every slot, all of one length.
 
-    Time is last in keys on CPU, where scores are then 3 times faster; elsewhere it is next to
-    last, or each decode step would write the whole cache anew.
+    Time is the last axis of keys on CPU, which makes scores 3 times faster. Elsewhere it is next to
+    last; otherwise each decode step would rewrite the whole cache.
     """
 
-    keys: Array  # [S, K, E, T] where `time_last`, else [S, K, T, E]
+    keys: Array  # [S, K, E, T] if `time_last`, else [S, K, T, E]
     values: Float[Array, "S K T E"]
-    key_scale: Float[Array, "S K T"] | None = None  # of int8 keys
+    key_scale: Float[Array, "S K T"] | None = None  # if keys are int8
     value_scale: Float[Array, "S K T"] | None = None
     time_last: bool = struct.field(pytree_node=False, default=True)
 
 
 class PageCache(struct.PyTreeNode):
-    """Pages of one layer, replica after replica; key and value heads in turn.
+    """Pages of one layer, replica after replica; key and value heads alternate.
 
-    Page 0 of a replica belongs to nobody: slots that are done write there.
+    No slot owns page 0 of a replica: finished slots write there.
     """
 
     pages: Array  # [N, P, K2, E]
-    scales: Array | None = None  # of int8 pages: [N, P, K2], or [K2] of every token alike
+    scales: Array | None = None  # of int8 pages: [N, P, K2], or [K2] shared by all tokens
 
     @property
     def calibrated(self) -> bool:
-        """True for int8 pages whose scales are known before their tokens are."""
+        """True for int8 pages with fixed scales, known before their tokens."""
         return self.scales is not None and self.scales.ndim == 1
 
 
@@ -58,25 +58,25 @@ class Prefix(struct.PyTreeNode):
     last_token: Int[Array, "B"]
     true_length: Int[Array, "B"]
     key: jax.Array  # [B]
-    drawn: Int[Array, "B"]  # how many of the last tokens are a response's that goes on
-    routes: Int[Array, "B P L k"] | None = None  # where the engine records them
-    rules: Any = None  # SamplingRules of [B] where each response has its own
+    drawn: Int[Array, "B"]  # number of last tokens that belong to a resumed response
+    routes: Int[Array, "B P L k"] | None = None  # if the engine records them
+    rules: Any = None  # SamplingRules of [B] if each response has its own
 
 
 class DecodeState(struct.PyTreeNode):
-    """Everything that a burst of decoding changes, per slot."""
+    """State of the decode slots that a burst changes."""
 
     caches: tuple[KVCache, ...] | tuple[PageCache, ...]
-    tables: Int[Array, "S W"] | None  # the pages of each slot, in order; 0 where there is none yet
+    tables: Int[Array, "S W"] | None  # pages of each slot in order; 0 if not assigned yet
     last_token: Int[Array, "S"]
     length: Int[Array, "S"]  # tokens in the cache, so also the position of last_token
-    generated: Int[Array, "S"]  # response tokens drawn so far
+    generated: Int[Array, "S"]  # response tokens so far
     active: Array  # [S] bool: occupied and not finished
     key: jax.Array  # [S] typed keys, one per response
-    tokens: Int[Array, "S C"]  # drawn tokens, C = max_response_tokens
+    tokens: Int[Array, "S C"]  # response tokens, C = max_response_tokens
     logprobs: Float[Array, "S C"]
     busy_slot_steps: Int[Array, ""]  # decode steps of active slots since the start
     slot_steps: Int[Array, ""]  # decode steps of all slots since the start
-    rules: Any = None  # SamplingRules of [S] where each response has its own
-    routes: Int[Array, "S T L k"] | None = None  # of cached tokens, where they are recorded
-    known: Int[Array, "S"] | None = None  # tokens of the response that are fed, not drawn
+    rules: Any = None  # SamplingRules of [S] if each response has its own
+    routes: Int[Array, "S T L k"] | None = None  # of cached tokens, if they are recorded
+    known: Int[Array, "S"] | None = None  # response tokens that are fed, not sampled

@@ -1,14 +1,14 @@
 """Fields of a model folder's config.json, checked like settings: type and range of each.
 
-The upper limits are far above every published model. What lies beyond is a mistake or a trap: a
-list of 10^18 layers has no end, and a rotation by NaN trains to the end.
+The upper limits are far above every published model. A larger value is a mistake or an attack: a
+list of 10^18 layers fills the memory, and a rotation by NaN trains to the end.
 """
 
 import reprlib
 from typing import Any
 
 from dapo_jax.runtime.rules import Range
-from dapo_jax.runtime.settings import WORDS
+from dapo_jax.runtime.settings import TYPE_NAMES
 
 _FACTOR = Range(above=0, at_most=1e6)
 
@@ -46,25 +46,25 @@ NUMBERS: dict[str, tuple[type, Range]] = {
 
 
 def check_number(name: str, value: Any) -> Any:
-    """Value of a field of `NUMBERS`, as its type. Raises ValueError for a wrong one."""
+    """Return the value of a field of `NUMBERS` as its type. Raises ValueError for a wrong one."""
     kind, allowed = NUMBERS[name]
     numbers = (int, float) if kind is float else (int,)
     if type(value) not in numbers or not allowed(value):
-        raise ValueError(f"{name} = {reprlib.repr(value)}: must be {WORDS[kind]} {allowed}")
+        raise ValueError(f"{name} = {reprlib.repr(value)}: must be {TYPE_NAMES[kind]} {allowed}")
     return kind(value)
 
 
 def read_number(values: dict[str, Any], name: str, default: Any = None) -> Any:
-    """Number of a field, or its default where the field is missing or null.
+    """Return the number of a field, or its default if the field is missing or null.
 
-    Raises KeyError for a field without a default that is missing, ValueError for a wrong one.
+    Raises KeyError for a missing field without a default, ValueError for a wrong one.
     """
     value = values[name] if default is None else values.get(name)
     return default if value is None and default is not None else check_number(name, value)
 
 
 def read_switch(values: dict[str, Any], name: str) -> bool:
-    """Switch of a field, false where it is missing or null. Raises ValueError for a wrong one."""
+    """Return a boolean field, false if missing or null. Raises ValueError for a wrong one."""
     value = values.get(name)
     if value is not None and type(value) is not bool:
         raise ValueError(f"{name} = {reprlib.repr(value)}: must be true or false")
@@ -72,7 +72,7 @@ def read_switch(values: dict[str, Any], name: str) -> bool:
 
 
 def read_table(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Object of a field, empty where it is missing or null. Raises ValueError for a wrong one."""
+    """Return an object field, empty if missing or null. Raises ValueError for a wrong one."""
     value = values.get(name) or {}
     if not isinstance(value, dict):
         raise ValueError(f"{name} = {reprlib.repr(value)}: must be an object")

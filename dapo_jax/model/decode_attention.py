@@ -1,15 +1,15 @@
-"""Decoding attention: over a prompt being prefilled, over caches of slots, over pages.
+"""Decoding attention over prompts during prefill, over slot caches and over pages.
 
-`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with [batch, time,
-heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns output and
-cache. The slot cache of a layer with a window is a ring that holds no more than it sees.
-Every write is in place: compiled programs hold no second cache (tests read them).
+`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with arrays [batch,
+time, heads, head_dim]. It writes the new keys and values into the cache, reads it, and returns
+output and cache. The slot cache of a layer with a window is a ring of the window's length. All
+writes are in place: compiled programs hold no second cache (tests check them).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,16 @@ from dapo_jax.model.caches import KVCache, PageCache, PromptCache
 from dapo_jax.model.quantisation import quantise, to_int8_by
 from dapo_jax.model.training_attention import Window, grouped_attention
 from dapo_jax.runtime import sharding
-from dapo_jax.structs import present
 
-LANES = 128  # of a TPU's vector registers; its paged kernel takes heads of a multiple of them
-# Pages and slots that the paged kernel works on at a time. The kernel's own table of them asks
-# which TPU this process has, and plans are made without one.
+LANES = 128  # of a TPU's vector registers; its paged kernel needs head widths of a multiple
+# Pages and slots that the paged kernel processes at a time. The kernel's own table depends on the
+# TPU of this process, and plans are made without one.
 PAGES_AT_A_TIME, SLOTS_AT_A_TIME, KERNEL_BYTES = 8, 8, 64 * 1024 * 1024
 
 
 @struct.dataclass
 class PromptContext:
-    """Positions of a prompt's tokens, which are written into the cache from `start` on."""
+    """Positions of a prompt's tokens, and their first index in the cache."""
 
     positions: Int[Array, "B T"]
     start: Int[Array, ""]
@@ -40,24 +39,24 @@ class PromptContext:
 
 @struct.dataclass
 class SlotContext:
-    """Position of each slot's token, which slots are active, and the slots' page tables."""
+    """Position of each slot's token, active slots, and page tables of slots."""
 
     positions: Int[Array, "S 1"]
     active: Bool[Array, "S"]
     tables: Int[Array, "S W"] | None  # None without pages
 
 
-def _seen(
+def _visible(
     length: int, last: Int[Array, "B ... 1"], window: Window | None
 ) -> Bool[Array, "B ... T"]:
-    """Mask of the cached tokens that queries at positions `last` see."""
-    place = jnp.arange(length)
-    mask = place <= last
-    return mask if window is None else mask & (place > last - window.tokens)
+    """Return the mask of cached tokens that queries at positions `last` see."""
+    position = jnp.arange(length)
+    mask = position <= last
+    return mask if window is None else mask & (position > last - window.tokens)
 
 
 def in_ring(length: int, last: Int[Array, "B 1"]) -> Int[Array, "B T"]:
-    """Positions of the tokens in a ring of `length` whose newest is `last`; below 0: none yet."""
+    """Return the positions of tokens in a ring of `length` up to `last`; below 0: empty."""
     return last - (last - jnp.arange(length)) % length
 
 
@@ -70,37 +69,37 @@ def attend_prompt(
     window: Window | None = None,
     sinks: Sinks = None,
 ) -> tuple[Array, PromptCache]:
-    """Prefill attention over whole prompts (without a cache) or over their next chunk."""
+    """Attend over whole prompts (without a cache) or over their next chunk."""
     if cache is None:
         cache = PromptCache(keys, values)
     else:
-        at = (0, context.start, 0, 0)
+        start = (0, context.start, 0, 0)
         cache = PromptCache(
-            jax.lax.dynamic_update_slice(cache.keys, keys, at),
-            jax.lax.dynamic_update_slice(cache.values, values, at),
+            jax.lax.dynamic_update_slice(cache.keys, keys, start),
+            jax.lax.dynamic_update_slice(cache.values, values, start),
         )
-    mask = _seen(cache.keys.shape[1], context.positions[:, :, None], window)
+    mask = _visible(cache.keys.shape[1], context.positions[:, :, None], window)
     axes = ("btke", "btke")
     return grouped_attention(queries, cache.keys, cache.values, mask, axes, sinks=sinks), cache
 
 
-def at_each(array: Array, where: tuple, new: Array) -> Array:
-    """Sets `array[i][where[i]] = new[i]` for every slot i; an index past the end is dropped.
+def at_each(array: Array, index: tuple, new: Array) -> Array:
+    """Set `array[i][index[i]] = new[i]` for every slot i; indices past the end are dropped.
 
-    Written slot by slot: with an index of slots, a mesh would gather `new` for every replica.
+    It maps over slots, since a mesh would gather `new` for every replica if slots were indexed.
 
     Args:
-        where: index into one slot's array; arrays in it have one entry a slot.
+        index: index into one slot's array; its arrays have one entry per slot.
     """
-    per_slot = [axis for axis, index in enumerate(where) if not isinstance(index, slice)]
+    per_slot = [axis for axis, part in enumerate(index) if not isinstance(part, slice)]
 
     def set_row(row, new, *values):
-        index = list(where)
+        row_index = list(index)
         for axis, value in zip(per_slot, values, strict=True):
-            index[axis] = value
-        return row.at[tuple(index)].set(new, mode="drop")
+            row_index[axis] = value
+        return row.at[tuple(row_index)].set(new, mode="drop")
 
-    return jax.vmap(set_row)(array, new, *(where[axis] for axis in per_slot))
+    return jax.vmap(set_row)(array, new, *(index[axis] for axis in per_slot))
 
 
 # --- slots -----------------------------------------------------------------------------------
@@ -116,12 +115,13 @@ def attend_slots(
     sinks: Sinks = None,
     read: Callable[..., Array] | None = None,
 ) -> tuple[Array, KVCache]:
-    """Decoding attention of one token per slot, over slot caches of one length.
+    """Attend with one token per slot over slot caches of one length.
 
-    With a window the cache is a ring: a token takes the place of one that nothing sees any longer.
+    With a window the cache is a ring: a token overwrites one that is no longer visible.
 
     Args:
-        read: a kernel's attention over (queries [S, H, E], cache, lengths [S]), without a window.
+        read: a kernel's attention over (queries [S, H, E], cache, lengths [S]), if there is no
+            window.
     """
     length, at = cache.values.shape[2], context.positions[:, 0]
     if window is not None and length >= window.tokens:
@@ -140,8 +140,8 @@ def attend_slots(
             values=at_each(cache.values, (slice(None), at), values),
         )
     else:
-        # XLA:TPU gives a scatter here another layout than the products have, and copies the cache
-        # twice; slices of single slots are written in place.
+        # XLA:TPU gives a scatter another layout than the products, and copies the cache twice;
+        # slices of single slots are written in place.
         write = jax.vmap(lambda old, new, at: jax.lax.dynamic_update_slice(old, new, (0, at, 0)))
         axes = ("bkte", "bkte")
         cache = cache.replace(
@@ -155,19 +155,18 @@ def attend_slots(
     if window is None:
         if read is not None:
             return read(queries[:, 0], cache, jnp.where(context.active, at + 1, 1))[:, None], cache
-        mask = _seen(length, context.positions, None)
+        mask = _visible(length, context.positions, None)
     else:
-        places = in_ring(length, context.positions)
-        mask = (places >= 0) & (places > context.positions - window.tokens)
-    mask = mask[:, None]
+        cached = in_ring(length, context.positions)
+        mask = (cached >= 0) & (cached > context.positions - window.tokens)
     scales = (cache.key_scale, cache.value_scale)
-    arrays = queries, cache.keys, cache.values, mask
-    return grouped_attention(*arrays, axes, scales, sinks), cache
+    mixed = grouped_attention(queries, cache.keys, cache.values, mask[:, None], axes, scales, sinks)
+    return mixed, cache
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotAttention:
-    """Decoding attention over slots on a mesh; the GPU's kernel reads caches as far as filled."""
+    """Decoding attention over slots on a mesh; the GPU's kernel reads only filled blocks."""
 
     mesh: jax.sharding.Mesh
     kernel: bool
@@ -177,12 +176,11 @@ class SlotAttention:
 
     def _read(self, queries: Array, cache: KVCache, lengths: Array) -> Array:
         if gpu_attention.split_of(cache.values.shape[2]) is None:  # the shortest caches
-            mask = _seen(cache.values.shape[2], lengths[:, None] - 1, None)[:, None]
-            arrays = queries[:, None], cache.keys, cache.values, mask
-            return grouped_attention(*arrays, ("bkte", "bkte"))[:, 0]
-        heads, slot = (
-            sharding.spec("batch", *names, column=sharding.DECODING) for names in (["kv_heads"], [])
-        )
+            mask = _visible(cache.values.shape[2], lengths[:, None] - 1, None)[:, None]
+            axes = ("bkte", "bkte")
+            return grouped_attention(queries[:, None], cache.keys, cache.values, mask, axes)[:, 0]
+        heads = sharding.spec("batch", "kv_heads", column=sharding.DECODING)
+        slot = sharding.spec("batch", column=sharding.DECODING)
         interpret = self.mesh.devices.flat[0].platform not in gpu_attention.PLATFORMS
         return jax.shard_map(
             functools.partial(gpu_attention.slots_attention, interpret=interpret),
@@ -197,24 +195,24 @@ class SlotAttention:
 
 
 def interleave(keys: Array, values: Array, axis: int) -> Array:
-    """Keys and values with their heads in turn, as pages hold them: a shard has whole pairs."""
+    """Return keys and values with alternating heads, as in pages: a shard has whole pairs."""
     pairs = jnp.stack([keys, values], axis=axis + 1)
     return pairs.reshape(*keys.shape[:axis], -1, *keys.shape[axis + 1 :])
 
 
 def rounded(cache: PageCache, pairs: Array) -> tuple[Array, Array | None]:
-    """Keys and values as the pages hold them, and scales of their own where they have some."""
+    """Return keys and values in the dtype of the pages, and their scales if pages store them."""
     if cache.calibrated:
-        return to_int8_by(pairs, present(cache.scales, "scales")), None
+        return to_int8_by(pairs, cast(Array, cache.scales)), None
     return quantise(pairs, cache.pages.dtype)
 
 
 def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dtype: Any) -> bool:
-    """True where the TPU's ragged kernel can read pages of that shape and dtype.
+    """Return True if the TPU's ragged kernel can read pages of that shape and dtype.
 
     Args:
-        kv_heads: of one device. Keys and values of a token have to fill 1, 2, 4 or a multiple of 8
-            rows of 32-bit words (`get_min_heads_per_blk` of the kernel's module refuses others).
+        kv_heads: key heads per device. Keys and values of a token have to fill 1, 2, 4 or a
+            multiple of 8 rows of 32-bit words (`get_min_heads_per_blk` of the kernel's module).
     """
     rows = 2 * kv_heads * jnp.dtype(dtype).itemsize / 4
     tiled = rows in (1, 2, 4) or rows % 8 == 0
@@ -222,36 +220,38 @@ def has_kernel(platform: str, head_dim: int, page_tokens: int, kv_heads: int, dt
 
 
 def _gather_pages(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
-    """Attention over a gathered copy of the pages, for any platform and shape."""
+    """Attend over a gathered copy of the pages, on any platform and with any shape."""
     slots, width = tables.shape
     _, page_tokens, double, head_dim = cache.pages.shape
     pages = cache.pages[tables].reshape(slots, width * page_tokens, double, head_dim)
     scales = (None, None)
     if cache.scales is not None:
-        each = cache.scales[None, :, None]
+        pair_scales = cache.scales[None, :, None]
         if not cache.calibrated:
-            each = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
-        scales = (each[:, 0::2], each[:, 1::2])
-    mask = _seen(pages.shape[1], lengths[:, None] - 1, window)[:, None]
+            pair_scales = cache.scales[tables].reshape(slots, -1, double).transpose(0, 2, 1)
+        scales = (pair_scales[:, 0::2], pair_scales[:, 1::2])
+    mask = _visible(pages.shape[1], lengths[:, None] - 1, window)[:, None]
     keys, values = pages[:, :, 0::2], pages[:, :, 1::2]
     axes = ("btke", "btke")
     return grouped_attention(queries[:, None], keys, values, mask, axes, scales, sinks)[:, 0]
 
 
-def _read_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
-    """Attention by the TPU's ragged kernel, which reads only the pages that a slot has.
+def read_pages_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=None) -> Array:
+    """Attend by the TPU's ragged kernel; it reads only the pages of a slot.
 
-    Its own scales are constants of the program, one for all heads: these stay outside of it.
+    The kernel takes one constant scale for all heads, so the scales per head are applied outside.
     """
-    assert sinks is None, "a layout takes this kernel for decoders without sinks only"
+    assert sinks is None, "layouts choose this kernel only for decoders without sinks"
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     slots, width = tables.shape
-    unit, of_values = None, None
-    if cache.scales is not None:  # 1 has the kernel take int8 as whole numbers
-        unit, groups = 1.0, queries.shape[1] // (len(cache.scales) // 2)
-        of_keys, of_values = (jnp.repeat(cache.scales[i::2], groups)[:, None] for i in (0, 1))
-        queries = (queries * of_keys).astype(queries.dtype)
+    unit, value_scales = None, None
+    if cache.scales is not None:
+        unit = 1.0  # the kernel reads int8 as integers
+        groups = queries.shape[1] // (len(cache.scales) // 2)
+        key_scales = jnp.repeat(cache.scales[0::2], groups)[:, None]
+        value_scales = jnp.repeat(cache.scales[1::2], groups)[:, None]
+        queries = (queries * key_scales).astype(queries.dtype)
     mixed = ragged_paged_attention(
         queries,
         cache.pages,
@@ -267,27 +267,27 @@ def _read_by_kernel(queries, cache: PageCache, tables, lengths, window, sinks=No
         k_scale=unit,
         v_scale=unit,
     )
-    return mixed if of_values is None else (mixed * of_values).astype(mixed.dtype)
+    return mixed if value_scales is None else (mixed * value_scales).astype(mixed.dtype)
 
 
 def _attend_pages_of_replica(
     queries, keys, values, cache: PageCache, tables, positions, active, sinks, *, kernel, window
 ):
-    """Decoding attention of one token per slot of a replica, over the replica's own pages."""
+    """Attend with one token per slot of a replica over the replica's own pages."""
     _, page_tokens, *heads = cache.pages.shape
     page = jnp.take_along_axis(tables, positions[:, None] // page_tokens, axis=1)[:, 0]
-    # A slot without pages has zeros in its table: it writes to page 0, which belongs to no slot.
+    # A slot without pages has zeros in its table: it writes to page 0, which no slot owns.
     at = page * page_tokens + positions % page_tokens
     new, scales = rounded(cache, interleave(keys, values, 1))
-    # Flat, so that XLA scatters whole rows in the layout that the pages have.
+    # Flat, so that XLA scatters whole rows in the layout of the pages.
     flat = cache.pages.reshape(-1, *heads).at[at].set(new)
     cache = cache.replace(pages=flat.reshape(cache.pages.shape))
     if scales is not None:
-        before = present(cache.scales, "scales")
+        before = cast(Array, cache.scales)
         flat = before.reshape(-1, heads[0]).at[at].set(scales)
         cache = cache.replace(scales=flat.reshape(before.shape))
     lengths = jnp.where(active, positions + 1, 1)
-    read = _read_by_kernel if kernel else _gather_pages
+    read = read_pages_by_kernel if kernel else _gather_pages
     return read(queries, cache, tables, lengths, window, sinks), cache
 
 
@@ -295,7 +295,7 @@ def _attend_pages_of_replica(
 class PagedAttention:
     """Decoding attention over pages on a mesh; each replica numbers its own pages from 0.
 
-    Layers whose window is shorter than a slot have slot caches.
+    Layers with a window shorter than a slot have slot caches.
     """
 
     mesh: jax.sharding.Mesh
@@ -336,8 +336,8 @@ class PagedAttention:
 
 
 def page_specs(cache: PageCache) -> PageCache:
-    """Partition specs of one layer's pages: split over replicas, heads over tensor."""
-    place: Any = functools.partial(sharding.spec, column=sharding.DECODING)
-    pages = place("batch", None, "kv_heads")
-    scales = place("kv_heads") if cache.calibrated else pages
+    """Return the partition specs of one layer's pages: over replicas, and heads over tensor."""
+    spec: Any = functools.partial(sharding.spec, column=sharding.DECODING)
+    pages = spec("batch", None, "kv_heads")
+    scales = spec("kv_heads") if cache.calibrated else pages
     return PageCache(pages, None if cache.scales is None else scales)

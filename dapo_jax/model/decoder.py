@@ -1,7 +1,7 @@
-"""Decoder-only transformer as a Flax Linen module, for the families of model/families.py.
+"""Decoder-only transformer as a Flax Linen module, for all families of `model/families`.
 
-Families are switches of `DecoderConfig`. Training scans one `Block` over stacked layers,
-`inference.py` applies it to one after the other.
+A family sets switches of `DecoderConfig`. Training scans one `Block` over stacked layers;
+`inference.py` applies it layer by layer.
 """
 
 import dataclasses
@@ -17,9 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
-from dapo_jax.model.embedding import look_up
 from dapo_jax.model.experts import RECORDS, Experts
-from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, named
+from dapo_jax.model.layers import ACTIVATIONS, Adapters, OffsetNorm, Projection, look_up, named
 from dapo_jax.model.rotary import RopeScaling, query_growth, rope_frequencies, rotate
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
 from dapo_jax.runtime.sharding import constrain
@@ -43,8 +42,12 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape and numerics of a decoder, from config.json of a model folder and from settings."""
+    """Shape of a decoder (from config.json) and its numerics (from settings).
 
+    It is flat, since each field is one switch of the computation and a key of compiled programs.
+    """
+
+    # Sizes
     vocab: int
     layers: int
     embed: int
@@ -52,54 +55,58 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     mlp: int
-    family: str = "qwen2"  # `model_type` of config.json, a row of model/families.py
+    family: str = "qwen2"  # `model_type` of config.json, a key of FAMILIES
+    # Rotations and windows
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    window: int | None = None  # tokens that a token of a sliding layer sees, itself counted
-    sliding: tuple[bool, ...] = ()  # of each layer; empty: all slide where there is a window
-    sliding_rope_theta: float | None = None  # of sliding layers that rotate faster than others
+    window: int | None = None  # tokens that a token of a sliding layer sees, itself included
+    sliding: tuple[bool, ...] = ()  # for each layer; empty: all slide if there is a window
+    sliding_rope_theta: float | None = None  # separate base of sliding layers
+    # Norms, embeddings, projections and attention
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     qkv_bias: bool = True
-    out_bias: bool = False  # of the attention's last projection
+    out_bias: bool = False  # in the attention's last projection
     mlp_bias: bool = False
-    sinks: bool = False  # a learned logit that each head adds to its softmax's sum
-    qk_norm: bool = False  # an RMS norm over every head's query and key, before they are rotated
-    out_norms: bool = False  # after attention and MLP too, each before it is added to x
+    sinks: bool = False  # each head adds a learned logit to its softmax's sum
+    qk_norm: bool = False  # an RMS norm of each head's query and key before rotation
+    out_norms: bool = False  # norms of the outputs of attention and MLP too
     norm_offset: bool = False  # norms multiply by 1 + scale
-    query_scalar: int | None = None  # scores are divided by its root; None: by head_dim's
+    query_scalar: int | None = None  # scores are divided by its root; None: head_dim
     scale_embeddings: bool = False  # by the root of `embed`
     activation: str = "silu"  # a key of ACTIVATIONS
-    experts: int = 0  # MLPs of width `mlp` in each layer, of which a token takes a few; 0: one MLP
+    # Mixture of experts
+    experts: int = 0  # MLPs of width `mlp` in each layer; 0: one MLP that all tokens take
     experts_per_token: int = 0
     normalise_experts: bool = False  # the weights of a token's experts add up to one
-    expert_bias: bool = False  # of the router and of every expert's matrices
+    expert_bias: bool = False  # in the router and in every expert's matrices
+    # Numerics and training
     dtype: Any = jnp.float32
     attention: str = "plain"  # a key of TRAINING_ATTENTION
     remat: str = "none"
     scan_unroll: int = 1  # layers per iteration of the training scan
-    frozen_layers: int = 0  # number of first layers in the subtree `frozen_layers`
-    adapters: Adapters | None = None  # if any, only they are trained (see model/trainable.py)
-    records_routes: bool = False  # decoding records which experts tokens take
-    int8_products: bool = False  # of int8 matrices, whose inputs are rounded too
-    scalar_head: bool = False  # one scalar per token instead of logits: critics, reward models
+    frozen_layers: int = 0  # number of first layers, in the subtree `frozen_layers`
+    adapters: Adapters | None = None  # if set, only they are trained
+    records_routes: bool = False  # decoding records the experts that tokens take
+    int8_products: bool = False  # round the inputs of int8 matrices too
+    scalar_head: bool = False  # a scalar per token instead of logits: critics, reward models
 
     @property
     def active_mlp(self) -> int:
-        """Width of the MLPs that a token goes through, together."""
+        """Total width of the MLPs that a token takes."""
         return self.mlp * (self.experts_per_token if self.experts else 1)
 
     def of_layer(self, number: int) -> "DecoderConfig":
-        """Config of a decoder whose layers are all as this one."""
+        """Return the config of a decoder with all layers like this one."""
         return self.all_sliding(self.sliding[number]) if self.sliding else self
 
     @property
     def reaches(self) -> list[int | None]:
-        """Tokens that each layer sees, as far as its window reaches; None: all."""
+        """Tokens that each layer sees through its window; None: all."""
         return [self.of_layer(number).window for number in range(self.layers)]
 
     def all_sliding(self, slides: bool) -> "DecoderConfig":
-        """Config of a decoder whose layers are all sliding, or all not."""
+        """Return the config of a decoder with only sliding or only full layers."""
         changes: dict[str, Any] = {"sliding": (), "sliding_rope_theta": None}
         if not slides:
             changes["window"] = None
@@ -108,12 +115,12 @@ class DecoderConfig:
         return dataclasses.replace(self, **changes)
 
     def window_of(self, slides: Bool[Array, ""] | None) -> Window | None:
-        """Window of a layer; `slides` is for configs whose layers differ."""
+        """Return the window of a layer; `slides` is set if layers differ."""
         return None if self.window is None else Window(self.window, slides)
 
 
 def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm | OffsetNorm:
-    """RMS norm with float32 statistics in every compute dtype."""
+    """Return an RMS norm with float32 statistics in every compute dtype."""
     if config.norm_offset:
         return OffsetNorm(config.norm_eps, config.dtype, name=name)
     scale = named(nn.initializers.ones, ("norm",))
@@ -121,18 +128,18 @@ def rms_norm(config: DecoderConfig, name: str | None = None) -> nn.RMSNorm | Off
 
 
 def _rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[Any, Any]:
-    """Frequencies, and factor of rotated vectors; `slides` is for configs whose layers differ."""
+    """Return frequencies and the factor of rotated vectors; `slides` is set if layers differ."""
     kinds = [config]
     if slides is not None:
         kinds = [config.all_sliding(False), config.all_sliding(True)]
-    found = []
+    rotations = []
     for kind in kinds:
         scaling = kind.rope_scaling
         factor = 1.0 if scaling is None else scaling.attention_factor
-        found.append((rope_frequencies(kind.rope_theta, kind.head_dim, scaling), factor))
+        rotations.append((rope_frequencies(kind.rope_theta, kind.head_dim, scaling), factor))
     if slides is None or config.sliding_rope_theta is None:
-        return found[0]
-    (full, full_factor), (sliding, sliding_factor) = found
+        return rotations[0]
+    (full, full_factor), (sliding, sliding_factor) = rotations
     factor = full_factor
     if full_factor != sliding_factor:
         factor = jnp.where(slides, sliding_factor, full_factor)
@@ -140,9 +147,9 @@ def _rotation(config: DecoderConfig, slides: Bool[Array, ""] | None) -> tuple[An
 
 
 class Block(nn.Module):
-    """Transformer layer: attention and gated MLP, each after an RMS norm, each added to x.
+    """Transformer layer: attention and gated MLP, each with an RMS norm before it.
 
-    With `out_norms` each is normed before it is added, too.
+    With `out_norms`, each has a norm after it as well.
     """
 
     config: DecoderConfig
@@ -163,34 +170,34 @@ class Block(nn.Module):
         return rms_norm(self.config, name=name)
 
     def _whole(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normed input of projections, no longer sharded by length over tensor."""
+        """Return the normed input of projections, no longer sharded by length over tensor."""
         return constrain(self._norm(name)(x), "batch", "sequence", None)
 
     def _add(self, x: Float[Array, "B T D"], more: Float[Array, "B T D"]):
-        """Residual stream after an addition, sharded by length again.
+        """Return the residual stream after an addition, sharded by length again.
 
-        `more` is constrained to the length of the block's inside first. Otherwise its gradient,
-        which has that length, would be gathered over the batch too.
+        `more` is constrained to the sharding inside the block first. Otherwise its gradient, which
+        has that sharding, would be gathered over the batch too.
         """
         return constrain(x + constrain(more, "batch", "sequence", None), "batch", "length", None)
 
     def _rotated(self, queries: Array, keys: Array, positions: Int[Array, "B T"], slides: Any):
         c = self.config
         frequencies, factor = _rotation(c, slides)
-        of_queries = factor
+        query_factor = factor
         if c.query_scalar is not None:  # attention divides by the root of head_dim
-            of_queries *= (c.head_dim / c.query_scalar) ** 0.5
+            query_factor *= (c.head_dim / c.query_scalar) ** 0.5
         if c.rope_scaling is not None and c.rope_scaling.query_growth:
-            of_queries *= query_growth(positions, c.rope_scaling)
-        queries = rotate(queries, positions, frequencies, of_queries)
+            query_factor *= query_growth(positions, c.rope_scaling)
+        queries = rotate(queries, positions, frequencies, query_factor)
         return queries, rotate(keys, positions, frequencies, factor)
 
     def _mlp(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        c, biased = self.config, {"use_bias": self.config.mlp_bias}
-        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), **biased)(h)
-        up = self._linear("up", (c.mlp,), ("embed", "mlp"), **biased)(h)
+        c = self.config
+        gate = self._linear("gate", (c.mlp,), ("embed", "mlp"), use_bias=c.mlp_bias)(h)
+        up = self._linear("up", (c.mlp,), ("embed", "mlp"), use_bias=c.mlp_bias)(h)
         product = constrain(ACTIVATIONS[c.activation](gate, up), "batch", "sequence", "mlp")
-        return self._linear("down", (c.embed,), ("mlp", "embed"), **biased)(product)
+        return self._linear("down", (c.embed,), ("mlp", "embed"), use_bias=c.mlp_bias)(product)
 
     @nn.compact
     def __call__(
@@ -201,10 +208,10 @@ class Block(nn.Module):
         slides: Bool[Array, ""] | None = None,
         routes: Int[Array, "B T k"] | None = None,
     ):
-        """Output and cache of a layer.
+        """Return output and cache of the layer.
 
         Args:
-            slides: for configs whose layers differ.
+            slides: whether this layer slides, if layers differ.
             routes: experts to take; None: the likeliest.
         """
         c = self.config
@@ -231,20 +238,20 @@ class Block(nn.Module):
 
 
 def layer_stacks(config: DecoderConfig) -> dict[str, int]:
-    """Number of layers in each stack of a parameter tree, by name, first layers first."""
+    """Return the number of layers in each stack of a parameter tree, first layers first."""
     frozen = {"frozen_layers": config.frozen_layers} if config.frozen_layers else {}
     return frozen | {"layers": config.layers - config.frozen_layers}
 
 
 def scaled_embeddings(x: Float[Array, "... D"], config: DecoderConfig) -> Float[Array, "... D"]:
-    """Embeddings of tokens as layers take them; the factor is rounded to their dtype."""
+    """Return embeddings as the first layer takes them; the factor is rounded to their dtype."""
     return x * jnp.asarray(config.embed**0.5, x.dtype) if config.scale_embeddings else x
 
 
 class Decoder(nn.Module):
-    """Decoder from the tokens of packed rows to final hidden states.
+    """Decoder from tokens of packed rows to final hidden states.
 
-    `model.logprobs` applies the output head to them.
+    `model.logprobs` applies the output head.
     """
 
     config: DecoderConfig
@@ -257,7 +264,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "R T"],
         routes: Int[Array, "R T L k"] | None = None,
     ) -> Float[Array, "R T D"]:
-        """Final hidden states; `routes` are experts to take, where they are not -1."""
+        """Return final hidden states; `routes` are experts to take, -1 for the likeliest."""
         c = self.config
         init = named(nn.initializers.normal(0.02), ("vocab", "embed"))
         embedding = self.param("embedding", init, (c.vocab, c.embed))
@@ -273,7 +280,8 @@ class Decoder(nn.Module):
         if c.remat != "none":
             block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
         context = Context(positions, segment_ids)
-        first, axes = 0, (nn.broadcast, nn.broadcast, 0, 0)  # of context, cache, slides, routes
+        first = 0
+        axes = (nn.broadcast, nn.broadcast, 0, 0)  # of context, cache, slides, routes
         by_layer = None if routes is None else jnp.moveaxis(routes, 2, 0)
         stacked = dict.fromkeys(("params", *RECORDS), 0)
         for name, length in layer_stacks(c).items():
@@ -295,24 +303,24 @@ class Decoder(nn.Module):
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Any:
-    """Random parameters, each boxed with its logical axis names; float32."""
+    """Return random float32 parameters, each boxed with its logical axis names."""
     ids = jnp.zeros((1, 1), jnp.int32)
     return Decoder(config).init(key, ids, ids, ids)["params"]
 
 
-@functools.lru_cache(maxsize=16)  # a start asks some eight times, and tracing takes long
+@functools.lru_cache(maxsize=16)  # called some eight times at start; tracing is slow
 def abstract_params(config: DecoderConfig) -> Any:
-    """Shapes and logical axis names of the parameters; nothing is computed."""
+    """Return shapes and logical axis names of the parameters without computing them."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
 def head_kernel(params: Any) -> Float[Array, "D V"]:
-    """Matrix of the output head: a parameter, or the transposed embedding where both are tied."""
+    """Return the matrix of the output head; if tied, the transposed embedding."""
     return params["head"] if "head" in params else params["embedding"].T
 
 
 def layer_paths(path: str, config: DecoderConfig) -> list[str]:
-    """Decoding's paths of a stack's layers; the path itself of a parameter outside layers."""
+    """Return the decoding paths of a stack's layers; the path itself outside layers."""
     stack, _, below = path.partition("/")
     first = {"frozen_layers": 0, "layers": config.frozen_layers}
     if stack not in first:
@@ -321,6 +329,6 @@ def layer_paths(path: str, config: DecoderConfig) -> list[str]:
 
 
 def for_decoding(flat: Mapping[str, Array | jax.ShapeDtypeStruct], config: DecoderConfig) -> Any:
-    """Parameter tree for decoding, where `layers` is a tuple with a tree for each layer."""
+    """Return the parameter tree for decoding: `layers` is a tuple of one tree per layer."""
     tree = unflatten_dict(flat, sep="/")
     return tree | {"layers": tuple(tree["layers"][str(i)] for i in range(config.layers))}

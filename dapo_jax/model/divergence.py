@@ -1,6 +1,6 @@
 """Divergence of a policy's next-token distributions from a teacher's, sharded by vocabulary.
 
-Computed at both output heads, in chunks of tokens, so neither's [R, T, V] ever exists.
+Both output heads are applied in chunks of tokens, so no [R, T, V] ever exists.
 """
 
 import functools
@@ -12,19 +12,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dapo_jax.model.lm_head import Share, add_up, cut_chunks, logits_of, sharded, uncut
+from dapo_jax.model.lm_head import HeadShard, add_up, cut_chunks, logits_of, sharded, uncut
 
-LEAST = 1e-30  # probability of what is left beside the likeliest tokens
+MIN_REST = 1e-30  # probability of all tokens but the likeliest
 
 
 class Divergence(NamedTuple):
     """Generalised Jensen-Shannon divergence of teacher P and student Q (GKD, arXiv 2306.13649).
 
-    beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q. At the ends, where that
-    is 0, its limits over beta and over 1 - beta: KL(P || Q) for 0, KL(Q || P) for 1.
+    beta KL(P || M) + (1 - beta) KL(Q || M), with M = beta P + (1 - beta) Q. At the ends, which
+    would be 0, it is its limit over beta and over 1 - beta: KL(P || Q) for 0, KL(Q || P) for 1.
 
     Attributes:
-        top_k: the teacher's likeliest tokens that are told apart, all others being one; 0: all are.
+        top_k: number of the teacher's likeliest tokens that are compared one by one; all others
+            count as one. 0: all tokens are compared.
         temperature: of both softmaxes.
     """
 
@@ -33,19 +34,19 @@ class Divergence(NamedTuple):
     temperature: float = 1.0
 
     def terms(self, p: Array, q: Array) -> Array:
-        """Each outcome's share, from its log-probabilities."""
+        """Return each outcome's contribution from its log-probs."""
         mixture = self._mixture(p, q)
-        of_p, of_q = self._weights()
-        return of_p * jnp.exp(p) * (p - mixture) + of_q * jnp.exp(q) * (q - mixture)
+        p_weight, q_weight = self._weights()
+        return p_weight * jnp.exp(p) * (p - mixture) + q_weight * jnp.exp(q) * (q - mixture)
 
     def slopes(self, p: Array, q: Array) -> Array:
-        """Derivatives by q, but for multiples of exp(q): they move no normalised distribution."""
+        """Return derivatives by q, except multiples of exp(q): normalisation cancels them."""
         if self.beta == 0:
             return -jnp.exp(p)
         return self._weights()[1] * jnp.exp(q) * (q - self._mixture(p, q))
 
     def _weights(self) -> tuple[float, float]:
-        """Weights of both KL terms."""
+        """Return the weights of both KL terms."""
         return (1 - self.beta, self.beta) if self.beta in (0, 1) else (self.beta, 1 - self.beta)
 
     def _mixture(self, p: Array, q: Array) -> Array:
@@ -54,60 +55,60 @@ class Divergence(NamedTuple):
         return jnp.logaddexp(math.log(self.beta) + p, math.log1p(-self.beta) + q)
 
 
-def _log_softmax(share: Share, logits: Float[Array, "n v"]) -> Float[Array, "n v"]:
-    logits -= share.largest(jnp.max(logits, axis=-1))[:, None]
-    return logits - jnp.log(share.add(jnp.sum(jnp.exp(logits), axis=-1)))[:, None]
+def _log_softmax(shard: HeadShard, logits: Float[Array, "n v"]) -> Float[Array, "n v"]:
+    logits -= shard.largest(jnp.max(logits, axis=-1))[:, None]
+    return logits - jnp.log(shard.add(jnp.sum(jnp.exp(logits), axis=-1)))[:, None]
 
 
-def _distributions(share: Share, divergence: Divergence, states: Sequence, heads: Sequence):
-    """Log-probabilities of teacher and student: of tokens [n, v], and of all the rest [n, 1].
+def _distributions(shard: HeadShard, divergence: Divergence, states: Sequence, heads: Sequence):
+    """Return log-probs of teacher and student, the compared tokens, and log-probs of the rest.
 
-    Between the two, which tokens are told apart [n, v].
+    The log-probs are [n, v] and those of the rest [n, 1]; compared tokens are bool [n, v].
     """
     student, teacher = (
-        _log_softmax(share, logits_of(hidden, head, divergence.temperature))
+        _log_softmax(shard, logits_of(hidden, head, divergence.temperature))
         for hidden, head in zip(states, heads, strict=True)
     )
-    apart = jnp.ones(teacher.shape, bool)
+    compared = jnp.ones(teacher.shape, bool)
     if divergence.top_k:
-        apart = share.likeliest(teacher, divergence.top_k)
-    left = [jnp.sum(jnp.where(apart, 0.0, jnp.exp(one)), axis=-1) for one in (teacher, student)]
-    rest = jnp.log(jnp.maximum(share.add(jnp.stack(left)), LEAST))[..., None]
-    return (teacher, student), apart, tuple(rest)
+        compared = shard.likeliest(teacher, divergence.top_k)
+    left = [jnp.sum(jnp.where(compared, 0.0, jnp.exp(x)), axis=-1) for x in (teacher, student)]
+    rest = jnp.log(jnp.maximum(shard.add(jnp.stack(left)), MIN_REST))[..., None]
+    return (teacher, student), compared, tuple(rest)
 
 
-def _divergences(share: Share, divergence: Divergence, chunk_tokens: int, *arrays):
+def _divergences(shard: HeadShard, divergence: Divergence, chunk_tokens: int, *arrays):
     hidden, head, teacher, teacher_head = arrays
-    heads = share.whole(head, hidden.dtype), share.whole(teacher_head, teacher.dtype)
+    heads = shard.whole(head, hidden.dtype), shard.whole(teacher_head, teacher.dtype)
 
     def of_chunk(states):
-        both, apart, rest = _distributions(share, divergence, states, heads)
-        terms = jnp.sum(jnp.where(apart, divergence.terms(*both), 0.0), axis=-1)
-        return share.add(terms) + divergence.terms(*rest)[:, 0]
+        both, compared, rest = _distributions(shard, divergence, states, heads)
+        terms = jnp.sum(jnp.where(compared, divergence.terms(*both), 0.0), axis=-1)
+        return shard.add(terms) + divergence.terms(*rest)[:, 0]
 
-    found = jax.lax.map(of_chunk, cut_chunks(chunk_tokens, hidden, teacher))
-    return uncut(found, *hidden.shape[:2])
+    divergences = jax.lax.map(of_chunk, cut_chunks(chunk_tokens, hidden, teacher))
+    return uncut(divergences, *hidden.shape[:2])
 
 
-def _divergence_gradients(share: Share, divergence: Divergence, chunk_tokens: int, *arrays):
-    """Gradients of the student's hidden states and head; the last array is that of the values.
+def _divergence_gradients(shard: HeadShard, divergence: Divergence, chunk_tokens: int, *arrays):
+    """Return gradients of the student's hidden states and head; the last array is upstream.
 
     d D / d logit = s - q sum(s), with the slopes s = d D / d log q.
     """
     hidden, head, teacher, teacher_head, upstream = arrays
-    heads = share.whole(head, hidden.dtype), share.whole(teacher_head, teacher.dtype)
+    heads = shard.whole(head, hidden.dtype), shard.whole(teacher_head, teacher.dtype)
 
     def slope_of_chunk(chunk):
         *states, upstream = chunk
-        both, apart, rest = _distributions(share, divergence, states, heads)
-        # A token of the rest has its share of the rest's slope.
+        both, compared, rest = _distributions(shard, divergence, states, heads)
+        # A token of the rest has a slope in proportion to its probability.
         inside = jnp.exp(both[1] - rest[1]) * divergence.slopes(*rest)
-        slopes = jnp.where(apart, divergence.slopes(*both), inside)
-        total = share.add(jnp.sum(slopes, axis=-1))[:, None]
+        slopes = jnp.where(compared, divergence.slopes(*both), inside)
+        total = shard.add(jnp.sum(slopes, axis=-1))[:, None]
         return (slopes - jnp.exp(both[1]) * total) * upstream[:, None] / divergence.temperature
 
     chunks = cut_chunks(chunk_tokens, hidden, teacher, upstream)
-    return add_up(share, slope_of_chunk, hidden, head, heads[0], chunks)
+    return add_up(shard, slope_of_chunk, hidden, head, heads[0], chunks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -119,18 +120,18 @@ def head_divergence(
     divergence: Divergence,
     chunk_tokens: int,
 ) -> Float[Array, "R T"]:
-    """Divergence of the student's next-token distribution from the teacher's, in nats; float32.
+    """Return the student's divergence from the teacher's next-token distributions; float32, nats.
 
     Args:
         hidden, teacher: final hidden states of both; the teacher's have no gradient.
-        chunk_tokens: number of tokens per device whose logits, of both, exist at the same time.
+        chunk_tokens: tokens per device with logits of both in memory at the same time.
     """
     return _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens)[0]
 
 
 def _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_tokens):
-    def local(share, *arrays):
-        return _divergences(share, divergence, chunk_tokens, *arrays)
+    def local(shard, *arrays):
+        return _divergences(shard, divergence, chunk_tokens, *arrays)
 
     arrays = hidden, head, teacher, teacher_head
     with jax.named_scope("divergence"):
@@ -138,8 +139,8 @@ def _keep_divergence(hidden, head, teacher, teacher_head, divergence, chunk_toke
 
 
 def _gradients_of_divergence(divergence, chunk_tokens, kept, upstream):
-    def local(share, *arrays):
-        return _divergence_gradients(share, divergence, chunk_tokens, *arrays)
+    def local(shard, *arrays):
+        return _divergence_gradients(shard, divergence, chunk_tokens, *arrays)
 
     with jax.named_scope("divergence"):
         return *sharded(local, "hwhwr", "hw")(*kept, upstream), None, None

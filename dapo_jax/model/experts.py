@@ -1,14 +1,14 @@
-"""Mixture of experts: gated MLPs of which each token takes the likeliest few; none is dropped.
+"""Mixture of experts: each token takes the gated MLPs with the highest logits; none is dropped.
 
-Tokens are sorted by expert and multiplied in groups, so no array has a place
-for each pair of token and expert. On a mesh each device computes its own experts: tokens are
-gathered over the mesh axis that cuts experts, and what they add up to is scattered back.
+Tokens are sorted by expert and multiplied in groups, so no array has an entry for each pair of
+token and expert. On a mesh each device computes its own experts: tokens are gathered over the mesh
+axis that cuts experts, and the weighted sums are scattered back.
 
-Routes are the experts that tokens took: recorded in one pass, they may be replayed in another.
+Routes are the experts that tokens took. One pass can record them and another one replay them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,16 +19,25 @@ from dapo_jax.model.grouped_products import grouped_product
 from dapo_jax.model.layers import ACTIVATIONS, ADAPTER_NAMES, BIAS, SCALE, Adapters, named
 from dapo_jax.runtime import sharding
 
-NAMES = ("expert_gate", "expert_up", "expert_down")  # parameters with one matrix for each expert
-# Collections of a router's records; a layer fills those that its caller asks for.
-ROUTES = "routes"  # [B, T, k] numbers of experts
-REPLACED = "replaced_routes"  # [B, T] share of replayed experts that it would not have taken
-BALANCE = "router_balance"  # [B, T] its probabilities by the experts' load; 1 where that is even
+NAMES = ("expert_gate", "expert_up", "expert_down")  # parameters with one matrix per expert
+# Flax collections of the fields of RouterRecords, also names of metrics. A layer fills the
+# collections that its caller requests.
+ROUTES = "routes"
+REPLACED = "replaced_routes"
+BALANCE = "router_balance"
 RECORDS = (ROUTES, REPLACED, BALANCE)
 
 
+class RouterRecords(NamedTuple):
+    """Decisions of all routers in a forward pass; None if they were not requested."""
+
+    routes: Int[Array, "R T L k"] | None = None  # numbers of experts
+    replaced: Float[Array, "L R T"] | None = None  # fraction of replayed experts not its own choice
+    balance: Float[Array, "L R T"] | None = None  # probabilities times load; 1 if that is even
+
+
 def route_dtype(experts: int) -> Any:
-    """Smallest integers for numbers of experts, and -1 where the route is not known."""
+    """Return the smallest integer type for numbers of experts, and -1 for unknown routes."""
     return jnp.int8 if experts <= 128 else jnp.int16
 
 
@@ -38,11 +47,12 @@ def route(
     normalise: bool,
     replayed: Int[Array, "B T k"] | None = None,
 ) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"], Int[Array, "B T k"]]:
-    """Weights (float32) and numbers of each token's experts, and of its `count` likeliest ones.
+    """Return weights (float32) and numbers of each token's experts, and its `count` likeliest.
 
     Args:
-        normalise: weights of a token add up to one; else they are probabilities among all experts.
-        replayed: experts to take; the likeliest where it is -1.
+        normalise: the weights of a token add up to one; otherwise they are probabilities among all
+            experts.
+        replayed: experts to take; -1 means the likeliest.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, likeliest = jax.lax.top_k(probabilities, count)
@@ -56,7 +66,7 @@ def route(
 
 
 def _replaced(chosen: Int[Array, "B T k"], likeliest: Int[Array, "B T k"]) -> Float[Array, "B T"]:
-    """Share of a token's experts that are not among its likeliest."""
+    """Return the fraction of a token's experts that are not among its likeliest."""
     same = (chosen[..., :, None] == likeliest[..., None, :]).any(axis=-1)
     return 1.0 - same.mean(axis=-1)
 
@@ -64,13 +74,13 @@ def _replaced(chosen: Int[Array, "B T k"], likeliest: Int[Array, "B T k"]) -> Fl
 def _balance(
     logits: Float[Array, "B T X"], chosen: Int[Array, "B T k"], real: Array
 ) -> Float[Array, "B T"]:
-    """Probabilities of a token, each times its expert's load over the mean load.
+    """Return the sum of a token's probabilities times the relative loads of the experts.
 
     Its mean over tokens is the load-balance loss of Switch Transformers (2101.03961, equation 4);
     loads have no gradient.
 
     Args:
-        real: [B, T] bool, false on padding, which is no load.
+        real: [B, T] bool, false on padding, which is not counted as load.
     """
     experts = logits.shape[-1]
     taken = jnp.where(real[..., None], chosen, experts)  # a number past the last is dropped
@@ -82,7 +92,7 @@ def _balance(
 def _grouped(
     rows: Float[Array, "n I"], matrices: dict[str, Array], name: str, sizes: Array, group: Array
 ) -> Float[Array, "n O"]:
-    """Product of sorted rows with the matrices of their experts."""
+    """Return the product of sorted rows with the matrices of their experts."""
     product = grouped_product(rows, matrices[name].astype(rows.dtype), sizes)
     scale, bias = matrices.get(name + SCALE), matrices.get(name + BIAS)
     own = jnp.minimum(group, len(sizes) - 1)
@@ -103,40 +113,36 @@ def mix(
     activation: Callable,
     first: Array | int = 0,
 ) -> Float[Array, "N D"]:
-    """Weighted sum of each token's experts, of those from number `first` on that are here.
+    """Return the weighted sum of each token's experts with numbers from `first` in `matrices`.
 
     Args:
-        matrices: by NAMES [x, I, O], the scales of int8 ones [x, O], biases [x, O], and adapters
+        matrices: [x, I, O] by NAMES, scales of int8 matrices [x, O], biases [x, O], and adapters
             [x, I, rank] and [x, rank, O], the latter scaled.
-        activation: of gate and up, as in ACTIVATIONS.
+        activation: function of gate and up, as in ACTIVATIONS.
     """
     (tokens, per_token), count = chosen.shape, matrices[NAMES[0]].shape[0]
     local = chosen.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < count), local, count)  # `count`: of other devices
+    local = jnp.where((local >= 0) & (local < count), local, count)  # `count`: another device's
     order = jnp.argsort(local, stable=True)
     group = local[order]
     sizes = jnp.bincount(local, length=count).astype(jnp.int32)
     rows = x[order // per_token]
     gate, up = (_grouped(rows, matrices, name, sizes, group) for name in NAMES[:2])
     out = _grouped(activation(gate, up), matrices, NAMES[2], sizes, group)
-    # Rows past the groups are other devices': a kernel may leave anything there.
+    # Rows past the groups belong to other devices; kernels leave them undefined.
     out = jnp.where((group < count)[:, None], out, 0)
     back = out[jnp.argsort(order)].reshape(tokens, per_token, -1)
     return jnp.sum(back * weights[:, :, None], axis=1).astype(x.dtype)
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _spread(
+def _mix_on_mesh(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T k"],
     chosen: Int[Array, "B T k"],
     matrices: dict[str, Array],
     activation: Callable,
 ) -> Float[Array, "B T D"]:
-    """Weighted sums on every device for its own experts, added up over the mesh."""
+    """Return the weighted sums of the experts of all devices."""
 
     def flat(x, weights, chosen, matrices, first):
         def merged(array):
@@ -158,18 +164,20 @@ def _spread(
         name: sharding.dividing_spec(array.shape, *names[name]) for name, array in matrices.items()
     }
     gate = specs[NAMES[0]]
-    of_experts, of_mlp = _axes(gate[0]), _axes(gate[2])
-    shared = tuple(axis for axis in of_experts if axis in _axes(rows[0]))
-    rest = tuple(axis for axis in of_experts if axis not in shared) + of_mlp
+    expert_axes = sharding.entry_axes(gate[0])
+    mlp_axes = sharding.entry_axes(gate[2])
+    row_axes = sharding.entry_axes(rows[0])
+    shared = tuple(axis for axis in expert_axes if axis in row_axes)
+    rest = tuple(axis for axis in expert_axes if axis not in shared) + mlp_axes
 
     def on_device(x, weights, chosen, matrices):
         first: Array | int = 0
         last = NAMES[2] + BIAS
-        if of_mlp and last in matrices:  # every part of `mlp` adds to the sum, the bias once
-            once = jax.lax.axis_index(of_mlp) == 0
+        if mlp_axes and last in matrices:  # all parts of `mlp` are summed: add the bias once
+            once = jax.lax.axis_index(mlp_axes) == 0
             matrices = matrices | {last: jnp.where(once, matrices[last], 0)}
-        if of_experts:
-            first = jax.lax.axis_index(of_experts) * matrices[NAMES[0]].shape[0]
+        if expert_axes:
+            first = jax.lax.axis_index(expert_axes) * matrices[NAMES[0]].shape[0]
         if shared:
             x, weights, chosen = (
                 jax.lax.all_gather(array, shared, tiled=True) for array in (x, weights, chosen)
@@ -185,13 +193,9 @@ def _spread(
 
 
 class Experts(nn.Module):
-    """Router and experts of a layer, in place of its MLP.
+    """Router and experts of a layer, in place of its MLP."""
 
-    Args:
-        config: of a decoder, with `experts` matrices of width `mlp`.
-    """
-
-    config: Any
+    config: Any  # DecoderConfig with `experts` matrices of width `mlp`
 
     @nn.compact
     def __call__(
@@ -200,15 +204,16 @@ class Experts(nn.Module):
         context: Any = None,
         replayed: Int[Array, "B T k"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Weighted sum of each token's experts: its likeliest, or the `replayed` ones."""
+        """Return the weighted sum of each token's experts: likeliest or `replayed` ones."""
         c = self.config
         router = self._matrix("router", (c.embed, c.experts), ("embed", None), c.embed)
         kernel, bias = router["router"].astype(c.dtype), router.get("router" + BIAS)
         logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
         if bias is not None:
             logits += bias.astype(c.dtype).astype(jnp.float32)
-        counts = c.experts_per_token, c.normalise_experts
-        weights, chosen, likeliest = route(logits, *counts, replayed)
+        weights, chosen, likeliest = route(
+            logits, c.experts_per_token, c.normalise_experts, replayed
+        )
         self._record(ROUTES, lambda: chosen.astype(route_dtype(c.experts)))
         self._record(REPLACED, lambda: _replaced(chosen, likeliest))
         self._record(BALANCE, lambda: _balance(logits, chosen, context.segment_ids > 0))
@@ -218,7 +223,7 @@ class Experts(nn.Module):
         for name in NAMES[:2]:
             matrices |= self._matrix(name, (c.experts, c.embed, c.mlp), inward, c.embed)
         matrices |= self._matrix(NAMES[2], (c.experts, c.mlp, c.embed), outward, c.mlp)
-        return _spread(x, weights, chosen, matrices, ACTIVATIONS[c.activation])
+        return _mix_on_mesh(x, weights, chosen, matrices, ACTIVATIONS[c.activation])
 
     def _record(self, name: str, value: Callable[[], Array]) -> None:
         if self.is_mutable_collection(name) and not self.is_initializing():
@@ -227,16 +232,16 @@ class Experts(nn.Module):
     def _matrix(
         self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], summed: int
     ) -> dict[str, Array]:
-        """Kernel of that name, and its scale, bias and adapters where it has them."""
+        """Return the kernel of that name, and its scale, bias and adapters if it has them."""
         adapters = self.config.adapters
         if adapters and name.removeprefix("expert_") not in adapters.targets:
             adapters = None
-        found = _Kernel(shape, axes, summed, adapters, self.config.expert_bias, name=name)()
-        return {name + suffix: array for suffix, array in found.items()}
+        kernel = _Kernel(shape, axes, summed, adapters, self.config.expert_bias, name=name)
+        return {name + suffix: array for suffix, array in kernel().items()}
 
 
 class _Kernel(nn.Module):
-    """Parameter `kernel` below a name of its own, as linear layers have it."""
+    """Kernel of a router or of experts below its own name, as in linear layers."""
 
     shape: tuple[int, ...]
     axes: tuple[Any, ...]
@@ -246,22 +251,22 @@ class _Kernel(nn.Module):
 
     @nn.compact
     def __call__(self) -> dict[str, Array]:
-        """The kernel under "", scale and bias under SCALE and BIAS, adapters under their names."""
+        """Return kernel (key ""), scale (SCALE), bias (BIAS) and adapters (their names)."""
         init = named(nn.initializers.normal(self.summed**-0.5), self.axes)
-        found = {"": self.param("kernel", init, self.shape)}
+        arrays = {"": self.param("kernel", init, self.shape)}
         if self.has_variable("params", "kernel" + SCALE):
-            found[SCALE] = self.get_variable("params", "kernel" + SCALE)
+            arrays[SCALE] = self.get_variable("params", "kernel" + SCALE)
         if self.use_bias:
             *experts, _, outer = range(len(self.shape))
             axes = tuple(self.axes[i] for i in (*experts, outer))
             shape = tuple(self.shape[i] for i in (*experts, outer))
-            found[BIAS] = self.param("bias", named(nn.initializers.zeros, axes), shape)
+            arrays[BIAS] = self.param("bias", named(nn.initializers.zeros, axes), shape)
         if self.adapters:
             (down, up), rank = ADAPTER_NAMES, self.adapters.rank
             experts, inner, outer = self.axes
             init = named(nn.initializers.normal(self.summed**-0.5), (experts, inner, "rank"))
-            found[down] = self.param(down, init, (*self.shape[:2], rank))
+            arrays[down] = self.param(down, init, (*self.shape[:2], rank))
             init = named(nn.initializers.zeros, (experts, "rank", outer))
             matrix = self.param(up, init, (self.shape[0], rank, self.shape[2]))
-            found[up] = self.adapters.scale * matrix
-        return found
+            arrays[up] = self.adapters.scale * matrix
+        return arrays

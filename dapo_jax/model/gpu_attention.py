@@ -1,6 +1,7 @@
-"""Attention of GPUs, by the Triton kernels that JAX ships: over packed rows, over slot caches.
+"""Attention on GPUs by JAX's Triton kernels, over packed rows and over slot caches.
 
-No GPU has run them here: tests run them by Pallas' interpreter, and `dapo-jax plan` compiles them.
+The kernels were not run on a GPU so far: tests use Pallas' interpreter, and `dapo-jax plan`
+compiles them.
 """
 
 import functools
@@ -10,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-PLATFORMS = ("gpu", "cuda")  # of devices that are here, and of those that are compiled for
+PLATFORMS = ("gpu", "cuda")  # names of local devices and of compilation targets
 ROW_MULTIPLE = 128  # tokens; both kernels' blocks divide it
-SPLITS, BLOCKS = (16, 8, 4, 2, 1), (128, 64, 32, 16)  # of a cache's tokens, the best first
+SPLITS, BLOCKS = (16, 8, 4, 2, 1), (128, 64, 32, 16)  # of a cache's tokens, best first
 
 
 def has_kernels(platform: str, head_dim: int, dtype: Any = None) -> bool:
-    """True where the kernels take heads of that width, and a cache of that dtype."""
+    """Return True if the kernels support heads of that width and a cache of that dtype."""
     fits = head_dim >= 16 and head_dim & (head_dim - 1) == 0
     return platform in PLATFORMS and fits and (dtype is None or jnp.dtype(dtype) != jnp.int8)
 
@@ -30,8 +31,8 @@ def rows_attention(
     *,
     interpret: bool,
 ) -> Float[Array, "R T H E"]:
-    """Causal attention inside segments, without a [T, T] array; T a multiple of ROW_MULTIPLE."""
-    assert sinks is None, "the kernel has none"
+    """Return causal attention inside segments without a [T, T] array; ROW_MULTIPLE divides T."""
+    assert sinks is None, "the kernel has no sinks"
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     groups = queries.shape[2] // keys.shape[2]
@@ -41,7 +42,7 @@ def rows_attention(
 
 
 def split_of(length: int) -> tuple[int, int] | None:
-    """(pieces, block) in which the kernel reads a cache of `length`; None where it can't."""
+    """Return the kernel's (pieces, block) for a cache of `length`; None if it can't read it."""
     pairs = ((pieces, block) for block in BLOCKS for pieces in SPLITS)
     return next((pair for pair in pairs if length % (pair[0] * pair[1]) == 0), None)
 
@@ -54,7 +55,7 @@ def slots_attention(
     *,
     interpret: bool,
 ) -> Float[Array, "S H E"]:
-    """Attention of one query a slot over the first `lengths` tokens of its cache.
+    """Return the attention of one query per slot over the first `lengths` tokens of its cache.
 
     Blocks beyond them are not read.
     """
@@ -77,7 +78,9 @@ def slots_attention(
         return_residuals=False,
         normalize_output=True,
     )
-    each_head = jax.vmap(lambda *one: kernel(*one[:3], kv_seq_len=one[3]), (0, 0, 0, None))
+    each_head = jax.vmap(
+        lambda q, k, v, length: kernel(q, k, v, kv_seq_len=length), (0, 0, 0, None)
+    )
     split = queries.reshape(slots, keys.shape[1], -1, width)
     mixed: Any = jax.vmap(each_head)(split, keys, values, lengths)
     return mixed.reshape(slots, heads, width)

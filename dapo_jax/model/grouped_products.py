@@ -1,9 +1,9 @@
-"""Products of sorted rows with the matrices of their groups, and gradients that cost as much.
+"""Products of sorted rows with the matrices of their groups, and gradients of the same cost.
 
-`jax.lax.ragged_dot` does as many operations as there are rows in its kernel on TPU only, and there
-not in its gradient by the matrices: by the compiled text (jax 0.10.2, libtpu 0.0.42) that is a
-product of all rows with each group's mask. So that gradient is megablox' kernel, and a CPU, which
-would multiply all rows with all matrices, cuts groups into blocks.
+The cost of `jax.lax.ragged_dot` is proportional to the rows only in its TPU kernel, and not in its
+gradient by the matrices: the compiled text (jax 0.10.2, libtpu 0.0.42) multiplies all rows with
+each group's mask. So megablox' kernel computes that gradient. A CPU, which would multiply all rows
+with all matrices, cuts groups into blocks.
 """
 
 import math
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 TILE = 512  # of the kernel's rows, and of both sides of a matrix
-SMALLEST_TILE = 128  # of rows; it has to divide them
-MAX_ROWS, FEWEST_ROWS = 64, 8  # of a block
+MIN_TILE = 128  # of rows; it has to divide them
+MIN_ROWS, MAX_ROWS = 8, 64  # of a block
 
 
 @jax.custom_vjp
 def grouped_product(
     rows: Float[Array, "n I"], matrices: Float[Array, "x I O"], sizes: Int[Array, "x"]
 ) -> Float[Array, "n O"]:
-    """Product of each row with its group's matrix; rows past the groups may hold anything."""
+    """Return the product of each row with its group's matrix; undefined past the groups."""
     return jax.lax.platform_dependent(
         rows, matrices, sizes, cpu=product_by_blocks, default=jax.lax.ragged_dot
     )
@@ -36,7 +36,7 @@ def _backward(kept: tuple, gradient: Array) -> tuple[Array, Array, None]:
     rows, matrices, sizes = kept
     by_rows = grouped_product(gradient, matrices.swapaxes(1, 2), sizes)
     grouped = jnp.arange(len(rows)) < sizes.sum()
-    by_rows = jnp.where(grouped[:, None], by_rows, 0)  # rows are added up again: nothing of others
+    by_rows = jnp.where(grouped[:, None], by_rows, 0)  # undefined rows are summed later
 
     def transposed(product):
         def by_matrices(rows, matrices, sizes, gradient):
@@ -47,7 +47,7 @@ def _backward(kept: tuple, gradient: Array) -> tuple[Array, Array, None]:
 
     kinds: dict[str, Callable]
     kinds = {"cpu": transposed(product_by_blocks), "default": transposed(jax.lax.ragged_dot)}
-    if len(rows) % SMALLEST_TILE == 0:
+    if len(rows) % MIN_TILE == 0:
         kinds["tpu"] = lambda rows, _, sizes, gradient: matrices_gradient(rows, gradient, sizes)
     return by_rows, jax.lax.platform_dependent(rows, matrices, sizes, gradient, **kinds), None
 
@@ -62,10 +62,10 @@ def matrices_gradient(
     *,
     interpret: bool = False,
 ) -> Float[Array, "x I O"]:
-    """Sum over each group of the outer products of its rows, by the TPU's kernel.
+    """Return each group's sum of the outer products of its rows, by the TPU's kernel.
 
     Args:
-        interpret: runs the kernel as plain operations, slowly, where there is no TPU (for tests).
+        interpret: run the kernel as plain operations, slowly, without a TPU (for tests).
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
@@ -76,9 +76,9 @@ def matrices_gradient(
 def product_by_blocks(
     rows: Float[Array, "n I"], matrices: Float[Array, "x I O"], sizes: Int[Array, "x"]
 ) -> Float[Array, "n O"]:
-    """The product of groups that are padded to whole blocks of rows, each with one matrix."""
+    """Return the product with groups padded to whole blocks of rows, each with one matrix."""
     count, groups = len(rows), len(sizes)
-    block = min(MAX_ROWS, max(FEWEST_ROWS, 1 << (count // groups).bit_length()))
+    block = min(MAX_ROWS, max(MIN_ROWS, 1 << (count // groups).bit_length()))
     places = (-(-count // block) + groups) * block
     padded = -(-sizes // block) * block
     ends, padded_ends = jnp.cumsum(sizes), jnp.cumsum(padded)
@@ -86,10 +86,10 @@ def product_by_blocks(
     group = jnp.minimum(jnp.searchsorted(ends, row, side="right"), groups - 1)
     place = row + ((padded_ends - padded) - (ends - sizes))[group]
     place = jnp.where(row < ends[-1], place, places)  # a place past the last is dropped
-    spread = jnp.zeros((places, rows.shape[1]), rows.dtype)
-    spread = spread.at[place].set(rows, mode="drop", unique_indices=True)
+    padded_rows = jnp.zeros((places, rows.shape[1]), rows.dtype)
+    padded_rows = padded_rows.at[place].set(rows, mode="drop", unique_indices=True)
     first = jnp.arange(0, places, block)
     owner = jnp.minimum(jnp.searchsorted(padded_ends, first, side="right"), groups - 1)
-    blocks = spread.reshape(len(first), block, -1)
+    blocks = padded_rows.reshape(len(first), block, -1)
     product = jnp.einsum("bri,bio->bro", blocks, matrices[owner]).reshape(places, -1)
     return product.at[place].get(mode="fill", fill_value=0)

@@ -1,6 +1,6 @@
-"""Forward passes of the sampler: prefill of prompts, one decode step of all slots, scores.
+"""Forward passes of the sampler: prefill of prompts, decode steps, scores of tokens.
 
-Training's `Block` is applied layer by layer to per-layer parameters and caches, so that XLA updates
+They apply training's `Block` layer by layer to per-layer parameters and caches, so that XLA updates
 the caches in place. A scan over layers would copy a stacked cache.
 """
 
@@ -31,8 +31,10 @@ def _embedded(params: Any, config: DecoderConfig, tokens: Int[Array, "..."]) -> 
 def _run_layers(
     params: Any, config: DecoderConfig, attend: Callable, x: Array, context: Any, caches: tuple
 ) -> tuple[Array, tuple, Int[Array, "B T L k"] | None]:
-    """Output and caches of all layers, and their routes where the config records them."""
-    new_caches, routes, mutable = [], [], [ROUTES] if config.records_routes else []
+    """Return output and caches of all layers, and their routes if the config records them."""
+    new_caches: list[Any] = []
+    routes: list[Any] = []
+    mutable = [ROUTES] if config.records_routes else []
     for number, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         block = Block(config.of_layer(number), attend)
         (x, cache), record = block.apply({"params": layer}, x, context, cache, mutable=mutable)
@@ -49,13 +51,13 @@ def prefill(
     lengths: Int[Array, "B"],
     chunk_tokens: int = 0,
 ) -> tuple[tuple[PromptCache, ...], Int[Array, "B P L k"] | None]:
-    """Prefills prompts that are padded on the right: keys and values of every layer, and routes.
+    """Return keys and values of every layer for prompts padded on the right, and routes.
 
-    Padding never reaches earlier positions; the caller masks the keys that it leaves.
+    Padding never affects earlier positions; the caller masks its keys.
 
     Args:
-        chunk_tokens: longer prompts go through the layers in chunks of so many tokens, up to the
-            end of the longest; attention scores are then [chunk, P]. 0: all at once.
+        chunk_tokens: tokens of a longer prompt that go through the layers at a time, up to the end
+            of the longest; attention scores are then [chunk, P]. 0: all at once.
     """
     batch, width = tokens.shape
 
@@ -87,7 +89,7 @@ def prefill(
 
 
 def empty_routes(config: DecoderConfig, batch: int, length: int) -> Int[Array, "B T L k"]:
-    """Routes that are not known yet."""
+    """Return routes that are not known yet."""
     shape = batch, length, config.layers, config.experts_per_token
     return jnp.full(shape, -1, route_dtype(config.experts))
 
@@ -100,7 +102,7 @@ def decode_step(
     context: SlotContext,
     caches: tuple,
 ) -> tuple[Float[Array, "S V"], tuple, Int[Array, "S L k"] | None]:
-    """Feeds one token per slot; float32 logits of the next token, new caches, and routes."""
+    """Feed one token per slot; return float32 logits of the next token, caches, and routes."""
     x = _embedded(params, config, tokens)[:, None]
     x, caches, routes = _run_layers(params, config, attend, x, context, caches)
     routes = None if routes is None else routes[:, 0]
@@ -124,14 +126,15 @@ def score(
     likeliest: int,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "T"], Float[Array, "T k"], Int[Array, "T k"]]:
-    """Scores of given tokens: at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest there.
+    """Return, at t, log p(tokens[t + 1] | tokens[<= t]) and the likeliest tokens.
 
     Args:
-        tokens: padded on the right; what stands at the padding means nothing.
+        tokens: padded on the right; results at the padding are undefined.
         likeliest: number of likeliest tokens.
-        chunk_tokens: tokens that go through the layers and the head at once; it divides T.
+        chunk_tokens: tokens that go through the layers and the head at a time; it divides T.
 
-    Returns the log-probs, and the log-probs and ids of the likeliest tokens, in float32.
+    Returns:
+        Log-probs, and log-probs and ids of the likeliest tokens; float32.
     """
     following = jnp.roll(tokens, -1)
     empty = jnp.zeros((1, *tokens.shape, config.kv_heads, config.head_dim), config.dtype)

@@ -1,4 +1,4 @@
-"""Parts of a transformer layer: linear layers with low-rank adapters, norms, activations."""
+"""Parts of a transformer: linear layers with low-rank adapters, norms, activations, embeddings."""
 
 import dataclasses
 import math
@@ -8,23 +8,24 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.quantisation import int8_product
-from dapo_jax.runtime.sharding import active_pieces
+from dapo_jax.runtime import sharding
 
-ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters beside the kernel that they add to
+ADAPTER_NAMES = ("lora_a", "lora_b")  # parameters next to the kernel that they adapt
 SCALE = "_scale"  # suffix of the parameter that holds an int8 matrix's scales
-BIAS = "_bias"  # ... that holds biases of matrices in one dictionary
-LIMIT, SHARPNESS = 7.0, 1.702  # of gpt-oss
+BIAS = "_bias"  # suffix of an expert's bias in a dictionary of matrices
+GATE_LIMIT, GATE_SHARPNESS = 7.0, 1.702  # of gpt-oss
 
 
 def _clipped_swish(gate: Array, up: Array) -> Array:
-    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
-    return gate * nn.sigmoid(SHARPNESS * gate) * (up + 1)
+    gate = jnp.minimum(gate, GATE_LIMIT)
+    up = jnp.clip(up, -GATE_LIMIT, GATE_LIMIT)
+    return gate * nn.sigmoid(GATE_SHARPNESS * gate) * (up + 1)
 
 
-ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {  # of gate and up
+ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {  # functions of gate and up
     "silu": lambda gate, up: nn.silu(gate) * up,
     "gelu_tanh": lambda gate, up: nn.gelu(gate, approximate=True) * up,
     "clipped_swish": _clipped_swish,
@@ -33,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {  # of gate and up
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters of matrices: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
+    """Settings of low-rank adapters: y = x W + scale (x A) B (LoRA, arXiv 2106.09685)."""
 
     rank: int
     scale: float  # alpha / rank
@@ -41,12 +42,12 @@ class Adapters:
 
 
 def named(init: Callable, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Initialiser whose parameter carries these logical axis names; `self.param` unboxes it."""
+    """Return the initialiser with logical axis names for its parameter, unboxed by `self.param`."""
     return nn.with_logical_partitioning(init, axes)
 
 
 class OffsetNorm(nn.Module):
-    """RMS norm times 1 + scale, as Gemma's."""
+    """RMS norm that multiplies by 1 + scale, as in Gemma."""
 
     epsilon: float
     dtype: Any
@@ -63,7 +64,7 @@ class Projection(nn.Module):
     """Linear layer over the last `contracted` axes of x, as one product of two matrices.
 
     The axes are merged because XLA:CPU transposes and recomputes the gradient of a product over
-    several axes, which took a third of the backward pass.
+    several axes, which cost a third of the backward pass.
     """
 
     features: tuple[int, ...]
@@ -72,7 +73,7 @@ class Projection(nn.Module):
     contracted: int = 1
     use_bias: bool = False
     adapters: Adapters | None = None
-    int8_products: bool = False  # where the kernel is int8
+    int8_products: bool = False  # if the kernel is int8
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
@@ -85,7 +86,7 @@ class Projection(nn.Module):
         if scaled:
             scale = self.get_variable("params", "kernel" + SCALE).reshape(-1)
         if scaled and self.int8_products:
-            pieces = active_pieces(inputs[0], self.axes[0])
+            pieces = sharding.active_pieces(inputs[0], self.axes[0])
             product = int8_product(flat, kernel, scale, self.dtype, pieces)
         else:
             product = flat @ kernel.astype(self.dtype)
@@ -102,11 +103,42 @@ class Projection(nn.Module):
     def _low_rank(
         self, adapters: Adapters, flat: Float[Array, "N I"], inputs: tuple[int, ...]
     ) -> Array:
-        """The adapters' term, scale (x A) B; B starts at zero, so training starts at the base."""
-        rank, inner, into = adapters.rank, flat.shape[1], self.axes[: self.contracted]
-        init = named(nn.initializers.normal(inner**-0.5), (*into, "rank"))
+        """Return scale (x A) B; B starts at zero, so training starts at the base model."""
+        rank = adapters.rank
+        inner = flat.shape[1]
+        axes = (*self.axes[: self.contracted], "rank")
+        init = named(nn.initializers.normal(inner**-0.5), axes)
         down = self.param(ADAPTER_NAMES[0], init, (*inputs, rank)).astype(self.dtype)
         axes = ("rank", *self.axes[self.contracted :])
         init = named(nn.initializers.zeros, axes)
         up = self.param(ADAPTER_NAMES[1], init, (rank, *self.features)).astype(self.dtype)
         return adapters.scale * (flat @ down.reshape(inner, rank)) @ up.reshape(rank, -1)
+
+
+def look_up(table: Float[Array, "V D"], tokens: Int[Array, "R T"], dtype: Any) -> Array:
+    """Return the embeddings [R T D] of packed rows; the table is gathered over width in `dtype`.
+
+    Each device looks up its own tokens in its part of the vocabulary. Otherwise the compiler
+    gathers rows of other devices for the table's gradient.
+    """
+    if sharding.active_mesh() is None:
+        return table.astype(dtype)[tokens]
+    vocab, embed = sharding.active_axes("vocab"), sharding.active_axes("embed")
+
+    def look_up_locally(table: Float[Array, "v d"], tokens: Int[Array, "r t"]) -> Array:
+        table = table.astype(dtype)
+        if embed:
+            table = jax.lax.all_gather(table, embed, axis=1, tiled=True)
+        if not vocab:
+            return table[tokens]
+        indices = tokens - jax.lax.axis_index(vocab) * len(table)
+        local = (indices >= 0) & (indices < len(table))
+        embedded = jnp.where(local[..., None], table[jnp.where(local, indices, 0)], 0)
+        return jax.lax.psum(embedded, vocab)
+
+    rows = sharding.active_spec("batch", "sequence")
+    return jax.shard_map(
+        look_up_locally,
+        in_specs=(sharding.active_spec("vocab", "embed"), rows),
+        out_specs=sharding.active_spec("batch", "sequence", None),
+    )(table, tokens)

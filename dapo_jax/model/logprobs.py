@@ -1,13 +1,14 @@
-"""Log-probabilities, entropies and scalar values of packed tokens under a decoder."""
+"""Log-probs, entropies and scalar values of packed tokens under a decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, cast
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from dapo_jax.model.decoder import Decoder, DecoderConfig, head_kernel, layer_stacks
 from dapo_jax.model.divergence import Divergence, head_divergence
+from dapo_jax.model.experts import BALANCE, REPLACED, ROUTES, RouterRecords
 from dapo_jax.model.lm_head import head_logprobs
 
 
@@ -21,9 +22,9 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability log p(tokens[t] | tokens[<t]) and its distribution's entropy, at t; float32.
+    """Return log p(tokens[t] | tokens[<t]) and the entropy of its distribution, at t; float32.
 
-    The first token of a segment has no past: both numbers are meaningless there and must be masked.
+    The first token of a segment has no past: mask both numbers there.
     """
     hidden, _ = hidden_states(params, config, tokens, segment_ids, positions)
     return logprobs_of(params, hidden, tokens, temperature, chunk_tokens)
@@ -36,21 +37,27 @@ def hidden_states(
     segment_ids: Int[Array, "R T"],
     positions: Int[Array, "R T"],
     routes: Int[Array, "R T L k"] | None = None,
-    record: Sequence[str] = (),
-) -> tuple[Float[Array, "R T D"], dict[str, Shaped[Array, "L R T ..."]]]:
-    """Final hidden states, of the compute dtype: at t of tokens[<=t]; and records of the routers.
+    record: Collection[str] = (),
+) -> tuple[Float[Array, "R T D"], RouterRecords]:
+    """Return the final hidden states, at t those of tokens[<=t], and records of the routers.
 
     Args:
-        routes: experts to take, where they are not -1.
-        record: some of `experts.RECORDS`.
+        routes: experts to take; -1 for the likeliest.
+        record: the `experts.RECORDS` to return.
     """
-    arrays = tokens, segment_ids, positions, routes
-    hidden, records = Decoder(config).apply({"params": params}, *arrays, mutable=list(record))
-    by_layer = {}
-    for name in record:
-        stacks: list[Any] = [records[name][stack] for stack in layer_stacks(config)]
-        by_layer[name] = jnp.concatenate([stack["moe"]["layer"] for stack in stacks])
-    return cast(Array, hidden), by_layer
+    hidden, collections = Decoder(config).apply(
+        {"params": params}, tokens, segment_ids, positions, routes, mutable=list(record)
+    )
+
+    def layers(name: str) -> Array | None:
+        if name not in record:
+            return None
+        stacks: list[Any] = [collections[name][stack] for stack in layer_stacks(config)]
+        return jnp.concatenate([stack["moe"]["layer"] for stack in stacks])
+
+    routes = layers(ROUTES)
+    routes = None if routes is None else jnp.moveaxis(routes, 0, 2)
+    return cast(Array, hidden), RouterRecords(routes, layers(REPLACED), layers(BALANCE))
 
 
 def logprobs_of(
@@ -60,9 +67,9 @@ def logprobs_of(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probabilities and entropies of `token_logprobs`, from the final hidden states."""
+    """Return log-probs and entropies as `token_logprobs`, from the final hidden states."""
     following = jnp.roll(tokens, -1, axis=1)
-    # jax.custom_vjp loses the type of the function.
+    # jax.custom_vjp loses the function's type.
     logprobs, entropy = cast(
         tuple[Array, Array],
         head_logprobs(hidden, head_kernel(params), following, temperature, chunk_tokens),
@@ -78,14 +85,15 @@ def divergences_of(
     divergence: Divergence,
     chunk_tokens: int,
 ) -> Float[Array, "R T"]:
-    """Divergence, at t, of the distributions that tokens[t] is from; float32, in nats.
+    """Return, at t, the divergence of the distributions of tokens[t]; float32, in nats.
 
-    As of log-probabilities the first of a segment is meaningless.
+    The value at the first token of a segment must be masked.
     """
-    heads = head_kernel(params), head_kernel(teacher_params)
-    arrays = hidden, heads[0], teacher_hidden, heads[1]
-    found = cast(Array, head_divergence(*arrays, divergence, chunk_tokens))
-    return jnp.roll(found, 1, axis=1)
+    head, teacher_head = head_kernel(params), head_kernel(teacher_params)
+    divergences = head_divergence(
+        hidden, head, teacher_hidden, teacher_head, divergence, chunk_tokens
+    )
+    return jnp.roll(cast(Array, divergences), 1, axis=1)
 
 
 def token_values(
@@ -95,9 +103,9 @@ def token_values(
     segment_ids: Int[Array, "R T"],
     positions: Int[Array, "R T"],
 ) -> Float[Array, "R T"]:
-    """Value V(tokens[<t]) of the scalar head at t; float32.
+    """Return the scalar head's value V(tokens[<t]) at t; float32.
 
-    The value at the first token of a segment is meaningless and must be masked.
+    The value at the first token of a segment must be masked.
     """
     return jnp.roll(scalars_after(params, config, tokens, segment_ids, positions), 1, axis=1)
 
@@ -109,6 +117,6 @@ def scalars_after(
     segment_ids: Int[Array, "R T"],
     positions: Int[Array, "R T"],
 ) -> Float[Array, "R T"]:
-    """Scalar head at the hidden state of tokens[<=t]; float32."""
+    """Return the scalar head's value of tokens[<=t] at t; float32."""
     hidden = cast(Array, Decoder(config).apply({"params": params}, tokens, segment_ids, positions))
     return jnp.dot(hidden, params["score"], preferred_element_type=jnp.float32)

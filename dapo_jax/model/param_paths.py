@@ -1,21 +1,54 @@
-"""Properties of a parameter by its path: products that it is in, experts, int8 scales, dtype."""
+"""Parameters by path: shapes, dtypes, and the published tensors that hold them.
 
-from typing import Any
+A path such as `layers/query/kernel` is a stack [L, ...] of L published tensors, one with experts a
+stack [L, X, ...] of L * X, layer after layer; any other is one tensor. Published matrices are
+[out, in] with merged heads; ours are [in, out] with separate heads. Fused experts share one
+published tensor [X, in, out] a layer, in which gate and up alternate along the last axis.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from dapo_jax.model.decoder import DecoderConfig
+from dapo_jax.model.decoder import DecoderConfig, abstract_params
+from dapo_jax.model.families import FAMILIES
+from dapo_jax.runtime.sharding import flatten, unbox
+
+TOP_TENSORS = {  # published names of parameters outside layers
+    "embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head": "lm_head.weight",
+    "score": "score.weight",
+}
+
+
+class TensorPart(NamedTuple):
+    """The part of a published tensor that is one of our matrices or vectors."""
+
+    name: str
+    expert: int = -1  # index in the first axis of a fused tensor; -1: it is not fused
+    first: int = 0  # first index in its last axis ...
+    step: int = 1  # ... and distance to the next
+
+
+def param_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters by path."""
+    abstract = flatten(unbox(abstract_params(config)))
+    return {path: leaf.shape for path, leaf in abstract.items()}
 
 
 def forward_dtype(path: str, config: DecoderConfig) -> Any:
-    """Dtype of a parameter in a forward pass: float32 for norms and sinks, else the compute's."""
+    """Return the dtype in a forward pass: float32 for norms and sinks, else the compute dtype."""
     return jnp.float32 if path.endswith(("scale", "sinks")) else config.dtype
 
 
 def summed_axes(path: str) -> int:
-    """Number of leading axes of a parameter that a matrix product sums over.
+    """Return the number of leading axes that a matrix product sums over.
 
-    0 for a parameter that is in no such product (norms, biases, the embedding) and for adapters.
+    It is 0 for parameters in no such product (norms, biases, the embedding) and for adapters.
     """
     if path.endswith("/kernel"):
         return 2 if path.endswith("/out/kernel") else 1
@@ -23,15 +56,108 @@ def summed_axes(path: str) -> int:
 
 
 def has_experts(path: str) -> bool:
-    """True for a parameter with one matrix for each expert."""
+    """Return True for a parameter with one matrix per expert."""
     return "/expert_" in path
 
 
 def scaled_axes(path: str) -> tuple[int, ...]:
-    """Axes of a layer's parameter over which an int8 one has a scale; none of one that stays.
+    """Return the axes of a layer's parameter that share an int8 scale; empty if it stays as it is.
 
-    A router stays as it is: the nearest of its logits decide which expert a token takes.
+    Routers are not rounded: their nearest logits decide the experts of a token.
     """
     if path.endswith("router/kernel") or not summed_axes(path):
         return ()
     return (1,) if has_experts(path) else tuple(range(summed_axes(path)))
+
+
+def below_stack(path: str) -> str | None:
+    """Return the path below a stack of layers; None for a parameter outside layers."""
+    stack, _, below = path.partition("/")
+    return below if stack in ("layers", "frozen_layers") else None
+
+
+def stacked_axes(path: str) -> int:
+    """Return the number of leading axes that count published tensors."""
+    return 0 if below_stack(path) is None else 1 + has_experts(path)
+
+
+def published_names(path: str, config: DecoderConfig) -> list[str]:
+    """Return the names of a parameter's published tensors by layer; fused ones repeat."""
+    return _names(FAMILIES[config.family].tensors, path, config)
+
+
+def matrix_names(path: str, config: DecoderConfig) -> list[str]:
+    """Return the names of a parameter's matrices for PEFT, the prefixes of its adapters' names."""
+    return _names(FAMILIES[config.family].adapter_tensors, path, config)
+
+
+def _names(tensors: Mapping[str, str], path: str, config: DecoderConfig) -> list[str]:
+    below = below_stack(path)
+    if below is None:
+        return [TOP_TENSORS[path]]
+    frozen = path.startswith("frozen_layers")
+    numbers = range(config.frozen_layers) if frozen else range(config.frozen_layers, config.layers)
+    experts = range(config.experts if has_experts(path) else 1)
+    return [f"model.layers.{i}.{tensors[below].format(e)}" for i in numbers for e in experts]
+
+
+def is_fused(path: str, config: DecoderConfig) -> bool:
+    """Return True if one published tensor holds the parameter of all experts of a layer."""
+    below = below_stack(path)
+    return has_experts(path) and "{}" not in FAMILIES[config.family].tensors[below or ""]
+
+
+def fused_paths(path: str, config: DecoderConfig) -> list[str]:
+    """Return the paths that alternate in a published tensor, `path` among them."""
+    if not is_fused(path, config):
+        return [path]
+    stack, _, below = path.partition("/")
+    tensors = FAMILIES[config.family].tensors
+    return [f"{stack}/{other}" for other, name in tensors.items() if name == tensors[below]]
+
+
+def published_parts(path: str, config: DecoderConfig) -> list[TensorPart]:
+    """Return the parts of published tensors that hold a parameter, first layer first."""
+    names = published_names(path, config)
+    if not is_fused(path, config):
+        return [TensorPart(name) for name in names]
+    paths = fused_paths(path, config)
+    first, step = paths.index(path), len(paths)
+    return [
+        TensorPart(name, number % config.experts, first, step) for number, name in enumerate(names)
+    ]
+
+
+def tensor_shape(path: str, shape: tuple[int, ...], config: DecoderConfig) -> tuple[int, ...]:
+    """Return the shape of the published tensor that a matrix or vector of `shape` is part of."""
+    if not is_fused(path, config):
+        return published_shape(path, shape)
+    return (config.experts, *shape[:-1], shape[-1] * len(fused_paths(path, config)))
+
+
+def published_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the published shape of a parameter that is `shape` without the layer axis."""
+    inputs = summed_axes(path)
+    if inputs:
+        return (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+    if path.endswith("bias"):
+        return (math.prod(shape),)
+    return (1, *shape) if path == "score" else shape
+
+
+def merged_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+    """Return the part `index` of dimensions `shape` as a slice of these dimensions merged.
+
+    Only the first dimension may be cut; the mesh never cuts another.
+    """
+    inner = math.prod(shape[1:])
+    start, stop, _ = index[0].indices(shape[0])
+    return slice(start * inner, stop * inner)
+
+
+def to_published(path: str, array: np.ndarray) -> np.ndarray:
+    """Return a layer's array, or a parameter outside layers, in the published layout."""
+    rows, *columns = published_shape(path, array.shape)
+    if summed_axes(path):
+        return np.ascontiguousarray(array.reshape(*columns, rows).T)
+    return np.ascontiguousarray(array.reshape(rows, *columns))

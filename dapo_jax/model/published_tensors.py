@@ -1,4 +1,4 @@
-"""Tensors of a model folder's safetensors files by name, those in MXFP4 as if they were plain."""
+"""Tensors of a model folder's safetensors files by name, with MXFP4 dequantised."""
 
 import pathlib
 from typing import Any
@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from dapo_jax.data.policies import model_path
 from dapo_jax.model import mxfp4
-from dapo_jax.model.weight_names import Part
+from dapo_jax.model.param_paths import TensorPart
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in the files
@@ -17,16 +17,16 @@ INDEX = "model.safetensors.index.json"
 
 
 def _weight_map(folder: pathlib.Path, field: str) -> Any:
-    """Files by tensor that the index names, as it is written; empty without an index."""
+    """Return the index's files by tensor, unchecked; empty without an index."""
     path = folder / INDEX
     return read_json(path, field).get("weight_map", {}) if path.exists() else {}
 
 
 def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
-    """The *.safetensors files of a folder, by name.
+    """Return the *.safetensors files of a folder, sorted by name.
 
     Raises:
-        ConfigError: there are none, one that the index names is missing, or one is no file.
+        ConfigError: the folder has none, lacks one of the index, or one is no regular file.
     """
     paths = sorted(folder.glob("*.safetensors"))
     named = f"config.{field} = {str(folder)!r}"
@@ -48,14 +48,15 @@ def weight_files(folder: pathlib.Path, field: str) -> list[pathlib.Path]:
 
 
 class Tensors:
-    """Tensors of a folder's safetensors files by name, and the problems found in the files.
+    """Tensors of a folder's safetensors files by name, and problems of the files.
 
-    Each read opens its file anew: the pages of an open one stay mapped, and count as memory of
+    Each read opens its file again: the pages of an open file stay mapped and count as memory of
     this process.
     """
 
     def __init__(self, folder: str | pathlib.Path, field: str = "model.folder"):
-        self.named, self.problems = folder, []
+        self.named = folder
+        self.problems: list[str] = []
         self.folder = model_path(folder, field, weights=True)
         self._files: dict[str, pathlib.Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -82,7 +83,7 @@ class Tensors:
             self.dtypes[name] = part.get_dtype()
 
     def _check_index(self, field: str) -> None:
-        """Adds a problem for every tensor that is not in the file that the index names."""
+        """Add a problem for each tensor that is not in the file named by the index."""
         weight_map = _weight_map(self.folder, field)
         if not isinstance(weight_map, dict):
             self.problems.append(f"{INDEX}: weight_map must be an object")
@@ -92,34 +93,37 @@ class Tensors:
                 self.problems.append(f"{name}: not in {file}, where {INDEX} has it")
 
     def _join(self, name: str) -> None:
-        """Blocks and scales of a tensor in MXFP4 become the tensor, where they fit each other."""
-        both = [name + mxfp4.BLOCKS, name + mxfp4.SCALES]
-        shape = mxfp4.plain_shape(*(self.shapes.get(one, ()) for one in both))
-        if shape is None or any(self.dtypes[one] != "U8" for one in both):
-            self.problems.append(f"{both[0]}: must be U8 [X, O, G, 16], with scales [X, O, G]")
+        """Replace blocks and scales of a tensor in MXFP4 by the tensor, if they fit."""
+        blocks, scales = name + mxfp4.BLOCKS, name + mxfp4.SCALES
+        shape = mxfp4.plain_shape(self.shapes[blocks], self.shapes.get(scales, ()))
+        if shape is None or self.dtypes[blocks] != "U8" or self.dtypes[scales] != "U8":
+            self.problems.append(f"{blocks}: must be U8 [X, O, G, 16], with scales [X, O, G]")
             return
-        for one in both:
-            del self.shapes[one], self.dtypes[one]
+        for part in (blocks, scales):
+            del self.shapes[part], self.dtypes[part]
         if name in self.shapes:
             self.problems.append(f"{name}: plain and in MXFP4")
         self._packed.add(name)
         self.shapes[name], self.dtypes[name] = shape, mxfp4.HOLDS
 
     def read(self, name: str, *index: slice) -> np.ndarray:
-        """Part of a tensor, in the file's dtype; all of it without an index."""
+        """Return a part of a tensor in the file's dtype; all of it without an index."""
         return safe_open(self._files[name], framework="numpy").get_slice(name)[index or (...,)]
 
-    def read_expert(self, place: Part, *index: slice) -> np.ndarray:
-        """Part of an expert's matrix or vector in a fused tensor; of one in MXFP4 float32.
+    def read_expert(self, part: TensorPart, *index: slice) -> np.ndarray:
+        """Return a part of an expert's matrix or vector in a fused tensor; MXFP4 as float32.
 
         Args:
             index: slices with a start and an end, without a step.
         """
         *rows, last = index
-        one, own = (slice(place.expert, place.expert + 1), slice(place.first, None, place.step))
-        all_in_turn = slice(place.step * last.start, place.step * last.stop)
-        if place.name not in self._packed:
-            return self.read(place.name, one, *rows, all_in_turn)[0][..., own]
-        both = (place.name + ending for ending in (mxfp4.BLOCKS, mxfp4.SCALES))
-        blocks, scales = (self.read(name, one, all_in_turn)[:, own] for name in both)
-        return mxfp4.plain(blocks, scales)[0][tuple(rows)]
+        expert = slice(part.expert, part.expert + 1)
+        alternate = slice(part.first, None, part.step)
+        columns = slice(part.step * last.start, part.step * last.stop)  # of all alternating ones
+        if part.name not in self._packed:
+            return self.read(part.name, expert, *rows, columns)[0][..., alternate]
+        blocks, scales = (
+            self.read(part.name + suffix, expert, columns)[:, alternate]
+            for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)
+        )
+        return mxfp4.dequantise(blocks, scales)[0][tuple(rows)]

@@ -15,47 +15,48 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 
 from dapo_jax.data.policies import model_path
-from dapo_jax.model import families, weight_names
+from dapo_jax.model import param_paths
+from dapo_jax.model.config_json import decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.load_huggingface import Layers
 from dapo_jax.model.published_tensors import INDEX
 from dapo_jax.runtime.nonfinite import NotFinite
 from dapo_jax.runtime.sharding import to_host
 
-# Files beside weights and config.json that an exported folder keeps.
+# Files that an exported folder keeps in addition to weights and config.json.
 KEPT_FILES = (
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json"
 ).split()
-# Names of all files written into a folder; .tmp* are those of the safetensors library.
+# All files written into a folder; the safetensors library writes .tmp*.
 WRITTEN = ("*.unfinished", ".tmp*", "model*.safetensors", INDEX, "config.json", *KEPT_FILES)
 
 
 @functools.partial(jax.jit, static_argnames="axes")
 def _layer(stack: jax.Array, number: int, axes: int) -> jax.Array:
-    """Published tensor of that number, of a stack whose leading `axes` count tensors."""
+    """Return one published tensor of a stack; the leading `axes` count tensors."""
     return stack[jnp.unravel_index(number, stack.shape[:axes])]
 
 
 def published_tensors(
     leaves: Iterable[tuple[str, Layers]], config: DecoderConfig, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every published tensor with its name, converted one by one. Raises `NotFinite`."""
+    """Yield every published tensor with its name, converted one by one. Raises `NotFinite`."""
     waiting: dict[str, Layers] = {}
     for path, layer in leaves:
         waiting[path] = layer
-        paths = weight_names.fused_paths(path, config)
+        paths = param_paths.fused_paths(path, config)
         if not all(other in waiting for other in paths):
             continue
         layers = [waiting.pop(other) for other in paths]
-        names = weight_names.published_names(path, config)
-        fused = config.experts if weight_names.is_fused(path, config) else 0
+        names = param_paths.published_names(path, config)
+        fused = config.experts if param_paths.is_fused(path, config) else 0
         for number in range(0, len(names), fused or 1):
-            with np.errstate(over="ignore"):  # NotFinite below says it better
+            with np.errstate(over="ignore"):  # NotFinite below is clearer
                 if fused:
                     array = _fused(layers, range(number, number + fused), dtype)
                 else:
-                    array = weight_names.to_published(path, to_host(layer(number)))
+                    array = param_paths.to_published(path, to_host(layer(number)))
                     array = array.astype(jnp.dtype(dtype))
             if not np.isfinite(array).all():
                 problem = f"holds numbers that are not finite as {dtype}: not written"
@@ -64,18 +65,18 @@ def published_tensors(
 
 
 def _fused(layers: list[Layers], numbers: range, dtype: str) -> np.ndarray:
-    """Published tensor [X, ...] of experts, whose last axis takes parameters in turn."""
+    """Return the fused tensor [X, ...] of experts; parameters alternate along its last axis."""
     first = to_host(layers[0](numbers[0]))
     shape = len(numbers), *first.shape[:-1], first.shape[-1] * len(layers)
     array = np.empty(shape, jnp.dtype(dtype))
     for expert, number in enumerate(numbers):
-        for place, layer in enumerate(layers):
-            array[expert, ..., place :: len(layers)] = to_host(layer(number))
+        for first, layer in enumerate(layers):
+            array[expert, ..., first :: len(layers)] = to_host(layer(number))
     return array
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    """Writes a safetensors file with the mode that any new file has."""
+    """Write a safetensors file with the mode of any new file."""
     path.touch()
     mode = path.stat().st_mode  # the library sets 0600 regardless of the umask
     save_file(tensors, path, metadata={"format": "pt"})
@@ -89,13 +90,13 @@ def save_weights(
     dtype: str = "float32",
     max_shard_gb: float = 5.0,
 ) -> None:
-    """Writes safetensors files and, if there are several, their index.
+    """Write safetensors files and, if there are several, their index.
 
     The host holds one file's tensors at a time.
 
     Args:
-        folder: None on processes that write nothing, but help to gather the tensors.
-        leaves: paths of all parameters with functions that return layers; consumed one by one.
+        folder: None on processes that only help to gather the tensors.
+        leaves: paths of all parameters with functions that return layers, read one by one.
         max_shard_gb: largest size of a file, in 10^9 bytes.
 
     Raises:
@@ -133,13 +134,13 @@ def save_weights(
 
 
 def layers_of(path: str, array: Any) -> Layers:
-    """Function that returns single layers of a parameter in memory."""
-    axes = weight_names.stacked_axes(path)
+    """Return a function that returns single layers of a parameter in memory."""
+    axes = param_paths.stacked_axes(path)
     return functools.partial(_layer, array, axes=axes) if axes else lambda _: array
 
 
 def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
-    """Paths of a parameter tree with functions that return their layers."""
+    """Yield the paths of a parameter tree with functions that return their layers."""
     for path, array in traverse_util.flatten_dict(params, sep="/").items():
         yield path, layers_of(path, array)
 
@@ -147,7 +148,7 @@ def flatten(params: Any) -> Iterator[tuple[str, Layers]]:
 def save_folder(
     folder: str | pathlib.Path | None, params: Any, config: DecoderConfig, end_ids: tuple[int, ...]
 ) -> None:
-    """Writes a new model folder: float32 weights, config.json and generation_config.json.
+    """Write a new model folder: float32 weights, config.json and generation_config.json.
 
     A process without a folder only helps to gather the weights.
     """
@@ -158,17 +159,17 @@ def save_folder(
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder, flatten(params), config)
     ids = {"eos_token_id": list(end_ids), "pad_token_id": 0}
-    values = families.config_json(config) | {"torch_dtype": "float32"} | ids
+    values = decoder_to_json(config) | {"torch_dtype": "float32"} | ids
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
 
 
 def save_settings_of(source: str | pathlib.Path, folder: pathlib.Path, dtype: str) -> None:
-    """Copies config.json (with `dtype`), tokenizer and generation settings of folder `source`."""
+    """Copy config.json (with `dtype`), tokenizer and generation settings of folder `source`."""
     source = model_path(source)
     values = json.loads((source / "config.json").read_text())
-    values.pop("_name_or_path", None)  # where it lay on somebody's machine
-    values.pop("quantization_config", None)  # what is written is not quantised
+    values.pop("_name_or_path", None)  # a local path of its author
+    values.pop("quantization_config", None)  # the written weights are not quantised
     values["dtype" if "dtype" in values else "torch_dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(values, indent=2))
     for name in KEPT_FILES:

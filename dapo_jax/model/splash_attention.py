@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model.blockwise_attention import ATTENTION_RESIDUALS
 
-LANES = 128  # of a TPU's vector unit: rows and blocks are multiples of it
+LANES = 128  # of a TPU's vector unit; rows and blocks are multiples of it
 MAX_BLOCK = 1024  # tokens; with blocks of 2048 the scores overflow a core's memory
 MAX_COMPUTE_BLOCK = 512
 
@@ -23,16 +23,16 @@ def _constant(seen: bool, shape: tuple[int, int]) -> np.ndarray:
 
 
 class _Lazy(splash.Mask):
-    """Causal mask that computes only blocks neither all true nor all false.
+    """Causal mask that computes only blocks with both true and false entries.
 
-    To compute each block takes minutes for rows of 131,072 tokens.
+    Computing every block takes minutes for rows of 131,072 tokens.
     """
 
     window = sys.maxsize
 
     def __getitem__(self, idx: Any) -> np.ndarray:
         queries, keys = idx
-        # Of the pairs of query and key the smallest distance and the largest.
+        # Smallest and largest distance from a query to a key.
         least, most = queries.start - keys.stop + 1, queries.stop - keys.start - 1
         if (least >= 0 and most < self.window) or most < 0 or least >= self.window:
             shape = queries.stop - queries.start, keys.stop - keys.start
@@ -41,11 +41,11 @@ class _Lazy(splash.Mask):
 
 
 class _Causal(_Lazy, splash.CausalMask):
-    """Mask in which a token sees all before it."""
+    """Mask of full causal attention."""
 
 
 class _Sliding(_Lazy, splash.LocalMask):
-    """Mask in which a token sees `window` tokens, itself counted."""
+    """Mask with `window` visible tokens, including the query's own."""
 
     def __init__(self, shape: tuple[int, int], window: int):
         super().__init__(shape, (window - 1, 0), offset=0)
@@ -53,21 +53,18 @@ class _Sliding(_Lazy, splash.LocalMask):
 
 
 def _largest_divisor(length: int, limit: int) -> int:
-    """Largest multiple of LANES up to `limit` that divides `length`."""
+    """Return the largest multiple of LANES up to `limit` that divides `length`."""
     lanes = length // LANES
     return LANES * max(n for n in range(1, limit // LANES + 1) if lanes % n == 0)
 
 
 def block_tokens(row_tokens: int) -> int:
-    """Tokens of a block of queries and of keys, in rows of that many tokens."""
+    """Return the tokens of a block of queries or keys in rows of that length."""
     return _largest_divisor(row_tokens, MAX_BLOCK)
 
 
 def _block_sizes(row_tokens: int) -> splash.BlockSizes:
-    """Block sizes for rows of that many tokens, with an unfused backward pass.
-
-    The fused one holds five times as much memory.
-    """
+    """Return block sizes with an unfused backward pass; a fused one needs 5 times the memory."""
     block = block_tokens(row_tokens)
     compute = _largest_divisor(block, MAX_COMPUTE_BLOCK)
     return splash.BlockSizes(
@@ -82,13 +79,13 @@ def _block_sizes(row_tokens: int) -> splash.BlockSizes:
     )
 
 
-def _meeting(segment_ids: Int[Array, "T"], block: int) -> Bool[Array, "N N"]:
-    """True for two blocks of a row that may share a segment.
+def _may_share_segments(segment_ids: Int[Array, "T"], block: int) -> Bool[Array, "N N"]:
+    """Return True for pairs of blocks of a row that may share a segment.
 
-    A block of padding alone meets itself only, so that its output is finite.
+    A block of padding is paired with itself only, so that its output is finite.
     """
     ids = segment_ids.reshape(-1, block)
-    padding = jnp.iinfo(ids.dtype).max // 2  # above all ids: it stands at a row's end
+    padding = jnp.iinfo(ids.dtype).max // 2  # above all ids, since it is at a row's end
     ids = jnp.where(ids > 0, ids, padding)
     low, high = ids.min(axis=1), ids.max(axis=1)
     alone = jnp.where(low == padding, jnp.arange(len(low), dtype=ids.dtype), 0)
@@ -96,17 +93,17 @@ def _meeting(segment_ids: Int[Array, "T"], block: int) -> Bool[Array, "N N"]:
     return (low[:, None] <= high) & (low <= high[:, None])
 
 
-def _skip(info: Any, meets: Bool[Array, "n N"], inner: int) -> Any:
-    """Mask of a kernel whose skipped blocks are also those that do not meet.
+def _skip(info: Any, shares: Bool[Array, "n N"], inner: int) -> Any:
+    """Return the mask of a kernel that also skips pairs of blocks without a shared segment.
 
     Args:
-        info: `MaskInfo`, whose arrays are [1, query blocks, key blocks] with the dimension `inner`,
-            the grid's innermost, without the blocks that nothing sees.
+        info: `MaskInfo` with arrays [1, query blocks, key blocks]. Dimension `inner` is the grid's
+            innermost and lacks the blocks that nothing sees.
     """
     indices, kinds = jnp.asarray(info.data_next), jnp.asarray(info.block_mask)
-    computed = jnp.take_along_axis(meets[None], indices.astype(jnp.int32), axis=inner)
+    computed = jnp.take_along_axis(shares[None], indices.astype(jnp.int32), axis=inner)
     kinds = jnp.where(computed, kinds, 0)  # 0: nothing is seen
-    # A skipped step fetches the block of the next computed one, the last ones that of the first.
+    # A skipped step fetches the block of the next computed step; the last ones that of the first.
     in_turn = kinds.swapaxes(inner, -1)
     computed = in_turn.reshape(-1) > 0
     steps = jnp.where(computed, jnp.arange(computed.size), computed.size)
@@ -127,15 +124,15 @@ def splash_attention(
     window: int | None = None,
     first: Int[Array, ""] | None = None,
 ) -> Float[Array, "B t H E"]:
-    """Causal attention inside segments; t, a multiple of 128, divides T.
+    """Return causal attention inside segments; t, a multiple of 128, divides T.
 
     Args:
         sinks: logits that heads add to each softmax's sum; float32.
-        interpret: runs the kernel as plain operations, slowly, where there is no TPU (for tests).
-        window: tokens that a token sees, itself counted; None: all before it.
-        first: place of the first query, a multiple of t; None: the queries are all of the row's.
+        interpret: run the kernel as plain operations, slowly, without a TPU (for tests).
+        window: tokens that a token sees, itself included; None: all before it.
+        first: position of the first query, a multiple of t; None: queries cover the whole row.
     """
-    _, mine, heads, width = queries.shape
+    _, local, heads, width = queries.shape
     length = keys.shape[1]
     mask = _Causal((length, length))
     if window is not None and window < length:
@@ -143,28 +140,29 @@ def splash_attention(
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         head_shards=1,
-        q_seq_shards=length // mine,
-        block_sizes=_block_sizes(mine),
+        q_seq_shards=length // local,
+        block_sizes=_block_sizes(local),
         residual_checkpoint_name=ATTENTION_RESIDUALS,
         interpret=interpret,
     )
-    place = jnp.zeros((), jnp.int32) if first is None else first
+    start = jnp.zeros((), jnp.int32) if first is None else first
     if first is not None:
 
-        def own(leaf: Array) -> Array:  # the place of a query block is axis 1 of [head, q, kv]
+        def cut_queries(leaf: Array) -> Array:  # query blocks are axis 1 of [head, q, kv]
             axis = min(leaf.ndim - 1, 1)
-            size = leaf.shape[axis] * mine // length
-            return jax.lax.dynamic_slice_in_dim(leaf, first // mine * size, size, axis)
+            size = leaf.shape[axis] * local // length
+            return jax.lax.dynamic_slice_in_dim(leaf, first // local * size, size, axis)
 
-        kernel = jax.tree.map(own, kernel)
-    block = block_tokens(mine)
+        kernel = jax.tree.map(cut_queries, kernel)
+    block = block_tokens(local)
 
     def attend_row(queries: Array, keys: Array, values: Array, ids: Array) -> Array:
-        meets = jax.lax.dynamic_slice_in_dim(_meeting(ids, block), place // block, mine // block, 0)
+        shares = _may_share_segments(ids, block)
+        shares = jax.lax.dynamic_slice_in_dim(shares, start // block, local // block, 0)
         masks = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
-        masks = map(_skip, masks, [meets] * 3, (2, 2, 1))
-        segments = splash.SegmentIds(jax.lax.dynamic_slice_in_dim(ids, place, mine, 0), ids)
-        kind: Any = type(kernel)  # which the module does not export
+        masks = [_skip(mask, shares, inner) for mask, inner in zip(masks, (2, 2, 1), strict=True)]
+        segments = splash.SegmentIds(jax.lax.dynamic_slice_in_dim(ids, start, local, 0), ids)
+        kind: Any = type(kernel)  # not exported by the module
         return kind(*masks, **kernel.kwargs)(queries, keys, values, segments, sinks)
 
     heads_first = (array.swapaxes(1, 2) for array in (queries * width**-0.5, keys, values))

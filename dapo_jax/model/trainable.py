@@ -1,7 +1,7 @@
-"""Trained and frozen parameters: all are trained, or the last layers, or low-rank adapters (LoRA).
+"""Trained and frozen parameters: all, only the last layers, or only low-rank adapters (LoRA).
 
-Frozen parameters have no gradient, no moments and no place in a checkpoint. The sampler keeps one
-copy of them.
+Frozen parameters have no gradient and no moments and are not part of a checkpoint. The sampler
+keeps one copy of them.
 """
 
 import dataclasses
@@ -13,11 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dapo_jax.config.experiment import Lora
-from dapo_jax.model.decoder import (
-    DecoderConfig,
-    abstract_params,
-    init_params,
-)
+from dapo_jax.model.decoder import DecoderConfig, abstract_params, init_params
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
@@ -26,14 +22,14 @@ MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
 
 
 def is_trained(path: str, config: DecoderConfig) -> bool:
-    """True where the parameter at a path such as `layers/query/kernel` has a gradient."""
+    """Return True if the parameter at a path such as `layers/query/kernel` has a gradient."""
     if config.adapters:
         return path.endswith(ADAPTER_NAMES)
     return not path.startswith("frozen_layers/")
 
 
 def join(*trees: Any) -> Any:
-    """Union of parameter trees; of a parameter in two of them, the later one's."""
+    """Return the union of parameter trees; later trees win."""
     flat = {}
     for tree in trees:
         flat |= flatten_dict(tree)
@@ -41,26 +37,26 @@ def join(*trees: Any) -> Any:
 
 
 def without(tree: Any, other: Any) -> Any:
-    """Parameter tree without the paths of another."""
+    """Return a parameter tree without the paths of another."""
     left_out = flatten_dict(other)
     flat = {path: leaf for path, leaf in flatten_dict(tree).items() if path not in left_out}
     return unflatten_dict(flat)
 
 
-def frozen_layers(share: float, layers: int) -> int:
-    """Number of first layers that are frozen. Raises `ConfigError` if a share freezes none."""
-    frozen = math.floor(share * layers + 1e-9)
+def frozen_layers(fraction: float, layers: int) -> int:
+    """Return the number of frozen first layers. Raises `ConfigError` if a fraction freezes none."""
+    frozen = math.floor(fraction * layers + 1e-9)
     require(
-        frozen < layers and (frozen > 0 or share == 0),
+        frozen < layers and (frozen > 0 or fraction == 0),
         "model.freeze_layers",
-        share,
+        fraction,
         f"0, or from 1/{layers} to below 1 for a policy of {layers} layers",
     )
     return frozen
 
 
 def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> DecoderConfig:
-    """Decoder with frozen layers and adapters as the settings say. Raises `ConfigError`."""
+    """Return the decoder with frozen layers and adapters of the settings. Raises `ConfigError`."""
     config = dataclasses.replace(config, frozen_layers=frozen_layers(freeze_layers, config.layers))
     targets = tuple(name.strip() for name in lora.targets.split(","))
     allowed = f"some of {','.join(MATRICES)}, comma-separated, each once"
@@ -73,12 +69,12 @@ def choose_trained(config: DecoderConfig, freeze_layers: float, lora: Lora) -> D
 
 
 def without_adapters(config: DecoderConfig) -> DecoderConfig:
-    """Decoder without adapters, as in a model folder."""
+    """Return the decoder without adapters, as in a model folder."""
     return dataclasses.replace(config, adapters=None)
 
 
 def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) -> Any:
-    """New adapters, which change nothing yet: A is random, B is zero."""
+    """Return new adapters without effect yet: A is random, B is zero."""
 
     def adapters_of(params: Any) -> Any:
         flat = flatten_dict(params, sep="/")
@@ -93,5 +89,5 @@ def fresh_adapters(config: DecoderConfig, mesh: jax.sharding.Mesh, seed: int) ->
 
 
 def merge(kernel: np.ndarray, down: np.ndarray, up: np.ndarray, adapters: Adapters) -> np.ndarray:
-    """Merged matrix W + scale A B of a layer, or of an expert, for a folder without adapters."""
+    """Return the merged matrix W + scale A B of a layer or an expert, for export."""
     return kernel + np.float32(adapters.scale) * np.tensordot(down, up, 1)

@@ -1,8 +1,8 @@
-"""Training attention over packed rows: plain, blockwise, by the TPU's or the GPU's kernel.
+"""Training attention over packed rows: plain, blockwise, by a TPU or GPU kernel.
 
-`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with [batch, time,
-heads, head_dim]; it returns the attention output in that shape and the cache, None in training.
-Layers share one segment number per token; only `attend_plain` builds a dense mask of it.
+`Block` calls `attend(queries, keys, values, context, cache, window, sinks)` with arrays [batch,
+time, heads, head_dim]; it returns the attention output in that shape and the cache, None in
+training. Layers share one segment number per token; only `attend_plain` builds a dense mask.
 `decode_attention.py` has the attention of the sampler.
 """
 
@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.model import gpu_attention
 from dapo_jax.model.blockwise_attention import Sinks, blocked_attention
-from dapo_jax.model.context_attention import attend_in_context
 from dapo_jax.model.splash_attention import LANES, splash_attention
 from dapo_jax.runtime import sharding
 
-# Longest row for which 'auto' takes plain attention: faster than blocks there (measured on CPU).
+# Longest row for which 'auto' chooses plain attention, faster than blocks there (measured on CPU).
 SHORT_ROW_TOKENS = 1024
+PIECES = 2  # of a row on each device of the mesh axis `context`
 
 
 @struct.dataclass
@@ -34,13 +34,13 @@ class Context:
 
 @struct.dataclass
 class Window:
-    """Sliding window of a layer: each token sees so many, itself counted."""
+    """Sliding window of a layer: the number of tokens that each token sees, itself included."""
 
     tokens: int = struct.field(pytree_node=False)
     slides: Bool[Array, ""] | None = None  # False: the layer sees everything; None: it slides
 
     def reach(self, length: int) -> Int[Array, ""]:
-        """Number of tokens that a token sees in a row of `length`."""
+        """Return the number of tokens that a token sees in a row of `length`."""
         tokens = jnp.int32(min(self.tokens, length))
         return tokens if self.slides is None else jnp.where(self.slides, tokens, length)
 
@@ -48,20 +48,20 @@ class Window:
 def packed_mask(
     segment_ids: Int[Array, "R T"], window: Window | None = None
 ) -> Bool[Array, "R T T"]:
-    """Causal mask inside segments; padding (segment 0) sees padding, so no row of it is empty."""
+    """Return the causal mask inside segments; padding (segment 0) sees padding: no empty rows."""
     same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
     length = segment_ids.shape[-1]
     causal = jnp.tril(jnp.ones((length, length), bool))
     if window is not None:
-        place = jnp.arange(length)
-        causal &= place[:, None] - place[None, :] < window.reach(length)
+        position = jnp.arange(length)
+        causal &= position[:, None] - position[None, :] < window.reach(length)
     return same_segment & causal[None]
 
 
 def choose(requested: str, platform: str, row_tokens: int) -> str:
-    """Key of TRAINING_ATTENTION for a setting; 'auto' goes by platform and row length.
+    """Return the key of TRAINING_ATTENTION; 'auto' depends on platform and row length.
 
-    'auto' never takes plain attention for long rows: its scores are [T, T] for every head.
+    'auto' never chooses plain attention for long rows: its scores are [T, T] for every head.
     """
     if requested != "auto":
         return requested
@@ -82,11 +82,11 @@ def grouped_attention(
     scales: tuple[Float[Array, "B K T"] | None, Float[Array, "B K T"] | None] = (None, None),
     sinks: Sinks = None,
 ) -> Float[Array, "B Q H E"]:
-    """Grouped-query attention with a float32 softmax; adjacent query heads share a key head.
+    """Return grouped-query attention with a float32 softmax; adjacent query heads share a key head.
 
     Args:
         axes: order of the axes b, k, t, e in `keys` and in `values`.
-        scales: scales of int8 keys and values, multiplied into their products.
+        scales: scales of int8 keys and values, which multiply their products.
         sinks: logits that heads add to each softmax's sum; float32.
     """
     batch, count, heads, width = queries.shape
@@ -107,7 +107,7 @@ def grouped_attention(
     mixed = jnp.einsum(f"bkgqt,{axes[1]}->bkgqe", weights.astype(dtype), values.astype(dtype))
     if sinks is not None:
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-        kept = jax.nn.sigmoid(total - sinks.reshape(groups, -1, 1, 1))  # what no sink takes
+        kept = jax.nn.sigmoid(total - sinks.reshape(groups, -1, 1, 1))  # fraction beside sinks
         mixed *= kept.astype(dtype)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads, width)
 
@@ -115,20 +115,56 @@ def grouped_attention(
 def attend_plain(
     queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
 ):
-    """Training attention with all scores at once, for short rows."""
+    """Compute all scores at once, for short rows."""
     keys, values = keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
     mask = packed_mask(context.segment_ids, window)
     axes = ("bket", "bkte")
     return grouped_attention(queries, keys, values, mask, axes, sinks=sinks), cache
 
 
-def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sinks, *shared):
-    """Runs `attention` on every device over its own rows and heads.
+def attend_in_context(
+    attention: Callable,
+    axes: tuple[str, ...],
+    queries: Float[Array, "B t H E"],
+    keys: Float[Array, "B t K E"],
+    values: Float[Array, "B t K E"],
+    segment_ids: Int[Array, "B T"],
+    *shared: Array,
+) -> Float[Array, "B t H E"]:
+    """Return the attention output of a device's tokens in rows cut by length (context parallelism).
 
-    Nothing is exchanged but parts of rows whose length is cut.
+    Keys and values are gathered layer by layer, queries stay cut: device i holds the pieces 2i and
+    2i + 1 of a row. Later tokens see more keys, so each device attends from an early piece and from
+    the late piece at the same distance from the row's end.
 
     Args:
-        shared: what all devices have alike.
+        attention: function of the queries of a piece, whole keys, values and segment numbers,
+            `shared`, and `first`, the place of the piece's first token in the row.
+        axes: mesh axes that cut the rows.
+    """
+    devices = jax.lax.axis_size(axes)
+    pieces, size = PIECES * devices, queries.shape[1] // PIECES
+    keys, values = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (keys, values))
+    mixed = []
+    for which, part in enumerate(jnp.split(queries, PIECES, axis=1)):
+        numbers = range(which, pieces, PIECES)
+        targets = [min(number, pieces - 1 - number) for number in numbers]
+        piece_of = dict(zip(targets, numbers, strict=True))
+        number = jnp.array([piece_of[i] for i in range(devices)])[jax.lax.axis_index(axes)]
+        part = jax.lax.ppermute(part, axes, list(enumerate(targets)))
+        part = attention(part, keys, values, segment_ids, *shared, first=number * size)
+        back = [(target, i) for i, target in enumerate(targets)]
+        mixed.append(jax.lax.ppermute(part, axes, back))
+    return jnp.concatenate(mixed, axis=1)
+
+
+def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sinks, *shared):
+    """Run `attention` on every device over its own rows and heads.
+
+    Devices communicate only if the mesh cuts rows by length.
+
+    Args:
+        shared: replicated arguments.
     """
     mesh = sharding.active_mesh()
     if mesh is None:
@@ -139,11 +175,11 @@ def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sin
     heads, kv_heads = (
         sharding.active_spec("batch", "sequence", name, None) for name in ("heads", "kv_heads")
     )
-    rows, of_heads = sharding.active_spec("batch", None), sharding.active_spec("heads")
+    rows, sinks_spec = sharding.active_spec("batch", None), sharding.active_spec("heads")
     whole = (sharding.active_spec(),) * len(shared)
     return jax.shard_map(
         attention,
-        in_specs=(heads, kv_heads, kv_heads, rows, of_heads, *whole),
+        in_specs=(heads, kv_heads, kv_heads, rows, sinks_spec, *whole),
         out_specs=heads,
         check_vma=False,
     )(queries, keys, values, segment_ids, sinks, *shared)
@@ -152,7 +188,7 @@ def _on_each_device(attention: Callable, queries, keys, values, segment_ids, sin
 def attend_blocked(
     queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
 ):
-    """Training attention in blocks, without a [T, T] array; for every platform."""
+    """Compute blocks, without a [T, T] array; for every platform."""
     reach = None if window is None else window.reach(queries.shape[1])
     arrays = queries, keys, values, context.segment_ids, sinks
     return _on_each_device(blocked_attention, *arrays, reach), cache
@@ -161,7 +197,7 @@ def attend_blocked(
 def attend_splash(
     queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
 ):
-    """Training attention by the TPU's splash kernel; plain where no mesh names the platform."""
+    """Run the TPU's splash kernel; plain attention if no mesh names the platform."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return attend_plain(queries, keys, values, context, cache, window, sinks)
@@ -174,9 +210,9 @@ def attend_splash(
     if window.slides is None:
         return _on_each_device(local, *arrays), cache
 
-    def either(*arrays, **place):  # a kernel's mask is known when it is compiled
+    def either(*arrays, **first):  # a kernel's mask must be known when it is compiled
         *arrays, slides = arrays
-        kinds = (functools.partial(kind, **place) for kind in (local, full))
+        kinds = (functools.partial(kind, **first) for kind in (local, full))
         return jax.lax.cond(slides, *kinds, *arrays)
 
     return _on_each_device(either, *arrays, window.slides), cache
@@ -185,18 +221,19 @@ def attend_splash(
 def attend_triton(
     queries, keys, values, context: Context, cache, window: Window | None = None, sinks=None
 ):
-    """Training attention by the GPU's Triton kernel; blockwise for what it doesn't know.
+    """Run the GPU's Triton kernel; blockwise attention for what it doesn't support.
 
-    These are windows, sinks, rows cut by length and heads whose width is no power of two.
+    These are windows, sinks, rows cut by length and head widths that are no power of two.
     """
-    platforms, (_, length, _, width) = gpu_attention.PLATFORMS, queries.shape
-    here, mesh = jax.sharding.get_abstract_mesh(), sharding.active_mesh()
-    platform = jax.default_backend() if here.empty else here.abstract_device.platform
+    _, length, _, width = queries.shape
+    target, mesh = jax.sharding.get_abstract_mesh(), sharding.active_mesh()
+    platform = jax.default_backend() if target.empty else target.abstract_device.platform
     fits = gpu_attention.has_kernels("gpu", width) and length % gpu_attention.ROW_MULTIPLE == 0
     cut = mesh is not None and sharding.shards(mesh, "sequence") > 1
     if window is not None or sinks is not None or cut or not fits:
         return attend_blocked(queries, keys, values, context, cache, window, sinks)
-    kernel = functools.partial(gpu_attention.rows_attention, interpret=platform not in platforms)
+    interpret = platform not in gpu_attention.PLATFORMS
+    kernel = functools.partial(gpu_attention.rows_attention, interpret=interpret)
     return _on_each_device(kernel, queries, keys, values, context.segment_ids, None), cache
 
 

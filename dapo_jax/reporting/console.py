@@ -1,58 +1,67 @@
-"""Console: a live line of the activity, two lines per step, and now and then a group.
+"""Console of a run: a live line with the current activity, two lines per step, sampled groups.
 
-A file or a pipe gets no live line, and a line of its own only about a slow activity.
+A file or a pipe gets no live line; a slow activity is printed once instead.
 """
 
 import collections
 import contextlib
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+from etils import epath
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.reporting.compile_seconds import PROGRAMS, CompileSeconds
 from dapo_jax.reporting.scores import Report, Response
 from dapo_jax.reporting.tables import describe_problems, report_tables
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.lasting_output import BrokenPipeSafeStream
 from dapo_jax.runtime.processes import printable
-from dapo_jax.structs import Completion, Group, Turn
+from dapo_jax.runtime.streams import BrokenPipeSafeStream
+from dapo_jax.structs import Completion, Group, SamplerCounts, Turn
 
-if TYPE_CHECKING:  # a slow import, and the first line is printed before it
-    from dapo_jax.rollout.scheduler import Scheduler
-
-WIDTH = 80  # columns of a step's lines
-ANSWER_TAIL, PROMPT_TAIL = 38, 300  # characters that a table shows of a response and of its prompt
-SHOWN_SECONDS, SLOW_SECONDS = 0.5, 3.0  # until the live line shows it; until a line stays
-COMPILING_SECONDS = 1.0  # until a line stays that something compiles: the cache answers sooner
-ETA_STEPS = 10  # steps whose mean duration the ETA assumes
-
-# Events of jax for every program that is lowered, then found in the cache or compiled.
+WIDTH = 80  # columns of the lines of a step
+ANSWER_TAIL = 38  # characters of a response shown in a table
+PROMPT_TAIL = 300
+SHOWN_SECONDS = 0.5  # the live line shows a compilation after this time
+SLOW_SECONDS = 3.0  # a slow activity is printed after this time
+COMPILING_SECONDS = 1.0  # a program in the cache takes less
+ETA_STEPS = 10  # the ETA assumes the mean duration of this many steps
+SECONDS_FILE = "dapo_jax_seconds.json"  # beside jax's compilation cache
+PROGRAMS = {
+    "jit(_generate)": "the decode step",
+    "jit(_prefill)": "the prefill",
+    "jit(_score_fn)": "the score pass",
+    "jit(_unstack)": "the copy of the weights for decoding",
+    "jit(_update_fn)": "the update",
+    "jit(start_responses)": "the start of responses",
+}
+# jax reports that a program was lowered, and then that it was found in the cache or compiled.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-FOUND = "/jax/compilation_cache/cache_hits"
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: 45 s, 12 min, 12.3 h, 5.1 days."""
+    """Return seconds as a text such as 45 s, 12 min, 12.3 h, 5.1 days."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
-    minutes, hours = seconds / 60, seconds / 3600
+    minutes = seconds / 60
+    hours = seconds / 3600
     if minutes < 99.5:
         return f"{minutes:.0f} min"
     return f"{hours:.1f} h" if hours < 99.95 else f"{hours / 24:.1f} days"
 
 
 def fit(parts: Iterable[str], indent: int = 2) -> str:
-    """Parts side by side, on as many lines of `WIDTH` columns as they need."""
+    """Join parts into as many lines of `WIDTH` columns as they need."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= WIDTH:
@@ -62,17 +71,17 @@ def fit(parts: Iterable[str], indent: int = 2) -> str:
     return "\n".join(lines)
 
 
-def one_line(text: str, tail: int) -> str:
-    """End of a text from a model or a file, safe to show in a table."""
-    return escape(printable(" ".join(text[-tail:].split())))
+def _tail(text: str, characters: int) -> str:
+    """Return the end of a text from a model or a file on one line, without control characters."""
+    return printable(" ".join(text[-characters:].split()))
 
 
 def remaining(ends: Sequence[float], steps: int) -> float | None:
-    """Estimated seconds of the next `steps`; None before two steps have ended.
+    """Return the estimated seconds of the next `steps`; None before two steps have ended.
 
     Args:
-        ends: times, in seconds, when the last steps ended. The first step of a process compiles,
-            so its end only begins the count.
+        ends: times in seconds at which the last steps ended. The first step of a process
+            compiles, so its duration is not counted.
     """
     if len(ends) < 2 or steps <= 0:
         return None
@@ -82,31 +91,33 @@ def remaining(ends: Sequence[float], steps: int) -> float | None:
 def step_lines(
     step: int, total: int, values: dict[str, float], eta: float | None = None
 ) -> list[str]:
-    """Console lines of a step: two, and one about an evaluation where there was one.
+    """Return the two console lines of a step, and a third one after an evaluation.
 
     Args:
         eta: seconds to the end of the run.
     """
     name = f"step {step:>{len(str(total))}}/{total}"
-    row = [name, f"reward {values['reward']:+.2f}", f"accuracy {values['accuracy']:.2f}"]
-    below = [
+    first = [name, f"reward {values['reward']:+.2f}", f"accuracy {values['accuracy']:.2f}"]
+    second = [
         f"  kept {values['kept_fraction']:.2f} (all right {values['all_right_fraction']:.2f}, "
         f"all wrong {values['all_wrong_fraction']:.2f})",
         f"tokens {values['response_tokens_mean']:.0f} ({values['truncated_fraction']:.0%} cut)",
     ]
     if "entropy" in values:
-        entropy, gradient = values["entropy"], values["gradient_norm"]
-        row.append(f"entropy {entropy:.3f}" if entropy < 10 else f"entropy {entropy:.2f}")
-        below.append(f"grad {gradient:.2f}" if gradient < 1000 else f"grad {gradient:.0e}")
+        entropy = values["entropy"]
+        gradient = values["gradient_norm"]
+        first.append(f"entropy {entropy:.3f}" if entropy < 10 else f"entropy {entropy:.2f}")
+        second.append(f"grad {gradient:.2f}" if gradient < 1000 else f"grad {gradient:.0e}")
     elif "explained_variance" in values:
-        row.append("critic alone")
-        below.append(f"explains {values['explained_variance']:.2f}")
+        first.append("critic only")
+        second.append(f"explains {values['explained_variance']:.2f}")
     else:
-        row.append("no update")
+        first.append("no update")
     seconds = values["seconds_step"]
-    row.append(f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s")
-    row += [] if eta is None else [f"ETA {duration(eta)}"]
-    lines = [fit(row), fit(below)]
+    first.append(f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s")
+    if eta is not None:
+        first.append(f"ETA {duration(eta)}")
+    lines = [fit(first), fit(second)]
     if "heldout_accuracy" in values:
         low, high = (values.get(f"heldout_accuracy_{end}") for end in ("low", "high"))
         bounds = "" if low is None else f"  (95 %: {low:.3f} to {high:.3f})"
@@ -114,40 +125,82 @@ def step_lines(
     return lines
 
 
-class _Activity:
-    """Text of an activity and when it began."""
+class CompileSeconds:
+    """Compile times of earlier processes, kept in a file; errors of that file are ignored.
+
+    Args:
+        model: folder of the model; another model's programs have the same names.
+    """
+
+    def __init__(self, model: str):
+        cache = getattr(jax.config, processes.CACHE_DIR)
+        self._path = epath.Path(cache) / SECONDS_FILE if cache else None
+        self._model = model
+        self._seconds = self._read()
+
+    def _read(self) -> dict[str, float]:
+        with contextlib.suppress(Exception):
+            seconds = json.loads(self._path.read_text()) if self._path else {}
+            return {str(name): float(value) for name, value in seconds.items()}
+        return {}
+
+    def last(self, program: str) -> float | None:
+        """Return the seconds of the last compilation of a program; None if there was none."""
+        return self._seconds.get(f"{self._model} {program}")
+
+    def keep(self, program: str, seconds: float) -> None:
+        """Record a compilation; only the first process writes the file."""
+        self._seconds[f"{self._model} {program}"] = round(seconds, 1)
+        if not self._path or not processes.is_first():
+            return
+        with contextlib.suppress(Exception):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Rename, so that a concurrent reader never sees half a file.
+            unfinished = self._path.with_name(f"{SECONDS_FILE}.unfinished")
+            unfinished.write_text(json.dumps(self._read() | self._seconds, indent=1))
+            unfinished.replace(self._path)
+
+
+class Activity:
+    """The text of an activity and the time since it began."""
 
     def __init__(self, text: str, shown_after: float):
-        self.text, self.shown_after, self._since = text, shown_after, time.perf_counter()
+        self.text = text
+        self.shown_after = shown_after
+        self._began = time.perf_counter()
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._since
+        return time.perf_counter() - self._began
 
     def describe(self) -> str:
-        """Text of the live line."""
+        """Return the text of the live line."""
         return f"{self.text} · {self.seconds():.0f} s"
 
 
-class _Compilation(_Activity):
-    """Activity whose seconds the last time are known, or not: None."""
+class Compilation(Activity):
+    """Activity of a compilation; `last_seconds` is None if it is the first of its program."""
 
-    def __init__(self, program: str, usual: float | None):
-        expected = "longer the first time" if usual is None else f"about {duration(usual)}"
+    def __init__(self, program: str, last_seconds: float | None):
+        expected = "about " + duration(last_seconds or 0.0)
+        if last_seconds is None:
+            expected = "longer the first time"
         super().__init__(f"compiling {program}: {expected}", SHOWN_SECONDS)
-        self._program, self._usual = program, usual
+        self._program = program
+        self._last_seconds = last_seconds
 
     def describe(self) -> str:
-        left = (self._usual or 0) - self.seconds()
-        if self._usual is None or left < 0:
+        usual = self._last_seconds
+        if usual is None or self.seconds() > usual:
             return super().describe()
-        return f"compiling {self._program}: {left:.0f} s left of about {duration(self._usual)}"
+        left = usual - self.seconds()
+        return f"compiling {self._program}: {left:.0f} s left of about {duration(usual)}"
 
 
-def _turns(completion: Completion) -> Text:
-    """End of a trajectory, observations dim and in brackets; else that of the response."""
+def describe_turns(completion: Completion) -> Text:
+    """Return the end of a trajectory with dim observations in brackets, or of a response."""
     parts = []
     for turn in completion.turns or (Turn(True, 0, completion.text),):
-        text = printable(" ".join(turn.text[-ANSWER_TAIL:].split()))
+        text = _tail(turn.text, ANSWER_TAIL)
         parts.append(Text(text) if turn.drawn else Text(f"[{text}]", "dim italic"))
     return Text(" | ").join(parts)[-ANSWER_TAIL:]
 
@@ -155,150 +208,152 @@ def _turns(completion: Completion) -> Text:
 class Progress:
     """Console of a run; on a terminal with a live line that is redrawn in place.
 
-    Of several processes the first one prints. Control characters of a text are written out, and no
-    text ends the run because an encoding lacks a character.
+    Only the first process prints. Control characters in texts are escaped, and characters that
+    the encoding lacks do not end the run.
 
     Args:
-        speaks: False for a silent one.
+        speaks: False for a silent console.
     """
 
     def __init__(self, speaks: bool = True):
-        if reconfigure := getattr(sys.stdout, "reconfigure", None):  # a notebook's has none
+        if reconfigure := getattr(sys.stdout, "reconfigure", None):  # missing in a notebook
             reconfigure(errors="backslashreplace")
         quiet = not (speaks and processes.is_first())
         output: Any = BrokenPipeSafeStream("stdout")
         options: Any = {"file": output, "highlight": False, "soft_wrap": True, "quiet": quiet}
         self.console = Console(**options)
-        if self.console.is_jupyter:  # lines of text, where rich would make HTML of each
+        if self.console.is_jupyter:  # print lines of text; rich would make HTML of each
             self.console = Console(**options, force_jupyter=False, force_terminal=False)
-        self._activities: list[_Activity] = []
-        self._ends: collections.deque[float] = collections.deque(maxlen=ETA_STEPS + 1)
+        self._activities: list[Activity] = []
+        self._step_ends: collections.deque[float] = collections.deque(maxlen=ETA_STEPS + 1)
 
     def say(self, text: str) -> None:
-        """Prints a text with rich's markup."""
+        """Print a text with rich's markup."""
         self.console.print(printable(text))
 
     def warn(self, text: str) -> None:
-        """Prints a warning with rich's markup."""
+        """Print a warning with rich's markup."""
         self.say(f"[bold yellow]warning:[/] {text}")
 
     def alarm(self, title: str, text: str) -> None:
-        """Prints a warning in a panel, its texts without markup."""
+        """Print a warning in a panel; title and text have no markup."""
         title = f"[bold]warning: {escape(printable(title))}[/]"
         panel = Panel(escape(printable(text)), title=title, border_style="bold yellow")
         self.console.print(panel, soft_wrap=False)
 
     def __rich__(self) -> Text:
-        """Live line: the innermost activity that has lasted long enough to be shown."""
+        """Return the live line: the innermost activity that has lasted long enough."""
         outer, *inner = self._activities
-        shown = (work for work in reversed(inner) if work.seconds() >= work.shown_after)
-        activity = next(shown, outer)
+        shown = [activity for activity in inner if activity.seconds() >= activity.shown_after]
+        activity = shown[-1] if shown else outer
         return Text(printable(activity.describe()), no_wrap=True, overflow="ellipsis")
 
     @contextlib.contextmanager
     def working(
         self,
-        text: str | _Activity,
+        text: str | Activity,
         *,
         stays: bool = True,
         shown_after: float = 0.0,
         said_after: float | None = None,
-    ) -> Iterator[_Activity]:
-        """Shows an activity while the block lasts; the yielded object's text may be changed.
+    ) -> Iterator[Activity]:
+        """Show an activity during the block; the text of the yielded object may be changed.
 
         Args:
-            stays: whether a slow one gets a line where there is no live line.
-            shown_after: seconds until the live line shows it instead of the activity around it.
+            stays: print the activity if it is slow and there is no live line.
+            shown_after: seconds until the live line shows it instead of the outer activity.
             said_after: seconds until it is slow; None: `SLOW_SECONDS`.
         """
-        activity = _Activity(text, shown_after) if isinstance(text, str) else text
-        slow, line = SLOW_SECONDS if said_after is None else said_after, escape(activity.text)
-        late = threading.Timer(slow, lambda: self.say(f"{line} ..."))
-        late.daemon = True
+        activity = Activity(text, shown_after) if isinstance(text, str) else text
+        line = escape(activity.text)
+        slow = SLOW_SECONDS if said_after is None else said_after
+        timer = threading.Timer(slow, lambda: self.say(f"{line} ..."))
+        timer.daemon = True
         if stays and not self.console.is_interactive:
-            late.start()
+            timer.start()
         self._activities.append(activity)
-        live = len(self._activities) == 1 and self.console.is_interactive
+        is_live = len(self._activities) == 1 and self.console.is_interactive
         try:
-            with self.console.status(self) if live else contextlib.nullcontext():
+            with self.console.status(self) if is_live else contextlib.nullcontext():
                 yield activity
         finally:
-            late.cancel()
+            timer.cancel()
             self._activities.remove(activity)
 
     @contextlib.contextmanager
     def compilation(self, model: str) -> Iterator[None]:
-        """Shows compilations while the block lasts: the time to go, and how long slow ones took.
+        """Show compilations during the block: the time left, and the seconds of slow ones.
 
         Args:
-            model: the folder; its programs' seconds are remembered.
+            model: its folder; the compile times of its programs are remembered.
         """
-        open_programs: dict[str, tuple[contextlib.ExitStack, _Activity]] = {}
-        remembered, found = CompileSeconds(model), set[int]()  # threads that found a program
+        activities: dict[str, tuple[contextlib.ExitStack, Activity]] = {}
+        remembered = CompileSeconds(model)
+        cache_hits = set[int]()  # threads
 
-        def hear_found(event: str, **_: str | int) -> None:
-            if event == FOUND:
-                found.add(threading.get_ident())
+        def on_event(event: str, **_: str | int) -> None:
+            if event == CACHE_HIT:
+                cache_hits.add(threading.get_ident())
 
-        def hear(event: str, duration_secs: float, **about: str | int) -> None:
+        def on_duration(event: str, duration_secs: float, **about: str | int) -> None:
             if event not in (LOWERED, COMPILED):
                 return
             fun_name = str(about.get("fun_name", ""))
             program = PROGRAMS.get(fun_name, fun_name)
-            if fun_name in open_programs:
-                stack, activity = open_programs.pop(fun_name)
+            if fun_name in activities:
+                stack, activity = activities.pop(fun_name)
                 stack.close()
-                was_found = event == COMPILED and threading.get_ident() in found
-                if (seconds := activity.seconds()) >= SLOW_SECONDS and not was_found:
+                was_cached = event == COMPILED and threading.get_ident() in cache_hits
+                if (seconds := activity.seconds()) >= SLOW_SECONDS and not was_cached:
                     self.say(f"compiled {escape(program)} in {duration(seconds)}")
                     remembered.keep(fun_name, seconds)
-                found.discard(threading.get_ident())
+                cache_hits.discard(threading.get_ident())
             if event == LOWERED:
                 stack = contextlib.ExitStack()
-                activity = _Compilation(program, remembered.last(fun_name))
+                activity = Compilation(program, remembered.last(fun_name))
                 working = self.working(activity, said_after=COMPILING_SECONDS)
-                open_programs[fun_name] = stack, stack.enter_context(working)
+                activities[fun_name] = stack, stack.enter_context(working)
 
-        jax.monitoring.register_event_duration_secs_listener(hear)
-        jax.monitoring.register_event_listener(hear_found)
+        jax.monitoring.register_event_duration_secs_listener(on_duration)
+        jax.monitoring.register_event_listener(on_event)
         try:
             yield
         finally:
-            jax.monitoring.unregister_event_duration_listener(hear)
-            jax.monitoring.unregister_event_listener(hear_found)
-            for stack, _ in open_programs.values():  # programs that failed to compile
+            jax.monitoring.unregister_event_duration_listener(on_duration)
+            jax.monitoring.unregister_event_listener(on_event)
+            for stack, _ in activities.values():  # programs that failed to compile
                 stack.close()
 
     @contextlib.contextmanager
-    def collecting(self, step: int, sampler: "Scheduler") -> Iterator[Callable]:
-        """Shows a collection of groups; yields the callback for its state after each burst."""
+    def collecting(self, step: int, counts: SamplerCounts) -> Iterator[Callable]:
+        """Show the collection of groups; yield the callback for its state after each burst."""
         with self.working(f"step {step}: sampling", stays=False) as activity:
 
             def show(collection) -> None:
-                speed = sampler.counts.tokens / activity.seconds()
+                speed = counts.tokens / activity.seconds()
                 activity.text = f"step {step}: {collection.describe()} · {speed:,.0f} tokens/s"
 
             yield show
 
     @contextlib.contextmanager
     def evaluating(self, done: int, total: int) -> Iterator[Callable[[Response], None]]:
-        """Shows an evaluation; yields the callback for every new response.
+        """Show an evaluation; yield the callback for every new response.
 
-        A file or a pipe gets a line per tenth instead of the live one.
+        A file or a pipe gets a line after each tenth.
 
         Args:
-            done: responses of an earlier start, of `total`.
+            done: responses of an earlier process, of `total`.
         """
-        new, right = 0, 0
+        new = 0
+        correct = 0
         with self.working("evaluating", stays=False) as activity:
 
             def show(response: Response) -> None:
-                nonlocal new, right
-                new, right = new + 1, right + response.correct
-                speed = new / activity.seconds()
-                text = (
-                    f"{done + new} of {total} responses · {speed:.1f}/s · {right / new:.2f} right"
-                )
+                nonlocal new, correct
+                new += 1
+                correct += response.correct
+                share = f"{new / activity.seconds():.1f}/s · {correct / new:.2f} right"
+                text = f"{done + new} of {total} responses · {share}"
                 activity.text = f"evaluating: {text}"
                 tenths = 10 * (done + new) // total
                 if not self.console.is_terminal and tenths > 10 * (done + new - 1) // total:
@@ -307,7 +362,7 @@ class Progress:
             yield show
 
     def report(self, report: Report, marks: Mapping[str, object]) -> None:
-        """Prints the scores of an evaluation.
+        """Print the scores of an evaluation.
 
         Args:
             marks: policy, data, temperature, top_p and template, by name.
@@ -322,27 +377,26 @@ class Progress:
             self.console.print(table, soft_wrap=False)
 
     def step(self, step: int, total: int, values: dict[str, float]) -> None:
-        """Prints the lines of a step, of `WIDTH` columns at most."""
-        self._ends.append(time.perf_counter())
-        for line in step_lines(step, total, values, remaining(self._ends, total - step)):
+        """Print the lines of a step."""
+        self._step_ends.append(time.perf_counter())
+        for line in step_lines(step, total, values, remaining(self._step_ends, total - step)):
             self.say(line)
 
     def group(self, group: Group) -> None:
-        """Prints a group as a table: answers, verdicts, rewards, lengths."""
-        prompt, answer = group.prompt.text, group.prompt.answer
-        table = Table(
-            title=f"{one_line(prompt, PROMPT_TAIL)}  (answer {one_line(answer, ANSWER_TAIL)})",
-            title_justify="left",
-        )
+        """Print a group as a table of answers, verdicts, rewards and lengths."""
+        prompt = escape(_tail(group.prompt.text, PROMPT_TAIL))
+        answer = escape(_tail(group.prompt.answer, ANSWER_TAIL))
+        table = Table(title=f"{prompt}  (answer {answer})", title_justify="left")
         turns = r" \[environment]" * any(completion.turns for completion in group.completions)
-        for name in (f"answer tail{turns}", "verdict", "reward", "tokens", "cut"):
-            table.add_column(name, justify="left" if name.startswith("answer") else "right")
-        for completion, right, reward in zip(
+        table.add_column(f"answer tail{turns}")
+        for name in ("verdict", "reward", "tokens", "cut"):
+            table.add_column(name, justify="right")
+        for completion, correct, reward in zip(
             group.completions, group.correct, group.rewards, strict=True
         ):
             table.add_row(
-                _turns(completion),
-                "[green]right[/]" if right else "[red]wrong[/]",
+                describe_turns(completion),
+                "[green]right[/]" if correct else "[red]wrong[/]",
                 f"{reward:+.2f}",
                 str(len(completion)),
                 "cut" if completion.truncated else "",

@@ -1,4 +1,4 @@
-"""Metrics of a step by name. docs/metrics.md has their meanings, `writers.py` their files."""
+"""Metrics of a step by name. docs/metrics.md explains them."""
 
 import collections
 import math
@@ -7,29 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.algorithms import Algorithm
+from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.learner.advantages import Feedback, preference_margins
 from dapo_jax.learner.batches import Mean
 from dapo_jax.reporting.scores import REFLECTION
-from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.runtime.nonfinite import is_reason
-from dapo_jax.structs import CollectedGroups, Completion, Group, SamplerCounts, present
+from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, present, repetition
 
-# Beginnings of names whose values differ between two runs of the same settings.
+# Prefixes of metrics that differ between two runs of the same settings.
 CLOCKED = ("time", "seconds_", "sampled_tokens_per_second", "trained_tokens_per_second")
-
-VARIANCE_FLOOR = 1e-12
+MIN_VARIANCE = 1e-12
 
 
 def mean_or_zero(values: Any) -> float:
-    """Mean of the values, 0 where there are none."""
+    """Return the mean of the values, 0 if there are none."""
     values = np.asarray(values, float)
     return float(values.mean()) if values.size else 0.0
 
 
 def response_metrics(groups: list[Group]) -> dict[str, float]:
-    """Means and shares over all responses of the groups."""
-    completions: list[Completion] = [c for group in groups for c in group.completions]
+    """Return means over all responses of the groups."""
+    completions = [completion for group in groups for completion in group.completions]
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     correct = np.array([right for group in groups for right in group.correct], bool)
     lengths = np.array([len(completion) for completion in completions])
@@ -51,7 +49,7 @@ def response_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def verdict_counts(groups: list[Group]) -> dict[str, float]:
-    """Verdicts of the groups by how they came about, and those that failed."""
+    """Return the numbers of verdicts by how they were decided, and of failed ones."""
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     decided = collections.Counter(verdict.decided for verdict in verdicts)
     return {
@@ -61,14 +59,15 @@ def verdict_counts(groups: list[Group]) -> dict[str, float]:
 
 
 def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
-    """Ages, in steps, of the policies that drew the groups' tokens.
+    """Return the ages, in steps, of the policies that sampled the groups' tokens.
 
     Args:
-        step: steps that the newest policy has learned.
+        step: number of steps that the newest policy was trained for.
     """
-    completions = [c for group in groups for c in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
     drawn = np.array([part for c in completions for part in c.drawn_by], int).reshape(-1, 2)
-    lags, tokens = step - drawn[:, 0], drawn[:, 1]
+    lags = step - drawn[:, 0]
+    tokens = drawn[:, 1]
     return {
         "policy_lag": float(lags @ tokens) / max(1, tokens.sum()),
         "policy_lag_max": float(lags.max(initial=0)),
@@ -79,20 +78,21 @@ def age_metrics(groups: list[Group], step: int) -> dict[str, float]:
 def rollout_metrics(
     collected: CollectedGroups, counts: SamplerCounts, step: int = 0
 ) -> dict[str, float]:
-    """Metrics of a rollout batch: means leave its surplus groups out, counts of cost do not.
+    """Return the metrics of the groups of a step; means exclude surplus groups, costs do not.
 
     Args:
-        step: steps that the policy has learned.
+        step: number of steps that the policy was trained for.
     """
-    judged, everything = max(1, len(collected.judged)), collected.judged + collected.surplus
-    parts = {
-        f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
-        for name in (collected.judged[0].reward_parts if collected.judged else ())
-    }
+    judged = max(1, len(collected.judged))
+    scored = collected.judged + collected.surplus
+    part_names = collected.judged[0].reward_parts if collected.judged else ()
     return (
         response_metrics(collected.judged)
-        | verdict_counts([g for g in everything if g.prompt.index not in collected.reused])
-        | parts
+        | verdict_counts([g for g in scored if g.prompt.index not in collected.reused])
+        | {
+            f"reward_parts/{name}": mean_or_zero([g.reward_parts[name] for g in collected.judged])
+            for name in part_names
+        }
         | age_metrics(collected.groups, step)
         | counts.metrics()
         | {
@@ -120,7 +120,7 @@ def _trained_tokens(collected: CollectedGroups) -> int:
 def speed_metrics(
     collected: CollectedGroups, counts: SamplerCounts, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tokens a second.
+    """Return the sampled and trained tokens per second.
 
     Args:
         seconds: of the parts of the step, by metric.
@@ -135,22 +135,22 @@ def speed_metrics(
 def feedback_metrics(
     algorithm: Algorithm, feedback: Feedback, advantages: np.ndarray, returns: np.ndarray | None
 ) -> dict[str, float]:
-    """Spread of the advantages; explained variance with a critic, accuracy and loss with pairs.
+    """Return the spread of advantages; also metrics of a critic and of preference pairs.
 
     Args:
-        advantages, returns: of each token, [*M, R, T]; no returns without a critic.
+        advantages, returns: of each token, [*M, R, T]; returns are None without a critic.
     """
-    on = feedback.trained
-    values = {"advantage_std": float(advantages[on].std()) if on.any() else 0.0}
-    if returns is not None and on.any():
-        values_before = present(feedback.values, "values")[on]
-        variance = float(returns[on].var())
-        unexplained = float((returns[on] - values_before).var())
-        # Equal returns leave nothing to explain.
-        explained = 1 - unexplained / variance if variance > VARIANCE_FLOOR else 0.0
+    trained = feedback.trained
+    values = {"advantage_std": float(advantages[trained].std()) if trained.any() else 0.0}
+    if returns is not None and trained.any():
+        old_values = present(feedback.values, "values")[trained]
+        variance = float(returns[trained].var())
+        unexplained = float((returns[trained] - old_values).var())
+        # Equal returns have no variance to explain.
+        explained = 1 - unexplained / variance if variance > MIN_VARIANCE else 0.0
         values["explained_variance"] = explained
     if feedback.reference_log_ratios is not None and algorithm.trained_responses == "pairs":
-        pairs, margins = preference_margins(feedback)
+        _, margins = preference_margins(feedback)
         losses = np.logaddexp(0.0, -algorithm.preference_beta * margins)
         values["preference_accuracy"] = mean_or_zero(margins > 0)
         values["preference_loss"] = mean_or_zero(losses)
@@ -158,10 +158,10 @@ def feedback_metrics(
 
 
 def add_up(updates: list[dict[str, Mean]]) -> dict[str, float]:
-    """Means of a step over its updates. A reason to skip an update is left out where it is 0."""
-    names = updates[0] if updates else ()
-    means = {
-        name: sum((update[name] for update in updates[1:]), updates[0][name]).value()
-        for name in names
-    }
-    return {name: mean for name, mean in means.items() if mean or not is_reason(name)}
+    """Return the means of a step over its updates; a reason to skip an update only if above 0."""
+    means = {}
+    for name in updates[0] if updates else ():
+        mean = sum((update[name] for update in updates[1:]), updates[0][name]).value()
+        if mean or not is_reason(name):
+            means[name] = mean
+    return means

@@ -1,8 +1,9 @@
-"""Model card of an exported policy: README.md with the front matter of hubs, and run_config.json.
+"""Model card of an exported policy: README.md with metadata of the hub, and run_config.json.
 
-Names of folders on the machine stay there: of an absolute path, only the last name is shown.
+Folders of the machine are not published: of an absolute path, only the last name is shown.
 """
 
+import importlib.resources
 import json
 import math
 import pathlib
@@ -16,26 +17,29 @@ from flax.traverse_util import unflatten_dict
 from dapo_jax.config.experiment import Config, ExportConfig
 from dapo_jax.reporting.page.comparison import from_defaults, from_preset
 from dapo_jax.reporting.page.curves import value_at
-from dapo_jax.reporting.page.recorded_run import RecordedRun, spread_out
+from dapo_jax.reporting.page.recorded_run import RecordedRun, sort_rows, spread_out
+from dapo_jax.reporting.records import read_rows
 from dapo_jax.runtime.settings import leaves
-from dapo_jax.runtime.storage.jsonl import objects, read_object
-from dapo_jax.runtime.storage.ownership import folder_at
+from dapo_jax.runtime.storage.jsonl import read_object
+from dapo_jax.runtime.storage.paths import folder_at
 
-CARD, SETTINGS = "README.md", "run_config.json"
-TAG = "dapo_jax"  # by which a repository is known as an export's
+CARD = "README.md"
+SETTINGS = "run_config.json"
+TAG = "dapo_jax"  # marks the repositories of exports
 # An absolute path, one that leaves the working folder, or a bucket's; the last name is a group.
-PLACE = re.compile(
+PATH = re.compile(
     r"(^|[,=])\s*(?:~|/|\.\./|[A-Za-z]:[\\/]|\w+://)[^,=]*?([^\\/,=]+)[\\/]*(?=[,=]|$)"
 )
-OF_THE_MACHINE = ("run_dir", "log.", "watch.", "checkpoint.")  # settings that a reader is not told
+MACHINE_SETTINGS = ("run_dir", "log.", "watch.", "checkpoint.")  # irrelevant for a reader
 CURVES = ("reward", "accuracy", "heldout_accuracy", "entropy", "response_tokens_mean")
-CURVE_ROWS, SHOWN_CHARACTERS = 9, 200
+CURVE_ROWS = 9
+SHOWN_CHARACTERS = 200
 
 
-def without_places(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name with paths shortened to names. Prompts and templates are no paths."""
+def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """Shorten paths in settings to their last names; prompts and templates are no paths."""
     return {
-        name: PLACE.sub(r"\1\2", value)
+        name: PATH.sub(r"\1\2", value)
         if isinstance(value, str) and name != "data.system_prompt" and "{" not in value
         else value
         for name, value in settings.items()
@@ -43,103 +47,97 @@ def without_places(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded(run: str, settings: dict[str, Any], step: int) -> RecordedRun:
-    """A run as far as a checkpoint's step, of whose folder only the checkpoint must be there."""
-    path, rows = folder_at(run) / "metrics.jsonl", {}
-    for row in objects(path) if path.exists() else ():
-        if type(row.get("step")) is int and row["step"] <= step:
-            rows[row["step"]] = row
+    """Return a run up to the step of a checkpoint; its folder may lack all other files."""
+    rows = sort_rows(read_rows(folder_at(run) / "metrics.jsonl"))
     known = {name: settings[name] for name, _, _ in leaves(Config())}
-    return RecordedRun(folder_at(run), known, [rows[number] for number in sorted(rows)])
+    return RecordedRun(folder_at(run), known, [row for row in rows if row["step"] <= step])
 
 
 def write_card(folder: pathlib.Path, config: ExportConfig, run: RecordedRun, step: int, base: str):
-    """Writes the card and the run's settings.
+    """Write the card and the settings of the run.
 
     Args:
-        base: name of the model that the run began with.
+        base: name of the initial model.
     """
-    settings = without_places(run.settings)
+    from huggingface_hub import ModelCard, ModelCardData
+
+    settings = without_paths(run.settings)
     tables = json.dumps(unflatten_dict(settings, sep="."), indent=2)
     (folder / SETTINGS).write_text(tables, encoding="utf-8")
-    text = "\n".join(_lines(config, run, settings, step, base))
-    (folder / CARD).write_text(text + "\n", encoding="utf-8")
-
-
-def _front_matter(config: ExportConfig, preset: str) -> str:
-    from huggingface_hub import ModelCardData
-
-    alone = config.weights == "adapter"
-    relation = ("adapter" if alone else "finetune") if config.base_model else None
-    return ModelCardData(
+    preset, differences = from_preset(settings)
+    is_adapter = config.weights == "adapter"
+    relation = "adapter" if is_adapter else "finetune"
+    data = ModelCardData(
         base_model=config.base_model or None,
-        base_model_relation=relation,
+        base_model_relation=relation if config.base_model else None,
         datasets=config.datasets.split(",") if config.datasets else None,
         license=config.license or None,
-        library_name="peft" if alone else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[TAG, "reinforcement-learning", preset],
-    ).to_yaml()
-
-
-def _lines(
-    config: ExportConfig, run: RecordedRun, settings: dict[str, Any], step: int, base: str
-) -> Iterator[str]:
-    preset, differences = from_preset(settings)
-    name = pathlib.Path(config.push_to_hub or config.out).name
-    yield f"---\n{_front_matter(config, preset)}\n---\n\n# {name}\n"
-    kind = "Low-rank adapters of" if config.weights == "adapter" else "A policy that began as"
-    yield f"{kind} {config.base_model or base}, trained by reinforcement learning with dapo_jax:"
-    yield f"{step} of {settings['total_steps']} steps.\n\n## Data\n"
-    yield f"- trained on {_value(settings['data.source'])}"
-    held = "problems of the same source, never trained on"
-    if settings["data.heldout_source"] or settings["data.heldout_problems"] == 0:
-        held = _value(settings["data.heldout_source"]) or "nothing"
-    yield f"- held out: {held}"
-    yield f"- prompt template {_value(settings['data.template'])}"
-    yield f"\n## Algorithm\n\nPreset `{preset}`" + (", but:\n" if differences else ".")
-    yield _table(("setting", "here", f"in {preset}"), differences)
+    )
     changed = from_defaults({n: v for n, v in settings.items() if not n.startswith("algorithm.")})
-    shown = [line for line in changed if not line[0].startswith(OF_THE_MACHINE)]
-    yield f"\n## Settings\n\nThose that are not the default; `{SETTINGS}` has all.\n"
-    yield _table(("setting", "here", "default"), shown)
-    if scores := [*_scores(run, settings), *_reports(run, step)]:
-        yield "\n## Held-out scores\n\nLow and high end 95 % intervals over problems.\n"
-        head = ("policy", "data", "k", "avg@k", "low", "high", "pass@k", "maj@k")
-        yield _table(head, scores)
-    if run.rows:
-        rows = [run.rows[i] for i in spread_out(len(run.rows), CURVE_ROWS)]
-        values = [[row["step"], *(value_at(row, metric) for metric in CURVES)] for row in rows]
-        yield "\n## Curves\n"
-        yield _table(("step", *CURVES), values)
-    places = [n for n in settings if settings[n] != run.settings[n] and n != "run_dir"]
-    own = "".join(f" \\\n    --config.{n}={shlex.quote(settings[n])}" for n in places)
-    yield "\n## To make it again\n"
-    if places:
-        yield "Folders and files of the machine are shortened to their names; yours go here.\n"
-    yield f"```bash\ndapo-jax train --config={SETTINGS}{own}\n```"
+    replaced = [n for n in settings if settings[n] != run.settings[n] and n != "run_dir"]
+    rows = [run.rows[i] for i in spread_out(len(run.rows), CURVE_ROWS)] if run.rows else []
+    scores = [*_run_scores(run, settings), *_evaluation_scores(run, step)]
+    head = ("policy", "data", "k", "avg@k", "low", "high", "pass@k", "maj@k")
+    template = importlib.resources.files("dapo_jax.reporting") / "model_card.md"
+    card = ModelCard.from_template(
+        data,
+        template_str=template.read_text(encoding="utf-8"),
+        name=pathlib.Path(config.push_to_hub or config.out).name,
+        kind="Low-rank adapters of" if is_adapter else "A policy that began as",
+        base=config.base_model or base,
+        step=step,
+        total_steps=settings["total_steps"],
+        source=_value(settings["data.source"]),
+        held_out=_held_out(settings),
+        prompt_template=_value(settings["data.template"]),
+        preset=preset,
+        differences=_table(("setting", "here", f"in {preset}"), differences),
+        settings_file=SETTINGS,
+        changed=_table(
+            ("setting", "here", "default"),
+            [line for line in changed if not line[0].startswith(MACHINE_SETTINGS)],
+        ),
+        scores=_table(head, scores),
+        curves=_table(
+            ("step", *CURVES), [[row["step"], *(value_at(row, m) for m in CURVES)] for row in rows]
+        ),
+        replaced=[f"{name}={shlex.quote(settings[name])}" for name in replaced],
+    )
+    card.save(folder / CARD)
 
 
-def _scores(run: RecordedRun, settings: dict[str, Any]) -> Iterator[list[Any]]:
-    """Lines of the first and the last evaluation of the run itself."""
+def _held_out(settings: dict[str, Any]) -> str:
+    if settings["data.heldout_source"] or settings["data.heldout_problems"] == 0:
+        return _value(settings["data.heldout_source"]) or "nothing"
+    return "problems of the same source, never trained on"
+
+
+def _run_scores(run: RecordedRun, settings: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yield lines for the first and the last evaluation during the run."""
     measured = [row for row in run.rows if "heldout_accuracy" in row]
     data = settings["data.heldout_source"] or settings["data.source"]
     names = ("accuracy", "accuracy_low", "accuracy_high", "pass_at_k", "majority")
     for row in measured[:1] + measured[1:][-1:]:
         values = (value_at(row, f"heldout_{name}") for name in names)
-        k = settings["evaluation.samples_per_problem"]
-        yield [f"step {row['step']}", data, k, *values]
+        yield [f"step {row['step']}", data, settings["evaluation.samples_per_problem"], *values]
 
 
-def _reports(run: RecordedRun, step: int) -> Iterator[list[Any]]:
-    """Lines of what `dapo-jax evaluate` measured of this step."""
+def _evaluation_scores(run: RecordedRun, step: int) -> Iterator[list[Any]]:
+    """Yield lines for evaluations of this step by `dapo-jax evaluate`."""
     folder = run.folder / "evaluations"
     for path in sorted(folder.glob("*/report.json")) if folder.exists() else ():
-        found = read_object(path.read_bytes()) or {}
-        if str(found.get("policy")).endswith(f" step {step}"):
-            data, k = without_places({"data": found["data"]})["data"], found["samples_per_problem"]
-            score, best = found["accuracy"], found["pass_at_k"][max(found["pass_at_k"], key=int)]
-            values = score["value"], score["low"], score["high"]
-            yield [f"step {step}", data, k, *values, best["value"], found["majority"]["value"]]
+        report = read_object(path.read_bytes()) or {}
+        if not str(report.get("policy")).endswith(f" step {step}"):
+            continue
+        data = without_paths({"data": report["data"]})["data"]
+        score = report["accuracy"]
+        best = report["pass_at_k"][max(report["pass_at_k"], key=int)]
+        values = [score["value"], score["low"], score["high"], best["value"]]
+        name = f"step {step}"
+        yield [name, data, report["samples_per_problem"], *values, report["majority"]["value"]]
 
 
 def _value(value: Any) -> str:
@@ -151,7 +149,7 @@ def _value(value: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Markdown table; empty without rows. The first column holds no text of a user's."""
+    """Return a Markdown table; empty without rows. The first column needs no escapes."""
     lines: list[Sequence[str]] = [head, ["---"] * len(head)]
     for first, *rest in rows:
         lines.append([str(first), *(_value(value).replace("|", "\\|") for value in rest)])

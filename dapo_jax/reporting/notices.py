@@ -1,4 +1,4 @@
-"""Notices before and after training: the data, settings and answers that fit badly, the end."""
+"""Notices about data and settings before training, and about the end of a run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,65 +12,66 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.scores import Response
 
 MANY_WITHOUT_ANSWER = 0.5
-MAX_CUT = 0.5  # share of prompts that may be cut; beyond it a run learns beside the question
-LIMIT_MULTIPLE = 64  # advised limits are a multiple of it, in tokens
+MAX_CUT = 0.5  # fraction of prompts that may be truncated; beyond it a run learns little
+LIMIT_MULTIPLE = 64  # advised limits are multiples of this many tokens
 SHOWN_CHARACTERS = 200
-SPOT_SECONDS = 30.0  # of notice before a spot machine goes, at most
-WRITE_RATE = 0.5e9  # bytes a second of a host to a bucket; assumed, nothing was measured
+SPOT_SECONDS = 30.0  # longest notice before a spot machine is stopped
+WRITE_RATE = 0.5e9  # bytes per second from a host to a bucket; assumed, not measured
 
 
 def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
-    """Advised `data.max_prompt_tokens`, and `packing.row_tokens` where it has to be raised too."""
+    """Return the advised `data.max_prompt_tokens`, and `packing.row_tokens` if it must grow."""
     limit = -(-max(length.longest for length in lengths) // LIMIT_MULTIPLE) * LIMIT_MULTIPLE
     row = limit + config.sampler.max_response_tokens
-    beside = f" with packing.row_tokens of at least {row}" * (config.rows().row_tokens < row)
-    return f"{limit}{beside}"
+    needs_rows = config.rows().row_tokens < row
+    return f"{limit}{f' with packing.row_tokens of at least {row}' * needs_rows}"
 
 
 def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:
-    """Prints the training and held-out data, their bad rows, and prompts over the limit."""
+    """Print the training and held-out data, bad rows, and prompts over the limit."""
     progress.say(escape(f"data: {prompts.describe()}"))
     for complaint in prompts.complaints():
         progress.warn(escape(complaint))
     problems = sum(len(source.problems) for source in prompts.sources)
     if problems and config.rollout.prompts_per_step > problems:
         progress.warn(
-            f"config.rollout.prompts_per_step = {config.rollout.prompts_per_step} is more than the "
-            f"{problems:,} problems there are: a step asks some of them again"
+            f"config.rollout.prompts_per_step = {config.rollout.prompts_per_step} is larger than "
+            f"the number of problems, {problems:,}: a step repeats some of them"
         )
     lengths = [length for length in prompts.lengths if length.over]
-    cut = config.data.overlong_prompts == "truncate_left"
-    many = any(length.over > MAX_CUT * length.looked_at for length in lengths)
-    if not (lengths and cut or many):
+    truncates = config.data.overlong_prompts == "truncate_left"
+    is_many = any(length.over > MAX_CUT * length.looked_at for length in lengths)
+    if not (lengths and truncates or is_many):
         return
-    fate = "lose their beginning" if cut else "are dropped"
+    limit = config.data.max_prompt_tokens
+    effect = "lose their beginning" if truncates else "are dropped"
     progress.alarm(
-        f"prompts of more than {config.data.max_prompt_tokens} tokens {fate}",
+        f"prompts of more than {limit} tokens {effect}",
         "; ".join(length.describe() for length in lengths)
-        + f". config.data.max_prompt_tokens = {config.data.max_prompt_tokens} is the limit; "
-        f"all that were looked at fit under {fitting(config, lengths)}.",
+        + f". config.data.max_prompt_tokens = {limit} is the limit; all prompts that were checked "
+        f"fit under {fitting(config, lengths)}.",
     )
 
 
 def saving_seconds(size: float, hosts: int) -> float:
-    """Assumed seconds in which all hosts write a checkpoint of `size` bytes to a bucket."""
+    """Return the assumed seconds that all hosts take to write `size` bytes to a bucket."""
     return size / hosts / WRITE_RATE
 
 
 def describe_saving(size: float, hosts: int, every_steps: int, step_seconds: float = 0.0) -> str:
-    """Sentence about a checkpoint's time beside a spot machine's notice, and the newest one's age.
+    """Compare the time to save with the notice of a spot machine; tell the work at risk.
 
     Args:
-        size: of a checkpoint, in bytes.
+        size: bytes of a checkpoint.
         every_steps: steps between two checkpoints; 0: one at the end.
-        step_seconds: of a step, 0 where nobody knows.
+        step_seconds: duration of a step, 0 if unknown.
     """
     seconds = saving_seconds(size, hosts)
-    late = "more" if seconds > SPOT_SECONDS else "less"
+    comparison = "more" if seconds > SPOT_SECONDS else "less"
     writers = f"{hosts} hosts write" if hosts > 1 else "one host writes"
     text = (
         f"a checkpoint is {size / 1e9:,.1f} GB, which {writers} in "
-        f"about {seconds:,.1f} s (assumed: {WRITE_RATE / 1e9:g} GB/s each): {late} than the "
+        f"about {seconds:,.1f} s (assumed: {WRITE_RATE / 1e9:g} GB/s each): {comparison} than the "
         f"{SPOT_SECONDS:g} s that a spot machine may have left. "
     )
     if not every_steps:
@@ -80,41 +81,44 @@ def describe_saving(size: float, hosts: int, every_steps: int, step_seconds: flo
 
 
 def warn_about_rounding(config: Config, progress: Progress) -> None:
-    """Warns of an int8 sampler whose policy differs from the trained one without a correction."""
-    corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
+    """Warn if an int8 sampler differs from the trained policy and nothing corrects for it."""
+    is_corrected = config.algorithm.importance_cap or config.algorithm.old_logprobs == "sampler"
     for field in ("cache_dtype", "weights_dtype"):
         dtype = getattr(config.sampler, field)
-        if dtype != "auto" and not corrected:
+        if dtype != "auto" and not is_corrected:
             progress.warn(
-                f"sampler.{field} = {dtype!r} samples from a policy that is not quite the trained "
-                "one, and algorithm.importance_cap = 0 does not correct it; see kl_sampler_trainer"
+                f"sampler.{field} = {dtype!r} samples from a slightly different policy than the "
+                "trained one, and algorithm.importance_cap = 0 does not correct for it; see "
+                "kl_sampler_trainer"
             )
 
 
 def warn_about_warmup(config: Config, progress: Progress) -> None:
-    """Warns of a run that ends before its learning rate has come to the peak."""
-    warmup, steps = config.optimizer.warmup_steps, config.total_steps
+    """Warn if a run ends before its learning rate reaches the peak."""
+    warmup = config.optimizer.warmup_steps
+    steps = config.total_steps
     if warmup > steps:
         progress.warn(
-            f"optimizer.warmup_steps = {warmup} is longer than the run: of the learning rate it "
-            f"reaches {steps / warmup:.0%} (total_steps = {steps})"
+            f"optimizer.warmup_steps = {warmup} is longer than the run: the learning rate reaches "
+            f"only {steps / warmup:.0%} of its peak (total_steps = {steps})"
         )
 
 
 def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress: Progress) -> None:
-    """Prints that a run is finished, and commands for what comes after it.
+    """Print that a run is finished, with the commands that can follow.
 
     Args:
         summary: content of summary.json.
-        longer: whether the run may go on with a larger `total_steps`.
+        longer: True if the run can resume with a larger `total_steps`.
     """
-    folder, steps = config.run_dir, summary["steps"]
-    before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
+    folder = config.run_dir
+    steps = summary["steps"]
+    before = summary["heldout_accuracy_before"]
+    after = summary["heldout_accuracy_after"]
     scores = "" if before is None or after is None else f", held-out {before:.3f} -> {after:.3f}"
-    # Without `longer` the learning rate has come to its end.
-    choices = {"go on": f"--config.total_steps={2 * steps}"} if longer else {}
+    choices = {"resume": f"--config.total_steps={2 * steps}"} if longer else {}
     choices |= {
-        "train anew": "--config.run_dir=FOLDER",
+        "start over": "--config.run_dir=FOLDER",
         "evaluate": "dapo-jax evaluate, with the same arguments",
         "export": f"dapo-jax export --run={folder} --out=FOLDER",
     }
@@ -124,20 +128,23 @@ def announce_end(config: Config, summary: dict[str, Any], longer: bool, progress
 
 
 def warn_about_answers(responses: list[Response], config: Config, progress: Progress) -> None:
-    """Alarms before training where most responses hold no answer that the verifier reads."""
+    """Warn before training if the verifier finds no answer in most responses."""
     reads_answers = does_apply(READS_ANSWERS, settings_of(config))
     without = [response for response in responses if response.extracted is None]
     if not reads_answers or len(without) <= MANY_WITHOUT_ANSWER * len(responses):
         return
-    cut, budget = sum(response.truncated for response in without), config.sampler
-    ends = (
-        f", or responses end too early: {cut / len(without):.0%} of these were cut off by "
-        f"config.sampler.max_response_tokens = {budget.max_response_tokens}"
+    truncated = sum(response.truncated for response in without)
+    causes = (
+        f"config.data.template = {config.data.template!r} asks for one form of answer and "
+        f"config.reward.verifier = {config.reward.verifier!r} reads another"
     )
+    if truncated:
+        causes += (
+            f", or responses end too early: {truncated / len(without):.0%} of these were cut off "
+            f"by config.sampler.max_response_tokens = {config.sampler.max_response_tokens}"
+        )
     progress.alarm(
         f"no answer was found in {len(without) / len(responses):.0%} of {len(responses)} responses",
-        f"config.data.template = {config.data.template!r} asks for one form of answer and "
-        f"config.reward.verifier = {config.reward.verifier!r} reads another{ends * bool(cut)}. "
-        f"Nothing is learned from such responses. One ends in:"
+        f"{causes}. Nothing is learned from such responses. One ends in:"
         f"\n\n{without[0].response[-SHOWN_CHARACTERS:]!r}",
     )

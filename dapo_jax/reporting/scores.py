@@ -1,10 +1,9 @@
-"""Scores of an evaluation from judged responses: avg@k, pass@k, maj@k, and response statistics.
+"""Scores of an evaluation: avg@k, pass@k, maj@k with intervals, and response statistics.
 
-Responses to the same question are samples of ONE problem, however often the file lists it: a
-benchmark file that repeats its problems 32 times and is sampled once gives avg@32, not mean@1.
-The problem is the unit: intervals resample problems, never responses, and means weigh a problem by
-its responses, so that they are also means over the lines of the file. Problems that all have the
-same score show no spread to resample: their interval is Wilson's, of as many units.
+Responses to the same question are samples of one problem: a benchmark file that repeats its
+problems 32 times and is sampled once gives avg@32, not mean@1. Intervals resample problems, never
+responses. Means weigh a problem by its responses, so they are also means over the lines of the
+file. If all problems have the same score, the interval is Wilson's.
 """
 
 import collections
@@ -20,22 +19,22 @@ import numpy as np
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.959964  # of (1 + CONFIDENCE) / 2
-RIGHT = 0  # class of right answers
+RIGHT = 0  # class of correct answers
 POLICY, ENVIRONMENT = "policy", "environment"  # speakers of turns
 REFLECTION = re.compile(r"\b(wait|recheck|re-check|verify|double-check|reconsider|again)\b", re.I)
 
-# (prediction, answer) -> whether both mean the same
+# (prediction, answer) -> True if both mean the same
 Equivalence = Callable[[str, str], bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """A judged response as a report needs it; a line of responses.jsonl."""
+    """A scored response; a line of responses.jsonl."""
 
     problem: str  # id in the file
-    index: int  # place of the problem in the file
-    sample: int  # place of the response among the responses to this line of the file
-    question: str  # as the policy saw it
+    index: int  # of the problem in the file
+    sample: int  # of the response to this line of the file
+    question: str  # as given to the policy
     answer: str
     response: str
     extracted: str | None  # answer found in the response
@@ -43,22 +42,22 @@ class Response:
     truncated: bool
     tokens: int
     logprob: float  # sum over the tokens, in nats, before top_p
-    reflection: bool  # holds a word such as wait, recheck, again
-    repetition: float  # share of 8-token windows that occurred before
+    reflection: bool  # contains a word such as wait, recheck, again
+    repetition: float  # fraction of 8-token windows that occurred before
     failure: str | None = None  # error or time-out of the verifier
     subject: str = ""
     level: str = ""
-    turns: Sequence[Any] = ()  # of a trajectory with several: [speaker, tokens, text] each
+    turns: Sequence[Any] = ()  # of a multi-turn trajectory: [speaker, tokens, text] each
 
     @property
     def policy_turns(self) -> int:
-        """Number of turns that the policy drew."""
+        """Number of turns of the policy."""
         return max(1, sum(speaker == POLICY for speaker, *_ in self.turns))
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Mean over problems with a 95 % interval over problems, None for a single one."""
+    """A mean over problems with its 95 % interval; None for a single problem."""
 
     value: float
     low: float | None
@@ -67,10 +66,10 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Reflection:
-    """Accuracy with and without a reflection word, inside each question that has both kinds.
+    """Accuracy with and without a reflection word, within questions that have both kinds.
 
-    Hard questions draw more reflection and fewer right answers, so pooled responses would show
-    difficulty instead of what reflection does.
+    Hard questions have more reflection and fewer correct answers, so pooled responses would show
+    difficulty, not the effect of reflection.
     """
 
     questions: int  # number with both kinds
@@ -92,7 +91,7 @@ class Row:
 class Report:
     """Scores and response statistics of an evaluation. Means over nothing are None."""
 
-    problems: int  # different ones
+    problems: int  # distinct
     responses: int
     samples_per_problem: int  # k: the fewest that any problem has
     repeated_problems: int  # problems that the file lists more than once
@@ -103,7 +102,7 @@ class Report:
     response_tokens: float
     response_tokens_right: float | None
     response_tokens_wrong: float | None
-    turns: float | None  # that the policy drew; None where no response has several
+    turns: float | None  # of the policy; None if all responses have one
     truncated_fraction: float
     answer_not_found_rate: float
     verifier_failures: int
@@ -116,21 +115,21 @@ class Report:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased chance that k of the samples, drawn without replacement, hold a right one.
+    """Return the unbiased probability that k of the samples include a correct one.
 
     1 - C(n-c, k) / C(n, k) (Chen et al., 2021, arXiv 2107.03374), in exact integers.
     """
-    everything = math.comb(samples, k)
-    return (everything - math.comb(samples - right, k)) / everything
+    subsets = math.comb(samples, k)
+    return (subsets - math.comb(samples - right, k)) / subsets
 
 
 def answer_classes(
     responses: Sequence[Response], equivalent: Equivalence = operator.eq
 ) -> list[int | None]:
-    """Class of each response's answer; None where no answer was found.
+    """Return the class of each response's answer; None without an answer.
 
-    Right answers are class `RIGHT`: each means the gold answer. A wrong one joins the first class
-    whose first member it is equivalent to.
+    Correct answers are class `RIGHT`. An incorrect one joins the first class that has an equivalent
+    first member.
     """
     known: dict[str, int] = {}
     firsts: list[str] = []
@@ -141,17 +140,18 @@ def answer_classes(
             classes.append(RIGHT if response.correct else None)
             continue
         if answer not in known:
-            alike = (i for i, first in enumerate(firsts) if equivalent(answer, first))
-            known[answer] = next(alike, len(firsts))
-            firsts += [answer] * (known[answer] == len(firsts))
+            matches = (i for i, first in enumerate(firsts) if equivalent(answer, first))
+            known[answer] = next(matches, len(firsts))
+            if known[answer] == len(firsts):
+                firsts.append(answer)
         classes.append(RIGHT + 1 + known[answer])
     return classes
 
 
 def majority_score(classes: Sequence[int | None]) -> float:
-    """1 where the largest class is right, 1/t where it ties with t - 1 others, else 0.
+    """Return 1 if the largest class is correct, 1/t if it ties with t - 1 others, else 0.
 
-    Responses without an answer don't vote.
+    Responses without an answer do not vote.
     """
     votes = collections.Counter(name for name in classes if name is not None)
     most = max(votes.values(), default=0)
@@ -160,20 +160,20 @@ def majority_score(classes: Sequence[int | None]) -> float:
 
 
 def _majority(responses: Sequence[Response], k: int, equivalent: Equivalence) -> float:
-    """Mean majority score over the problem's blocks of k samples: every vote has k voices."""
+    """Return the mean majority score over blocks of k samples, so that every vote is of k."""
     classes = answer_classes(responses, equivalent)
     starts = range(0, len(classes) - k + 1, k)
     return float(np.mean([majority_score(classes[i : i + k]) for i in starts]))
 
 
 def _interval(resampled: np.ndarray) -> np.ndarray:
-    """Percentile interval of resampled means, [2] or [2, M]."""
+    """Return the percentile interval of resampled means, [2] or [2, M]."""
     tail = 50 * (1 - CONFIDENCE)
     return np.percentile(resampled, [tail, 100 - tail], axis=0)
 
 
 def wilson(share: float, units: float) -> tuple[float, float]:
-    """Wilson's score interval of a share of so many independent units (1927)."""
+    """Return Wilson's score interval (1927) of a share of independent units."""
     square = NORMAL_QUANTILE**2 / units
     centre = (share + square / 2) / (1 + square)
     half = math.sqrt(square * (share * (1 - share) + square / 4)) / (1 + square)
@@ -181,7 +181,7 @@ def wilson(share: float, units: float) -> tuple[float, float]:
 
 
 def _without_spread(value: float, units: float, lowest: float) -> Estimate:
-    """Estimate of units that all have the same value, between `lowest` and 1."""
+    """Return the estimate of units with equal values, between `lowest` and 1."""
     ends = (lowest + (1 - lowest) * end for end in wilson((value - lowest) / (1 - lowest), units))
     return Estimate(value, *ends)
 
@@ -189,16 +189,15 @@ def _without_spread(value: float, units: float, lowest: float) -> Estimate:
 def estimates(
     values: np.ndarray, weights: np.ndarray, seed: int, lowest: Sequence[float] = ()
 ) -> list[Estimate]:
-    """Weighted mean of each column with the percentile interval of resampled problems.
+    """Return the weighted mean of each column with its interval over resampled problems.
 
-    A column of equal values has Wilson's interval. Its units are the problems: the effective
-    number where their weights differ.
+    A column of equal values has Wilson's interval of the effective number of problems.
 
     Args:
         values: a row per problem, [P, M], at most 1.
         weights: of the problems, [P], above 0.
         seed: of the resampling; all columns see the same resamples.
-        lowest: smallest possible values of the columns, [M]; empty: 0 of each.
+        lowest: smallest possible values of the columns, [M]; empty: all 0.
     """
     problems = len(values)
     means = weights @ values / weights.sum()
@@ -207,19 +206,19 @@ def estimates(
     shares = np.full(problems, 1 / problems)
     drawn = np.random.default_rng(seed).multinomial(problems, shares, size=RESAMPLES) * weights
     lows, highs = _interval(drawn @ values / drawn.sum(axis=1, keepdims=True))
-    found = [Estimate(*map(float, column)) for column in zip(means, lows, highs, strict=True)]
+    columns = zip(means, lows, highs, strict=True)
+    results = [Estimate(float(mean), float(low), float(high)) for mean, low, high in columns]
     units = float(weights.sum() ** 2 / (weights**2).sum())
     for place in map(int, np.flatnonzero(np.ptp(values, axis=0) == 0)):
         least = lowest[place] if lowest else 0.0
-        found[place] = _without_spread(float(values[0, place]), units, least)
-    return found
+        results[place] = _without_spread(float(values[0, place]), units, least)
+    return results
 
 
 def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float = 0.0) -> Estimate:
-    """Mean over runs of their means over problems; the interval resamples runs and problems.
+    """Return the mean over runs and problems; the interval resamples both.
 
-    Values that are all equal have Wilson's interval of as many units as a run has problems: runs
-    share them.
+    Equal values have Wilson's interval of as many units as a run has problems.
 
     Args:
         shares: values of each run's problems, [P] each, at most 1.
@@ -231,12 +230,13 @@ def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float =
         return Estimate(mean, None, None)
     if np.ptp(np.concatenate(shares)) == 0:
         return _without_spread(float(shares[0][0]), min(map(len, shares)), lowest)
-    rng, draws = np.random.default_rng(seed), (RESAMPLES, len(shares))
+    rng = np.random.default_rng(seed)
+    draws = (RESAMPLES, len(shares))
     chosen = rng.integers(len(shares), size=draws)
     resampled = np.zeros(draws)
     for number, values in enumerate(shares):
         mask = chosen == number
-        # Equal values need no telling apart: a run has hundreds of problems and few shares.
+        # Faster by distinct value: a run has hundreds of problems and few distinct shares.
         distinct, sizes = np.unique(values, return_counts=True)
         counts = rng.multinomial(len(values), sizes / len(values), mask.sum())
         resampled[mask] = counts @ distinct / len(values)
@@ -245,7 +245,7 @@ def estimate_over_seeds(shares: Sequence[np.ndarray], seed: int, lowest: float =
 
 
 def by_problem(responses: Sequence[Response]) -> list[list[Response]]:
-    """Responses to the same question with the same answer, in the order given."""
+    """Group responses by question and answer, in the order given."""
     problems: dict[tuple[str, str], list[Response]] = {}
     for response in responses:
         problems.setdefault((response.question, response.answer), []).append(response)
@@ -263,12 +263,14 @@ def _reflection(problems: list[list[Response]], seed: int) -> Reflection | None:
             weights.append(len(samples))
     if not rows:
         return None
-    found = estimates(np.array(rows), np.array(weights), seed, lowest=(0, 0, -1))
-    return Reflection(len(rows), *found)
+    with_word, without, difference = estimates(
+        np.array(rows), np.array(weights), seed, lowest=(0, 0, -1)
+    )
+    return Reflection(len(rows), with_word, without, difference)
 
 
 def _rows(problems: list[list[Response]], field: str, seed: int) -> list[Row]:
-    """Accuracy by value of `field`, sorted; empty where the data has no such field."""
+    """Return the accuracy by value of a field; empty if the data lacks the field."""
     members: dict[str, list[list[Response]]] = {}
     for samples in problems:
         members.setdefault(getattr(samples[0], field), []).append(samples)
@@ -292,13 +294,13 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
 def make_report(
     responses: Sequence[Response], equivalent: Equivalence = operator.eq, seed: int = 0
 ) -> Report:
-    """Report on at least one response.
+    """Return the report on at least one response.
 
     Args:
-        equivalent: equality of wrong answers in the majority's vote.
+        equivalent: equality of incorrect answers in the majority vote.
         seed: of the bootstrap.
     """
-    # Sorted, so that no sum depends on which response was finished first.
+    # Sort, so that sums do not depend on the order in which responses finished.
     responses = sorted(responses, key=lambda response: (response.index, response.sample))
     problems = by_problem(responses)
     sizes = np.array([len(samples) for samples in problems])
@@ -314,6 +316,7 @@ def make_report(
     lengths = np.array([response.tokens for response in responses])
     correct = np.array([response.correct for response in responses])
     tokens = int(lengths.sum())
+    has_turns = any(response.turns for response in responses)
     return Report(
         problems=len(problems),
         responses=len(responses),
@@ -326,9 +329,7 @@ def make_report(
         response_tokens=tokens / len(responses),
         response_tokens_right=_mean(lengths[correct]) if correct.any() else None,
         response_tokens_wrong=_mean(lengths[~correct]) if not correct.all() else None,
-        turns=_mean([one.policy_turns for one in responses])
-        if any(one.turns for one in responses)
-        else None,
+        turns=_mean([response.policy_turns for response in responses]) if has_turns else None,
         truncated_fraction=_mean([response.truncated for response in responses]),
         answer_not_found_rate=_mean([response.extracted is None for response in responses]),
         verifier_failures=sum(response.failure is not None for response in responses),

@@ -14,18 +14,18 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def bar(share: float) -> str:
-    """A horizontal bar of up to `BAR` characters."""
+    """Return a horizontal bar of up to `BAR` characters."""
     whole, eighths = divmod(round(share * BAR * 8), 8)
     return "█" * whole + EIGHTHS[eighths].strip()
 
 
 def interval(estimate: Estimate) -> str:
-    """Text of the bounds; empty for a single problem."""
+    """Return the bounds as text; empty for a single problem."""
     return "" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
 
 
-def _number(value: float | None, form: str = ".1f") -> str:
-    return "-" if value is None else format(value, form)
+def _mean(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -47,11 +47,11 @@ def _headline(report: Report) -> Table:
     return table
 
 
-def _of_responses(report: Report) -> Iterable[tuple[str, str]]:
+def _statistics(report: Report) -> Iterable[tuple[str, str]]:
     yield (
         "tokens",
         f"{report.response_tokens:.1f} on average: right "
-        f"{_number(report.response_tokens_right)}, wrong {_number(report.response_tokens_wrong)}",
+        f"{_mean(report.response_tokens_right)}, wrong {_mean(report.response_tokens_wrong)}",
     )
     if report.turns is not None:
         yield "turns", f"{report.turns:.2f} of the policy on average"
@@ -84,10 +84,10 @@ def _breakdown(title: str, rows: list[Row], k: int) -> Table:
 
 
 def report_tables(report: Report) -> Iterable[Table]:
-    """Scores, response statistics, and a table per subject and level where the data has them."""
+    """Yield tables of scores, response statistics, subjects and levels."""
     yield _headline(report)
     grid = Table.grid(padding=(0, 2))
-    for name, text in _of_responses(report):
+    for name, text in _statistics(report):
         grid.add_row(name, text)
     yield grid
     for title, rows in ("subject", report.subjects), ("level", report.levels):
@@ -96,7 +96,7 @@ def report_tables(report: Report) -> Iterable[Table]:
 
 
 def describe_problems(report: Report) -> str:
-    """Text about the numbers of problems and samples, and about repeated problems."""
+    """Return a text about the numbers of problems, samples and repeated problems."""
     k = report.samples_per_problem
     more = " or more" if report.responses > report.problems * k else ""
     text = f"{report.problems} problems, {k}{more} samples each; intervals are over problems"

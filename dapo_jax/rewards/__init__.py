@@ -1,5 +1,1 @@
-"""Rewards: verifiers, the processes they run in, parts and their weights."""
-
-from dapo_jax.verifier.algebra_process import is_equivalent
-
-__all__ = ["is_equivalent"]
+"""Rewards: verifiers, reward functions in worker processes, rewards of groups."""

@@ -1,32 +1,67 @@
-"""Reward functions: the user's own, and ready ones of the same form.
+"""Reward functions: the built-in ones, the user's, and calls of them.
 
-A part is a function `(prompt, response, answer) -> float` of three texts, `async` where it waits. A
-worker computes it, but for a function that the user's program wants called in its own process.
-One that names `responses` rewards all responses to a prompt together; one of a single response may
-give a reward per token.
+A reward function `(prompt, response, answer) -> float` may be `async`, may name `tokens`, and may
+return a number per token or spans of the text. If it names `responses`, one call rewards all
+responses to a prompt. Workers call it unless the user asked for `in_process=True`.
 """
 
 import asyncio
-import contextlib
 import inspect
+import itertools
 import math
 import operator
 import re
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float
 
 from dapo_jax.config.user_code import describe_error, resolve
-from dapo_jax.rewards import pickled_functions
+from dapo_jax.rewards.group_rewards import TRAINER_PARTS
 from dapo_jax.runtime.settings import ConfigError, require
+from dapo_jax.runtime.workers.pickled_functions import find_registered
 
-GYM = "gym"  # the score of a reasoning-gym problem's own scorer; of others 1 where right, or 0
-# They read tokens, verdicts, devices.
-TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM)
-# Arguments of functions that see a response, and of those that see a group.
-RESPONSE = ("prompt", "response", "answer")
-GROUP = ("prompt", "responses", "answer", "lengths", "correct")
-TOKENS = "tokens"  # texts of the response's tokens, for a function of a response that names them
+TOKENS = "tokens"  # optional argument: the text of each token of the response
+
+
+class ResponseCall(NamedTuple):
+    """Arguments of functions that see one response."""
+
+    prompt: str
+    response: str
+    answer: str
+    tokens: list[str] | None = None
+
+
+class GroupCall(NamedTuple):
+    """Arguments of functions that see all responses to a prompt."""
+
+    prompt: str
+    responses: list[str]
+    answer: str
+    lengths: list[int]
+    correct: list[bool]
+
+
+Call = ResponseCall | GroupCall
+
+
+def read_call(fields: dict[str, Any]) -> Call:
+    """Return the call that `_asdict` made JSON of."""
+    return GroupCall(**fields) if "responses" in fields else ResponseCall(**fields)
+
+
+class PartsReply(NamedTuple):
+    """Unweighted rewards of one call.
+
+    A reward of a response is a number, a list of one per token, or a list of spans
+    [start, end, number] of the text; a reward of a group is a list of one per response.
+    """
+
+    parts: dict[str, Any]
+    broken: str | None = None  # the first function that failed, and how
 
 
 class RewardFunction(Protocol):
@@ -39,10 +74,10 @@ _THINK = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*\Z", re
 
 
 def think_format(prompt: str, response: str, answer: str) -> float:
-    """1 where the response is `<think>..</think><answer>..</answer>`, each tag once; else 0.
+    """Return 1 if the response is `<think>..</think><answer>..</answer>`, each tag once, else 0.
 
-    DeepSeek-R1, arXiv 2501.12948, section 2.2.2. A template that opens the tag in the prompt
-    leaves it out of the response.
+    DeepSeek-R1, arXiv 2501.12948, section 2.2.2. If the prompt ends with `<think>`, the response
+    starts after that tag.
     """
     if prompt.rstrip().endswith("<think>"):
         response = "<think>" + response
@@ -50,71 +85,63 @@ def think_format(prompt: str, response: str, answer: str) -> float:
     return float(all(response.count(tag) == 1 for tag in tags) and bool(_THINK.match(response)))
 
 
-READY: dict[str, RewardFunction] = {"think_format": think_format}  # parts to be named as they are
+BUILTIN_FUNCTIONS: dict[str, RewardFunction] = {"think_format": think_format}
 
 
-def _find(name: str) -> Callable:
-    if name in READY:
-        return READY[name]
-    if name.startswith((pickled_functions.HERE, pickled_functions.GIVEN)):
-        return pickled_functions.find(name)
-    return resolve("reward.parts", name)
-
-
-def own_parts(names: Sequence[str]) -> dict[str, Callable]:
-    """Functions of the named parts, without the parts that the trainer computes.
+def find_functions(names: Sequence[str]) -> dict[str, Callable]:
+    """Return the functions of the named parts, without the parts that the trainer computes.
 
     Raises:
         ConfigError: a name is no part, can't be imported, or can't be called as one.
     """
-    ready = (*TRAINER_PARTS, *READY)
+    known = (*TRAINER_PARTS, *BUILTIN_FUNCTIONS)
+    functions = {}
     for name in names:
-        allowed = ", ".join(ready) + " or module:function"
-        require(name in ready or ":" in name, "reward.parts", name, allowed)
-    functions = {name: _find(name) for name in names if name not in TRAINER_PARTS}
+        allowed = ", ".join(known) + " or module:function"
+        require(name in known or ":" in name, "reward.parts", name, allowed)
+        if name in TRAINER_PARTS:
+            continue
+        function = BUILTIN_FUNCTIONS.get(name) or find_registered("reward.parts", name)
+        functions[name] = function or resolve("reward.parts", name)
     for name, function in functions.items():
         try:
             inspect.signature(function).bind(**dict.fromkeys(arguments(function)))
         except (TypeError, ValueError) as error:
-            calls = " or ".join(f"({'=, '.join(call)}=)" for call in (RESPONSE, GROUP))
+            calls = " or ".join(
+                f"({'=, '.join(call)}=)" for call in (ResponseCall._fields[:3], GroupCall._fields)
+            )
             reason = f"{error}; a reward is called as {calls}"
             raise ConfigError(f"config.reward.parts = {name!r}: {reason}") from None
     return functions
 
 
 def arguments(function: Callable) -> tuple[str, ...]:
-    """Names of the arguments that a reward function is called with.
+    """Return the names of the arguments that a reward function is called with.
 
     Raises:
-        TypeError, ValueError: nothing tells its parameters.
+        TypeError, ValueError: the function has no signature.
     """
     parameters = inspect.signature(function).parameters
     if "responses" in parameters:
-        return GROUP
-    return (*RESPONSE, TOKENS) if TOKENS in parameters else RESPONSE
+        return GroupCall._fields
+    return ResponseCall._fields if TOKENS in parameters else ResponseCall._fields[:3]
 
 
 def sees_group(function: Callable) -> bool:
-    """True if one call rewards all responses to a prompt."""
-    return arguments(function) == GROUP
+    """Return whether one call rewards all responses to a prompt."""
+    return arguments(function) == GroupCall._fields
 
 
-def waits(function: Callable) -> bool:
-    """True if a call of the function gives something to wait for: `async def`."""
-    call = getattr(function, "__call__", None)  # noqa: B004 (of an object with an async one)
+def is_async(function: Callable) -> bool:
+    """Return whether the function, or the `__call__` of the object, is `async def`."""
+    call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-@contextlib.contextmanager
-def _noting(reply: dict[str, Any], name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        reply.setdefault("broken", f"{name}: {describe_error(error)}")
+# --- values that functions return -----------------------------------------------------------
 
 
 def _number(value: Any, allowed: str = "a number") -> float:
-    """Finite number of what a function returned. Raises TypeError, ValueError."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -124,19 +151,18 @@ def _number(value: Any, allowed: str = "a number") -> float:
     return number
 
 
-def _listed(value: Any) -> list | None:
-    """Items of a list, a tuple or an array; None for anything else."""
+def _items(value: Any) -> list | None:
+    """Return the items of a list, a tuple or an array; None for anything else."""
     items = value.tolist() if hasattr(value, "tolist") else value
     return list(items) if isinstance(items, list | tuple) else None
 
 
-def _of_response(value: Any) -> float | list:
-    """Number, list of numbers, or list of spans [start, end, number]. Raises as `_number`."""
-    items = _listed(value)
+def _response_reward(value: Any) -> float | list:
+    items = _items(value)
     if items is None:
         return _number(value, "a number, one per token, or spans (start, end, number)")
     if hasattr(value, "tolist") and len(items) == 1 and not isinstance(items[0], list):
-        return _number(items[0])  # an array of one, as models return it
+        return _number(items[0])  # models return an array of one number
     if not any(isinstance(item, list | tuple) for item in items):
         return [_number(item) for item in items]
     try:
@@ -148,90 +174,121 @@ def _of_response(value: Any) -> float | list:
     return [[start, end, _number(number)] for start, end, number in spans]
 
 
-def _of_group(value: Any, responses: int) -> list[float]:
-    """Numbers, one per response. Raises TypeError, ValueError."""
-    items = _listed(value)
+def _group_reward(value: Any, responses: int) -> list[float]:
+    items = _items(value)
     if items is None or len(items) != responses:
         returned = f"{value!r:.80}" if items is None else f"{len(items)} numbers"
         raise ValueError(f"returned {returned}: must be {responses} numbers, one per response")
     return [_number(item) for item in items]
 
 
-def _rewards(value: Any, job: dict[str, Any]) -> float | list:
-    responses = job.get("responses")
-    return _of_response(value) if responses is None else _of_group(value, len(responses))
+def place_rewards(
+    values: list, text: str, tokens: int, split: Callable[[], Sequence[str]]
+) -> Float[np.ndarray, "n"]:
+    """Return the reward of each token of a response.
+
+    The number of a span is assigned to the last token with a character of the span.
+
+    Args:
+        values: numbers, one per token, or spans [start, end, number] with an exclusive end.
+        text: the response.
+        tokens: number of its tokens.
+        split: returns the text that each token adds.
+
+    Raises:
+        ValueError: the count of numbers is wrong, a span exceeds the text, or the texts of the
+            tokens do not join to `text`.
+    """
+    if values and not isinstance(values[0], list):
+        if len(values) != tokens:
+            raise ValueError(f"returned {len(values)} numbers: must be {tokens}, one per token")
+        return np.array(values, np.float64)
+    rewards = np.zeros(tokens)
+    ends = list(itertools.accumulate(map(len, split())))
+    written = ends[-1] if ends else 0
+    if written != len(text):
+        raise ValueError(f"spans need tokens that decode to {len(text)} characters, not {written}")
+    for start, end, number in values:
+        if not 0 <= start < end <= len(text):
+            raise ValueError(
+                f"returned the span ({start}, {end}): must be 0 <= start < end <= {len(text)}, "
+                "characters of the response"
+            )
+        rewards[np.searchsorted(ends, end)] += number
+    return rewards
 
 
-def _call(function: Callable, job: dict[str, Any]) -> Any:
-    values = {name: job[name] for name in arguments(function)}
-    # A function may change its lists; others get them too.
-    return function(**{k: list(v) if isinstance(v, list) else v for k, v in values.items()})
-
-
-def _asked(functions: dict[str, Callable], job: dict[str, Any]) -> dict[str, Callable]:
-    """Functions that a job is for: those of a response or those of a group."""
-    of_group = "responses" in job
-    return {name: f for name, f in functions.items() if sees_group(f) == of_group}
-
+# --- calls ----------------------------------------------------------------------------------
 
 _loops = threading.local()
 
 
-def _run(waiting: Coroutine) -> Any:
-    """Result of a coroutine. The thread keeps its loop, as clients keep their connections."""
+def _run(coroutine: Coroutine) -> Any:
+    """Return the result of a coroutine. A thread keeps its loop, and so clients' connections."""
     if not hasattr(_loops, "runner"):
         _loops.runner = asyncio.Runner()
-    return _loops.runner.run(waiting)
+    return _loops.runner.run(coroutine)
 
 
-async def _limited(waiting: Awaitable, seconds: float) -> Any:
+async def _limited(awaitable: Awaitable, seconds: float) -> Any:
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
-            return await waiting
+            return await awaitable
     except TimeoutError:
         if not limit.expired():
-            raise  # the function's own
+            raise  # raised by the function itself
         raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
-def compute(functions: dict[str, Callable], job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Reply to a job: `parts`, rewards by name, and `broken`, the first function that failed.
+async def _await_all(awaitables: Sequence[Awaitable], seconds: float) -> list[Any]:
+    limited = (_limited(awaitable, seconds) for awaitable in awaitables)
+    return await asyncio.gather(*limited, return_exceptions=True)
+
+
+def _call(function: Callable, call: Call) -> Any:
+    """Return the value of a function, or the exception that it raised."""
+    values = {name: getattr(call, name) for name in arguments(function)}
+    # Lists are copied, since a function may change its own.
+    copies = {k: list(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return function(**copies)
+    except Exception as error:
+        return error
+
+
+def compute(
+    functions: dict[str, Callable], calls: Sequence[Call], seconds: float
+) -> list[PartsReply]:
+    """Return the rewards of calls, each by the functions of its kind; async functions overlap.
 
     Args:
-        job: arguments by name; `responses` among them: for the functions that see a group.
-        seconds: limit of a call that waits. Other calls have none here.
-
-    Returns:
-        rewards of a response: a number, a list of one per token, or a list of spans
-        [start, end, number] of its text; of a group: a list of one per response.
+        seconds: limit of an async call. Other calls have no limit here.
     """
-    reply: dict[str, Any] = {"parts": {}}
-    for name, function in _asked(functions, job).items():
-        with _noting(reply, name):
-            value = _call(function, job)
-            if inspect.isawaitable(value):
-                value = _run(_limited(value, seconds))
-            reply["parts"][name] = _rewards(value, job)
-    return reply
-
-
-def compute_together(
-    functions: dict[str, Callable], jobs: Sequence[dict[str, Any]], seconds: float
-) -> list[dict[str, Any]]:
-    """Replies to jobs, as of `compute`, of functions that wait: all calls wait side by side."""
-
-    async def call(reply: dict[str, Any], name: str, job: dict[str, Any]) -> None:
-        with _noting(reply, name):
-            value = await _limited(_call(functions[name], job), seconds)
-            reply["parts"][name] = _rewards(value, job)
-
-    async def call_all() -> None:
-        pairs = zip(replies, jobs, strict=True)
-        await asyncio.gather(
-            *(call(reply, name, job) for reply, job in pairs for name in _asked(functions, job))
-        )
-
-    replies: list[dict[str, Any]] = [{"parts": {}} for _ in jobs]
-    _run(call_all())
+    jobs = [
+        (i, name, function)
+        for i, call in enumerate(calls)
+        for name, function in functions.items()
+        if sees_group(function) == isinstance(call, GroupCall)
+    ]
+    values = [_call(function, calls[i]) for i, _, function in jobs]
+    places = [place for place, value in enumerate(values) if inspect.isawaitable(value)]
+    if places:
+        results = _run(_await_all([values[place] for place in places], seconds))
+        for place, result in zip(places, results, strict=True):
+            values[place] = result
+    replies = [PartsReply({}) for _ in calls]
+    for (i, name, _), value in zip(jobs, values, strict=True):
+        try:
+            if isinstance(value, BaseException):
+                raise value
+            call = calls[i]
+            replies[i].parts[name] = (
+                _group_reward(value, len(call.responses))
+                if isinstance(call, GroupCall)
+                else _response_reward(value)
+            )
+        except (Exception, asyncio.CancelledError) as error:
+            broken = replies[i].broken or f"{name}: {describe_error(error)}"
+            replies[i] = replies[i]._replace(broken=broken)
     return replies

@@ -1,4 +1,4 @@
-"""Rewards of a group: the rule, other parts, and the sum of all."""
+"""Rewards of a group: built-in parts, parts of workers, and their weighted sum."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,38 +7,22 @@ import numpy as np
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.sections import SHAPING
-from dapo_jax.structs import Completion, Group, Prompt, Verdict
-
-REPEATED_WINDOW_TOKENS = 8  # a power of two
+from dapo_jax.structs import Completion, Group, Prompt, Verdict, repetition
 
 
 def overlong_punishment(
     response_tokens: np.ndarray, max_response_tokens: int, buffer_tokens: int
 ) -> np.ndarray:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), in [-1, 0].
+    """Return the soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), in [-1, 0].
 
     0 up to `max_response_tokens - buffer_tokens`, then falling linearly to -1 at the maximum.
-    Counts response tokens: never characters, never the prompt.
+    Only response tokens count, not characters and not the prompt.
     """
     beyond = np.asarray(response_tokens) - (max_response_tokens - buffer_tokens)
     return -np.clip(beyond / buffer_tokens, 0.0, 1.0)
 
 
-def repetition(tokens: np.ndarray) -> float:
-    """Fraction of the windows of 8 tokens that occurred before in the same response."""
-    if len(tokens) <= REPEATED_WINDOW_TOKENS:
-        return 0.0
-    # Windows are numbered, equal ones alike, by the numbers of their halves: ten times as fast as
-    # to sort whole ones, of every response of a step.
-    numbers, seen, half = np.asarray(tokens, np.uint64), (), 1
-    while half < REPEATED_WINDOW_TOKENS:
-        both = numbers[:-half] << np.uint64(32) | numbers[half:]
-        seen, numbers = np.unique(both, return_inverse=True)
-        numbers, half = numbers.astype(np.uint64), 2 * half
-    return 1.0 - len(seen) / len(numbers)
-
-
-# Parts that the trainer computes: (config, completion, verdict) -> unweighted reward.
+# Built-in parts from a verdict: (config, completion, verdict) -> unweighted reward.
 RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
     "rule": lambda config, completion, verdict: (
         config.algorithm.reward_correct if verdict.correct else config.algorithm.reward_wrong
@@ -49,6 +33,8 @@ RULES: dict[str, Callable[[Config, Completion, Verdict], float]] = {
         completion.rewards[-1:] if config.environment.rewards == "last" else completion.rewards
     ),
 }
+GYM = "gym"  # score of a reasoning-gym problem's own scorer; elsewhere 1 if correct, else 0
+TRAINER_PARTS = ("rule", "format", "repetition", "model", "environment", GYM)
 
 
 def reward_parts(
@@ -57,7 +43,7 @@ def reward_parts(
     verdicts: tuple[Verdict, ...],
     model_scores: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
-    """Weighted parts by name, each [G] float64; NaN where a worker's part gave no number."""
+    """Return the weighted parts by name, each [G] float64; NaN if a function returned no number."""
     parts = {}
     for name, weight in config.reward.weights().items():
         if name in RULES:
@@ -76,12 +62,13 @@ def reward_parts(
     return parts
 
 
-def _with_steps(verdict: Verdict, completion: Completion, weight: float) -> Verdict:
-    """Verdict whose token rewards hold those of the environment's steps, on their turns' ends."""
+def _add_step_rewards(verdict: Verdict, completion: Completion, weight: float) -> Verdict:
+    """Add the rewards of the environment's steps to the last tokens of their turns."""
     if not len(completion):
         return verdict
     turns = [turn.tokens for turn in completion.turns if turn.drawn] or [len(completion)]
-    ends, rewards = np.cumsum(turns)[: len(completion.rewards)], np.zeros(len(completion))
+    ends = np.cumsum(turns)[: len(completion.rewards)]
+    rewards = np.zeros(len(completion))
     rewards[ends - 1] = weight * np.array(completion.rewards)
     if verdict.token_rewards is not None:
         rewards += verdict.token_rewards
@@ -95,10 +82,10 @@ def reward_group(
     verdicts: tuple[Verdict, ...],
     model_scores: np.ndarray | None = None,
 ) -> Group:
-    """Group with rewards, their parts and correctness; an empty response can't be right.
+    """Return a group with its rewards and correctness; an empty response is never correct.
 
     Args:
-        model_scores: [G] of the learned reward model, where the config asks for one.
+        model_scores: [G] scores of the learned reward model, if the config has one.
     """
     verdicts = tuple(
         verdict if len(completion) else dataclasses.replace(verdict, correct=False, extracted=None)
@@ -107,13 +94,13 @@ def reward_group(
     weight = config.reward.weights().get("environment")
     if weight is not None and config.environment.rewards == "steps":
         pairs = zip(verdicts, completions, strict=True)
-        verdicts = tuple(_with_steps(*pair, weight) for pair in pairs)
+        verdicts = tuple(_add_step_rewards(verdict, done, weight) for verdict, done in pairs)
     parts = reward_parts(config, completions, verdicts, model_scores)
-    nothing = np.zeros(len(verdicts))
-    raw = sum((v for name, v in parts.items() if name not in SHAPING), nothing)
+    zero = np.zeros(len(verdicts))
+    raw = sum((v for name, v in parts.items() if name not in SHAPING), zero)
     correct = np.array([verdict.correct for verdict in verdicts], bool)
     if config.reward.correct == "threshold":
         tokens = np.array([len(completion) for completion in completions])
         correct = (raw >= config.reward.threshold) & (tokens > 0)
-    rewards = sum(parts.values(), nothing)
+    rewards = sum(parts.values(), zero)
     return Group(prompt, completions, verdicts, parts, rewards, raw, correct)

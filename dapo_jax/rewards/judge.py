@@ -1,8 +1,6 @@
-"""Judging of finished responses: verdicts of the pool, model scores, rewarded groups."""
+"""Scoring of finished groups: verdicts of the pool, scores of a reward model, rewards."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -12,13 +10,12 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.workers.pool import gather_results
 from dapo_jax.structs import Completion, Group, Interrupted, Prompt, Verdict, with_texts
-
-POLL_SECONDS = 0.2  # between two looks whether to wait any longer
 
 
 class Pending(NamedTuple):
-    """Finished group whose verdicts are under way, on the one process that judges the group."""
+    """Finished group; the process that scores it has its future verdicts."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -26,19 +23,19 @@ class Pending(NamedTuple):
 
 
 class RewardModel(Protocol):
-    """Learned scores of responses; `learner.reward_model` has the one on devices."""
+    """Learned scores of responses, as `learner.reward_model` computes them on devices."""
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[np.ndarray]:
-        """[len(completions)] float32 scores of each group."""
+        """Return the [len(completions)] float32 scores of each group."""
         ...
 
 
 class Judge:
-    """Judge of responses beside the decoding: `submit` waits for no verdict, `groups` does.
+    """Scoring of groups beside decoding: `submit` returns at once, `groups` waits.
 
     Args:
-        decode_all: texts of responses that have none yet; by default they stay empty.
-        should_abort: tells whether to stop waiting; `groups` then raises.
+        should_abort: called while verdicts are missing; if true, `groups` raises `Interrupted`.
+        decode_all: decodes responses that have no text yet; by default their text stays empty.
     """
 
     def __init__(
@@ -49,47 +46,41 @@ class Judge:
         should_abort: Callable[[], bool] = lambda: False,
         decode_all: Callable[[list[list[int]]], list[str]] = lambda rows: [""] * len(rows),
     ):
-        self._config, self._pool, self._model = config, pool, model
-        self._given_up, self._decode_all = should_abort, decode_all
+        self._config = config
+        self._pool = pool
+        self._model = model
+        self._should_abort = should_abort
+        self._decode_all = decode_all
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Pending:
-        """Decodes the responses, and submits them where this process judges the prompt."""
+        """Decode the responses, and submit them if this process scores the prompt."""
         completions = with_texts(completions, self._decode_all)
         if prompt.index % processes.count() != processes.index():
             return Pending(prompt, completions, [])
         return Pending(prompt, completions, self._pool.submit_group(prompt, completions))
 
     def groups(self, pending: list[Pending]) -> list[Group]:
-        """Rewarded groups, in the order of `pending`, on every process. Raises `Interrupted`."""
+        """Return the rewarded groups, in order, on every process. Raises `Interrupted`."""
         scores = self._model_scores(pending)
-        judged = zip(pending, self._verdicts(pending), scores, strict=True)
-        return [
-            reward_group(self._config, group.prompt, group.completions, verdicts, model_scores)
-            for group, verdicts, model_scores in judged
-        ]
-
-    def _verdicts(self, pending: list[Pending]) -> list[tuple[Verdict, ...]]:
-        if processes.count() == 1:
-            return [self._wait(group.verdicts) for group in pending]
-
-        def judge(i: int) -> list[dict] | None:
-            try:
-                return [dataclasses.asdict(verdict) for verdict in self._wait(pending[i].verdicts)]
-            except Interrupted:  # on all processes, once all have been told
-                return None
-
-        groups = processes.map_over_hosts(
-            [group.prompt.index for group in pending], judge, "verdicts"
+        results = gather_results(
+            [group.prompt.index for group in pending],
+            [group.verdicts for group in pending],
+            vars,
+            self._should_abort,
+            "verdicts",
         )
-        if None in groups:
+        if results is None:
             raise Interrupted
-        return [tuple(Verdict(**fields) for fields in group) for group in groups]
-
-    def _wait(self, verdicts: list[Future[Verdict]]) -> tuple[Verdict, ...]:
-        while futures.wait(verdicts, POLL_SECONDS).not_done:
-            if self._given_up():
-                raise Interrupted
-        return tuple(future.result() for future in verdicts)
+        return [
+            reward_group(
+                self._config,
+                group.prompt,
+                group.completions,
+                tuple(Verdict(**fields) for fields in verdicts),
+                model_scores,
+            )
+            for group, verdicts, model_scores in zip(pending, results, scores, strict=True)
+        ]
 
     def _model_scores(self, pending: list[Pending]) -> Sequence[np.ndarray | None]:
         if self._model is None or not pending:
@@ -97,5 +88,5 @@ class Judge:
         return self._model.score([(group.prompt, group.completions) for group in pending])
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         self._pool.close()

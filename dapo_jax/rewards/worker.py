@@ -1,4 +1,4 @@
-"""Worker process of rewards: one JSON line per job, one JSON line per reply.
+"""Worker process of rewards.
 
 python -m dapo_jax.rewards.worker parts FILE SECONDS NAMES   reward functions, the user's too
 python -m dapo_jax.rewards.worker gym                        scorers of reasoning-gym
@@ -7,80 +7,73 @@ python -m dapo_jax.rewards.worker gym                        scorers of reasonin
 import contextlib
 import importlib
 import os
-import pathlib
 import sys
 from collections.abc import Callable
 
-from dapo_jax.runtime.workers.child import limit_computing, limit_process, serve
+from dapo_jax.runtime.workers.child import discard_output, limit_computing, limit_process, serve
 
-SECONDS = 2  # of computing, for one score; the kernel ends the process at the next whole one
+SCORE_SECONDS = 2  # of CPU time for one score; the kernel rounds up to whole seconds
 NUMPY_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def make_parts(file: str, seconds: float, names: list[str]) -> Callable[[dict], dict]:
-    """Function that answers `{"prompt", "response", "answer"}` with the parts' rewards.
-
-    `{"prompt", "responses", ...}` asks the functions that see a group: `functions.compute`.
-    It answers `{"jobs"}`, for functions that wait, with `{"replies"}`.
+    """Return the function that answers `{"calls"}` with `{"replies"}` of the named parts.
 
     Args:
-        file: copies of functions that the program gave; empty: there are none.
-        seconds: limit of a call that waits.
+        file: `FunctionCopies.path`.
+        seconds: limit of an async call.
     """
     from dapo_jax.config.user_code import describe_error
-    from dapo_jax.rewards.functions import compute, compute_together, own_parts
-    from dapo_jax.rewards.pickled_functions import read_copies
+    from dapo_jax.rewards.functions import PartsReply, compute, find_functions, read_call
+    from dapo_jax.runtime.workers.pickled_functions import load_copies
 
+    functions, failure = {}, None
     try:
-        if file:
-            read_copies(pathlib.Path(file))
-        functions = own_parts(names)
-    except Exception as error:  # a module that is found here, and not by the worker
-        broken = {"parts": {}, "broken": f"{names[0]}: in a worker: {describe_error(error)}"}
-        return lambda job: {"replies": [broken] * len(job["jobs"])} if "jobs" in job else broken
+        load_copies(file)
+        functions = find_functions(names)
+    except Exception as error:  # a module that the trainer finds, and the worker does not
+        failure = PartsReply({}, f"{names[0]}: in a worker: {describe_error(error)}")
 
     def answer(job: dict) -> dict:
-        if "jobs" in job:
-            return {"replies": compute_together(functions, job["jobs"], seconds)}
-        return compute(functions, job, seconds)
+        calls = [read_call(fields) for fields in job["calls"]]
+        replies = [failure] * len(calls) if failure else compute(functions, calls, seconds)
+        return {"replies": [reply._asdict() for reply in replies]}
 
     return answer
 
 
 def make_gym() -> Callable[[dict], dict]:
-    """Function that answers `{"source", "metadata", "answer"}` with the task's own `{"score"}`.
+    """Return the function that answers a `ScoreRequest` with a `ScoreReply`.
 
-    A job of a source alone makes its scorer ready, without a score.
-
-    The process gets limits on memory and files. Lines that a scorer prints go nowhere.
+    The process has limits on memory and files, and its output is discarded.
     """
-    # Threads of numpy's libraries would each reserve a part of the addresses.
+    # Each thread of numpy's libraries would reserve a part of the address space.
     os.environ |= dict.fromkeys(NUMPY_THREADS, "1")
-    from dapo_jax.rewards.gym import tasks
+    from dapo_jax.rewards import gym
 
     limit_process()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    with contextlib.suppress(ImportError):  # each job says so
-        importlib.import_module("reasoning_gym")  # now: it takes longer than a job may
+    discard_output()
+    with contextlib.suppress(ImportError):  # each job reports it
+        importlib.import_module("reasoning_gym")  # it takes longer than the limit of a job
 
     def answer(job: dict) -> dict:
-        task = job["source"].removeprefix(tasks.PREFIX)
-        if "answer" not in job:
-            tasks.prepare(task)
-            return {}
-        limit_computing(SECONDS)
+        request = gym.ScoreRequest(**job)
+        task = request.source.removeprefix(gym.PREFIX)
+        if request.metadata is None:
+            gym.prepare(task)
+            return gym.ScoreReply()._asdict()
+        limit_computing(SCORE_SECONDS)
         try:
-            return {"score": tasks.gym_score(task, job["metadata"], job["answer"])}
-        except Exception as error:  # some scorers raise where an answer is junk
-            return {"score": 0.0, "failure": repr(error)[:200]}
+            score = gym.gym_score(task, request.metadata, request.answer)
+            return gym.ScoreReply(score)._asdict()
+        except Exception as error:  # some scorers raise if an answer can't be parsed
+            return gym.ScoreReply(failure=repr(error)[:200])._asdict()
 
     return answer
 
 
 def main() -> None:
-    """Serves the kind of job that the command line names."""
+    """Serve the kind of job that the command line names."""
     kind, *rest = sys.argv[1:]
     serve(lambda: make_gym() if kind == "gym" else make_parts(rest[0], float(rest[1]), rest[2:]))
 

@@ -1,7 +1,7 @@
-"""Decode steps as pure functions of `DecodeState`: empty, filled, a burst of tokens further."""
+"""Decode steps as pure functions of `DecodeState`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,42 @@ from dapo_jax.model.caches import DecodeState, Prefix
 from dapo_jax.model.decode_attention import SlotContext, at_each
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.page_table import Fills
-from dapo_jax.rollout.sampling import draw, draw_each
-from dapo_jax.structs import SamplingRule
+from dapo_jax.rollout.sampling import sample_tokens, sample_tokens_by_slot
+from dapo_jax.structs import SamplingRule, present
+
+
+class Starts(NamedTuple):
+    """Responses that start: sample `samples[i]` of prompt `rows[i]` in `slots[i]`.
+
+    Attributes:
+        fills: cache pages to write; None if the cache has no pages.
+    """
+
+    slots: Int[Any, "n"]
+    rows: Int[Any, "n"]
+    samples: Int[Any, "n"]
+    fills: Fills | None
+
+
+class StepOptions(NamedTuple):
+    """Constants of the decode steps of a burst.
+
+    Attributes:
+        rule: of every slot, unless the state has a rule per slot.
+        columns: number of a slot's pages that attention has to read.
+    """
+
+    config: DecoderConfig
+    attend: Callable
+    end_ids: Int[Array, "e"]
+    rule: SamplingRule
+    columns: int | None
 
 
 def empty_state(
     caches: tuple, tables: Any, slots: int, max_response_tokens: int, **options: Any
 ) -> DecodeState:
-    """Decode state with every slot free; `options` are its optional fields."""
+    """Return a decode state with every slot free; `options` are its optional fields."""
     counts = jnp.zeros(slots, jnp.int32)
     return DecodeState(
         caches=caches,
@@ -37,41 +65,24 @@ def empty_state(
     )
 
 
-def prefill_prefix(
-    config: DecoderConfig,
-    chunk_tokens: int,
-    params: Any,
-    tokens: Int[Array, "B P"],
-    lengths: Int[Array, "B"],
-    keys: jax.Array,
-    drawn: Int[Array, "B"],
-) -> Prefix:
-    """Keys and values of prompts padded on the right; the last `drawn` tokens are a response's."""
-    caches, routes = inference.prefill(params, config, tokens, lengths, chunk_tokens)
-    last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-    return Prefix(caches, last, lengths, keys, drawn, routes=routes)
-
-
 def start_responses(
     prefix: Prefix,
     state: DecodeState,
-    slots: Int[Array, "n"],
-    rows: Int[Array, "n"],
-    samples: Int[Array, "n"],
-    fills: Fills | None,
+    starts: Starts,
     *,
     write_prompts: Callable,
     in_turn: bool = False,
 ) -> DecodeState:
-    """Starts sample `samples[i]` of prompt `rows[i]` in `slots[i]`; one past the last is dropped.
+    """Start responses to prefilled prompts; a slot past the last one is dropped.
 
-    The tokens that a response has already are on the host: only their count is written.
+    The known tokens of a resumed response are on the host: only their count is written.
 
     Args:
-        write_prompts: of the cache's layout; `fills` is for it.
-        in_turn: layer after layer: else XLA:TPU gathers all prompts of all layers at once. A CPU
-            would copy the caches.
+        write_prompts: method of the cache's layout.
+        in_turn: write layer after layer, or XLA:TPU gathers all prompts of all layers at once. On
+            CPU this would copy the caches.
     """
+    slots, rows, samples, fills = starts
 
     def place(array, value):
         return array.at[slots].set(value, mode="drop")
@@ -102,56 +113,44 @@ def start_responses(
 def feed_responses(
     state: DecodeState, slots: Int[Array, "n"], tokens: Int[Array, "n C"], known: Int[Array, "n"]
 ) -> DecodeState:
-    """Lets slots go on: the first `known` tokens of their responses are fed, then they draw."""
-    assert state.known is not None
+    """Activate slots: they are fed the first `known` tokens of their responses, then sample."""
     return state.replace(
         tokens=state.tokens.at[slots].set(tokens, mode="drop"),
-        known=state.known.at[slots].set(known, mode="drop"),
+        known=present(state.known, "known").at[slots].set(known, mode="drop"),
         active=state.active.at[slots].set(True, mode="drop"),
     )
 
 
 def stop_responses(state: DecodeState, slots: Int[Array, "n"]) -> DecodeState:
-    """Stops slots: they draw nothing more."""
+    """Deactivate slots."""
     return state.replace(active=state.active.at[slots].set(False, mode="drop"))
 
 
-def decode_one(
-    params: Any,
-    config: DecoderConfig,
-    attend: Callable,
-    state: DecodeState,
-    end_ids: Int[Array, "e"],
-    rule: SamplingRule,
-    columns: int | None,
-) -> DecodeState:
-    """Draws one token for every active slot; the others run along and change nothing that counts.
+def decode_one(params: Any, options: StepOptions, state: DecodeState) -> DecodeState:
+    """Sample one token for every active slot; other slots compute without effect.
 
-    Nothing here is a sum over slots: on a mesh that would be a reduction over it for every token.
-
-    Args:
-        rule: of every slot, where the state has none for each.
-        columns: how many of a slot's pages attention has to read.
+    No value is summed over slots: on a mesh, that would be an all-reduce for every token.
     """
-    tables = None if state.tables is None else state.tables[:, :columns]
+    tables = None if state.tables is None else state.tables[:, : options.columns]
     context = SlotContext(state.length[:, None], state.active, tables)
     logits, caches, routes = inference.decode_step(
-        params, config, attend, state.last_token, context, state.caches
+        params, options.config, options.attend, state.last_token, context, state.caches
     )
     if state.rules is None:
-        tokens, logprobs = draw(logits, state.key, state.generated, rule)
+        tokens, logprobs = sample_tokens(logits, state.key, state.generated, options.rule)
     else:
-        tokens, logprobs = draw_each(logits, state.key, state.generated, state.rules)
+        tokens, logprobs = sample_tokens_by_slot(logits, state.key, state.generated, state.rules)
     limit = state.tokens.shape[1]
     at = jnp.where(state.active, state.generated, limit)  # an index past the end is dropped
     step = state.active.astype(jnp.int32)
     generated = state.generated + step
-    ended = (tokens[:, None] == end_ids).any(axis=-1)
+    ended = (tokens[:, None] == options.end_ids).any(axis=-1)
     if state.known is not None:
-        fed = state.generated < state.known
-        given = jnp.minimum(state.generated, limit - 1)[:, None]
-        given = jnp.take_along_axis(state.tokens, given, axis=1)[:, 0]
-        tokens, ended = jnp.where(fed, given, tokens), ended & ~fed
+        is_fed = state.generated < state.known
+        fed = jnp.minimum(state.generated, limit - 1)[:, None]
+        fed = jnp.take_along_axis(state.tokens, fed, axis=1)[:, 0]
+        tokens = jnp.where(is_fed, fed, tokens)
+        ended = ended & ~is_fed
     if routes is not None and state.routes is not None:
         place = jnp.where(state.active, state.length, state.routes.shape[1])
         routes = at_each(state.routes, (place,), routes)
@@ -168,17 +167,17 @@ def decode_one(
 
 
 def decode_burst(
-    draw_token: Callable[[DecodeState], DecodeState],
+    sample_token: Callable[[DecodeState], DecodeState],
     state: DecodeState,
     tokens: int,
     *,
     early: bool,
 ) -> DecodeState:
-    """Draws `tokens` times a token, and counts the steps of slots that took.
+    """Sample `tokens` tokens per active slot, and count the slot steps.
 
     Args:
-        early: stop where no slot is active; asked after every token, which on more than one
-            replica would make all of them wait for each other.
+        early: stop as soon as no slot is active. This is checked after every token, so several
+            replicas would synchronise at every token.
     """
 
     def more(carry):
@@ -186,7 +185,7 @@ def decode_burst(
         return (step < tokens) & (state.active.any() if early else True)
 
     before = state.generated
-    steps, state = jax.lax.while_loop(more, lambda c: (c[0] + 1, draw_token(c[1])), (0, state))
+    steps, state = jax.lax.while_loop(more, lambda c: (c[0] + 1, sample_token(c[1])), (0, state))
     return state.replace(
         busy_slot_steps=state.busy_slot_steps + jnp.sum(state.generated - before),
         slot_steps=state.slot_steps + steps * len(before),

@@ -16,9 +16,9 @@ from dapo_jax.model.caches import DecodeState
 
 @contextlib.contextmanager
 def _without_seqio() -> Iterator[None]:
-    """Stand-in for seqio while JetStream is imported: seqio brings TensorFlow, 5 s of every start.
+    """Replace seqio while JetStream is imported: its TensorFlow takes 5 s to import.
 
-    JetStream names two classes of it, for tokenizers of SentencePiece, which nothing here makes.
+    JetStream names two of its classes, for SentencePiece tokenizers, which are not used here.
     """
     names = [name for name in ("seqio", "seqio.vocabularies") if name not in sys.modules]
     for name in names:
@@ -35,7 +35,7 @@ with _without_seqio():
     from jetstream.engine import token_utils, tokenizer_api
     from jetstream.engine.engine_api import Engine, ResultTokens
     from jetstream.engine.tokenizer_pb2 import (
-        TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: made when imported
+        TokenizerParameters,  # pyright: ignore[reportAttributeAccessIssue]: defined at import
     )
 
 __all__ = ["Engine", "JetStreamTokenizer", "ResultTokens", "TokenizerParameters", "result_tokens"]
@@ -44,13 +44,13 @@ NO_TOKEN = -1
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Tokenizer of a model folder, as JetStream's threads ask for one."""
+    """Tokenizer of a model folder behind JetStream's interface."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **options: Any) -> tuple[Array | np.ndarray, int]:
-        """Ids of the prompt `s`, padded on the right, and how many they are."""
+        """Return the ids of a prompt, padded on the right, and their number."""
         ids = np.array(self._tokenizer.encode_prompt(s), np.int32)
         options["is_bos"] = False
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **options)
@@ -72,18 +72,20 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """Marker that JetStream puts before ids and `prefill` takes off; policies have none."""
+        """Marker that JetStream puts before ids and `prefill` removes; policies have none."""
         return NO_TOKEN
 
 
-def result_tokens(state: DecodeState, started_at: Int[Array, "S"], columns: int) -> ResultTokens:
-    """Token columns of the last burst with their validity, in JetStream's one-array layout.
+def result_tokens(
+    state: DecodeState, generated_before: Int[Array, "S"], columns: int
+) -> ResultTokens:
+    """Return the tokens of the last burst and their validity in JetStream's one-array layout.
 
     Args:
-        started_at: how many tokens each slot's response had before it.
+        generated_before: response tokens of each slot before the burst.
         columns: tokens of a burst.
     """
-    at = started_at[:, None] + jnp.arange(columns)
+    at = generated_before[:, None] + jnp.arange(columns)
     valid = at < state.generated[:, None]
     at = jnp.minimum(at, state.tokens.shape[1] - 1)
     tokens = jnp.where(valid, jnp.take_along_axis(state.tokens, at, axis=1), 0)

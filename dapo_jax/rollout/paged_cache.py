@@ -1,4 +1,4 @@
-"""Device layout of a cache in pages, which the page table gives to slots as responses grow."""
+"""Device layout of a cache in pages, allocated by the page table as responses grow."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from dapo_jax.model.decode_attention import (
     rounded,
 )
 from dapo_jax.model.decoder import DecoderConfig
-from dapo_jax.rollout.page_table import Fills, PageTable
+from dapo_jax.rollout.page_table import Fills, PageGeometry, PageTable
 from dapo_jax.rollout.slot_cache import SlotLayout, window_of
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.settings import require
@@ -25,16 +25,16 @@ Caches = tuple[PageCache | KVCache, ...]
 
 
 class PagedLayout:
-    """Caches of pages, those of every replica one after the other.
+    """Caches of pages, with the pages of the replicas one after the other.
 
-    A layer whose window is shorter than a slot has a ring in each slot, and no pages.
+    A layer with a window shorter than a slot has a ring buffer in each slot, and no pages.
 
-    Args and attributes are as for `SlotLayout`; `settings.pages` are those of all replicas, their
-    pages 0 not counted (0: as many as full slots need), and `settings.first_window_tokens` is how
-    far attention reads where there is no kernel that reads what exists.
+    Args and attributes are as for `SlotLayout`. `settings.pages` counts the pages of all replicas
+    without their pages 0 (0: as many as full slots need). `settings.first_window_tokens` is the
+    first window of attention if no kernel reads only the existing tokens.
 
     Attributes:
-        calibrated: pages are int8 with a scale per head, which has to be known beforehand.
+        calibrated: pages are int8 with a scale per head that must be known beforehand.
     """
 
     takes_many = True
@@ -47,60 +47,47 @@ class PagedLayout:
         cache_tokens: int,
         dtype: Any,
     ):
-        self._config, self._mesh, self._dtype = config, mesh, dtype
+        self._config = config
+        self._mesh = mesh
+        self._dtype = dtype
+        self._first = settings.first_window_tokens
+        self._limit = cache_tokens
         self.calibrated = settings.cache_dtype == "int8_per_head"
-        self._first, self._limit = settings.first_window_tokens, cache_tokens
-        self._page_tokens = size = settings.page_tokens
-        replicas = sharding.shards(mesh, "batch", sharding.DECODING)
-        full = -(-cache_tokens // size)
-        pages = settings.pages or settings.slots * full
-        require(
-            pages % replicas == 0 and pages // replicas >= full,
-            "sampler.pages",
-            pages,
-            f"0, or a multiple of data x fsdp = {replicas} with at least {full} (a longest "
-            f"response's) for each",
-        )
-        each = pages // replicas + 1
-        self._total = replicas * each
-        self.pages = PageTable(
-            replicas=replicas,
-            pages=each,
-            page_tokens=size,
-            slots=settings.slots,
-            slot_tokens=cache_tokens,
-        )
-        self._kernel = _read_by_kernel(config, mesh, settings, dtype)
-        self.attend = PagedAttention(mesh, self._kernel)
+        self.pages = PageTable(_page_geometry(mesh, settings, cache_tokens))
+        self.attend = PagedAttention(mesh, _read_by_kernel(config, mesh, settings, dtype))
         self._rings = SlotLayout(config, mesh, settings, cache_tokens, dtype)
         self._paged = [reach is None or reach >= cache_tokens for reach in config.reaches]
 
+    # Pages do not grow: a slot always has the maximum length.
+
     def window(self, needed: int) -> int:
-        """Length of a slot: always the longest, since pages do not grow."""
         return self._limit
 
     def fits(self, caches: Caches, needed: int) -> bool:
-        """True: pages do not grow."""
         return True
 
     def longest(self, caches: Caches) -> int:
-        """Tokens of a slot."""
         return self._limit
 
+    def grow(self, caches: Caches, window: int) -> Caches:
+        return caches
+
     def columns(self, needed: int) -> int:
-        """Columns of the page tables that attention has to read for `needed` tokens of a slot."""
-        window = self._limit if self._kernel else window_of(needed, self._first, self._limit)
-        return -(-window // self._page_tokens)
+        """Return the page table columns that attention reads for `needed` tokens of a slot."""
+        window = self._limit
+        if not self.attend.kernel:
+            window = window_of(needed, self._first, self._limit)
+        return -(-window // self.pages.geometry.page_tokens)
 
     def empty(self, window: int) -> Caches:
-        """Zeroed pages, or rings, of every layer."""
-        c = self._config
-        shape = (self._total, self._page_tokens, 2 * c.kv_heads, c.head_dim)
-        pages = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
-        return self._by_layer(pages, self._rings.empty(self._limit))
+        """Return zeroed pages, or ring buffers, of every layer."""
+        c, pages = self._config, self.pages.geometry
+        shape = (pages.replicas * pages.pages, pages.page_tokens, 2 * c.kv_heads, c.head_dim)
+        cache = PageCache(jnp.zeros(shape, self._dtype), self._scales(shape[:-1]))
+        return self._by_layer(cache, self._rings.empty(self._limit))
 
     def _scales(self, shape: tuple[int, ...]) -> jax.Array | None:
-        """Scales of pages of that shape, [N, P, K2], before anything is written."""
+        """Return initial scales of pages of that shape, [N, P, K2]."""
         if self.calibrated:
             return jnp.ones(shape[-1:])
         return jnp.zeros(shape) if self._dtype == jnp.int8 else None
@@ -110,35 +97,33 @@ class PagedLayout:
         return tuple(pages if paged else ring for paged, ring in pairs)
 
     def shardings(self) -> Caches:
-        """Shardings of the caches: pages, or slots, over replicas, heads over tensor."""
+        """Return the shardings of the caches: pages or slots over replicas, heads over tensor."""
         named = functools.partial(jax.sharding.NamedSharding, self._mesh)
         scales = jax.eval_shape(lambda: self._scales((1, 1, 2)))
         pages = jax.tree.map(named, page_specs(PageCache(jnp.zeros(()), scales)))
         return self._by_layer(pages, self._rings.shardings())
 
-    def grow(self, caches: Caches, window: int) -> Caches:
-        """Caches as they are: pages do not grow."""
-        return caches
-
     def write_prompts(
         self, cache: Any, new: PromptCache, slots, rows, lengths, fills: Fills
     ) -> Any:
-        """Writes the blocks of prompts that `fills` names into pages, or whole ones into rings."""
+        """Write the blocks of prompts that `fills` names into pages, or whole ones into rings."""
         if isinstance(cache, KVCache):
             return self._rings.write_prompts(cache, new, slots, rows, lengths, None)
         place = functools.partial(sharding.spec, column=sharding.DECODING)
-        pages, mine, prompts = page_specs(cache), place("batch"), place(None, None, "kv_heads")
-        places = (jax.tree.map(lambda _: prompts, new), jax.tree.map(lambda _: mine, fills))
+        pages = page_specs(cache)
+        prompts = jax.tree.map(lambda _: place(None, None, "kv_heads"), new)
+        blocks = jax.tree.map(lambda _: place("batch"), fills)
         return jax.shard_map(
             self._fill_replica,
             mesh=self._mesh,
-            in_specs=(pages, *places),
+            in_specs=(pages, prompts, blocks),
             out_specs=pages,
             check_vma=False,
         )(cache, new, fills)
 
     def _fill_replica(self, cache: PageCache, new: PromptCache, fills: Fills) -> PageCache:
-        pairs, size = interleave(new.keys, new.values, 2), self._page_tokens
+        pairs = interleave(new.keys, new.values, 2)
+        size = self.pages.geometry.page_tokens
         pairs = jnp.pad(pairs, ((0, 0), (0, -pairs.shape[1] % size), (0, 0), (0, 0)))
         blocks = pairs.reshape(len(pairs), -1, size, *pairs.shape[2:])[fills.row[0], fills.block[0]]
 
@@ -151,10 +136,31 @@ class PagedLayout:
         )
 
 
-def _fill_in_turn(pages: jax.Array, blocks: jax.Array, places: jax.Array) -> jax.Array:
-    """Pages with a block at each place; one past the last goes to page 0, which is nobody's.
+def _page_geometry(mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int) -> PageGeometry:
+    """Return the sizes of the pages. Raise `ConfigError` if a longest response does not fit."""
+    replicas = sharding.shards(mesh, "batch", sharding.DECODING)
+    full = -(-cache_tokens // settings.page_tokens)
+    pages = settings.pages or settings.slots * full
+    require(
+        pages % replicas == 0 and pages // replicas >= full,
+        "sampler.pages",
+        pages,
+        f"0, or a multiple of data x fsdp = {replicas} with at least {full} pages, enough for the "
+        "longest response, per replica",
+    )
+    return PageGeometry(
+        replicas=replicas,
+        pages=pages // replicas + 1,
+        page_tokens=settings.page_tokens,
+        slots=settings.slots,
+        slot_tokens=cache_tokens,
+    )
 
-    XLA:TPU aborts where it compiles scatters of int8 blocks in more than a few layers (libtpu
+
+def _fill_in_turn(pages: jax.Array, blocks: jax.Array, places: jax.Array) -> jax.Array:
+    """Write a block to each place; an index past the last page goes to the unused page 0.
+
+    XLA:TPU aborts if it compiles scatters of int8 blocks in more than a few layers (libtpu
     0.0.42.1, memory_bound_loop_optimizer.cc).
     """
     places = jnp.where(places < len(pages), places, 0)
@@ -166,7 +172,7 @@ def _fill_in_turn(pages: jax.Array, blocks: jax.Array, places: jax.Array) -> jax
 
 
 def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
-    """Empty caches whose pages have these scales, [K2] of each layer."""
+    """Return the caches with the given scales of pages, [K2] of each layer."""
     return tuple(
         cache.replace(scales=own) if isinstance(cache, PageCache) else cache
         for cache, own in zip(caches, scales, strict=True)
@@ -176,7 +182,10 @@ def with_scales(caches: Caches, scales: tuple[jax.Array, ...]) -> Caches:
 def _read_by_kernel(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, dtype: Any
 ) -> bool:
-    """True where the TPU's kernel reads each device's pages: no scales of tokens, no sinks."""
+    """Return True if the TPU's kernel can read each device's pages.
+
+    It supports neither scales per token nor attention sinks.
+    """
     platform, shards = mesh.devices.flat[0].platform, sharding.shards
     kv_heads = config.kv_heads // shards(mesh, "kv_heads", sharding.DECODING)
     read = has_kernel(platform, config.head_dim, settings.page_tokens, kv_heads, dtype)
@@ -186,7 +195,11 @@ def _read_by_kernel(
 def choose_layout(
     config: DecoderConfig, mesh: jax.sharding.Mesh, settings: Sampler, cache_tokens: int
 ) -> SlotLayout | PagedLayout:
-    """Layout that `sampler.cache` asks for; 'auto': pages where a kernel reads them, else slots."""
+    """Return the layout for `sampler.cache`; 'auto' is pages if a kernel reads them, else slots.
+
+    Raises:
+        ConfigError: cache, its dtype and the platform don't fit together.
+    """
     dtype = config.dtype if settings.cache_dtype == "auto" else jnp.int8
     kind, platform = settings.cache, mesh.devices.flat[0].platform
     by_head = settings.cache_dtype == "int8_per_head"
@@ -197,8 +210,8 @@ def choose_layout(
         kind == "slots" or platform != "tpu" or settings.cache_dtype != "int8",
         "sampler.cache",
         kind,
-        "'slots' with sampler.cache_dtype = 'int8' on TPU, whose paged kernel reads no scales of "
-        "tokens; pages take 'int8_per_head'",
+        "'slots' with sampler.cache_dtype = 'int8' on TPU: the paged kernel reads no scales per "
+        "token; pages take 'int8_per_head'",
     )
     require(
         kind == "paged" or not by_head,
@@ -210,8 +223,9 @@ def choose_layout(
         read or not by_head or platform != "tpu",
         "sampler.cache_dtype",
         settings.cache_dtype,
-        "'auto' where the TPU's paged kernel can't read its pages: a chip must hold 2, 4, 8 or a "
-        "multiple of 16 key/value heads of a multiple of 128 numbers, and the policy no sinks",
+        "'auto' if the TPU's paged kernel can't read the pages: a chip must hold 2, 4, 8 or a "
+        "multiple of 16 key/value heads, head_dim must be a multiple of 128, and the policy must "
+        "have no sinks",
     )
     layout = SlotLayout if kind == "slots" else PagedLayout
     return layout(config, mesh, settings, cache_tokens, dtype)

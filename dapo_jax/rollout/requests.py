@@ -1,7 +1,8 @@
-"""Pending groups of the scheduler, and those of their responses that begin with the same tokens.
+"""Requests of the scheduler: groups in progress, and responses that resume from known tokens.
 
-A response that an earlier step has begun is pending on its own: its prompt is the problem's with
-what was drawn, and its key that of the step which began it, so that the same draws follow.
+A response that an earlier step started is pending on its own. Its prompt is the problem's prompt
+followed by the known tokens, and its key is the key of the step that started it, so that sampling
+continues with the same random numbers.
 """
 
 import collections
@@ -14,71 +15,94 @@ import numpy as np
 from dapo_jax.model.caches import Prefix
 from dapo_jax.structs import Completion, PartialGroup, Prompt, Turn
 
-SMALLEST_PROMPT_BUCKET = 16
-COARSE = 4  # between padded lengths of responses that go on, which have many
+MIN_BUCKET_TOKENS = 16
+RESUMED_BUCKET_FACTOR = 4  # resumed responses have many lengths: use fewer, larger buckets
 
 
-class Drawn(NamedTuple):
-    """A slot's response; what stands after its end, or was not drawn there, means nothing."""
+class SlotOutput(NamedTuple):
+    """Arrays of one decode slot; entries past the end of the response are undefined."""
 
     tokens: np.ndarray  # [C] int32
     logprobs: np.ndarray  # [C] float32
-    routes: np.ndarray | None  # [T, L, k] of prompt and response, where they are recorded
+    routes: np.ndarray | None  # [T, L, k] of prompt and response, if the engine records them
 
 
 @dataclasses.dataclass(eq=False)
 class PendingGroup:
-    """Group of responses under way, and those of them that are finished."""
+    """Requested responses to one prompt, and those that are finished."""
 
     prompt: Prompt
     samples: Sequence[int]
-    whole: bool  # all samples are handed back together
-    step: int  # keys its draws
+    whole: bool  # all samples are returned together
+    step: int  # part of the random key
     finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
+
+    def finish(self, completion: Completion) -> list[tuple[Prompt, tuple[Completion, ...]]]:
+        """Add a finished response; return what can be handed out now, if anything."""
+        if not self.whole:
+            return [(self.prompt, (completion,))]
+        self.finished[completion.sample] = completion
+        if len(self.finished) < len(self.samples):
+            return []
+        return [(self.prompt, tuple(self.finished[i] for i in self.samples))]
 
 
 @dataclasses.dataclass(eq=False)
 class PendingResponses:
-    """Responses of a group that begin with the same tokens; `waiting` are those without a slot."""
+    """Responses of a group that start with the same tokens.
+
+    Attributes:
+        waiting: sample numbers of the responses that have no slot yet.
+        prefix_id: names the cache entries that these responses share.
+        padded: tokens to prefill, padded on the right.
+        resumed: the response so far, if this is one response that resumes.
+        fed: number of its last tokens that decode steps are fed because prefill lacks them.
+        prefilled: prefilled prompts, and the row of this one.
+    """
 
     group: PendingGroup
     waiting: collections.deque[int]
-    number: int  # names what its responses share in the cache
+    prefix_id: int
     padded: np.ndarray
-    begun: Completion | None = None  # the only one of them, as far as it was drawn
-    fed: int = 0  # last tokens of it that decode steps are fed, since prefill lacks them
-    prefilled: tuple[Prefix, int] | None = None  # with other prompts; its row there
+    resumed: Completion | None = None
+    fed: int = 0
+    prefilled: tuple[Prefix, int] | None = None
 
     @property
-    def drawn(self) -> int:
-        """Tokens that the response has before it starts here, observations included."""
-        return len(self.begun.tokens) if self.begun else 0
-
-    def most_tokens(self, drawn_limit: int) -> int:
-        """Tokens, observations included, at which the trajectory has drawn as much as it may."""
-        observed = self.drawn - len(self.begun) if self.begun else 0
-        return observed + drawn_limit
+    def known_tokens(self) -> int:
+        """Number of response tokens known before it starts here, observations included."""
+        return len(self.resumed.tokens) if self.resumed else 0
 
     @property
-    def ahead(self) -> int:
-        """Tokens of the response to prefill."""
-        return self.drawn - self.fed
+    def prefilled_response_tokens(self) -> int:
+        """Number of response tokens in the prefill."""
+        return self.known_tokens - self.fed
 
     @property
     def length(self) -> int:
-        """Tokens to prefill, of prompt and response."""
-        return len(self.group.prompt.tokens) + self.ahead
+        """Number of tokens to prefill, of prompt and response."""
+        return len(self.group.prompt.tokens) + self.prefilled_response_tokens
 
-    def going_on(self, begun: Completion, number: int) -> "PendingResponses":
-        """The response further on; what is new of it is fed."""
-        more = {"fed": len(begun.tokens) - self.ahead, "prefilled": None}
-        waiting = collections.deque([begun.sample])
-        return dataclasses.replace(self, waiting=waiting, number=number, begun=begun, **more)
+    def token_limit(self, sampled_limit: int) -> int:
+        """Return the response length, observations included, for `sampled_limit` sampled tokens."""
+        observed = self.known_tokens - len(self.resumed) if self.resumed else 0
+        return observed + sampled_limit
+
+    def extended(self, resumed: Completion, prefix_id: int) -> "PendingResponses":
+        """Return the same response further on; decode steps are fed its new tokens."""
+        return dataclasses.replace(
+            self,
+            waiting=collections.deque([resumed.sample]),
+            prefix_id=prefix_id,
+            resumed=resumed,
+            fed=len(resumed.tokens) - self.prefilled_response_tokens,
+            prefilled=None,
+        )
 
 
 def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> np.ndarray:
-    """Right-padded to 16 times a power of `factor` (or to `limit`), so that few lengths compile."""
-    length = SMALLEST_PROMPT_BUCKET
+    """Pad on the right to 16 times a power of `factor` (or to `limit`): few lengths compile."""
+    length = MIN_BUCKET_TOKENS
     while length < len(tokens):
         length *= factor
     padded = np.full(max(len(tokens), min(length, limit)), pad_id, np.int32)
@@ -89,65 +113,68 @@ def pad_prompt(tokens: np.ndarray, limit: int, pad_id: int, factor: int = 2) -> 
 def split_group(
     group: PendingGroup, carried: PartialGroup | None
 ) -> Iterator[tuple[Completion | None, list[int]]]:
-    """Splits a group by its responses' first tokens: (the response so far, sample numbers)."""
-    begun = {response.sample: response for response in carried.begun} if carried else {}
-    for sample, response in begun.items():
+    """Yield the responses that start with the same tokens: (response so far, sample numbers)."""
+    partial = {response.sample: response for response in carried.begun} if carried else {}
+    for sample, response in partial.items():
         yield response, [sample]
-    fresh = [i for i in group.samples if i not in begun and i not in group.finished]
+    fresh = [i for i in group.samples if i not in partial and i not in group.finished]
     if fresh:
         yield None, fresh
 
 
-def completion_of(
-    pending: PendingResponses,
-    sample: int,
-    drawn: Drawn,
-    length: int,
-    policy_step: int,
-    **known: Any,
+def make_completion(
+    pending: PendingResponses, sample: int, output: SlotOutput, length: int, **fields: Any
 ) -> Completion:
-    """Response with what it had before it started here.
+    """Join the output of a slot with the tokens that were known before.
 
     Args:
-        length: tokens of the whole response.
-        known: the other fields.
+        length: number of tokens of the whole response.
+        fields: the other fields of `Completion`, `policy_step` among them.
     """
-    before, routes = pending.begun, drawn.routes
-    tokens, logprobs = drawn.tokens[:length], drawn.logprobs[:length]
-    fields: dict[str, Any] = {"truncated": False, "text": ""} | known
-    if routes is not None:  # the last token was not fed
-        routes = routes[: len(pending.group.prompt.tokens) + length - 1].copy()
+    before = pending.resumed
+    fields = {"truncated": False, "text": "", "sample": sample} | fields
+    if output.routes is not None:  # the last token was not fed
+        routes = output.routes[: len(pending.group.prompt.tokens) + length - 1].copy()
         if before and before.routes is not None:
             routes[: len(before.routes)] = before.routes
         fields["routes"] = routes
-    if before:
-        held = len(before.tokens)
-        tokens = np.concatenate([before.tokens, tokens[held:]])
-        logprobs = np.concatenate([before.sampler_logprobs, logprobs[held:]])
-        if len(tokens) == held:
-            return before
-        same = before.policy_step == policy_step
-        fields["earlier"] = before.earlier if same else before.drawn_by
-        for name in ("rewards", "failures"):
-            fields[name] = getattr(before, name)
-        if before.turns:
-            *turns, last = before.turns
-            new = len(tokens) - held
-            more = [last, Turn(True, new, "")]
-            more = [Turn(True, last.tokens + new, "")] if last.drawn else more
-            fields["turns"] = (*turns, *more)
-    return Completion(tokens, logprobs, policy_step=policy_step, sample=sample, **fields)
+    tokens = output.tokens[:length]
+    logprobs = output.logprobs[:length]
+    if before is None:
+        return Completion(tokens, logprobs, **fields)
+    known = len(before.tokens)
+    if length <= known:
+        return before
+    same_policy = before.policy_step == fields["policy_step"]
+    return Completion(
+        np.concatenate([before.tokens, tokens[known:]]),
+        np.concatenate([before.sampler_logprobs, logprobs[known:]]),
+        earlier=before.earlier if same_policy else before.drawn_by,
+        rewards=before.rewards,
+        failures=before.failures,
+        turns=_extend_turns(before.turns, length - known),
+        **fields,
+    )
+
+
+def _extend_turns(turns: tuple[Turn, ...], new_tokens: int) -> tuple[Turn, ...]:
+    """Add newly sampled tokens to the last turn, or as a turn after an observation."""
+    if not turns:
+        return ()
+    if turns[-1].drawn:
+        return (*turns[:-1], Turn(True, turns[-1].tokens + new_tokens, ""))
+    return (*turns, Turn(True, new_tokens, ""))
 
 
 def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> list[PartialGroup]:
-    """Groups to carry over, in data order, from their unfinished responses.
+    """Return the groups to carry over, in data order.
 
     Args:
-        parts: a response as far as it was drawn, or None where nothing was.
+        parts: unfinished responses as far as they were sampled; None if no token was.
     """
-    begun: dict[PendingGroup, list[Completion]] = {}
+    partial: dict[PendingGroup, list[Completion]] = {}
     for group, response in parts:
-        begun.setdefault(group, []).extend([response] if response else [])
+        partial.setdefault(group, []).extend([response] if response else [])
     carried = [
         PartialGroup(
             group.prompt,
@@ -155,6 +182,6 @@ def carry_groups(parts: Iterable[tuple[PendingGroup, Completion | None]]) -> lis
             tuple(group.finished[sample] for sample in sorted(group.finished)),
             tuple(sorted(responses, key=lambda response: response.sample)),
         )
-        for group, responses in begun.items()
+        for group, responses in partial.items()
     ]
     return sorted(carried, key=lambda group: group.prompt.index)

@@ -1,4 +1,4 @@
-"""Sampling: the next token of every slot, and the log-probability that is recorded for it."""
+"""Token sampling: the next token of every slot, and its recorded log-probability."""
 
 import functools
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from dapo_jax.structs import SamplingRule
 
 BLOCK = 128
-SMALLEST_TOP_P = 1e-6  # below, float32 could leave no token at all; the likeliest one is kept
-# Purposes of a key. What is served is keyed by the order of arrival, or by a seed of its own.
+MIN_TOP_P = 1e-6  # below, float32 could leave no token; the most likely one is kept
+# Purposes, part of a random key. A served prompt's key has its order of arrival, or its seed.
 SAMPLE_FOR_TRAINING, SAMPLE_FOR_EVALUATION, SAMPLE_FOR_SERVING, SAMPLE_BY_SEED = range(4)
 
 
@@ -26,24 +26,24 @@ class SamplingRules(NamedTuple):
 
 
 def repeat_rule(rule: SamplingRule, count: int) -> SamplingRules:
-    """Sampling rules of `count` slots that all have one rule."""
+    """Return the sampling rules of `count` slots that share one rule."""
     return SamplingRules(
         temperature=jnp.full(count, rule.temperature, jnp.float32),
-        top_p=jnp.full(count, max(rule.top_p, SMALLEST_TOP_P), jnp.float32),
+        top_p=jnp.full(count, max(rule.top_p, MIN_TOP_P), jnp.float32),
         top_k=jnp.full(count, rule.top_k, jnp.int32),
     )
 
 
 def truncate(probabilities: Float[Array, "S V"], top_p: float, top_k: int) -> Float[Array, "S V"]:
-    """Zeroes what top-k, then top-p leave out; ties with the last kept token stay."""
+    """Zero the tokens outside top-k, then top-p; ties with the last kept token are kept."""
     vocab = probabilities.shape[-1]
     if not 0 < top_k < vocab and top_p >= 1:
         return probabilities
-    return _likeliest(probabilities, top_p, top_k if 0 < top_k < vocab else None)
+    return _most_likely(probabilities, top_p, top_k if 0 < top_k < vocab else None)
 
 
-def _likeliest(probabilities: Array, top_p: Any, top_k: Any) -> Array:
-    """Mass that `truncate` keeps; limits are numbers, or arrays [S, 1]. `top_k` None keeps all."""
+def _most_likely(probabilities: Array, top_p: Any, top_k: Any) -> Array:
+    """Truncate by limits that are numbers or arrays [S, 1]; `top_k` None keeps all."""
     ordered = jnp.sort(probabilities, axis=-1, descending=True)
     if top_k is not None:
         kept = jnp.arange(probabilities.shape[-1]) < top_k
@@ -55,11 +55,11 @@ def _likeliest(probabilities: Array, top_p: Any, top_k: Any) -> Array:
 
 
 def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Array, "S"]:
-    """Index where the running sum of `mass` first exceeds `uniform` times the total.
+    """Return the first index with a running sum of `mass` above `uniform` times the total.
 
-    Two levels (sums of blocks, then one block), so that neither sum is long: float32 keeps its
-    precision at a vocabulary of 150,000, and a draw costs one uniform instead of V of them.
-    An index with zero mass is never returned.
+    Two levels (sums of blocks, then one block) keep both sums short: float32 keeps its precision at
+    a vocabulary of 150,000, and a sample costs one uniform number instead of V of them. An index
+    with zero mass is never returned.
     """
     slots, vocab = mass.shape
     blocks = jnp.pad(mass, ((0, 0), (0, -vocab % BLOCK))).reshape(slots, -1, BLOCK)
@@ -70,26 +70,26 @@ def invert_cdf(mass: Float[Array, "S V"], uniform: Float[Array, "S"]) -> Int[Arr
     ends = jnp.cumsum(chosen, axis=-1)
     block_end = jnp.take_along_axis(block_ends, block[:, None], axis=1)
     inside = ends > target - (block_end - ends[:, -1:])
-    # Rounding can leave no entry above the target: then the block's last one with mass is it.
+    # Rounding can leave no entry above the target: take the block's last one with mass.
     last = BLOCK - 1 - jnp.argmax(chosen[:, ::-1] > 0, axis=-1)
     place = jnp.where(inside.any(axis=-1), jnp.argmax(inside & (chosen > 0), axis=-1), last)
     return (block * BLOCK + place).astype(jnp.int32)
 
 
-def draw(
+def sample_tokens(
     logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rule: SamplingRule
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """One token per slot and its log-probability.
+    """Sample a token per slot.
 
     Args:
         logits: [S, V] float32.
-        keys: one typed key per response; the draw is keyed by (key, position), nothing else.
-        positions: how many tokens the response has so far.
+        keys: a typed key per response; the sample depends on key and position only.
+        positions: number of tokens that the response has so far.
         rule: temperature and truncation.
 
     Returns:
         tokens, and their log-probability under the temperature-scaled distribution BEFORE top-k
-        and top-p, which is what the trainer recomputes. Greedy draws record temperature 1.
+        and top-p, which the trainer recomputes. Greedy sampling records temperature 1.
     """
     scaled = logits / (rule.temperature or 1.0)
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
@@ -102,17 +102,17 @@ def draw(
 
 
 def _uniform(keys: jax.Array, positions: Int[Array, "S"]) -> Float[Array, "S"]:
-    draw_keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    return jax.vmap(jax.random.uniform)(draw_keys)
+    token_keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    return jax.vmap(jax.random.uniform)(token_keys)
 
 
-def draw_each(
+def sample_tokens_by_slot(
     logits: Float[Array, "S V"], keys: jax.Array, positions: Int[Array, "S"], rules: SamplingRules
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """One token per slot as `draw` makes it, by a rule for each slot: one program serves all rules.
+    """Sample as `sample_tokens` does, with a rule per slot: one program serves all rules.
 
-    A slot's token depends on its own logits, key, position and rule alone. Sorting the vocabulary
-    is the expensive part, and left out while no slot asks for it.
+    A slot's token depends on its own logits, key, position and rule only. Sorting the vocabulary
+    is the expensive part, and is skipped if no slot truncates.
     """
     greedy, vocab = rules.temperature == 0, logits.shape[-1]
     scaled = logits / jnp.where(greedy, 1.0, rules.temperature)[:, None]
@@ -122,23 +122,23 @@ def draw_each(
     mass = jnp.exp(logprobs)
     mass = jax.lax.cond(
         cut.any(),
-        lambda: jnp.where(cut, _likeliest(mass, rules.top_p[:, None], top_k[:, None]), mass),
+        lambda: jnp.where(cut, _most_likely(mass, rules.top_p[:, None], top_k[:, None]), mass),
         lambda: mass,
     )
-    drawn = invert_cdf(mass, _uniform(keys, positions))
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
+    sampled = invert_cdf(mass, _uniform(keys, positions))
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), sampled)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
 
 def sample_key(seed: int, purpose: int, step: int | np.uint32, index: int) -> jax.Array:
-    """Key of one prompt's responses: purpose, policy step, place in the data."""
+    """Return the key of a prompt's responses; `index` is its position in the data order."""
     return _fold(_first_key(seed), np.array([purpose, step, index], np.uint32))
 
 
 def sample_keys(seed: int, purpose: int, steps: Sequence[int], indices: Sequence[int]) -> jax.Array:
-    """Keys [n] of several prompts, as `sample_key` makes them, in one call.
+    """Return the keys [n] of several prompts, each equal to `sample_key`, in one call.
 
-    One by one they cost the host more than their prefill costs a small policy.
+    One call per prompt costs the host more than the prefill of a small policy.
     """
     parts = np.array([[purpose] * len(steps), steps, indices], np.uint32)
     return _fold_each(_first_key(seed), parts.T)

@@ -1,28 +1,29 @@
-"""Scheduler of continuous batching: prompts in, finished groups out, slots refilled."""
+"""Continuous batching: free decode slots take the next waiting response."""
 
 import collections
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dapo_jax.contracts import FinishedResponses, do_nothing
 from dapo_jax.data.prompts.tokenizer import Decodes
 from dapo_jax.model.caches import Prefix
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.held_turns import HeldTurns
-from dapo_jax.rollout.prefill_ahead import insert_all, prefill_ahead
 from dapo_jax.rollout.requests import (
-    COARSE,
+    RESUMED_BUCKET_FACTOR,
     PendingGroup,
     PendingResponses,
     carry_groups,
-    completion_of,
+    make_completion,
     pad_prompt,
     split_group,
 )
-from dapo_jax.rollout.trajectories import Steps, Trajectories
+from dapo_jax.rollout.sampling import sample_keys
+from dapo_jax.rollout.trajectories import EnvironmentPool, HeldSlot, NextTurn, Trajectories
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.structs import (
     Completion,
@@ -35,16 +36,71 @@ from dapo_jax.structs import (
 )
 
 
-class Scheduler:
-    """Keeps the engine's slots full and hands back whole groups.
+@dataclasses.dataclass
+class Decoding:
+    """Policy, decode state and key of a rollout; `release` frees the arrays.
 
-    A prompt is prefilled once and inserted `samples` times. What is drawn depends on the key of
-    (seed, purpose, step, prompt index, sample index, position) only, never on which slot, how many
-    slots, or who shares the batch. Where the cache has no room for all that run, the youngest are
-    put back and drawn again later: the same, by their keys.
+    Attributes:
+        slot_steps: busy and total slot steps that the decode state had counted before.
+    """
+
+    params: Any = None
+    state: Any = None
+    rule: SamplingRule = SamplingRule()
+    purpose: int = 0
+    step: int = 0
+    policy_step: int = 0
+    slot_steps: tuple[int, int] = (0, 0)
+
+
+class Start(NamedTuple):
+    """Response that starts in a slot, and the row of its prompt in a prefix."""
+
+    prefix: Prefix
+    slot: int
+    sample: int
+    row: int
+
+
+class Slots:
+    """Decode slots: the response in each, and per-slot counters.
+
+    Attributes:
+        responses: pending responses and sample number by occupied slot, the oldest first.
+        generated: response tokens so far, per slot.
+        limit: maximum response tokens, per slot.
+        prompt_tokens: tokens of the prompt, per slot.
+    """
+
+    def __init__(self, count: int):
+        self.responses: dict[int, tuple[PendingResponses, int]] = {}
+        self.generated = np.zeros(count, np.int64)
+        self.limit = np.zeros(count, np.int64)
+        self.prompt_tokens = np.zeros(count, np.int64)
+
+    def occupy(self, slot: int, pending: PendingResponses, sampled_limit: int) -> int:
+        """Give a slot to the next of the pending responses; return its sample number."""
+        sample = pending.waiting.popleft()
+        self.responses[slot] = pending, sample
+        self.limit[slot] = pending.token_limit(sampled_limit)
+        self.prompt_tokens[slot] = len(pending.group.prompt.tokens)
+        return sample
+
+    def sampled_here(self, slot: int, pending: PendingResponses) -> int:
+        """Return the number of tokens that a slot has sampled, without those it was fed."""
+        return max(int(self.generated[slot]) - pending.known_tokens, 0)
+
+
+class Scheduler:
+    """The `contracts.Sampler` of this process: keeps the slots of an engine full.
+
+    A prompt is prefilled once and inserted `samples` times. Sampling is batch-invariant: it
+    depends on the key of (seed, purpose, step, prompt index, sample index, position), not on
+    slots. If the cache has no space for all running responses, the youngest return to the queue
+    and are sampled again, with the same result.
 
     Args:
-        environments: answer the policy between the turns of a trajectory.
+        environments: reply to the policy between the turns of a trajectory; read by `begin`.
     """
 
     def __init__(
@@ -52,21 +108,18 @@ class Scheduler:
         engine: PolicyEngine,
         tokenizer: Decodes,
         seed: int,
-        environments: Steps | None = None,
+        environments: EnvironmentPool | None = None,
     ):
-        self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
-        self._params: Any = None  # they and the decode state are there from `begin` to `release`
-        self._state: Any = None
-        # Of each slot's response: drawn tokens, their limit, tokens of its prompt.
-        of_slots = np.zeros((3, engine.max_concurrent_decodes), np.int64)
-        self._generated, self._limit, self._prompt_tokens = of_slots
-        self._waiting: collections.deque[PendingResponses] = collections.deque()
-        self._in_slot: dict[int, tuple[PendingResponses, int]] = {}  # the oldest first
-        self._held = HeldTurns()
-        self._submitted = itertools.count()
-        self.environments = environments  # read at `begin`
-        self._trajectories = Trajectories(None, engine.max_response_tokens)
+        self.environments = environments
         self.counts = SamplerCounts()
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._decoding = Decoding()
+        self._waiting: collections.deque[PendingResponses] = collections.deque()
+        self._prefix_ids = itertools.count()
+        self._slots = Slots(engine.max_concurrent_decodes)
+        self._trajectories = Trajectories(None, engine.max_response_tokens)
 
     def begin(
         self,
@@ -77,280 +130,328 @@ class Scheduler:
         rule: SamplingRule,
         policy_step: int | None = None,
     ) -> None:
-        """Takes over the trainer's live parameters and empties the slots.
-
-        Args:
-            step: keys the draws.
-            policy_step: how many steps those parameters have learned; None: as many.
-        """
+        """Load the trainer's parameters and empty the slots."""
         self.release()
-        self._params = self._engine.load_params(params)
-        self._engine.rule = rule
-        self._state = self._engine.init_decode_state()
-        self._purpose, self._step = purpose, step
-        self._policy_step = step if policy_step is None else policy_step
-        self._generated = np.zeros_like(self._generated)
-        self._slot_counts_before = (0, 0)
-        key, most = (self._seed, purpose), self._engine.max_response_tokens
-        self._trajectories = Trajectories(self.environments, most, key)
+        engine = self._engine
+        self._decoding = Decoding(
+            params=engine.load_params(params),
+            state=engine.init_decode_state(),
+            rule=rule,
+            purpose=purpose,
+            step=step,
+            policy_step=step if policy_step is None else policy_step,
+        )
+        self._slots.generated[:] = 0
+        key = self._seed, purpose
+        self._trajectories = Trajectories(self.environments, engine.max_response_tokens, key)
         turns = self._trajectories.counts if self.environments is not None else None
         self.counts = SamplerCounts(turns=turns)
 
     def submit(self, prompt: Prompt, samples: int, carried: PartialGroup | None = None) -> None:
-        """Queues a group of `samples` responses. Raises ValueError for an empty prompt.
-
-        Args:
-            carried: what an earlier step has of it; its draws go on as if no step had ended.
-        """
-        group = PendingGroup(prompt, range(samples), whole=True, step=self._step)
+        group = PendingGroup(prompt, range(samples), whole=True, step=self._decoding.step)
         if carried is not None and carried.tokens:
             group.step = carried.step
             group.finished = {response.sample: response for response in carried.finished}
         self._queue(group, carried)
 
     def submit_each(self, prompt: Prompt, samples: Sequence[int]) -> None:
-        """Queues the responses of those numbers; each is a group of its own, once finished."""
-        self._queue(PendingGroup(prompt, samples, whole=False, step=self._step))
+        self._queue(PendingGroup(prompt, samples, whole=False, step=self._decoding.step))
 
-    def _queue(self, group: PendingGroup, carried: PartialGroup | None = None) -> None:
-        tokens, engine, pad_id = group.prompt.tokens, self._engine, self._tokenizer.pad_id
-        if len(tokens) == 0:
-            raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
-        for begun, samples in split_group(group, carried):
-            if begun is not None:
-                self._queue_begun(group, begun)
-                continue
-            padded = pad_prompt(tokens, engine.max_prefill_length, pad_id)
-            waiting, number = collections.deque(samples), next(self._submitted)
-            self._waiting.append(PendingResponses(group, waiting, number, padded))
-
-    def _queue_begun(self, group: PendingGroup, begun: Completion) -> None:
-        """Queues the rest of a response. One that ended its turn first hears its environment."""
-        ended = self._ended(begun.tokens) and not (begun.turns and not begun.turns[-1].drawn)
-        if not ended or not self._trajectories.ask(group, begun, self.counts.bursts):
-            self._waiting.append(self._prefilled_whole(group, begun))
-
-    def _prefilled_whole(self, group: PendingGroup, begun: Completion) -> PendingResponses:
-        known = np.concatenate([group.prompt.tokens, begun.tokens])
-        padded = pad_prompt(known, self._engine.cache_tokens, self._tokenizer.pad_id, COARSE)
-        waiting, number = collections.deque([begun.sample]), next(self._submitted)
-        return PendingResponses(group, waiting, number, padded, begun)
-
-    def _ended(self, tokens: np.ndarray) -> bool:
-        """True where the last token ends a response, or a turn."""
-        return len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
-
-    @property
-    def held(self) -> Any:
-        """Decoding copy of frozen parameters, which stays in memory after `release`."""
-        return self._engine.programs.held
-
-    def hold(self) -> None:
-        """Makes the decoding copy of frozen parameters, the first time."""
-        self._engine.programs.hold()
+    def resident(self) -> Any:
+        return self._engine.programs.resident()
 
     @property
     def idle(self) -> bool:
-        """True where nothing waits and nothing is being decoded."""
-        return not self._waiting and not self._in_slot and not self._trajectories
+        return not self._waiting and not self._slots.responses and not self._trajectories
 
     @property
     def room(self) -> int:
-        """Number of responses that could start beside those that run or wait."""
         waiting = sum(len(pending.waiting) for pending in self._waiting)
-        busy = len(self._in_slot) + len(self._held.slots)
-        return self._engine.max_concurrent_decodes - busy - waiting
+        return self._engine.max_concurrent_decodes - len(self._occupied()) - waiting
 
-    def decode_burst(
-        self, meanwhile: Callable[[], None] = lambda: None
-    ) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        """Refills free slots, decodes one burst, returns the groups that it completed.
-
-        `meanwhile` runs beside the devices. Texts are made where an environment reads them.
-        """
-        completed = self._place_observations()
+    def decode_burst(self, meanwhile: Callable[[], None] = do_nothing) -> list[FinishedResponses]:
+        completed = self._resume_trajectories()
         self._fill_slots()
-        if not self._in_slot:
+        if not self._slots.responses:
             meanwhile()
             return completed
-        self._make_room()
-        # The burst runs along in held slots, and writes beyond what they have.
-        reach = (self._prompt_tokens + self._generated)[[*self._in_slot, *self._held.slots]]
-        longest = int(reach.max()) - 1
-        state, _ = self._engine.generate(self._params, self._state, longest=longest)
+        self._reserve_burst()
+        # Held slots run along in the burst, and write past the tokens that they have.
+        occupied = self._occupied()
+        longest = int((self._slots.prompt_tokens + self._slots.generated)[occupied].max()) - 1
+        decoding = self._decoding
+        decoding.state, _ = self._engine.generate(
+            decoding.params, decoding.state, rule=decoding.rule, longest=longest
+        )
         meanwhile()
-        self._state, began = state, time.perf_counter()
-        read = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
-        active, self._generated, busy, total = map(np.array, to_host(read))
-        self.counts.decode_seconds += time.perf_counter() - began
-        self.counts.bursts += 1
-        self.counts.decode_steps += (int(total) - self._slot_counts_before[1]) // len(active)
-        if self._waiting:
-            self.counts.busy_slot_steps += int(busy) - self._slot_counts_before[0]
-            self.counts.slot_steps += int(total) - self._slot_counts_before[1]
-        self._slot_counts_before = (int(busy), int(total))
-        ends = (~active | (self._generated >= self._limit)).tolist()
-        ended = [slot for slot in self._in_slot if ends[slot]]
-        self._state = self._engine.stop(self._state, [slot for slot in ended if active[slot]])
+        active = self._await_burst()
+        ends = (~active | (self._slots.generated >= self._slots.limit)).tolist()
+        ended = [slot for slot in self._slots.responses if ends[slot]]
+        decoding.state = self._engine.stop(decoding.state, [slot for slot in ended if active[slot]])
         return completed + self._collect(ended)
 
-    def _occupy(self, slot: int, pending: PendingResponses) -> int:
-        """Gives a slot to the next of those responses; returns its sample number."""
-        sample = pending.waiting.popleft()
-        self._in_slot[slot] = pending, sample
-        self._limit[slot] = pending.most_tokens(self._trajectories.drawn_limit)
-        self._prompt_tokens[slot] = len(pending.group.prompt.tokens)
-        return sample
-
-    def _place_observations(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        """Lets trajectories go on whose environments are due; returns groups that this ended."""
-        idle = not self._in_slot and (not self._waiting or bool(self._held.slots))
-        completed, going_on, held_on = [], [], []
-        for group, completion, goes_on in self._trajectories.due(self.counts.bursts, idle):
-            held = self._held.take(group, completion.sample)
-            slot = held and held.slot
-            if not goes_on:
-                completed += self._finish(group, completion)
-                if slot is not None:
-                    self._engine.release(slot)
-                continue
-            if held is None:
-                pending = self._prefilled_whole(group, completion)
-            else:
-                pending = held.begun_as.going_on(completion, next(self._submitted))
-            if slot is None:
-                known = pending.drawn - completion.turns[-1].tokens
-                self._trajectories.counts.prefilled_again_tokens += known
-                going_on.append(pending)
-            else:
-                self._occupy(slot, pending)
-                held_on.append(slot)
-        self._waiting.extendleft(reversed(going_on))
-        self._feed(held_on)
-        return completed
-
-    def _feed(self, slots: Sequence[int]) -> None:
-        """Feeds the responses in those slots what is not in their caches."""
-        begun = [self._in_slot[slot][0].begun for slot in slots]
-        if begun:
-            tokens = [response.tokens for response in begun if response is not None]
-            self._state = self._engine.feed(self._state, slots, tokens)
-
     def suspend(self) -> list[PartialGroup]:
-        """Takes out everything that waits or is decoded, group by group, as far as it was drawn.
-
-        A group of which nothing was drawn has no tokens.
-        """
-        parts = [(pending.group, pending.begun) for pending in self._waiting]
-        parts += self._trajectories.take()
-        slots, begun = list(self._in_slot), []
-        for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
-            (pending, sample), length = self._in_slot[slot], int(self._generated[slot])
-            begun.append(completion_of(pending, sample, drawn, length, self._policy_step))
-            self.counts.unfinished_tokens += max(length - pending.drawn, 0)
+        parts = [(pending.group, pending.resumed) for pending in self._waiting]
+        parts += self._trajectories.unfinished()
+        slots = list(self._slots.responses)
+        policy_step = self._decoding.policy_step
+        partial = []
+        outputs = self._engine.fetch_responses(self._decoding.state, slots)
+        for slot, output in zip(slots, outputs, strict=True):
+            pending, sample = self._slots.responses[slot]
+            length = int(self._slots.generated[slot])
+            partial.append(
+                make_completion(pending, sample, output, length, policy_step=policy_step)
+            )
+            self.counts.unfinished_tokens += self._slots.sampled_here(slot, pending)
         if self.environments is not None:
-            begun = with_texts(begun, self._tokenizer.decode_all)
-        for slot, response in zip(slots, begun, strict=True):
-            some = response if self._generated[slot] else None
-            parts.append((self._in_slot[slot][0].group, some))
+            partial = with_texts(partial, self._tokenizer.decode_all)
+        for slot, response in zip(slots, partial, strict=True):
+            pending, _ = self._slots.responses[slot]
+            parts.append((pending.group, response if self._slots.generated[slot] else None))
         self._clear()
         return carry_groups(parts)
 
     def abandon(self) -> None:
-        """Forgets everything waiting or being decoded, and counts it."""
-        for slot, (pending, _) in self._in_slot.items():
+        for slot, (pending, _) in self._slots.responses.items():
             self.counts.abandoned_responses += 1
-            self.counts.abandoned_tokens += self._drawn_here(slot, pending)
+            self.counts.abandoned_tokens += self._slots.sampled_here(slot, pending)
         self._clear()
 
-    def _clear(self) -> None:
-        for slot in [*self._in_slot, *self._held.slots]:
-            self._engine.release(slot)
-        self._in_slot.clear()
-        self._held.clear()
-        self._waiting.clear()
-        self._trajectories.take()
-
     def release(self) -> None:
-        """Gives the memory of caches and decoding weights back until the next `begin`."""
         self.abandon()
-        self._state = self._params = None
+        self._decoding.params = None
+        self._decoding.state = None
+
+    def _clear(self) -> None:
+        for slot in self._occupied():
+            self._engine.release(slot)
+        self._slots.responses.clear()
+        self._waiting.clear()
+        self._trajectories.clear()
+
+    def _occupied(self) -> list[int]:
+        """Return the running slots, then those that trajectories hold; the oldest first."""
+        return [*self._slots.responses, *self._trajectories.held_slots]
+
+    # --- the queue ------------------------------------------------------------------------------
+
+    def _queue(self, group: PendingGroup, carried: PartialGroup | None = None) -> None:
+        tokens = group.prompt.tokens
+        if len(tokens) == 0:
+            raise ValueError(f"prompt {group.prompt.id!r} has no tokens")
+        for response, samples in split_group(group, carried):
+            if response is None:
+                limit = self._engine.max_prefill_length
+                padded = pad_prompt(tokens, limit, self._tokenizer.pad_id)
+                waiting = collections.deque(samples)
+                prefix_id = next(self._prefix_ids)
+                self._waiting.append(PendingResponses(group, waiting, prefix_id, padded))
+            elif not self._request_reply(group, response):
+                self._waiting.append(self._resumed(group, response))
+
+    def _request_reply(self, group: PendingGroup, response: Completion) -> bool:
+        """Request the environment's reply to a carried response that had ended its turn."""
+        observed = response.turns and not response.turns[-1].drawn
+        if observed or not self._has_ended(response.tokens):
+            return False
+        return self._trajectories.request(group, response, self.counts.bursts)
+
+    def _resumed(self, group: PendingGroup, response: Completion) -> PendingResponses:
+        """Return a response that resumes after a prefill of prompt and known tokens."""
+        known = np.concatenate([group.prompt.tokens, response.tokens])
+        limit = self._engine.cache_tokens
+        padded = pad_prompt(known, limit, self._tokenizer.pad_id, RESUMED_BUCKET_FACTOR)
+        waiting = collections.deque([response.sample])
+        return PendingResponses(group, waiting, next(self._prefix_ids), padded, response)
+
+    def _has_ended(self, tokens: np.ndarray) -> bool:
+        """Return True if the last token ends a response or a turn."""
+        return len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
+
+    # --- starting responses ---------------------------------------------------------------------
 
     def _fill_slots(self) -> None:
-        """Gives the first response that waits a free slot that has room for it, and so on."""
+        """Start waiting responses, in order, as long as a free slot has cache space for them."""
         if not self._waiting:
             return
-        slots, taken, fed = len(self._generated), {*self._in_slot, *self._held.slots}, []
-        free = [slot for slot in range(slots) if slot not in taken]
-        starting: dict[int, list[tuple[int, int, int]]] = {}  # slot, sample, row by prefix
-        prefixes: dict[int, Prefix] = {}
+        occupied = set(self._occupied())
+        free = [slot for slot in range(len(self._slots.generated)) if slot not in occupied]
+        starts: list[Start] = []
+        fed: list[int] = []
         while free and self._waiting:
             pending = self._waiting[0]
-            slot = self._engine.claim(free, pending.length, pending.number)
+            slot = self._engine.claim(free, pending.length, pending.prefix_id)
             if slot is None:
                 break
             free.remove(slot)
             if pending.prefilled is None:
-                key = self._seed, self._purpose
-                prefilled = prefill_ahead(self._engine, self._params, self._waiting, *key)
-                self.counts.prefills += prefilled
+                self._prefill_first()
             prefix, row = present(pending.prefilled, "prefilled")
-            sample = self._occupy(slot, pending)
-            prefixes[id(prefix)] = prefix
-            starting.setdefault(id(prefix), []).append((slot, sample, row))
-            self._generated[slot] = pending.ahead
-            fed += [slot] if pending.fed else []
+            sample = self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
+            starts.append(Start(prefix, slot, sample, row))
+            self._slots.generated[slot] = pending.prefilled_response_tokens
+            if pending.fed:
+                fed.append(slot)
             if not pending.waiting:
                 self._waiting.popleft().prefilled = None
-        for number, started in starting.items():
-            self._state = insert_all(self._engine, self._state, prefixes[number], started)
+        self._insert(starts)
         self._feed(fed)
 
-    def _drawn_here(self, slot: int, pending: PendingResponses) -> int:
-        """Tokens that a slot has drawn of its response, those that it was fed not counted."""
-        return max(int(self._generated[slot]) - pending.drawn, 0)
+    def _prefill_first(self) -> None:
+        """Prefill the first waiting prompt, together with others of its padded length."""
+        engine, decoding = self._engine, self._decoding
+        length = len(self._waiting[0].padded)
+        same_length = (
+            pending
+            for pending in self._waiting
+            if pending.prefilled is None and len(pending.padded) == length
+        )
+        batch = list(itertools.islice(same_length, engine.prefill_width))
+        if len(batch) <= engine.prefill_width // 2:  # most of a wide call would be padding
+            batch = batch[: engine.replicas]
+        padding = engine.prefill_batch(len(batch)) - len(batch)
+        groups = [pending.group for pending in [*batch, *[batch[-1]] * padding]]
+        keys = sample_keys(
+            self._seed,
+            decoding.purpose,
+            [group.step for group in groups],
+            [group.prompt.index for group in groups],
+        )
+        prefix = engine.prefill_prompts(
+            decoding.params,
+            np.stack([pending.padded for pending in batch]),
+            [pending.length for pending in batch],
+            keys,
+            [pending.prefilled_response_tokens for pending in batch],
+        )
+        for row, pending in enumerate(batch):
+            pending.prefilled = (prefix, row)
+        self.counts.prefills += len(batch)
 
-    def _make_room(self) -> None:
-        """Puts the youngest responses back into the queue where the cache has no room for all."""
-        drawing, held = list(self._in_slot), self._held.slots
-        self._state, stopped = self._engine.make_room(self._state, drawing, held)
-        self._held.evict(stopped)
-        for slot in (slot for slot in stopped if slot in self._in_slot):
-            pending, sample = self._in_slot.pop(slot)
-            self.counts.put_back_tokens += self._drawn_here(slot, pending)
+    def _insert(self, starts: Sequence[Start]) -> None:
+        """Start responses to prefilled prompts, as many per call as the engine takes."""
+        by_prefix: dict[int, list[Start]] = {}
+        for start in starts:
+            by_prefix.setdefault(id(start.prefix), []).append(start)
+        width = self._engine.max_insert_width
+        for same_prefix in by_prefix.values():
+            for i in range(0, len(same_prefix), width):
+                _, slots, samples, rows = zip(*same_prefix[i : i + width], strict=True)
+                self._decoding.state = self._engine.insert(
+                    same_prefix[0].prefix,
+                    self._decoding.state,
+                    np.array(slots),
+                    sample_index=np.array(samples),
+                    row=np.array(rows),
+                )
+
+    def _feed(self, slots: Sequence[int]) -> None:
+        """Feed the resumed responses in these slots the tokens that their caches lack."""
+        resumed = [self._slots.responses[slot][0].resumed for slot in slots]
+        if resumed:
+            tokens = [response.tokens for response in resumed if response is not None]
+            self._decoding.state = self._engine.feed(self._decoding.state, slots, tokens)
+
+    def _reserve_burst(self) -> None:
+        """Return the youngest responses to the queue if the cache has no space for all."""
+        running = list(self._slots.responses)
+        held = self._trajectories.held_slots
+        self._decoding.state, stopped = self._engine.reserve_burst(
+            self._decoding.state, running, held
+        )
+        self._trajectories.evict(stopped)
+        for slot in stopped:
+            if slot not in self._slots.responses:
+                continue
+            pending, sample = self._slots.responses.pop(slot)
+            self.counts.put_back_tokens += self._slots.sampled_here(slot, pending)
             if not pending.waiting:
                 self._waiting.appendleft(pending)
             pending.waiting.appendleft(sample)
 
-    def _collect(self, slots: list[int]) -> list[tuple[Prompt, tuple[Completion, ...]]]:
+    # --- turns ----------------------------------------------------------------------------------
+
+    def _resume_trajectories(self) -> list[FinishedResponses]:
+        """Resume trajectories with the replies that are due; return groups that this finished."""
+        running = bool(self._slots.responses)
+        idle = not running and (not self._waiting or bool(self._trajectories.held_slots))
+        completed: list[FinishedResponses] = []
+        queued: list[PendingResponses] = []
+        kept: list[int] = []
+        for turn in self._trajectories.due(self.counts.bursts, idle):
+            slot = turn.held.slot if turn.held else None
+            if not turn.continues:
+                completed += self._finish(turn.group, turn.completion)
+                if slot is not None:
+                    self._engine.release(slot)
+                continue
+            pending = self._next_pending(turn)
+            if slot is not None:
+                self._slots.occupy(slot, pending, self._trajectories.sampled_limit)
+                kept.append(slot)
+                continue
+            known = pending.known_tokens - turn.completion.turns[-1].tokens
+            self._trajectories.counts.prefilled_again_tokens += known
+            queued.append(pending)
+        self._waiting.extendleft(reversed(queued))
+        self._feed(kept)
+        return completed
+
+    def _next_pending(self, turn: NextTurn) -> PendingResponses:
+        if turn.held is None:
+            return self._resumed(turn.group, turn.completion)
+        return turn.held.pending.extended(turn.completion, next(self._prefix_ids))
+
+    # --- finished responses ---------------------------------------------------------------------
+
+    def _await_burst(self) -> np.ndarray:
+        """Wait for a burst, update the counts, and return for each slot if it is still active."""
+        state, counts = self._decoding.state, self.counts
+        start = time.perf_counter()
+        fields = (state.active, state.generated, state.busy_slot_steps, state.slot_steps)
+        active, generated, busy, total = map(np.array, to_host(fields))
+        counts.decode_seconds += time.perf_counter() - start
+        self._slots.generated = generated
+        busy_before, total_before = self._decoding.slot_steps
+        self._decoding.slot_steps = (int(busy), int(total))
+        counts.bursts += 1
+        counts.decode_steps += (int(total) - total_before) // len(active)
+        if self._waiting:
+            counts.busy_slot_steps += int(busy) - busy_before
+            counts.slot_steps += int(total) - total_before
+        return active
+
+    def _collect(self, slots: list[int]) -> list[FinishedResponses]:
+        """Take ended responses out of their slots; return the groups that this finished."""
         ended, responses, completed = [], [], []
-        for slot, drawn in zip(slots, self._engine.harvest(self._state, slots), strict=True):
-            pending, sample = self._in_slot.pop(slot)
-            length = int(min(self._generated[slot], self._limit[slot]))
-            cut, by = not self._ended(drawn.tokens[:length]), self._policy_step
-            ended.append((slot, pending, sample))
-            responses.append(completion_of(pending, sample, drawn, length, by, truncated=cut))
-            self.counts.tokens += length - pending.drawn
+        outputs = self._engine.fetch_responses(self._decoding.state, slots)
+        for slot, output in zip(slots, outputs, strict=True):
+            pending, sample = self._slots.responses.pop(slot)
+            length = int(min(self._slots.generated[slot], self._slots.limit[slot]))
+            response = make_completion(
+                pending,
+                sample,
+                output,
+                length,
+                policy_step=self._decoding.policy_step,
+                truncated=not self._has_ended(output.tokens[:length]),
+            )
+            ended.append((slot, pending))
+            responses.append(response)
+            self.counts.tokens += length - pending.known_tokens
         if self.environments is not None:
             responses = with_texts(responses, self._tokenizer.decode_all)
-        for (slot, pending, sample), completion in zip(ended, responses, strict=True):
-            asked = self._trajectories.ask(pending.group, completion, self.counts.bursts)
-            if not asked:
-                completed += self._finish(pending.group, completion)
-            if asked and self._engine.keeps_turns:
-                self._held.hold(pending, sample, slot)
-            else:
+        for (slot, pending), response in zip(ended, responses, strict=True):
+            held = HeldSlot(pending, slot) if self._engine.keeps_turns else None
+            burst = self.counts.bursts
+            requested = self._trajectories.request(pending.group, response, burst, held)
+            if not requested:
+                completed += self._finish(pending.group, response)
+            if not requested or held is None:
                 self._engine.release(slot)
         return completed
 
-    def _finish(
-        self, group: PendingGroup, completion: Completion
-    ) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        """Adds a finished response to its group; returns the group where it was the last one."""
+    def _finish(self, group: PendingGroup, completion: Completion) -> list[FinishedResponses]:
         self.counts.responses += 1
-        if not group.whole:
-            return [(group.prompt, (completion,))]
-        group.finished[completion.sample] = completion
-        if len(group.finished) < len(group.samples):
-            return []
-        return [(group.prompt, tuple(group.finished[i] for i in group.samples))]
+        return group.finish(completion)

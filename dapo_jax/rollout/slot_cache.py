@@ -1,9 +1,9 @@
-"""Device layout of a cache whose slots have one length, which grows in a few sizes.
+"""Device layout of a cache with slots of equal length that grow in a few sizes.
 
-A layer with a window has a ring of at most as many tokens as it sees.
+A layer with a window has a ring buffer of at most as many tokens as the window.
 
-`SlotLayout` and `PagedLayout` (paged_cache.py) are two strategies behind one engine: how caches
-begin, lie on the mesh, take prompts up and are read by attention.
+`SlotLayout` and `PagedLayout` (paged_cache.py) are two strategies behind one engine: they define
+how caches start, are sharded, take prompts and are read by attention.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from dapo_jax.runtime import sharding
 
 
 def window_of(needed: int, first: int, limit: int) -> int:
-    """First of `first`, twice that and so on that holds `needed` tokens; at most `limit`."""
+    """Return the first of `first`, 2 * `first`, ... that holds `needed`; at most `limit`."""
     while first < needed:
         first *= 2
     return min(first, limit)
@@ -32,18 +32,19 @@ class SlotLayout:
     """Caches of the same length for every slot.
 
     Args:
-        settings: slots, and the length to begin with.
-        cache_tokens: most tokens that a slot holds.
+        settings: number of slots, and the initial length.
+        cache_tokens: maximum tokens of a slot.
         dtype: of keys and values; int8 ones have scales.
 
     Attributes:
         attend: attention over these caches.
-        takes_many: whether one call may take up the responses to several prompts.
-        pages: the page table; None: slots have no pages.
-        calibrated: whether scales have to be known beforehand.
+        takes_many: one call may insert the responses to several prompts.
+        pages: the page table; None, since slots have no pages.
+        calibrated: scales must be known beforehand.
     """
 
-    pages, calibrated = None, False
+    pages = None
+    calibrated = False
 
     def __init__(
         self,
@@ -53,38 +54,41 @@ class SlotLayout:
         cache_tokens: int,
         dtype: Any,
     ):
-        self._config, self._mesh, self._dtype = config, mesh, dtype
-        self._slots, self._limit = settings.slots, cache_tokens
+        self._config = config
+        self._mesh = mesh
+        self._dtype = dtype
+        self._slots = settings.slots
+        self._limit = cache_tokens
         self._first = settings.first_window_tokens
         platform = mesh.devices.flat[0].platform
         self._time_last = platform == "cpu"
         kernel = has_kernels(platform, config.head_dim, dtype) and not config.sinks
         self.attend = SlotAttention(mesh, kernel)
-        # A replica takes up what is for others too, and drops it.
+        # A replica also gets the prompts of other replicas, and drops them.
         self.takes_many = mesh.size == 1
 
     def window(self, needed: int) -> int:
-        """Length of the cache where `needed` tokens have to fit."""
+        """Return the length of a cache that holds `needed` tokens."""
         return window_of(needed, self._first, self._limit)
 
     def fits(self, caches: tuple[KVCache, ...], needed: int) -> bool:
-        """True where `needed` tokens of a slot fit into the caches."""
+        """Return True if the caches hold `needed` tokens per slot."""
         lengths = self._lengths(self.window(needed))
         return all(n <= c.values.shape[2] for n, c in zip(lengths, caches, strict=True))
 
     def longest(self, caches: tuple[KVCache, ...]) -> int:
-        """Tokens of the longest of the caches."""
+        """Return the tokens of the longest cache."""
         return max(cache.values.shape[2] for cache in caches)
 
     def _lengths(self, window: int) -> list[int]:
-        """Tokens of each layer's cache."""
+        """Return the tokens of each layer's cache."""
         return [min(window, reach or window) for reach in self._config.reaches]
 
     def columns(self, needed: int) -> None:
-        """Columns of the page tables to read: None, there are no tables."""
+        """Return None: there are no page tables."""
 
     def empty(self, window: int) -> tuple[KVCache, ...]:
-        """Zeroed caches of every layer, with room for `window` tokens per slot."""
+        """Return zeroed caches of every layer with space for `window` tokens per slot."""
         kinds = {length: self._zeros(length) for length in self._lengths(window)}
         return tuple(kinds[length] for length in self._lengths(window))
 
@@ -99,14 +103,14 @@ class SlotLayout:
         return KVCache(keys, values, *scales, time_last=self._time_last)
 
     def shardings(self) -> tuple[KVCache, ...]:
-        """Shardings of the caches: slots over replicas, heads over tensor."""
+        """Return the shardings of the caches: slots over replicas, heads over tensor."""
         place = sharding.sharding(self._mesh, "batch", "kv_heads", column=sharding.DECODING)
         return jax.tree.map(lambda _: place, jax.eval_shape(lambda: self.empty(1)))
 
     def grow(self, caches: tuple[KVCache, ...], window: int) -> tuple[KVCache, ...]:
-        """Copies of the caches with room for `window` tokens per slot.
+        """Return copies of the caches with space for `window` tokens per slot.
 
-        A ring that grows has not come round yet.
+        A ring buffer that still grows has not wrapped around yet.
         """
 
         def longer(array: Array, length: int, last: bool = False) -> Array:
@@ -125,9 +129,9 @@ class SlotLayout:
     def write_prompts(
         self, cache: KVCache, new: PromptCache, slots: Array, rows: Array, lengths: Array, _: Any
     ) -> KVCache:
-        """Writes prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]`.
+        """Write prompt `rows[i]`, of `lengths[i]` tokens, into `slots[i]`.
 
-        A slot past the last is dropped. Of a prompt that a ring does not hold the end is written.
+        A slot past the last one is dropped. A ring buffer gets the end of a longer prompt.
         """
         time, ring = new.keys.shape[1], cache.values.shape[2]
         ends = in_ring(ring, lengths[:, None] - 1)[:, :, None, None] if time > ring else None

@@ -1,11 +1,12 @@
-"""Trajectories between two turns: their slots are free while the environment thinks.
+"""Trajectories between two turns, while their environments compute a reply.
 
-A step is asked for when a turn ends and placed a fixed number of bursts later; decoding waits for
-one that takes longer. So every decision is a function of burst counts, never of the clock.
+A reply is requested when a turn ends and placed a fixed number of bursts later; decoding waits for
+a reply that takes longer. So every decision depends on burst counts, never on the clock.
 """
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dapo_jax.config.sections import Environment
-from dapo_jax.rollout.requests import PendingGroup
+from dapo_jax.rollout.requests import PendingGroup, PendingResponses
 from dapo_jax.structs import Completion, Prompt, Turn, TurnCounts
 
 
-class Step(Protocol):
-    """Reply to a turn, as `environments.sessions.Step` is."""
+class Reply(Protocol):
+    """Reply to a turn, such as `environments.sessions.Step`."""
 
     tokens: list[int]
     text: str
@@ -28,117 +29,159 @@ class Step(Protocol):
     late: bool
 
 
-class Steps(Protocol):
-    """Runs environments beside decoding, as `environments.sessions.Environments` does."""
+class EnvironmentPool(Protocol):
+    """Environments that run beside decoding, such as `environments.sessions.Environments`."""
 
     settings: Environment
 
     def submit(
-        self, prompt: Prompt, seed: int, said: Sequence[str], failed: Sequence[str]
+        self, prompt: Prompt, seed: int, texts: Sequence[str], failures: Sequence[str], /
     ) -> Any: ...
 
-    def steps(self, asked: Sequence[Any]) -> list[Any]: ...
+    def steps(self, requests: Sequence[Any], /) -> list[Any]: ...
 
 
-class AwaitingStep(NamedTuple):
-    """Trajectory whose environment is asked."""
+@dataclasses.dataclass
+class HeldSlot:
+    """Slot that a trajectory keeps between two turns; None once others needed its cache pages."""
 
-    burst: int  # after which its turn ended
+    pending: PendingResponses
+    slot: int | None
+
+
+class AwaitingReply(NamedTuple):
+    """Trajectory that waits for the reply of its environment."""
+
+    burst: int  # its turn ended after this burst
     group: PendingGroup
     completion: Completion
-    asked: Any
+    request: Any
+    held: HeldSlot | None  # None: its slot was released
+
+
+class NextTurn(NamedTuple):
+    """Trajectory with the reply to its last turn."""
+
+    group: PendingGroup
+    held: HeldSlot | None
+    completion: Completion
+    continues: bool
 
 
 class Trajectories:
-    """Trajectories whose environments are asked, in the order in which their turns ended.
+    """Trajectories that wait for their environments, ordered by the end of their turns.
 
     Args:
-        environments: None: responses have one turn.
-        most_tokens: of a trajectory, observations included.
-        key: of the draws; a trajectory's seed follows from it, from prompt, step and sample.
+        environments: None if every response is one turn.
+        max_tokens: tokens of a trajectory, observations included.
+        key: part of a trajectory's seed, besides prompt, step and sample.
     """
 
-    def __init__(self, environments: Steps | None, most_tokens: int, key: Sequence[int] = ()):
-        self._environments, self._most_tokens, self._key = environments, most_tokens, key
-        self._between: collections.deque[AwaitingStep] = collections.deque()
+    def __init__(
+        self, environments: EnvironmentPool | None, max_tokens: int, key: Sequence[int] = ()
+    ):
         self.counts = TurnCounts()
+        self._environments = environments
+        self._max_tokens = max_tokens
+        self._key = key
+        self._awaiting: collections.deque[AwaitingReply] = collections.deque()
 
     def __len__(self) -> int:
-        return len(self._between)
+        return len(self._awaiting)
 
     @property
-    def drawn_limit(self) -> int:
-        """Most tokens that a trajectory draws."""
+    def sampled_limit(self) -> int:
+        """Maximum number of tokens that a trajectory samples."""
         limit = self._environments.settings.max_drawn_tokens if self._environments else 0
-        return min(limit or self._most_tokens, self._most_tokens)
+        return min(limit or self._max_tokens, self._max_tokens)
 
-    def take(self) -> list[tuple[PendingGroup, Completion]]:
-        """Takes out all trajectories, as far as they were drawn."""
-        taken = [(one.group, one.completion) for one in self._between]
-        self._between.clear()
-        return taken
+    @property
+    def held_slots(self) -> list[int]:
+        """Slots that trajectories keep, the oldest first."""
+        held = [waiting.held for waiting in self._awaiting if waiting.held]
+        return [kept.slot for kept in held if kept.slot is not None]
 
-    def ask(self, group: PendingGroup, completion: Completion, burst: int) -> bool:
-        """Asks the environment for its reply to a turn; False where there is nobody to ask."""
+    def evict(self, slots: Sequence[int]) -> None:
+        """Take slots away; their trajectories will be prefilled and fed again."""
+        for waiting in self._awaiting:
+            if waiting.held and waiting.held.slot in slots:
+                waiting.held.slot = None
+
+    def unfinished(self) -> list[tuple[PendingGroup, Completion]]:
+        """Return all trajectories as far as they were sampled."""
+        return [(waiting.group, waiting.completion) for waiting in self._awaiting]
+
+    def clear(self) -> None:
+        self._awaiting.clear()
+
+    def request(
+        self, group: PendingGroup, completion: Completion, burst: int, held: HeldSlot | None = None
+    ) -> bool:
+        """Request the reply to a turn; return False if the response ends here."""
         if self._environments is None or completion.truncated:
             return False
-        prompt, said = group.prompt, [turn.text for turn in completion.turns if turn.drawn]
+        prompt = group.prompt
         key = [*self._key, group.step, prompt.index, completion.sample]
         seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-        said = said or [completion.text]
-        asked = self._environments.submit(prompt, seed, said, completion.failures)
+        texts = [turn.text for turn in completion.turns if turn.drawn] or [completion.text]
+        request = self._environments.submit(prompt, seed, texts, completion.failures)
         self.counts.turns += 1
-        self._between.append(AwaitingStep(burst, group, completion, asked))
+        self._awaiting.append(AwaitingReply(burst, group, completion, request, held))
         return True
 
-    def due(self, burst: int, idle: bool) -> list[tuple[PendingGroup, Completion, bool]]:
-        """Trajectories whose steps are due after that burst, and whether each goes on.
+    def due(self, burst: int, idle: bool) -> list[NextTurn]:
+        """Return the trajectories to place after a burst, with the replies of their environments.
 
         Args:
-            idle: nothing else is to be decoded: the next ones are waited for at once.
+            idle: nothing else can be decoded, so wait for the next replies now.
         """
-        if self._environments is None or not self._between:
+        if self._environments is None or not self._awaiting:
             return []
         last = burst - self._environments.settings.wait_bursts
         if idle:
-            last = max(last, self._between[0].burst)
+            last = max(last, self._awaiting[0].burst)
         due = []
-        while self._between and self._between[0].burst <= last:
-            due.append(self._between.popleft())
-        began = time.perf_counter()
-        steps = self._environments.steps([one.asked for one in due]) if due else []
-        self.counts.wait_seconds += time.perf_counter() - began
-        pairs = zip(due, steps, strict=True)
-        return [(one.group, *self._placed(one.completion, step)) for one, step in pairs]
+        while self._awaiting and self._awaiting[0].burst <= last:
+            due.append(self._awaiting.popleft())
+        start = time.perf_counter()
+        requests = [waiting.request for waiting in due]
+        replies = self._environments.steps(requests) if due else []
+        self.counts.wait_seconds += time.perf_counter() - start
+        max_turns = self._environments.settings.max_turns
+        return [
+            self._next_turn(waiting, reply, max_turns)
+            for waiting, reply in zip(due, replies, strict=True)
+        ]
 
-    def _placed(self, completion: Completion, step: Step) -> tuple[Completion, bool]:
-        """Trajectory with the reply, and whether it goes on."""
-        environments, counts = self._environments, self.counts
-        assert environments is not None
-        counts.failed_steps += bool(step.failure)
-        counts.late_steps += step.late
-        counts.cut_observations += step.cut
+    def _next_turn(self, waiting: AwaitingReply, reply: Reply, max_turns: int) -> NextTurn:
+        """Append the reply to a trajectory, unless the trajectory ends with it."""
+        counts = self.counts
+        next_turn = functools.partial(NextTurn, waiting.group, waiting.held)
+        counts.failed_steps += bool(reply.failure)
+        counts.late_steps += reply.late
+        counts.cut_observations += reply.cut
         completion = dataclasses.replace(
-            completion,
-            rewards=(*completion.rewards, step.reward),
-            failures=(*completion.failures, step.failure),
+            waiting.completion,
+            rewards=(*waiting.completion.rewards, reply.reward),
+            failures=(*waiting.completion.failures, reply.failure),
         )
         turns = completion.turns or (Turn(True, len(completion.tokens), completion.text),)
-        if not step.tokens:
-            counts.ended_by_tokens += step.cut
-            return dataclasses.replace(completion, truncated=step.cut), False
-        by_turns = sum(turn.drawn for turn in turns) >= environments.settings.max_turns
-        room = self._most_tokens - len(completion.tokens) - len(step.tokens)
-        by_tokens = room <= 0 or len(completion) >= self.drawn_limit
+        if not reply.tokens:
+            counts.ended_by_tokens += reply.cut
+            return next_turn(dataclasses.replace(completion, truncated=reply.cut), continues=False)
+        by_turns = sum(turn.drawn for turn in turns) >= max_turns
+        remaining = self._max_tokens - len(completion.tokens) - len(reply.tokens)
+        by_tokens = remaining <= 0 or len(completion) >= self.sampled_limit
         if by_turns or by_tokens:
             counts.ended_by_turns += by_turns
             counts.ended_by_tokens += not by_turns
-            return dataclasses.replace(completion, truncated=True), False
-        counts.observation_tokens += len(step.tokens)
+            return next_turn(dataclasses.replace(completion, truncated=True), continues=False)
+        counts.observation_tokens += len(reply.tokens)
         logprobs = completion.sampler_logprobs
-        return dataclasses.replace(
+        completion = dataclasses.replace(
             completion,
-            tokens=np.append(completion.tokens, np.asarray(step.tokens, np.int32)),
-            sampler_logprobs=np.append(logprobs, np.zeros(len(step.tokens), logprobs.dtype)),
-            turns=(*turns, Turn(False, len(step.tokens), step.text)),
-        ), True
+            tokens=np.append(completion.tokens, np.asarray(reply.tokens, np.int32)),
+            sampler_logprobs=np.append(logprobs, np.zeros(len(reply.tokens), logprobs.dtype)),
+            turns=(*turns, Turn(False, len(reply.tokens), reply.text)),
+        )
+        return next_turn(completion, continues=True)

@@ -1,14 +1,14 @@
-"""Weight transfer from the trainer's stacked shards to decoding: cast, un-stacked, resharded.
+"""Weight transfer from the trainer's stacked shards to decoding: cast, unstack, reshard.
 
-Matrices may become int8 with a scale per output channel, before they are moved.
-
-While it runs, a program holds what it reads and what it writes. All layers at once is the fastest;
-a few at a time hold less.
+Matrices may become int8 with a scale per output channel before they are moved. During the
+transfer a program holds its inputs and outputs: all layers at once is the fastest, a few at a time
+need less memory.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,37 +24,32 @@ from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sampler_devices import move
 
-# Of [embed, heads, head_dim].
+# Kernels of shape [embed, heads, head_dim].
 _PER_HEAD = ("query/kernel", "key/kernel", "value/kernel")
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _halfway(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:
-    """Intermediate layout: cut as decoding wants it, and further as training left it.
+def _intermediate_spec(before: Sequence[Any], after: Sequence[Any]) -> PartitionSpec:
+    """Return a layout that is sharded for decoding, and beyond that as in training.
 
     Devices of `decode_tensor` first exchange parts of embed for parts of heads; only then are the
-    parts of fsdp gathered. In one step the compiler gathers everything everywhere.
+    parts of fsdp gathered. In one step the compiler would gather everything on all devices.
     """
-    taken = {axis for entry in after for axis in _axes(entry)}
-    pairs = itertools.zip_longest(before, after)
+    used = {axis for entry in after for axis in sharding.entry_axes(entry)}
     return PartitionSpec(
         *(
-            there or tuple(axis for axis in _axes(here) if axis not in taken)
-            for here, there in pairs
+            decoding or tuple(axis for axis in sharding.entry_axes(training) if axis not in used)
+            for training, decoding in itertools.zip_longest(before, after)
         )
     )
 
 
-def _as_read(place: NamedSharding, path: str) -> NamedSharding | Format:
-    """Layout of an array in a device's memory.
+def _with_memory_layout(place: NamedSharding, path: str) -> NamedSharding | Format:
+    """Return the sharding of an array, with its order of dimensions in memory if that matters.
 
-    TPUs multiply by [embed, heads x head_dim] of query, key and value as one matrix; in the default
-    order of [embed, heads, head_dim] every burst would copy them first, and heads are padded.
+    TPUs multiply by [embed, heads x head_dim] of query, key and value as one matrix. In the default
+    order of [embed, heads, head_dim] every burst would copy them first, and pad the heads.
     """
-    assert isinstance(place.mesh, Mesh)  # of devices, not only of their names
+    assert isinstance(place.mesh, Mesh)  # not an abstract mesh
     on_tpu = place.mesh.devices.flat[0].platform == "tpu"
     if on_tpu and path.endswith(_PER_HEAD):
         return Format(Layout(major_to_minor=(1, 2, 0)), place)
@@ -65,81 +60,88 @@ class Loader:
     """Program that loads the parameters at the paths of `boxed`.
 
     Args:
-        mesh: where the parameters are.
-        decoding_mesh: where they are needed; other devices must be cut into as many tensor shards.
+        mesh: of the parameters.
+        decoding_mesh: of the loaded weights; if it differs, it must have as many tensor shards.
         boxed: shapes and logical axis names by path.
-        settings: how many layers of a stack per call (0: everything in one), and whether matrices
-            become int8; the embedding, biases and adapters don't.
+        settings: layers of a stack per call (0: everything in one call), and whether matrices
+            become int8; embedding, biases and adapters don't.
     """
 
     def __init__(
         self,
         config: decoder.DecoderConfig,
-        mesh: jax.sharding.Mesh,
-        decoding_mesh: jax.sharding.Mesh,
+        mesh: Mesh,
+        decoding_mesh: Mesh,
         boxed: dict[str, Any],
         settings: Sampler,
     ):
-        self._config, self._layers_at_once = config, settings.load_layers
+        self._config = config
+        self._layers_at_once = settings.load_layers
         self._int8 = settings.weights_dtype != "auto"
         self._paths = {path: decoder.layer_paths(path, config) for path in boxed}
-        before, after = (
-            sharding.tree_shardings(mesh, boxed, column)
-            for column in (sharding.TRAINING, sharding.DECODING)
-        )
-        self._places, self._halfway, final = {}, {}, {}
+        self._moves = decoding_mesh != mesh
+        self._places: dict[str, Any] = {}
+        self._intermediate: dict[str, NamedSharding] = {}
+        final: dict[str, Any] = {}
+        before = sharding.tree_shardings(mesh, boxed, sharding.TRAINING)
+        after = sharding.tree_shardings(mesh, boxed, sharding.DECODING)
         for path in boxed:
-            first = 1 if self._is_stacked(path) else 0  # a stack's own dimension is not cut
-            there, here = after[path].spec[first:], before[path].spec[first:]
-            specs: dict[str, tuple[PartitionSpec, ...]]
-            specs = {path: (PartitionSpec(*there), _halfway(here, there))}
-            if summed := self._summed(path):  # what is left is a scale's
-                name = path + SCALE
-                specs[name] = tuple(
-                    PartitionSpec(*(axes for i, axes in enumerate(spec) if i not in summed))
-                    for spec in specs[path]
-                )
-                self._paths[name] = decoder.layer_paths(name, config)
-            for name, (place, halfway) in specs.items():
-                self._places[name] = _as_read(NamedSharding(mesh, place), name)
-                final[name] = _as_read(NamedSharding(decoding_mesh, place), name)
-                self._halfway[name] = NamedSharding(mesh, halfway)
-        self._targets = {to: self._places[name] for name in self._paths for to in self._paths[name]}
-        self._elsewhere = decoding_mesh != mesh
+            for name, (place, intermediate) in self._specs(path, before, after).items():
+                if name != path:
+                    self._paths[name] = decoder.layer_paths(name, config)
+                self._places[name] = _with_memory_layout(NamedSharding(mesh, place), name)
+                final[name] = _with_memory_layout(NamedSharding(decoding_mesh, place), name)
+                self._intermediate[name] = NamedSharding(mesh, intermediate)
+        targets = {to: self._places[name] for name in self._paths for to in self._paths[name]}
         self._final = {to: final[name] for name in self._paths for to in self._paths[name]}
-        self._whole = jax.jit(self._unstack, out_shardings=self._targets)
-        self._some = functools.cache(self._compile_some)
+        self._load_all = jax.jit(self._unstack, out_shardings=targets)
+        self._load_layers = functools.cache(self._compile_layers)
 
     def __call__(self, params: Any) -> dict[str, Array]:
-        """Arrays of each layer by their own path, where and as decoding needs them."""
+        """Return the arrays of each layer by path, resharded for decoding."""
         if not self._layers_at_once:
-            return self._moved(self._whole(params))
+            return self._moved(self._load_all(params))
         arrays = {}
         for paths, start, count, leaves in self._calls(params):
-            for name, layers in self._some(paths, count)(leaves, start).items():
+            for name, layers in self._load_layers(paths, count)(leaves, start).items():
                 paths_of_layers = self._paths[name][start : start + count]
                 arrays |= self._moved(dict(zip(paths_of_layers, layers, strict=True)))
         return arrays
 
-    def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
-        if not self._elsewhere:
-            return loaded
-        return move(loaded, {path: self._final[path] for path in loaded})
-
     def abstract(self, params: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and places of the loaded arrays, from the shapes of parameters."""
+        """Return shapes and shardings of the loaded arrays, from the shapes of parameters."""
         return {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._final[path])
-            for path, leaf in jax.eval_shape(self._whole, params).items()
+            for path, leaf in jax.eval_shape(self._load_all, params).items()
         }
 
     def lower(self, params: Any) -> jax.stages.Lowered:
-        """Lowered program for parameters of these shapes and places; of several, the largest."""
+        """Lower the program for parameters of these shapes; the largest if there are several."""
         if not self._layers_at_once:
-            return self._whole.lower(params)
+            return self._load_all.lower(params)
         calls = list(self._calls(params))
         paths, start, count, leaves = max(calls, key=lambda call: call[2] * len(call[0]))
-        return self._some(paths, count).lower(leaves, start)
+        return self._load_layers(paths, count).lower(leaves, start)
+
+    def _specs(
+        self, path: str, before: dict[str, Any], after: dict[str, Any]
+    ) -> dict[str, tuple[PartitionSpec, PartitionSpec]]:
+        """Return the final and the intermediate layout of a parameter, and of its int8 scale."""
+        first = 1 if self._is_stacked(path) else 0  # the stack's own dimension is not sharded
+        final = PartitionSpec(*after[path].spec[first:])
+        specs = {path: (final, _intermediate_spec(before[path].spec[first:], tuple(final)))}
+        if summed := self._summed(path):
+            scale = [
+                PartitionSpec(*(axes for i, axes in enumerate(spec) if i not in summed))
+                for spec in specs[path]
+            ]
+            specs[path + SCALE] = (scale[0], scale[1])
+        return specs
+
+    def _moved(self, loaded: dict[str, Array]) -> dict[str, Array]:
+        if not self._moves:
+            return loaded
+        return move(loaded, {path: self._final[path] for path in loaded})
 
     def _unstack(self, params: Any) -> dict[str, Array]:
         arrays = {}
@@ -155,18 +157,20 @@ class Loader:
     def _summed(self, path: str) -> tuple[int, ...]:
         return param_paths.scaled_axes(path) if self._int8 else ()
 
-    def _calls(self, params: Any):
-        """Calls as (paths, first layer, layers, arrays); what is no stack goes alone."""
-        flat, groups = sharding.flatten(params), {}
+    def _calls(self, params: Any) -> Iterator[tuple[tuple[str, ...], int, int, dict[str, Array]]]:
+        """Yield calls as (paths, first layer, layers, arrays); unstacked arrays go alone."""
+        flat = sharding.flatten(params)
+        groups: dict[str, list[str]] = {}
         for path in flat:
             stack = path.split("/")[0] if self._is_stacked(path) else path
             groups.setdefault(stack, []).append(path)
         for paths in map(tuple, groups.values()):
-            height, leaves = len(self._paths[paths[0]]), {path: flat[path] for path in paths}
+            height = len(self._paths[paths[0]])
+            leaves = {path: flat[path] for path in paths}
             for start in range(0, height, self._layers_at_once):
                 yield paths, start, min(self._layers_at_once, height - start), leaves
 
-    def _compile_some(self, paths: tuple[str, ...], count: int):
+    def _compile_layers(self, paths: tuple[str, ...], count: int):
         def load(leaves, start):
             arrays = {}
             for path, leaf in leaves.items():
@@ -180,7 +184,7 @@ class Loader:
         return jax.jit(load, out_shardings=places)
 
     def _layers(self, path: str, stack: Array) -> dict[str, list[Array]]:
-        """Layers of a stack in the intermediate layout, and by the name beside it their scales."""
+        """Return the layers of a stack in the intermediate layout, and their scales, by name."""
         if summed := self._summed(path):
             whole, scale = quantise(stack, jnp.int8, tuple(1 + axis for axis in summed))
             stacks = {path: whole, path + SCALE: scale}
@@ -188,6 +192,44 @@ class Loader:
             stacks = {path: stack.astype(param_paths.forward_dtype(path, self._config))}
         constrain = jax.lax.with_sharding_constraint
         return {
-            name: [constrain(layer, self._halfway[name]) for layer in layers]
+            name: [constrain(layer, self._intermediate[name]) for layer in layers]
             for name, layers in stacks.items()
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerWeights:
+    """Mesh of the trainer's parameters, and the parameters that never change."""
+
+    mesh: Mesh
+    frozen: Any = dataclasses.field(default_factory=dict)
+
+
+class DecodingWeights:
+    """Decoding copies of the trainer's parameters; the frozen ones are copied once.
+
+    Attributes:
+        load_frozen, load_trained: loaders of the two kinds of parameters.
+    """
+
+    def __init__(
+        self, config: decoder.DecoderConfig, mesh: Mesh, trainer: TrainerWeights, settings: Sampler
+    ):
+        self._config = config
+        self._frozen = trainer.frozen
+        self._frozen_copy: dict[str, Array] | None = None
+        boxed = sharding.flatten(decoder.abstract_params(config))
+        frozen = sharding.flatten(trainer.frozen)
+        load = functools.partial(Loader, config, trainer.mesh, mesh, settings=settings)
+        self.load_frozen = load({path: boxed[path] for path in frozen})
+        self.load_trained = load({p: leaf for p, leaf in boxed.items() if p not in frozen})
+
+    def frozen(self) -> dict[str, Array]:
+        """Return the decoding copy of the frozen parameters, made at the first call."""
+        if self._frozen_copy is None:
+            self._frozen_copy = self.load_frozen(self._frozen)
+        return self._frozen_copy
+
+    def load(self, params: Any) -> Any:
+        """Return decoding weights: live parameters of the trainer, and the frozen ones."""
+        return decoder.for_decoding(self.frozen() | self.load_trained(params), self._config)

@@ -8,12 +8,13 @@ import jax
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.config.user_code import resolve
+from dapo_jax.contracts import Sampler
 from dapo_jax.data.policies import model_path
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
 from dapo_jax.data.prompts.templates import check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.sources import Source
-from dapo_jax.environments.registry import described_tools, judged_by
+from dapo_jax.environments.registry import tool_schemas, with_reward_settings
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.learner.critic import scalar_config
 from dapo_jax.learner.learners import LearnerPrograms
@@ -32,7 +33,6 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import MAX_CUT, fitting
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import open_source
 from dapo_jax.run.compute import (
     check_divisible,
@@ -41,6 +41,7 @@ from dapo_jax.run.compute import (
     numerics,
     open_engine,
     open_meshes,
+    open_sampler,
 )
 from dapo_jax.run.memory import check_run_fits
 from dapo_jax.run.teacher import has_teacher, load_teacher, open_programs
@@ -108,7 +109,7 @@ class Components:
     config: Config
     tokenizer: Tokenizer
     prompts: PromptStream
-    sampler: Scheduler
+    sampler: Sampler
     judge: Judge
     learners: LearnerPrograms
     progress: Progress
@@ -303,7 +304,8 @@ def open_environments(
         return None
     chat = config.data.template == "chat"
     check_chat(config.data.template, tokenizer.chat)
-    return Environments(judged_by(config.environment, config.reward), tokenizer, chat, should_abort)
+    settings = with_reward_settings(config.environment, config.reward)
+    return Environments(settings, tokenizer, chat, should_abort)
 
 
 def open_prompts(
@@ -320,7 +322,7 @@ def open_prompts(
         needs_answer=config.reward.needs_answer(),
         training=training,
         opening=environments.open if environments else lambda problem: problem,
-        tools=described_tools(config.environment),
+        tools=tool_schemas(config.environment),
     )
 
 
@@ -347,7 +349,7 @@ def _build(
         config=config,
         tokenizer=tokenizer,
         prompts=prompts,
-        sampler=Scheduler(engine, tokenizer, config.seed, environments),
+        sampler=open_sampler(engine, tokenizer, config.seed, environments),
         environments=environments,
         judge=Judge(config, pool, model, should_abort, tokenizer.decode_all),
         learners=dataclasses.replace(learners, reference=reference),

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 
 from dapo_jax.config.algorithm import Algorithm
 from dapo_jax.config.experiment import Compute, Config, Mesh, OneMesh
-from dapo_jax.data.prompts.tokenizer import Ends
+from dapo_jax.contracts import Sampler
+from dapo_jax.data.prompts.tokenizer import Decodes, Ends
 from dapo_jax.learner.critic import critic_learner, scalar_config
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import training_attention
-from dapo_jax.model.context_attention import PIECES
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.gpu_attention import PLATFORMS, ROW_MULTIPLE
 from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.engine_programs import engine_programs
+from dapo_jax.rollout.engine_programs import Programs, engine_programs
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.kept_programs import keep
 from dapo_jax.runtime.sampler_devices import open_sampling_mesh, split_devices
 from dapo_jax.runtime.settings import require
@@ -110,7 +111,7 @@ def numerics(
         unit = ROW_MULTIPLE
     if context > 1:
         reasons.append(f"mesh.context = {context}, each with two pieces of a row")
-        unit *= PIECES * context
+        unit *= training_attention.PIECES * context
     require(
         row_tokens is None or row_tokens % unit == 0,
         "packing.row_tokens",
@@ -180,7 +181,7 @@ def open_engine(
     sampling_mesh: jax.sharding.Mesh,
     tokenizer: Ends,
     frozen: Any = None,
-    programs: Callable[..., Any] = engine_programs,
+    programs: Callable[..., Programs] = engine_programs,
 ) -> PolicyEngine:
     """Return the sampling engine of training and evaluation.
 
@@ -208,6 +209,13 @@ def open_engine(
     )
 
 
+def open_sampler(
+    engine: PolicyEngine, tokenizer: Decodes, seed: int, environments: Any = None
+) -> Sampler:
+    """Return the sampler of a run; a run with another back end returns that here."""
+    return Scheduler(engine, tokenizer, seed, environments)
+
+
 def open_learners(
     config: Config,
     decoder: DecoderConfig,
@@ -226,16 +234,6 @@ def open_learners(
     if algorithm.critic:
         settings = config.critic.optimizer
         critic = keep(critic_learner, algorithm, settings, scalar_config(decoder), mesh)
-    policy = keep(
-        policy_learner,
-        algorithm,
-        compute,
-        config.optimizer,
-        decoder,
-        mesh,
-        temperature,
-        frozen=frozen,
-        keep_logprobs=config.log.token_ratios,
-        teacher=teacher,
-    )
+    score = PolicySettings(algorithm, compute, temperature, config.log.token_ratios, teacher)
+    policy = keep(policy_learner, score, config.optimizer, decoder, mesh, frozen=frozen)
     return policy, critic

@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.config.experiment import ExportConfig, Lora
 from dapo_jax.data.policies import model_path
-from dapo_jax.model import load_huggingface, peft_adapters, save_huggingface, weight_names
+from dapo_jax.model import load_huggingface, param_paths, peft_adapters, save_huggingface
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.layers import ADAPTER_NAMES, Adapters
 from dapo_jax.model.trainable import choose_trained, is_trained, merge, without_adapters
@@ -20,8 +20,7 @@ from dapo_jax.run import hub
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.checkpointing.same_run import check_frozen
 from dapo_jax.runtime.settings import ConfigError, check_values, require
-from dapo_jax.runtime.storage.output_folder import replace
-from dapo_jax.runtime.storage.ownership import EXPORTED, check_free
+from dapo_jax.runtime.storage.output_folder import EXPORTED, check_free, replace
 from dapo_jax.structs import present
 
 # Names of all files that the command may write.
@@ -58,7 +57,7 @@ def check_same_shapes(
         trained: shapes of the run's parameters, by path.
         decoder: shape of the model in `folder`.
     """
-    shapes = weight_names.param_shapes(decoder).items()
+    shapes = param_paths.param_shapes(decoder).items()
     expected = {path: shape for path, shape in shapes if is_trained(path, decoder)}
     wrong = [
         f"{path}: {trained.get(path, 'missing')} in the run, {expected.get(path, 'unknown')} there"
@@ -91,7 +90,7 @@ def policy_layers(
         trained: paths of the parameters that `read` returns.
     """
     base = without_adapters(decoder)
-    paths = [path for path in weight_names.param_shapes(base) if path not in trained]
+    paths = [path for path in param_paths.param_shapes(base) if path not in trained]
     for path, layer in load_huggingface.read_layers(source, paths, base):
         adapter = [path.replace("kernel", name) for name in ADAPTER_NAMES]
         if decoder.adapters and path.endswith("kernel") and adapter[0] in trained:
@@ -121,11 +120,11 @@ def write_adapters(
     """Write adapters into the folder beside `out`; every process calls it.
 
     Args:
-        kind: kind of the folder, a key of `ownership.ALLOWED`.
+        kind: kind of the folder, a key of `output_folder.ALLOWED`.
         trained, read: as for `policy_layers`.
         base: name of the adapted model.
     """
-    with replace("out", adapter_folder(out), kind, peft_adapters.WRITTEN) as folder:
+    with replace("out", adapter_folder(out), kind) as folder:
         peft_adapters.save_adapters(folder, trained, read, decoder, base)
 
 
@@ -158,7 +157,7 @@ def export(config: ExportConfig) -> pathlib.Path:
     base = config.base_model or model_path(source).absolute().name
     if merged and decoder.adapters:
         write_adapters(config.out, EXPORTED, trained, policy.read, decoder, base)
-    with replace("out", config.out, EXPORTED, WRITTEN) as folder:
+    with replace("out", config.out, EXPORTED) as folder:
         folder = present(folder, "folder")  # the command runs in one process
         if merged:
             layers = policy_layers(trained, policy.read, decoder, source)

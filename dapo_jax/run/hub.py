@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dapo_jax.config.experiment import ExportConfig
 from dapo_jax.reporting.model_card import TAG
 from dapo_jax.runtime.settings import ConfigError, require
-from dapo_jax.runtime.storage.ownership import OURS
+from dapo_jax.runtime.storage.output_folder import OWN_PREFIX
 
 FIELD = "push_to_hub"
 
@@ -78,14 +78,14 @@ def push(folder: pathlib.Path, config: ExportConfig, name: str, wrote: Sequence[
     from huggingface_hub import HfApi
 
     api = HfApi()
-    hint = f"; {config.out} is complete: hf upload {name} {config.out} --exclude '{OURS}*'"
+    hint = f"; {config.out} is complete: hf upload {name} {config.out} --exclude '{OWN_PREFIX}*'"
     with _hub_errors(config.push_to_hub, hint):
         api.create_repo(name, private=config.private, exist_ok=True)
         api.upload_folder(
             repo_id=name,
             folder_path=folder,
             commit_message=f"Export by {TAG}",
-            ignore_patterns=[f"{OURS}*"],
+            ignore_patterns=[f"{OWN_PREFIX}*"],
             delete_patterns=list(wrote),
         )
     return f"{api.endpoint}/{name}"

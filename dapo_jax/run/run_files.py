@@ -1,38 +1,45 @@
-"""Files of a run folder: settings, metrics, rollouts, evaluations, skipped batches, summary."""
+"""Files and sinks of a run: settings, metrics, rollouts, evaluations, skipped batches, summary."""
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.contracts import RunSink
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.learner.learners import UpdateRecord
 from dapo_jax.learner.skipped_batches import first_skipped, write_skipped
-from dapo_jax.reporting.page.curves import plot_run
+from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.records import describe_gaps, is_damaged
-from dapo_jax.reporting.scores import Response
-from dapo_jax.reporting.wandb_tracker import Tracker
-from dapo_jax.reporting.writers import MetricWriter, write_rollouts
-from dapo_jax.run.checkpointing.compatibility import SUMMARY
+from dapo_jax.reporting.sinks import (
+    CurvesPicture,
+    MetricRows,
+    RolloutFiles,
+    StepLines,
+    TensorBoardEvents,
+)
+from dapo_jax.reporting.wandb_tracker import WandbSink
 from dapo_jax.run.evaluation.heldout import stamp, write_responses
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
 from dapo_jax.structs import CollectedGroups, Group
 
 CONFIG = "config.json"
+SUMMARY = "summary.json"
 
 
 class RunFiles:
-    """Files of one run, written by the first process; elsewhere every method does nothing.
+    """Sinks of a run, and the files that only the run itself writes.
 
-    A file that can't be written is a warning, and tried again with the next one.
+    The first process writes; on the others every method does nothing. A file that can't be written
+    is a warning, and is tried again with the next one.
 
     Args:
         last_row: step of the newest row that stays; later ones are cut off.
-        stack: closes the connection to Weights & Biases.
+        console: prints the lines of each step.
     """
 
     def __init__(
@@ -42,59 +49,75 @@ class RunFiles:
         storage: Storage,
         tokenizer: Tokenizer,
         last_row: int,
-        stack: contextlib.ExitStack,
+        console: Progress,
     ):
-        self._config, self.folder, self._storage = config, folder, storage
-        self._tokenizer, self._writer = tokenizer, None
+        self._config = config
+        self.folder = folder
+        self._storage = storage
+        self._rows: MetricRows | None = None
+        self.sinks: list[RunSink] = []
         if processes.is_first():
-            tracker = stack.enter_context(Tracker(folder, config)) if config.log.wandb else None
-            self._writer = MetricWriter(folder, last_row, config.log.tensorboard, tracker, storage)
+            if config.log.wandb:
+                self.sinks.append(WandbSink(folder, config))
+            self._rows = MetricRows(folder, last_row, storage)
+            self.sinks += [self._rows, CurvesPicture(folder, self._rows, storage)]
+            if config.log.tensorboard:
+                self.sinks.append(TensorBoardEvents(folder, last_row, storage))
+            if config.log.rollouts:
+                self.sinks.append(RolloutFiles(folder, config.log, tokenizer, storage))
+            self.sinks.append(StepLines(console, config.total_steps))
             for text in describe_gaps(folder, last_row, config.log):
                 storage.warn(text)
             if is_damaged(folder / CONFIG):
                 self.write_settings()
 
+    def __enter__(self) -> "RunFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close, kind is not None)
+
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
-        return self._writer.read() if self._writer else []
+        """Return the rows of metrics.jsonl."""
+        return self._rows.read() if self._rows else []
 
     def write_settings(self) -> None:
-        """config.json, from which a run is repeated."""
-        text = json.dumps(dataclasses.asdict(self._config), indent=2)
-        self._write_text(CONFIG, text)
+        """Write config.json, from which a run can be repeated."""
+        self._write_json(CONFIG, dataclasses.asdict(self._config))
 
-    def _write_text(self, name: str, text: str) -> None:
-        if self._writer:
+    def _write_json(self, name: str, content: dict[str, Any]) -> None:
+        if processes.is_first():
+            text = json.dumps(content, indent=2)
             self._storage.attempt(name, lambda: write_text(self.folder / name, text))
 
     def write_row(self, step: int, values: dict[str, float]) -> None:
-        """A line of metrics.jsonl, and its events."""
-        if self._writer:
-            self._writer.write(step, values)
+        """Send the metrics of a step to all sinks."""
+        for sink in self.sinks:
+            sink.on_row(step, values)
 
-    def write_rollouts(self, step: int, batch: CollectedGroups) -> None:
-        """rollouts/step_N.jsonl, in the background, where `log.rollouts` asks for it."""
-        if self._writer and self._config.log.rollouts:
-            log = self._config.log
-            options = log.token_groups, self._tokenizer, log.rollouts_keep
-            self._storage.attempt_later(
-                "rollouts/", lambda: write_rollouts(self.folder, step, batch, *options)
-            )
+    def write_rollouts(self, step: int, collected: CollectedGroups) -> None:
+        """Send the groups of a step to all sinks."""
+        for sink in self.sinks:
+            sink.on_rollouts(step, collected)
 
-    def write_evaluation(self, step: int, responses: list[Response]) -> None:
-        """evaluations/step_N.jsonl, where `log.rollouts` asks for it."""
-        if self._writer and self._config.log.rollouts:
+    def write_evaluation(self, step: int, responses: Sequence[Any]) -> None:
+        """Write evaluations/step_N.jsonl, and send the responses to all sinks."""
+        for sink in self.sinks:
+            sink.on_evaluation(step, responses)
+        if processes.is_first() and self._config.log.rollouts:
             path = self.folder / "evaluations" / f"step_{step:06d}.jsonl"
             lines = stamp(self._config, f"step {step}")
             self._storage.attempt("evaluations/", lambda: write_responses(path, responses, lines))
 
     def write_skipped(self, step: int, updates: list[UpdateRecord], groups: list[Group]) -> str:
-        """The first batch of a step whose update was skipped; its folder, or nothing.
+        """Write the first batch of a step that was skipped; return its folder, or an empty string.
 
         Every process calls it: a batch is gathered from all.
         """
         skipped, folders = first_skipped(updates), []
-        if skipped is not None and self._writer:
+        if skipped is not None and processes.is_first():
 
             def write() -> None:
                 folders.append(write_skipped(self.folder, step, *skipped, groups) or "")
@@ -102,8 +125,8 @@ class RunFiles:
             self._storage.attempt("skipped/", write)
         return str(folders[0]) if folders else ""
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """summary.json and curves.png."""
-        picture, rows = self.folder / "curves.png", self.rows()
-        self._write_text(SUMMARY, json.dumps(summary, indent=2))
-        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, str(self.folder)))
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, and send the summary to all sinks."""
+        self._write_json(SUMMARY, summary)
+        for sink in self.sinks:
+            sink.on_summary(summary)

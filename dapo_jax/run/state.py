@@ -1,6 +1,7 @@
 """State of a run: from its beginning or a checkpoint, and into the next checkpoint."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,34 +10,22 @@ from dapo_jax.learner.learners import LearnerStates
 from dapo_jax.reporting.console import fit
 from dapo_jax.reporting.notices import SPOT_SECONDS, describe_saving, saving_seconds
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
-from dapo_jax.rollout.source import SourceState
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
+from dapo_jax.rollout.dynamic_sampling import seek
+from dapo_jax.rollout.source import NoJournal, SourceState
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.integrity import find_steps
+from dapo_jax.run.checkpointing.rollout_journal import RolloutJournal
+from dapo_jax.run.checkpointing.same_run import Record, RunProgress
 from dapo_jax.run.components import Components
 from dapo_jax.run.memory import checkpoint_bytes, megabytes_per_device
 from dapo_jax.runtime import processes
+from dapo_jax.runtime.storage.retries import Storage, suppress_storage_errors
 from dapo_jax.structs import PartialGroup, Prompt
 from dapo_jax.train import TrainerState
 
 
-@dataclasses.dataclass
-class RunProgress:
-    """Record of a run beside its trainer's state.
-
-    Attributes:
-        heldout_before: held-out accuracy before the first step.
-        seconds: that the run has taken, in all its processes.
-        unwritten: metrics of the newest step, while its evaluation is still to come.
-        skipped: steps in a row without an update, by learner (`count_skipped`).
-    """
-
-    heldout_before: float | None = None
-    seconds: float = 0.0
-    unwritten: dict[str, float] | None = None
-    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
 def first_state(components: Components) -> TrainerState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     learners, critic = components.learners, None
     if learners.critic:
         critic = learners.critic.start(components.critic_params())
@@ -44,20 +33,18 @@ def first_state(components: Components) -> TrainerState:
     return TrainerState(0, LearnerStates(policy, critic), SourceState())
 
 
-def restore(
-    components: Components, checkpoints: Checkpoints, record: Record
-) -> tuple[TrainerState, RunProgress]:
-    """State and progress of the newest checkpoint, whose record is `record`."""
+def restore(components: Components, checkpoints: Checkpoints, record: Record) -> TrainerState:
+    """Return the state of the newest checkpoint; `record` belongs to it."""
     learners, critic, behaviour = components.learners, None, None
     policy = checkpoints.state(learners.policy.abstract_state)
     if learners.critic:
         critic = checkpoints.state(learners.critic.abstract_state, "critic")
     if components.config.rollout.lag and record.step:
         behaviour = checkpoints.state(learners.policy.abstract_state.params, "behaviour")
-    rest = dict(record.progress)
-    partial = _restore_partial(components, checkpoints, rest.pop("carried", []))
-    source = SourceState(rest.pop("position"), rest.pop("kept_fraction"), partial, behaviour)
-    return TrainerState(record.step, LearnerStates(policy, critic), source), RunProgress(**rest)
+    progress = record.progress
+    partial = _restore_partial(components, checkpoints, progress.carried)
+    source = SourceState(progress.position, progress.kept_fraction, partial, behaviour)
+    return TrainerState(record.step, LearnerStates(policy, critic), source)
 
 
 def _restore_partial(
@@ -68,27 +55,68 @@ def _restore_partial(
         arrays = checkpoints.state(arrays, "carried")
 
     def read_prompt(index: int) -> Prompt:
-        components.prompts.position = index
-        return next(components.prompts)
+        return next(seek(components.prompts, index))
 
     return unpack_partial(arrays, records, read_prompt, components.tokenizer.decode)
 
 
-def save(
-    checkpoints: Checkpoints, state: TrainerState, progress: RunProgress, record: Record
-) -> None:
-    """Starts writing a checkpoint in the background; `record` has settings and inputs."""
-    source, arrays, partial = state.source, *pack_partial(state.source.partial)
-    place = {"position": source.position, "kept_fraction": source.kept_fraction}
-    rest = dataclasses.asdict(progress) | place | ({"carried": partial} if partial else {})
-    states: dict[str, Any] = {"state": state.learners.policy, "critic": state.learners.critic}
-    states |= {"behaviour": source.behaviour, "carried": arrays}
-    checkpoints.save(dataclasses.replace(record, step=state.step, progress=rest), states)
+class RunStore:
+    """What a run saves: checkpoints, and the journal of the step under way.
+
+    Args:
+        record: settings and inputs of the run, which every checkpoint holds.
+        storage: finishes the files of a step before a checkpoint holds the step.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        record: Record,
+        storage: Storage,
+        journal: RolloutJournal | NoJournal,
+    ):
+        self.checkpoints = checkpoints
+        self._record = record
+        self._storage = storage
+        self._journal = journal
+
+    def save(self, state: TrainerState, progress: RunProgress) -> None:
+        """Start writing a checkpoint in the background. Raises `NotSaved`, `NotFinite`."""
+        self._storage.drain()
+        source = state.source
+        arrays, carried = pack_partial(source.partial)
+        progress = dataclasses.replace(
+            progress,
+            position=source.position,
+            kept_fraction=source.kept_fraction,
+            carried=carried,
+        )
+        states = {
+            "state": state.learners.policy,
+            "critic": state.learners.critic,
+            "behaviour": source.behaviour,
+            "carried": arrays,
+        }
+        record = dataclasses.replace(self._record, step=state.step, progress=progress)
+        self.checkpoints.save(record, states)
+
+    def after_step(self, is_due: bool, save: Callable[[], None], run_dir: str) -> None:
+        """Save if that is due or has just failed; forget journal entries of saved steps."""
+        self.checkpoints.after_step(is_due, save)
+        if isinstance(self._journal, RolloutJournal) and processes.is_first():
+            with suppress_storage_errors():  # else after the next step
+                self._journal.forget(max(find_steps(run_dir), default=0))
+
+    def save_last(self, step: int, save: Callable[[], None]) -> None:
+        """Save, and wait until everything is on disk. Raises `NotSaved`, `NotFinite`."""
+        self.checkpoints.save_last(save)
+        self._storage.clear_backoff()  # last chance to write: do not back off
+        self._journal.forget(step)
+        self._storage.drain()
 
 
 def announce_policy(components: Components, state: TrainerState) -> None:
-    """Console lines with the number of parameters and their memory."""
-    components.sampler.hold()
+    """Print the number of parameters and their memory."""
     trees = state.learners.policy.params, components.frozen
     trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in trees)
     sizes = [f"{name} {size:g}" for name, size in resident_megabytes(components, state).items()]
@@ -101,13 +129,13 @@ def announce_policy(components: Components, state: TrainerState) -> None:
 
 
 def resident_megabytes(components: Components, state: TrainerState) -> dict[str, float]:
-    """Megabytes per device that stay in memory between steps, by name."""
+    """Return megabytes per device that stay in memory between steps, by name."""
     policy, critic = state.learners.policy, state.learners.critic
     return megabytes_per_device(
         policy=policy.params,
         policy_optimizer=policy.opt_state,
         policy_frozen=components.frozen,
-        sampler_frozen=components.sampler.held,
+        sampler_frozen=components.sampler.resident(),
         critic=critic and critic.params,
         critic_optimizer=critic and critic.opt_state,
         reference=components.learners.reference,

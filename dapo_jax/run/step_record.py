@@ -1,4 +1,4 @@
-"""Metrics and traces of a step, read from its record."""
+"""Metrics and traces of a step, computed from its record."""
 
 import functools
 import operator
@@ -11,8 +11,7 @@ from dapo_jax.learner.batches import Mean
 from dapo_jax.learner.critic import as_value_metrics
 from dapo_jax.learner.learners import learning_rates
 from dapo_jax.learner.packing import fill
-from dapo_jax.learner.policy import IMPORTANCE_SQUARE
-from dapo_jax.learner.ratio_quantiles import RATIO_HISTOGRAM, quantiles
+from dapo_jax.learner.ratio_quantiles import quantiles
 from dapo_jax.learner.token_traces import trace_ratios, trace_responses
 from dapo_jax.reporting.metrics import add_up, feedback_metrics, rollout_metrics, speed_metrics
 from dapo_jax.runtime.clock import Clock
@@ -21,25 +20,26 @@ from dapo_jax.train import StepRecord
 
 
 def measure(config: Config, record: StepRecord, clock: Clock) -> dict[str, float]:
-    """Every metric of a step by name; waits for its updates once the hosts' are computed.
+    """Return every metric of a step by name; host metrics first, then those of the updates.
 
     Args:
         clock: ran while the step was made.
     """
-    rollouts, of_hosts = record.rollouts, _of_hosts(config, record)  # beside the devices
+    rollouts = record.rollouts
+    host_values = _host_metrics(config, record)  # overlaps device compute
     means = jax.device_get([(update.learner, update.means) for update in record.updates])
     policy = [values for learner, values in means if learner == "policy"]
     critic = [as_value_metrics(values) for learner, values in means if learner == "critic"]
     seconds = {f"seconds_{part}": spent for part, spent in clock.seconds.items()}
     seconds["seconds_update"] = clock.total() - sum(clock.seconds.values())
     seconds["seconds_rollout"] = rollouts.seconds  # also of rollouts made ahead
-    values = _of_ratios(policy) | add_up(policy) | add_up(critic) | of_hosts
+    values = _ratio_metrics(record, policy) | add_up(policy) | add_up(critic) | host_values
     values |= speed_metrics(rollouts.batch, rollouts.counts, seconds)
     return values | seconds | {"seconds_step": clock.total()}
 
 
-def _of_hosts(config: Config, record: StepRecord) -> dict[str, float]:
-    """Metrics that need nothing of the updates."""
+def _host_metrics(config: Config, record: StepRecord) -> dict[str, float]:
+    """Return the metrics that do not depend on the updates."""
     values = rollout_metrics(record.rollouts.batch, record.rollouts.counts, record.step)
     if record.minibatches and record.feedback and record.advantages is not None:
         arrays = record.feedback, record.advantages, record.returns
@@ -55,25 +55,25 @@ def _of_hosts(config: Config, record: StepRecord) -> dict[str, float]:
     return values
 
 
-def _of_ratios(updates: list[dict[str, Mean]]) -> dict[str, float]:
-    """Quantiles of the ratios and the effective sample size, taken out of the updates' means."""
-    values = {}
-    if updates and RATIO_HISTOGRAM in updates[0]:
-        counts = np.sum([update.pop(RATIO_HISTOGRAM).total for update in updates], axis=0)
-        values = quantiles(counts)
-    if updates and IMPORTANCE_SQUARE in updates[0]:
-        squares = [update.pop(IMPORTANCE_SQUARE) for update in updates]
+def _ratio_metrics(record: StepRecord, means: list[dict[str, Mean]]) -> dict[str, float]:
+    """Return the quantiles of the ratios and the effective sample size of the policy's updates."""
+    updates = [update for update in record.updates if update.learner == "policy"]
+    fetched = jax.device_get([(u.ratio_histogram, u.importance_square) for u in updates])
+    histograms = [histogram.total for histogram, _ in fetched if histogram is not None]
+    squares = [square for _, square in fetched if square is not None]
+    values = quantiles(np.sum(histograms, axis=0)) if histograms else {}
+    if squares:
         square = functools.reduce(operator.add, squares).value()
-        weights = [update["importance_weight"] for update in updates]
+        weights = [update["importance_weight"] for update in means]
         mean = functools.reduce(operator.add, weights).value()
         values["effective_sample_fraction"] = mean**2 / square if square else 0.0
     return values
 
 
 def trace(config: Config, record: StepRecord) -> dict[int, list[Trace]]:
-    """A trace of each trained response, by the place of its group in the data.
+    """Return a trace of each trained response, by the index of its group in the data.
 
-    Ratios and clips are those that the last update saw, where `log.token_ratios` asks for them.
+    Ratios and clips are those of the last update, if `log.token_ratios` asks for them.
     """
     if not record.minibatches or record.advantages is None:
         return {}

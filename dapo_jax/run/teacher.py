@@ -12,7 +12,7 @@ from flax.traverse_util import unflatten_dict
 
 from dapo_jax.config.experiment import Config
 from dapo_jax.learner.learners import LearnerPrograms
-from dapo_jax.learner.policy import TEACHER, policy_learner
+from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.layers import SCALE
@@ -140,8 +140,8 @@ def open_programs(
         frozen = {**(frozen or {}), TEACHER: teacher.params}
         programs = open_learners(config, decoder, mesh, frozen, teacher.decoder)
         return LearnerPrograms(*programs, teacher_params=teacher.params)
-    settings = config.algorithm, config.compute, config.optimizer
-    scorer = keep(policy_learner, *settings, teacher.decoder, mesh, config.sampler.temperature)
+    settings = PolicySettings(config.algorithm, config.compute, config.sampler.temperature)
+    scorer = keep(policy_learner, settings, config.optimizer, teacher.decoder, mesh)
     programs = open_learners(config, decoder, mesh, frozen)
     return LearnerPrograms(*programs, teacher=scorer, teacher_params=teacher.params)
 

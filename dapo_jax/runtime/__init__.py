@@ -1,1 +1,1 @@
-"""Runtime services: mesh and sharding, processes, heartbeat, signals, storage, workers."""
+"""Settings, mesh and sharding, processes, signals, storage, worker processes."""

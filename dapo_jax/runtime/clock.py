@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step, measured without a clock in the code that is measured."""
+"""Durations of the parts of a step, measured by decorating functions."""
 
 import contextlib
 import contextvars
@@ -13,10 +13,10 @@ _running: contextvars.ContextVar["Clock | None"] = contextvars.ContextVar("clock
 
 
 class Clock:
-    """Stopwatch with named parts.
+    """A stopwatch with named parts.
 
     Attributes:
-        seconds: of every part that was measured, by its name.
+        seconds: measured seconds by part.
     """
 
     def __init__(self):
@@ -24,12 +24,12 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was created."""
         return time.perf_counter() - self._start
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which the calls of `timed` functions are measured by this clock."""
+        """Measure calls of `timed` functions inside the context."""
         token = _running.set(self)
         try:
             yield
@@ -38,12 +38,13 @@ class Clock:
 
 
 def timed(part: str) -> Callable[[F], F]:
-    """Decorator that adds the seconds of each call to a part of the running clock, if one runs."""
+    """Return a decorator that adds the duration of each call to a part of the running clock."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            clock, start = _running.get(), time.perf_counter()
+            clock = _running.get()
+            start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:

@@ -1,4 +1,4 @@
-"""Pace of calls: how many programs may be under way on devices of a CPU."""
+"""A limit on the number of programs that are queued on CPU devices."""
 
 import itertools
 from typing import Any
@@ -8,21 +8,21 @@ from jax.sharding import Mesh
 
 
 class Pace:
-    """Limit on the programs under way.
+    """Waits for a result after every few calls, on meshes of several CPU devices.
 
-    XLA's client of CPUs takes 32 programs for each device. One more waits on a thread, of which
-    there is one for each core: with a device for each core, those under way get none, and the
-    process aborts after a minute (jaxlib 0.10.2). Elsewhere nothing is waited for.
+    XLA's CPU client queues 32 programs per device. One more blocks a thread of a pool with one
+    thread per core; with a device per core the queued programs then get no thread, and the process
+    aborts after a minute (jaxlib 0.10.2).
     """
 
-    MOST = 4  # calls of some programs each
+    MAX_CALLS = 4  # each queues several programs
 
     def __init__(self, mesh: Mesh):
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._calls = itertools.count(1)
 
-    def __call__(self, made: Any) -> Any:
-        """The result `made` of a call, perhaps once it is computed."""
-        if self._waits and next(self._calls) % self.MOST == 0:
-            jax.block_until_ready(made)
-        return made
+    def __call__(self, result: Any) -> Any:
+        """Return the result of a call, sometimes after waiting for it."""
+        if self._waits and next(self._calls) % self.MAX_CALLS == 0:
+            jax.block_until_ready(result)
+        return result

@@ -1,4 +1,4 @@
-"""Rules of a setting: the values that it may have, who reads it, whether a run may change it."""
+"""Rules of settings: allowed values, when a setting is read, whether a run may change it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 
 class Choices(tuple[str, ...]):
-    """Allowed values of a setting that is one of several words."""
+    """The allowed values of a setting that is one of several words."""
 
     def __call__(self, value: Any) -> bool:
         return value in self
@@ -17,10 +17,10 @@ class Choices(tuple[str, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Allowed values of a setting that is a number.
+    """The allowed values of a number.
 
     Attributes:
-        also: one more value, outside the limits.
+        also: an additional value outside the range.
     """
 
     above: float | None = None
@@ -47,7 +47,7 @@ class Range:
         return text if self.also is None else f"{text}, or {self.also}"
 
 
-# Types of settings. A `Literal` has its words as choices.
+# Types of settings. The values of a `Literal` are its choices.
 Count = Annotated[int, Range(above=0)]
 CountOr0 = Annotated[int, Range(at_least=0)]
 AutoCount = Annotated[int, Range(at_least=0, also=-1)]  # -1: the program chooses
@@ -67,16 +67,16 @@ class When:
     """A condition on other settings.
 
     Attributes:
-        names: dotted names of the settings that decide it, separated by spaces.
-        test: the values of the one setting that fulfil it, separated by spaces; or a function of
-            the values of all.
+        names: dotted names of the settings, separated by spaces.
+        test: a function of their values; or, for a single setting, the values that fulfil the
+            condition, separated by spaces.
     """
 
     names: str
     test: str | Callable[..., Any] = bool
 
     def __call__(self, settings: Mapping[str, Any]) -> bool:
-        """True if the condition holds for settings by dotted name."""
+        """Return True if the condition holds for settings by dotted name."""
         values = [settings[name] for name in self.names.split()]
         if isinstance(self.test, str):
             return values[0] in self.test.split()
@@ -85,14 +85,14 @@ class When:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Rule of one setting, or of the settings of a section.
+    """The rule of a setting, or of the settings of a section.
 
     Attributes:
-        allowed: the values that it may have; None: every one of its type.
-        read: when anything reads it; None: always. What nothing reads has to keep its default, or
-            someone would wait for its effect.
-        may_change: whether a run may go on with another value, or when.
-        auto: the number that the word 'auto' stands for on a command line.
+        allowed: allowed values; None: all of its type.
+        read: condition under which the setting has an effect; None: always. A setting without
+            effect has to keep its default.
+        may_change: whether, or when, a resumed run may change the value.
+        auto: the number that 'auto' means on a command line.
     """
 
     allowed: Choices | Range | None = None

@@ -1,7 +1,7 @@
-"""Devices that only sample, apart from those that learn, and how new weights reach them.
+"""Separate devices for the sampler, and the copy of weights to them.
 
-Weights go from a device to another of the same process; nothing is sent between processes. A
-decoding replica may lie on several processes, if the learning devices of each have its pieces.
+Weights are copied between devices of one process, never between processes. A decoding replica may
+span several processes if the learner's devices of each process hold its shards.
 """
 
 import math
@@ -16,17 +16,18 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.sharding import AXES, by_slice, fills_a_box, make_mesh
 
-PIECES = ("expert", "decode_tensor", "tensor")  # axes that cut weights while decoding
+WEIGHT_AXES = ("expert", "decode_tensor", "tensor")  # axes that shard weights in decoding
 
 
 def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence, Sequence]:
-    """Devices that learn, and devices that sample: the last ones of each process.
+    """Split devices into those of the learner and those of the sampler, the last of each process.
 
     Args:
-        share: of the devices that sample; 0: all do both.
-        block: devices that hold the decoding weights once.
+        share: fraction of devices of the sampler; 0: all devices do both.
+        block: number of devices that hold one copy of the decoding weights.
 
-    Raises `ConfigError` where the devices can't be shared out so.
+    Raises:
+        ConfigError: the devices cannot be split like this.
     """
     if share == 0:
         return devices, devices
@@ -34,87 +35,91 @@ def split_devices(devices: Sequence, share: float, block: int) -> tuple[Sequence
     for device in devices:
         owned.setdefault(device.process_index, []).append(device)
     learning, sampling = [], []
-    for mine in owned.values():
-        count = round(share * len(mine))
+    for local in owned.values():
+        count = round(share * len(local))
         require(
-            abs(count - share * len(mine)) < 1e-6 and 0 < count < len(mine),
+            abs(count - share * len(local)) < 1e-6 and 0 < count < len(local),
             "mesh.sampler_share",
             share,
-            f"0, or a share of a process's {len(mine)} devices that leaves some to learn",
+            f"0, or a fraction of a process's {len(local)} devices that leaves some to the learner",
         )
-        learning += mine[:-count]
-        sampling += mine[-count:]
-    whole = len(learning) % block == len(sampling) % block == 0
-    require(whole, "mesh.sampler_share", share, _allowed(block))
-    flat = devices[0].platform == "tpu" and "lite" in devices[0].device_kind  # a torus of two axes
+        learning += local[:-count]
+        sampling += local[-count:]
+    is_whole = len(learning) % block == len(sampling) % block == 0
+    require(is_whole, "mesh.sampler_share", share, _allowed(block))
+    flat = (
+        devices[0].platform == "tpu" and "lite" in devices[0].device_kind
+    )  # a two-dimensional torus
     require(
         not flat or all(map(fills_a_box, by_slice(learning) + by_slice(sampling))),
         "mesh.sampler_share",
         share,
-        f"0 on several hosts of {devices[0].device_kind}, whose compiler joins no chips with gaps "
+        f"0 on several hosts of {devices[0].device_kind}: its compiler needs chips without gaps "
         "between them",
     )
     return learning, sampling
 
 
 def open_sampling_mesh(mesh: Mesh, learning: Sequence, sampling: Sequence, share: float) -> Mesh:
-    """Mesh of the devices that sample: as many pieces of the weights, the rest replicas.
+    """Return the sampler's mesh: the same shards of the weights, the other axes are replicas.
 
-    Where as many sample as learn, each has the place of one of its process that learns.
+    With a share of 0.5 each device has the position of a learner device of its process.
 
     Args:
-        mesh: of the devices that learn.
-        learning, sampling: as `split_devices` gives them.
-        share: named in errors.
+        mesh: mesh of the learner.
+        learning, sampling: result of `split_devices`.
+        share: setting, for errors.
 
-    Raises `ConfigError` where a process would sample with a piece that it does not learn.
+    Raises:
+        ConfigError: a process would sample with a shard that its learner does not hold.
     """
-    sizes, block = mesh.shape, math.prod(mesh.shape[axis] for axis in PIECES)
+    sizes = mesh.shape
+    block = math.prod(sizes[axis] for axis in WEIGHT_AXES)
     if len(learning) == len(sampling):
-        beside = dict(zip(learning, sampling, strict=True))
-        grid = np.vectorize(beside.__getitem__, otypes=[object])(mesh.devices)
-        # Devices of `context` are replicas while decoding, as those of fsdp.
+        partner = dict(zip(learning, sampling, strict=True))
+        grid = np.vectorize(partner.__getitem__, otypes=[object])(mesh.devices)
+        # In decoding, `context` and fsdp both hold replicas.
         grid = np.moveaxis(grid, AXES.index("context"), AXES.index("fsdp"))
         shape = sizes["data"], -1, sizes["expert"], 1, sizes["decode_tensor"], sizes["tensor"]
-        apart = Mesh(grid.reshape(shape), AXES, axis_types=mesh.axis_types)
+        sampling_mesh = Mesh(grid.reshape(shape), AXES, axis_types=mesh.axis_types)
     else:
         cut = {axis: sizes[axis] for axis in ("expert", "decode_tensor")}
-        apart = make_mesh(len(by_slice(sampling)), -1, sizes["tensor"], sampling, **cut)
-    near = _pieces(apart) <= _pieces(mesh)
-    require(near, "mesh.sampler_share", share, _allowed(block))
-    return apart
+        sampling_mesh = make_mesh(len(by_slice(sampling)), -1, sizes["tensor"], sampling, **cut)
+    is_local = _shards_by_process(sampling_mesh) <= _shards_by_process(mesh)
+    require(is_local, "mesh.sampler_share", share, _allowed(block))
+    return sampling_mesh
 
 
 def _allowed(block: int) -> str:
-    each = f"multiples of expert x decode_tensor x tensor = {block}"
-    return f"0, 0.5, or a share that gives learner and sampler {each} of each process's devices"
+    multiples = f"multiples of expert x decode_tensor x tensor = {block}"
+    return f"0, 0.5, or a fraction that gives learner and sampler {multiples} devices per process"
 
 
-def _pieces(mesh: Mesh) -> set[tuple[int, ...]]:
-    """Pieces of decoding weights by process: its number, and the place along each of PIECES."""
-    axes = [AXES.index(axis) for axis in PIECES]
+def _shards_by_process(mesh: Mesh) -> set[tuple[int, ...]]:
+    """Return (process, position along each of WEIGHT_AXES) of all shards of decoding weights."""
+    axes = [AXES.index(axis) for axis in WEIGHT_AXES]
     return {
-        (device.process_index, *(place[axis] for axis in axes))
-        for place, device in np.ndenumerate(mesh.devices)
+        (device.process_index, *(position[axis] for axis in axes))
+        for position, device in np.ndenumerate(mesh.devices)
     }
 
 
 def move(tree: Any, places: Any) -> Any:
-    """Copies arrays to other devices that are cut alike; each process copies what it has.
+    """Copy arrays to other devices with the same shards; each process copies its own.
 
     Args:
-        places: for each array a sharding, with or without a layout in memory, whose every piece a
-            device of this process has already, in that layout.
+        places: a sharding or format per array; a device of this process already holds each of its
+            shards, in the same layout.
     """
 
     def move_one(leaf: jax.Array, place: NamedSharding | Format) -> jax.Array:
-        here = {str(shard.index): shard.data for shard in leaf.addressable_shards}
-        where = place.sharding if isinstance(place, Format) else place
-        assert isinstance(where, Sharding)  # a format's may also be left to the compiler
-        pieces = [
-            jax.device_put(here[str(at)], device)  # which keeps the layout
-            for device, at in where.addressable_devices_indices_map(leaf.shape).items()
+        local = {str(shard.index): shard.data for shard in leaf.addressable_shards}
+        target = place.sharding if isinstance(place, Format) else place
+        assert isinstance(target, Sharding)  # a format could leave it to the compiler
+        shards = [
+            jax.device_put(local[str(index)], device)  # it keeps the layout
+            for device, index in target.addressable_devices_indices_map(leaf.shape).items()
         ]
-        return jax.make_array_from_single_device_arrays(leaf.shape, where, pieces)
+        return jax.make_array_from_single_device_arrays(leaf.shape, target, shards)
 
     return jax.tree.map(move_one, tree, places)

@@ -1,4 +1,4 @@
-"""Texts of settings for people: docstrings and representations of sections, made when asked for."""
+"""Docstrings, signatures and representations of settings, computed on demand."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ FILLED = textwrap.TextWrapper(COLUMNS - 2 * len(INDENT), break_on_hyphens=False)
 
 
 def explain(field: dataclasses.Field) -> str:
-    """Sentences of a setting: what it is, and the values that it may have."""
-    text, allowed = field.metadata["explanation"], field.metadata["rule"].allowed
+    """Return the explanation of a setting and its allowed values."""
+    text = field.metadata["explanation"]
+    allowed = field.metadata["rule"].allowed
     if isinstance(allowed, Range):
         limits = str(allowed)
         text += f" {limits[0].upper()}{limits[1:]}."
@@ -26,10 +27,7 @@ def explain(field: dataclasses.Field) -> str:
 
 
 class SectionDoc:
-    """Docstring of a section: its own text, and every setting with type, default and sentences.
-
-    A descriptor, so that a section that nobody asks about costs nothing.
-    """
+    """A descriptor for the docstring of a section, with all settings; computed on access."""
 
     def __init__(self, text: str):
         self._text = text
@@ -39,7 +37,7 @@ class SectionDoc:
         for field in dataclasses.fields(owner):
             assert isinstance(field.type, type), field.name
             if dataclasses.is_dataclass(field.type):
-                default, text = _made(field), (field.type.__doc__ or "").split("\n\n")[0]
+                default, text = _make_default(field), (field.type.__doc__ or "").split("\n\n")[0]
             else:
                 default, text = field.default, explain(field)
             lines.append(f"{INDENT}{field.name}: {field.type.__name__} = {default!r}")
@@ -47,19 +45,19 @@ class SectionDoc:
         return "\n".join(lines)
 
 
-def _made(field: dataclasses.Field) -> Any:
+def _make_default(field: dataclasses.Field) -> Any:
     assert field.default_factory is not dataclasses.MISSING
     return field.default_factory()
 
 
 def signature(kind: type, initialise: Callable[..., None]) -> inspect.Signature:
-    """Signature of a section's constructor, with plain types."""
+    """Return the signature of a section's constructor with plain types."""
     types = {field.name: field.type for field in dataclasses.fields(kind)}
-    found = inspect.signature(initialise)
+    original = inspect.signature(initialise)
     plain = [
-        p.replace(annotation=types.get(p.name, p.annotation)) for p in found.parameters.values()
+        p.replace(annotation=types.get(p.name, p.annotation)) for p in original.parameters.values()
     ]
-    return found.replace(parameters=plain)
+    return original.replace(parameters=plain)
 
 
 @functools.cache
@@ -68,10 +66,7 @@ def _defaults(kind: type) -> Any:
 
 
 def represent(section: Any) -> str:
-    """Code that makes a section again: the settings that are not the defaults.
-
-    A line each where one line would be too long.
-    """
+    """Return code that creates an equal section: the settings that differ from the defaults."""
     kind = type(section)
     values = {f.name: getattr(section, f.name) for f in dataclasses.fields(kind)}
     defaults = _defaults(kind)

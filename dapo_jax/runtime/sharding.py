@@ -1,11 +1,10 @@
-"""Device mesh, and the ONE table from logical axis names to mesh axes.
+"""The device mesh, and the only table from logical axis names to mesh axes.
 
-Modules name their axes; nothing else in the project knows what a mesh axis is called. Training and
-decoding use two columns of the table: training shards weights along `embed` over fsdp and gathers
-them layer by layer, decoding keeps them whole there (a gather per token would dominate). The axis
-`decode_tensor` is the same devices used differently: it joins fsdp in training, tensor in decoding.
-The axis `expert` cuts experts, and joins fsdp elsewhere. The axis `context` cuts rows by length and
-weights along `embed`; in decoding its devices are replicas.
+Modules name logical axes; only this module knows mesh axes. The table has a column for training and
+one for decoding: training shards weights along `embed` over fsdp and gathers them layer by layer,
+decoding does not shard `embed`, because a gather per token would dominate. `decode_tensor` acts as
+fsdp in training and as tensor in decoding. `expert` shards experts; other layers treat it like
+fsdp. `context` shards rows by length and weights along `embed`; in decoding it holds replicas.
 """
 
 import contextlib
@@ -27,17 +26,20 @@ from dapo_jax.runtime.settings import require
 
 AXES = ("data", "fsdp", "expert", "context", "decode_tensor", "tensor")
 
-# logical name: (while training, while decoding)
+# logical name: (mesh axes in training, mesh axes in decoding)
 RULES = {
     "batch": (  # rows, decode slots
         ("data", "fsdp", "expert", "decode_tensor"),
         ("data", "fsdp", "expert", "context"),
     ),
     "sequence": ("context", None),  # tokens of a row
-    "length": (("context", "tensor"), None),  # of the residual stream, which would else be repeated
+    "length": (("context", "tensor"), None),  # tokens of the residual stream
     "embed": (("fsdp", "expert", "context", "decode_tensor"), None),
     "experts": ("expert", "expert"),
-    "expert_embed": (("fsdp", "context", "decode_tensor"), None),  # where experts are cut, too
+    "expert_embed": (
+        ("fsdp", "context", "decode_tensor"),
+        None,
+    ),  # `embed` beside `experts`
     "heads": ("tensor", ("tensor", "decode_tensor")),
     "kv_heads": ("tensor", ("tensor", "decode_tensor")),
     "mlp": ("tensor", ("tensor", "decode_tensor")),
@@ -60,9 +62,10 @@ def mesh_shape(
     expert: int = 1,
     context: int = 1,
 ) -> tuple[int, int, int, int, int, int]:
-    """Sizes of AXES; `data` or `fsdp` = -1 takes the devices that the others leave.
+    """Return the sizes of AXES; `data` or `fsdp` = -1 takes the remaining devices.
 
-    Raises `ConfigError` where the product is not the number of devices.
+    Raises:
+        ConfigError: the product is not the number of devices.
     """
     cut = expert * context * decode_tensor * tensor
     if data == -1:
@@ -85,13 +88,14 @@ def make_mesh(
     expert: int = 1,
     context: int = 1,
 ) -> Mesh:
-    """Device mesh of the sizes that `mesh_shape` gives.
+    """Return a device mesh with the sizes of `mesh_shape`.
 
-    On TPU, neighbours in the mesh are neighbours in the torus, and `data` goes across slices, so
-    that only sums of gradients do. Axes are Auto: the compiler places the collectives
-    (jax.make_mesh would make them Explicit).
+    On TPU, neighbours in the mesh are neighbours in the torus, and only `data` spans slices, so
+    only gradient sums cross them. Axes are Auto: the compiler places collectives (jax.make_mesh
+    would make them Explicit).
 
-    Raises `ConfigError` as `mesh_shape` does, and where slices don't divide `data`.
+    Raises:
+        ConfigError: as `mesh_shape`, or the slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
     cut = {"decode_tensor": decode_tensor, "expert": expert, "context": context}
@@ -109,89 +113,102 @@ def make_mesh(
 
 
 def by_slice(devices: Sequence) -> list[list]:
-    """Devices of each TPU slice, in order; elsewhere all are one."""
+    """Group devices by TPU slice; all other devices are one group."""
     slices: dict[int, list] = {}
     for device in devices:
-        # GPUs have the attribute too: there it is the host.
+        # On GPUs the attribute is the host.
         number = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
         slices.setdefault(number, []).append(device)
     return [slices[number] for number in sorted(slices)]
 
 
 def fills_a_box(devices: Sequence) -> bool:
-    """True if chips of a slice lie without gaps in their torus, so that neighbours are known."""
+    """Return True if the chips of a slice fill a box of their torus."""
     coordinates = np.array([device.coords for device in devices])
     extents = coordinates.max(axis=0) - coordinates.min(axis=0) + 1
     return len(np.unique(coordinates, axis=0)) == int(np.prod(extents))
 
 
 def rules(column: int = TRAINING) -> list[tuple[str, Any]]:
-    """Table in the form that `flax.linen.logical_axis_rules` takes."""
+    """Return a column of the table for `flax.linen.logical_axis_rules`."""
     return [(name, axes[column]) for name, axes in RULES.items()]
 
 
+def entry_axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a `PartitionSpec` or of the table, outermost first."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def mesh_axes(logical_name: str, column: int = TRAINING) -> tuple[str, ...]:
-    """Mesh axes that cut a dimension of that name, outermost first."""
-    axes = RULES[logical_name][column]
-    return (axes,) if isinstance(axes, str) else axes or ()
+    """Return the mesh axes that shard a logical axis, outermost first."""
+    return entry_axes(RULES[logical_name][column])
 
 
 def spec(*names: str | None, column: int = TRAINING) -> PartitionSpec:
-    """Partition of an array whose dimensions have these logical names."""
+    """Return the partition of an array with these logical axes."""
     return PartitionSpec(*(None if name is None else RULES[name][column] for name in names))
 
 
 def sharding(mesh: Mesh, *names: str | None, column: int = TRAINING) -> NamedSharding:
-    """Sharding of an array whose dimensions have these logical names."""
+    """Return the sharding of an array with these logical axes."""
     return NamedSharding(mesh, spec(*names, column=column))
 
 
 def tree_shardings(mesh: Mesh, boxed: Any, column: int = TRAINING) -> Any:
-    """Shardings of a tree whose leaves carry logical names (flax `LogicallyPartitioned`)."""
+    """Return the shardings of a tree of flax `LogicallyPartitioned` leaves."""
     return spmd.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules(column))
 
 
 def shards(mesh: Mesh, logical_name: str, column: int = TRAINING) -> int:
-    """Number of pieces into which the mesh cuts a dimension of that name."""
+    """Return the number of shards of a logical axis."""
     return int(np.prod([mesh.shape[axis] for axis in mesh_axes(logical_name, column)]))
 
 
 def active_mesh() -> Any:
-    """Mesh that the code being traced will run on; None where it has one device.
+    """Return the mesh of the code being traced; None if it has one device.
 
-    Of code that each replica runs by itself (`per_replica`), the replica's devices count.
+    Inside `per_replica` only the devices of a replica count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     alone = all(size == 1 or axis in mesh.manual_axes for axis, size in mesh.shape.items())
     return None if mesh.empty or alone else mesh
 
 
-def per_replica(function: Callable, mesh: Mesh, cut: Any, gives: Any) -> Callable:
-    """Runs `function` on every replica of `data`, without the others.
+def per_replica(
+    function: Callable, mesh: Mesh, in_axes: Sequence[int | None], out_axes: Sequence[int | None]
+) -> Callable:
+    """Return a function that runs on every replica of `data` separately.
 
     Args:
-        cut, gives: for each argument and each result, the dimension that `data` cuts; None: it is
-            the same on all.
+        in_axes, out_axes: axis of each argument and result that is sharded over `data`; None: it is
+            equal on all replicas.
     """
 
-    def places(dimensions: Any) -> Any:
-        cuts = (None if i is None else (*(None,) * i, "data") for i in dimensions)
-        return tuple(PartitionSpec(*(one or ())) for one in cuts)
+    def specs(axes: Sequence[int | None]) -> tuple[PartitionSpec, ...]:
+        return tuple(
+            PartitionSpec() if i is None else PartitionSpec(*[None] * i, "data") for i in axes
+        )
 
-    def of_replica(*arguments: Any) -> Any:
-        rest = [
+    def run_replica(*arguments: Any) -> Any:
+        rules_of_replica = [
             (name, tuple(axis for axis in mesh_axes(name) if axis != "data") or None)
             for name in RULES
         ]
-        with nn.logical_axis_rules(rest):
+        with nn.logical_axis_rules(rules_of_replica):
             return function(*arguments)
 
-    specs = {"in_specs": places(cut), "out_specs": places(gives)}
-    return jax.shard_map(of_replica, mesh=mesh, axis_names={"data"}, check_vma=False, **specs)
+    return jax.shard_map(
+        run_replica,
+        mesh=mesh,
+        axis_names={"data"},
+        check_vma=False,
+        in_specs=specs(in_axes),
+        out_specs=specs(out_axes),
+    )
 
 
 def _dividing(shape: Sequence[int], names: Sequence[str | None]) -> list[str | None]:
-    """Names whose axes divide their dimension, by the active mesh and table; None for others."""
+    """Return logical names with mesh axes that divide their dimension, None for the others."""
     mesh = active_mesh()
 
     def divides(size: int, name: str | None) -> bool:
@@ -202,11 +219,9 @@ def _dividing(shape: Sequence[int], names: Sequence[str | None]) -> list[str | N
 
 
 def constrain(array: Array, *names: str | None) -> Array:
-    """Constrains an array's sharding by the table, inside jit.
+    """Constrain the sharding of an array inside jit; a no-op without a mesh of several devices.
 
-    A name whose axes do not divide the dimension is left out.
-
-    Does nothing without an active mesh of several devices.
+    Names with mesh axes that do not divide the dimension are ignored.
     """
     if active_mesh() is None or not nn.get_logical_axis_rules():
         return array
@@ -214,7 +229,7 @@ def constrain(array: Array, *names: str | None) -> Array:
 
 
 def active_pieces(size: int, name: str) -> int:
-    """Pieces into which the active mesh cuts a dimension; 1 where its axes do not divide it."""
+    """Return the number of shards of a dimension on the active mesh; 1 if it does not divide."""
     mesh = active_mesh()
     if mesh is None or _dividing((size,), (name,)) == [None]:
         return 1
@@ -222,29 +237,28 @@ def active_pieces(size: int, name: str) -> int:
 
 
 def active_axes(name: str) -> tuple[str, ...]:
-    """Mesh axes that cut a dimension of that name by the active table, outermost first."""
-    axes = dict(nn.get_logical_axis_rules()).get(name)
-    return (axes,) if isinstance(axes, str) else axes or ()
+    """Return the mesh axes of a logical axis by the active rules, outermost first."""
+    return entry_axes(dict(nn.get_logical_axis_rules()).get(name))
 
 
 def active_spec(*names: str | None) -> PartitionSpec:
-    """Partition by the active table of an array whose dimensions have these logical names."""
+    """Return the partition of an array with these logical axes by the active rules."""
     table = dict(nn.get_logical_axis_rules())
     return PartitionSpec(*(name and table.get(name) for name in names))
 
 
 def dividing_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
-    """Partition by the active mesh and table; an axis that does not divide is left out."""
+    """Return the partition by the active rules, without axes that do not divide."""
     return active_spec(*_dividing(shape, names))
 
 
 def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
-    """Copies host arrays to the mesh, every leaf with the same logical names."""
+    """Copy host arrays to the mesh; all leaves have the same logical axes."""
     place = sharding(mesh, *names)
     if place.is_fully_addressable:
         return jax.device_put(tree, place)
 
-    def put_one(leaf: Any) -> jax.Array:  # device_put would compare the processes' host arrays
+    def put_one(leaf: Any) -> jax.Array:  # device_put would compare the host arrays of processes
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, place)
         return jax.make_array_from_callback(np.shape(leaf), place, lambda part: leaf[part])
@@ -253,19 +267,20 @@ def put(mesh: Mesh, tree: Any, *names: str | None) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Copies arrays of the mesh to the host, whole, on every process; every process calls it."""
+    """Copy whole arrays to the host of every process; a collective call."""
     leaves, structure = jax.tree.flatten(tree)
-    spread = [i for i, leaf in enumerate(leaves) if not _is_here(leaf)]
-    if spread:
-        mesh = leaves[spread[0]].sharding.mesh
-        for i, leaf in zip(spread, _replicated(mesh)([leaves[i] for i in spread]), strict=True):
+    remote = [i for i, leaf in enumerate(leaves) if not _is_local(leaf)]
+    if remote:
+        gather = _replicated(leaves[remote[0]].sharding.mesh)
+        for i, leaf in zip(remote, gather([leaves[i] for i in remote]), strict=True):
             leaves[i] = leaf
     return jax.tree.unflatten(structure, map(np.asarray, leaves))
 
 
-def _is_here(leaf: Any) -> bool:
-    spread = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    return not spread or leaf.is_fully_replicated
+def _is_local(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return True
+    return leaf.is_fully_replicated
 
 
 @functools.cache
@@ -274,24 +289,24 @@ def _replicated(mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def unbox(tree: Any) -> Any:
-    """Tree without logical axis names."""
+    """Remove the logical axis names from a tree."""
     return nn.unbox(tree)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves of nested dictionaries by path, as in `layers/query/kernel`."""
+    """Return the leaves of nested dictionaries by path, as in `layers/query/kernel`."""
     return traverse_util.flatten_dict(tree, sep="/")
 
 
 @contextlib.contextmanager
 def activate(mesh: Mesh, column: int = TRAINING) -> Iterator[None]:
-    """Sets the mesh and the table for the logical constraints inside modules."""
+    """Set the mesh and the rules for logical constraints inside the context."""
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules(column)):
         yield
 
 
 @contextlib.contextmanager
 def activate_traced(mesh: Mesh, column: int) -> Iterator[None]:
-    """Sets them as `activate` does, for code that is being traced already."""
+    """Set them like `activate`, in code that is already being traced."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules(column)):
         yield

@@ -94,13 +94,13 @@ def calibrate(
     def used(name: str) -> np.ndarray:
         return np.array([count[name] for count in counts])
 
-    found = fit(counts, seconds("update"), ("update_token",))
-    found |= fit(counts, seconds("score"), ("score_token",))
-    found |= fit(counts, seconds("rollout") - seconds("decode"), ("load", "burst", "response"))
-    token = found["prefill_token"] = found["score_token"]
+    costs = fit(counts, seconds("update"), ("update_token",))
+    costs |= fit(counts, seconds("score"), ("score_token",))
+    costs |= fit(counts, seconds("rollout") - seconds("decode"), ("load", "burst", "response"))
+    token = costs["prefill_token"] = costs["score_token"]
     decoding = seconds("decode") - token * used("prefill_token")
-    found |= fit(counts, decoding, ("slot_step",))
-    if found["slot_step"] > token > 0:
-        found |= fit(counts, decoding - token * used("slot_step"), ("decode_step",))
-        found["slot_step"] = token
-    return Costs(**found)
+    costs |= fit(counts, decoding, ("slot_step",))
+    if costs["slot_step"] > token > 0:
+        costs |= fit(counts, decoding - token * used("slot_step"), ("decode_step",))
+        costs["slot_step"] = token
+    return Costs(**costs)

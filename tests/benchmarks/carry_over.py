@@ -1,20 +1,19 @@
-"""Trains the embedded task with each `rollout.carry_over`: what is wasted, how fast, how well.
+"""Train the embedded task with each `rollout.carry_over`: waste, speed and accuracy.
 
     python tests/benchmarks/carry_over.py --seeds 3 --folder runs/carry_over
 
-Resumable: what is finished is kept. Any other argument is handed to the trainer. The sums have 2 to
-8 terms and half of a batch decodes at once, so that a step without carry-over ends with most slots
-idle. Sampled tokens are those of all steps over all that was trained on; decode steps and steps per
-hour leave out the first steps, which compile.
+Finished runs are used again. Other arguments go to the trainer. The sums have 2 to 8 terms and half
+of a batch decodes at once, so a step without carry-over ends with most slots idle. Decode steps and
+steps per hour leave out the first steps, which compile.
 """
 
-import argparse
 import pathlib
 import statistics
 
+from arguments import read_arguments
 from family import trained
 
-KINDS, CAP = ("none", "unfinished", "all"), 2.0
+CAP = 2.0
 TAIL = (
     "--config.data.min_terms=2",
     "--config.sampler.max_response_tokens=128",
@@ -28,21 +27,21 @@ HEADER = (
 
 
 def train(root: pathlib.Path, kind: str, seed: int, extra: list[str]) -> list[dict]:
-    """The rows of a run's steps, made where it is missing."""
+    """Return the rows of a run's steps; run it if it is missing."""
     folder = root / f"{kind}_{seed}"
     kind_of = f"--config.algorithm.importance_cap={CAP}", f"--config.rollout.carry_over={kind}"
     return trained(folder, seed, *kind_of, *TAIL, *extra)[1:]
 
 
 def waste(rows: list[dict]) -> float:
-    """Sampled tokens per trained one, over a whole run."""
+    """Return sampled tokens per trained token over a whole run."""
     trained = [row["trained_tokens_per_second"] * row["seconds_update"] for row in rows]
     sampled = [row["sampled_to_kept_tokens"] * n for row, n in zip(rows, trained, strict=True)]
     return sum(sampled) / sum(trained)
 
 
 def table_row(kind: str, runs: list[list[dict]]) -> str:
-    """Means over the seeds, the accuracies also one by one."""
+    """Return a row of means over the seeds, with each accuracy."""
     scores = [rows[-1]["heldout_accuracy"] for rows in runs]
     late = [row for rows in runs for row in rows[min(FIRST_STEPS, len(rows) - 1) :]]
 
@@ -61,12 +60,14 @@ def table_row(kind: str, runs: list[list[dict]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/carry_over"))
-    options, extra = parser.parse_known_args()
-    # The kinds in turn, so that whatever else the machine does hits all alike.
+    options, extra = read_arguments(
+        __doc__,
+        others=True,
+        seeds=3,
+        kinds=["none", "unfinished", "all"],
+        folder=pathlib.Path("runs/carry_over"),
+    )
+    # Alternate the kinds, so that other work on the machine affects all alike.
     runs = {
         (kind, seed): train(options.folder, kind, seed, extra)
         for seed in range(options.seeds)

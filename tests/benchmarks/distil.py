@@ -1,20 +1,19 @@
-"""Ways to learn from a larger teacher, held against rewards alone at the same sampled tokens.
+"""Compare ways to learn from a larger teacher at the same number of sampled tokens.
 
     python tests/benchmarks/distil.py --folder runs/distil
 
-On the embedded task: a teacher of 2.2 M parameters from worked examples without mistakes, a student
-of the base policy's shape that saw few examples, with mistakes. From there DAPO, on-policy
-distillation, both at once, and supervised training on what the teacher samples. Resumable: what is
-finished is kept. Any other argument is handed to the trainer. `--smoke` takes one tiny shape,
-in one process: seconds, which show that everything runs.
+On the embedded task: a teacher of 2.2 M parameters learns from worked examples without mistakes, a
+student of the base policy's shape from few examples with mistakes. The student then trains with
+DAPO, on-policy distillation, both at once, and on samples of the teacher. Finished runs are used
+again. Other arguments go to the trainer. `--smoke` only shows, in seconds, that everything runs.
 """
 
-import argparse
 import itertools
 import json
 import pathlib
 
 import family
+from arguments import read_arguments
 from family import BASE, RL
 
 TEACHER = {
@@ -65,12 +64,12 @@ ARMS = {"dapo": ("dapo", {}), "distilled": ("on_policy_distillation", {}), "both
 
 
 def flags(settings: dict) -> list[str]:
-    """Settings as a command line has them."""
+    """Return settings as command-line arguments."""
     return [f"--config.{name}={str(value).lower()}" for name, value in settings.items()]
 
 
 def made(folder: pathlib.Path, settings: dict, *given: str) -> pathlib.Path:
-    """A model folder of supervised training, made where it is missing."""
+    """Return a model folder of supervised training; train it if it is missing."""
     if not folder.exists():
         given = given or (f"--config={BASE}",)
         family.python("sft", *given, f"--config.out={folder}", *flags(settings))
@@ -78,7 +77,7 @@ def made(folder: pathlib.Path, settings: dict, *given: str) -> pathlib.Path:
 
 
 def reinforced(root: pathlib.Path, arm: str, settings: dict, extra: list[str]) -> list[dict]:
-    """Rows of an arm's run, each with the tokens that were sampled until then."""
+    """Return the rows of an arm's run, each with all tokens sampled so far."""
     preset, own = ARMS[arm]
     folder, models = root / arm, {"model.folder": root / "student"}
     if arm != "dapo":
@@ -93,12 +92,12 @@ def reinforced(root: pathlib.Path, arm: str, settings: dict, extra: list[str]) -
 
 
 def at_budget(rows: list[dict], budget: float) -> dict:
-    """The last row that was evaluated within so many sampled tokens."""
+    """Return the last evaluated row within a number of sampled tokens."""
     return [row for row in rows if "heldout_accuracy" in row and row["tokens"] <= budget][-1]
 
 
 def write_samples(path: pathlib.Path, teacher: pathlib.Path, budget: float) -> int:
-    """Writes responses of the teacher with about so many tokens; returns their number of tokens."""
+    """Write responses of the teacher up to a number of tokens; return the number written."""
     import dapo_jax
     from dapo_jax.data.arithmetic import make_problem
 
@@ -117,7 +116,7 @@ def write_samples(path: pathlib.Path, teacher: pathlib.Path, budget: float) -> i
 
 
 def imitated(root: pathlib.Path, budget: float, settings: dict, few: dict) -> float:
-    """Held-out accuracy after supervised training on what the teacher samples."""
+    """Return the held-out accuracy after supervised training on samples of the teacher."""
     samples = root / "samples.jsonl"
     if not samples.exists():
         write_samples(samples, root / "teacher", budget)
@@ -128,7 +127,7 @@ def imitated(root: pathlib.Path, budget: float, settings: dict, few: dict) -> fl
 
 
 def evaluated(folder: pathlib.Path, scores: pathlib.Path, settings: dict) -> float:
-    """Held-out accuracy of a model folder, as the runs measure it."""
+    """Return the held-out accuracy of a model folder."""
     kept = scores.with_suffix(".json")
     if not kept.exists():
         wanted = {name: v for name, v in settings.items() if name.startswith(("data.", "eval"))}
@@ -138,10 +137,9 @@ def evaluated(folder: pathlib.Path, scores: pathlib.Path, settings: dict) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/distil"))
-    parser.add_argument("--smoke", action="store_true")
-    options, extra = parser.parse_known_args()
+    options, extra = read_arguments(
+        __doc__, others=True, folder=pathlib.Path("runs/distil"), smoke=False
+    )
     root = options.folder
     settings = {"total_steps": STEPS, "evaluation.every_steps": STEPS // EVALUATIONS}
     model, examples = {}, {}

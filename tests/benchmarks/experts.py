@@ -1,13 +1,12 @@
-"""A small mixture of experts on the embedded task: what router replay does to ratios and learning.
+"""Measure router replay with a small mixture of experts on the embedded task.
 
     python tests/benchmarks/experts.py ratios --folder runs/experts
     python tests/benchmarks/experts.py learn --folder runs/experts --seeds 3
 
-The base policy (8 experts, of which a token takes 2) is made where it is missing, from random
-parameters. `ratios` draws a step's responses and prints how many of their tokens have a
-probability that the trainer finds more than 1 % off, with its own choice of experts and with the
-sampler's. `learn` trains a policy for each preset, arithmetic, replay and seed; other arguments are
-handed to the commands. What is finished is kept.
+The base policy (8 experts, 2 per token) is trained if it is missing. `ratios` samples a step's
+responses and prints the fraction of tokens for which trainer and sampler differ by more than 1 %,
+with the trainer's experts and with the sampler's. `learn` trains a policy for each preset,
+arithmetic, replay and seed; other arguments go to the commands. Finished runs are used again.
 """
 
 import argparse
@@ -64,7 +63,7 @@ OFF = 0.01
 
 
 def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
-    """Folder of a policy of experts that was taught the task, made where it is missing."""
+    """Return the folder of a trained policy with experts; train it if it is missing."""
     start, folder = root / "random", root / "base"
     if not folder.exists():
         params = unbox(init_params(SHAPE, jax.random.key(0)))
@@ -78,15 +77,15 @@ def base_policy(root: pathlib.Path, steps: int) -> pathlib.Path:
 
 
 def settings_of(arithmetic: str) -> list[str]:
-    """Command-line settings of an arithmetic."""
+    """Return the command-line settings of an arithmetic."""
     dtype, weights = ARITHMETIC[arithmetic]
     return [f"--config.compute.dtype={dtype}", f"--config.sampler.weights_dtype={weights}"]
 
 
 def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
-    """Shares of drawn tokens whose ratio is off, without and with the sampler's routes.
+    """Return the fractions of tokens with a wrong ratio, without and with the sampler's routes.
 
-    `replaced` is the share of the sampler's experts that the trainer would not have taken.
+    `replaced` is the fraction of the sampler's experts that the trainer would not choose.
     """
     config.algorithm.router_replay = "sampler"
     checks.check(config)
@@ -109,7 +108,7 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
     rows, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
     drawn, found = rows.response_index >= 0, {}
     for name, taken in ("without", rows.replace(routes=None)), ("with", rows):
-        logprobs = np.asarray(learner.score(params, taken, used))
+        logprobs = np.asarray(learner.score(params, taken, used).values)
         off = np.abs(np.expm1(logprobs - rows.sampler_logprobs))[drawn]
         found |= {name: float((off > OFF).mean()), f"{name}_mean": float(off.mean())}
     seen = jax.jit(functools.partial(hidden_states, config=components.decoder, record=[REPLACED]))
@@ -118,12 +117,12 @@ def compare_ratios(config: Config, prompts: int) -> dict[str, float]:
         one = jax.tree.map(lambda x, m=m: x[m], rows)
         arrays = {"tokens": one.tokens, "segment_ids": one.segment_ids, "positions": one.positions}
         _, records = seen(params, **arrays, routes=one.routes)
-        each.append(np.asarray(records[REPLACED]).mean(axis=0)[one.response_index >= 0])
+        each.append(np.asarray(records.replaced).mean(axis=0)[one.response_index >= 0])
     return found | {"replaced": float(np.concatenate(each).mean()), "tokens": int(drawn.sum())}
 
 
 def learn(base: pathlib.Path, name: str, seed: int, preset: str, extra: list[str]) -> dict:
-    """First and last metrics of a run, made where it is missing beside the base policy."""
+    """Return the first and last metrics of a run; run it if it is missing."""
     folder = base.parent / f"{name}_{seed}"
     if not (folder / "summary.json").exists():
         where = f"--config.model.folder={base}", f"--config.run_dir={folder}"

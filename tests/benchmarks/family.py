@@ -1,16 +1,14 @@
-"""Trains the embedded task with every preset and prints the README's table of the family.
+"""Train the embedded task with every preset and print the table of docs/results.md.
 
     python tests/benchmarks/family.py --seeds 3 --folder runs/family
 
-One command for everything, to be started again where it was cut off: what is finished is kept, a
-trainer's run goes on from its checkpoint, a supervised one begins anew. Runs go one at a time, so
-that `seconds` means something; those of `sft` include its imports, those of the others their
-evaluations. Any other argument is handed to the trainer; take another folder for a quick look:
+The command can be repeated after an interruption: finished runs are used again, and a trainer's run
+resumes from its checkpoint. Runs are sequential. Their seconds include imports (`sft`) or
+evaluations (the others). Other arguments go to the trainer; take another folder for a quick look:
 
     python tests/benchmarks/family.py --seeds 1 --folder /tmp/look --config.total_steps=2
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -21,11 +19,13 @@ import subprocess
 import sys
 import time
 
+from arguments import read_arguments
+
 from dapo_jax.algorithms import PRESETS
 
 BASE, SFT, RL = (f"configs/arithmetic{name}.py" for name in ("_base", "_sft", ""))
 WITHOUT_TEACHER = [name for name, make in PRESETS.items() if make().distillation == "none"]
-OTHER_SUMS = 1000  # added to the seed of supervised runs: not the base policy's examples
+OTHER_SUMS = 1000  # added to the seed of supervised runs, for other examples than the base's
 COLUMNS = {
     "heldout_accuracy": 3,
     "steps": 0,
@@ -36,7 +36,7 @@ COLUMNS = {
 
 
 def python(module: str, *arguments: object) -> str:
-    """Runs a command of the project, shown as it is typed; returns what it printed."""
+    """Run a command of the project in a process, and return its output."""
     command = ["python", "-m", "dapo_jax", module, *map(str, arguments)]
     print("$", *command, file=sys.stderr, flush=True)
     done = subprocess.run([sys.executable, *command[1:]], stdout=subprocess.PIPE, text=True)
@@ -46,24 +46,24 @@ def python(module: str, *arguments: object) -> str:
 
 
 def here(module: str, *arguments: object) -> str:
-    """The same within this process, which imports and compiles once for all commands."""
+    """Run a command within this process, which imports and compiles once for all commands."""
     from dapo_jax.__main__ import entry
 
-    given, told = sys.argv, io.StringIO()
+    arguments_before, output = sys.argv, io.StringIO()
     sys.argv = [f"dapo-jax {module}", *map(str, arguments)]
     print("$", *sys.argv, file=sys.stderr, flush=True)
     try:
-        with contextlib.redirect_stdout(told):
+        with contextlib.redirect_stdout(output):
             code = entry(module)()
     finally:
-        sys.argv = given
+        sys.argv = arguments_before
     if code:
-        raise SystemExit(f"{told.getvalue()}exit code {code}: {module}")
-    return told.getvalue()
+        raise SystemExit(f"{output.getvalue()}exit code {code}: {module}")
+    return output.getvalue()
 
 
 def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
-    """The base policy of a seed, made where it is missing."""
+    """Return the base policy of a seed; train it if it is missing."""
     folder = root / f"base_{seed}"
     if not folder.exists():
         python("sft", f"--config={BASE}", f"--config.seed={seed}", f"--config.out={folder}")
@@ -71,7 +71,7 @@ def base_policy(root: pathlib.Path, seed: int) -> pathlib.Path:
 
 
 def trained(folder: pathlib.Path, seed: int, *arguments: str) -> list[dict]:
-    """All rows of a run in that folder, made where it is missing, on the base policy beside it."""
+    """Return all rows of the run in a folder; run it on the base policy if it is missing."""
     if not (folder / "summary.json").exists():
         python(
             "train",
@@ -85,7 +85,7 @@ def trained(folder: pathlib.Path, seed: int, *arguments: str) -> list[dict]:
 
 
 def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> dict:
-    """The rows of a run's ends: before and after, steps, seconds, updates that went wrong."""
+    """Return a run's first and last rows, its steps, seconds, and skipped updates."""
     folder = root / f"{preset}_{seed}"
     arguments = [
         f"--config={RL}:{preset}",
@@ -114,7 +114,7 @@ def reinforced(root: pathlib.Path, preset: str, seed: int, extra: list[str]) -> 
 
 
 def supervised(root: pathlib.Path, seed: int) -> dict:
-    """The same of a supervised run on worked examples without mistakes."""
+    """Return the same of a supervised run on worked examples without mistakes."""
     folder, row = root / f"sft_{seed}", root / f"sft_{seed}.json"
     if not row.exists():
         base = base_policy(root, seed)
@@ -144,7 +144,7 @@ def supervised(root: pathlib.Path, seed: int) -> dict:
 
 
 def table_row(preset: str, runs: list[dict]) -> str:
-    """A line of the README's table: means over the seeds, the accuracies also one by one."""
+    """Return a row of the table: means over the seeds, with each accuracy."""
 
     def mean(end: str, column: str) -> str:
         return f"{statistics.mean(run[end][column] for run in runs):.{COLUMNS[column]}f}"
@@ -156,12 +156,10 @@ def table_row(preset: str, runs: list[dict]) -> str:
 
 
 def main() -> int:
-    """The exit code: 1 where an update had a gradient that was not finite."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/family"))
-    parser.add_argument("--presets", nargs="*", default=WITHOUT_TEACHER)
-    options, extra = parser.parse_known_args()
+    """Return the exit code: 1 if an update had a gradient that was not finite."""
+    options, extra = read_arguments(
+        __doc__, others=True, seeds=3, folder=pathlib.Path("runs/family"), presets=WITHOUT_TEACHER
+    )
     found = {
         (preset, seed): supervised(options.folder, seed)
         if preset == "sft"

@@ -1,9 +1,9 @@
-"""How full packed rows are, as they are set and as `packing.row_tokens=auto` takes them.
+"""Measure the fill of packed rows with fixed rows and with `packing.row_tokens=auto`.
 
     python tests/benchmarks/fill.py
 
-1,024 responses to prompts of 32 tokens, limit 512, eight updates of 128, on eight devices; rows of
-544 tokens, 16 a microbatch, unless chosen. No model runs.
+1,024 responses to prompts of 32 tokens, at most 512 tokens long, eight updates of 128, on eight
+devices; fixed rows have 544 tokens, 16 per microbatch. No model runs.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ from dapo_jax.structs import Completion, Prompt
 
 LIMIT, PROMPT_TOKENS, RESPONSES, UPDATES, DEVICES = 512, 32, 1024, 8, 8
 SET = Packing(row_tokens=LIMIT + PROMPT_TOKENS, rows_per_microbatch=16)
-ATTENTION_TOKENS = 7_000.0  # of a row whose attention takes as much as all else: Qwen2.5-0.5B's
+ATTENTION_TOKENS = 7_000.0  # row length at which attention takes half of the time: Qwen2.5-0.5B
 
 
 def laws(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Response lengths, by name."""
+    """Return response lengths by the name of their distribution."""
     return {
         "long-tailed, mean a quarter of the limit": np.ceil(
             84 * np.exp(rng.normal(size=RESPONSES))
@@ -31,7 +31,7 @@ def laws(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def split(lengths: np.ndarray) -> list[list[Segment]]:
-    """The segments of each update."""
+    """Return the segments of each update."""
     prompt = Prompt(0, "0", "", np.ones(PROMPT_TOKENS, np.int32), "", "")
     segments = []
     for i, count in enumerate(np.clip(lengths, 1, LIMIT).astype(int)):

@@ -1,31 +1,30 @@
-"""Whether one product of two or three matrices side by side is faster than one for each.
+"""Time one product with concatenated matrices against separate products.
 
     python tests/benchmarks/fused.py
 
-Query, key and value, and gate and up, of the model of ours.py, for 32 and 64 slots: microseconds
-of processor time, the best of some repeats, and the ratio. Nothing is fused in the package, because
-on a CPU this is what it gives.
+Query, key and value, and gate and up, of the model of ours.py, for 32 and 64 slots: microseconds of
+processor time, the best of some repeats, and the ratio. It is why the package fuses nothing.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from arguments import read_arguments
 
 EMBED, MLP, HEADS = 256, 1024, (256, 128, 128)
 
 
 def microseconds(run: Callable, arguments: tuple, calls: int) -> float:
-    """Processor time of a call, all threads together."""
+    """Return the processor time of a call over all threads."""
     jax.block_until_ready(run(*arguments))
     best = float("inf")
     for _ in range(5):
         began = time.process_time()
         for _ in range(calls):
-            found = run(*arguments)
-        jax.block_until_ready(found)
+            result = run(*arguments)
+        jax.block_until_ready(result)
         best = min(best, (time.process_time() - began) / calls)
     return best * 1e6
 
@@ -49,9 +48,7 @@ def at_once(x, matrix):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=200)
-    calls = parser.parse_args().calls
+    calls = read_arguments(__doc__, calls=200).calls
     keys = iter(jax.random.split(jax.random.key(0), 16))
     gate, up = (jax.random.normal(next(keys), (EMBED, MLP)) for _ in range(2))
     down = jax.random.normal(next(keys), (MLP, EMBED))

@@ -1,11 +1,11 @@
-"""Loads files of problems and judges what must be right: their own gold answers.
+"""Check that the gold answers of problem files equal themselves.
 
     python tests/benchmarks/gold.py data/*.json*
 
-Prints a row per file: problems, malformed rows, how many gold answers equal themselves, their boxed
-form, and what their reference solution ends in, where that says so by a marker; how many of those
-that are right count as unfinished, which is what reward.unfinished=wrong costs; and how many
-problems a box around their longest formula answers, by value and where unfinished ones are wrong.
+Prints a row per file: problems; malformed rows; gold answers that equal themselves, their boxed
+form, and the marked answer of their reference solution; correct answers that
+reward.unfinished=wrong rejects; problems that a box around their longest formula answers, by value
+and if unfinished answers are wrong.
 """
 
 import re
@@ -19,13 +19,13 @@ from dapo_jax.verifier.extraction import extract
 
 
 def reference(solution: str) -> str | None:
-    """The solution as a response; None where it marks no answer."""
-    found = extract(solution)
-    return solution if found.text is not None and found.how != "line" else None
+    """Return the solution as a response; None if it marks no answer."""
+    answer = extract(solution)
+    return solution if answer.text is not None and answer.how != "line" else None
 
 
 def echoes(problems: list[Problem]) -> tuple[int, int]:
-    """Problems that their own longest formula answers: by value, and finished."""
+    """Count the problems that their longest formula answers: by value, and finished."""
     right = finished = 0
     for problem in problems:
         formula = max(re.findall(r"\$+([^$]+)\$", problem.text), key=len, default="")
@@ -36,7 +36,7 @@ def echoes(problems: list[Problem]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """The exit code: 1 where anything is not right."""
+    """Return the exit code: 1 if any answer is not correct."""
     names = "file problems malformed itself boxed solution unfinished echo finished".split()
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     failures = []

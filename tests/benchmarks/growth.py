@@ -1,13 +1,12 @@
-"""How speed and memory change with response limit, slots, G, vocabulary, layers and devices.
+"""Measure speed and memory against response limit, slots, G, vocabulary, layers and devices.
 
     python tests/benchmarks/growth.py --plot docs/growth.png
 
-One size at a time leaves the model and workload of ours.py: 16 responses in 16 slots, all as long
-as the limit of 128 tokens. Each point runs in a process of its own. Memory is what XLA says that a
-program adds to its arguments on one device, and of the process what the kernel says. The last
-table compiles the update for pairs of vocabulary and row, of which nothing may grow with the
-product of both. `--smoke` takes a layer and few tokens: seconds, which show that everything runs,
-nothing else.
+Each point changes one size of the model and workload of ours.py, 16 responses of 128 tokens in 16
+slots, in a separate process. Memory is what a program adds to its arguments on one device, by XLA,
+and the resident memory of the process. The last table compiles the update for pairs of vocabulary
+and row length; its memory may not grow with their product. `--smoke` only shows, in seconds, that
+everything runs.
 """
 
 import argparse
@@ -46,7 +45,7 @@ LIMIT = 128  # of a response, where another size is changed
 
 
 def setup(axis: str, size: int):
-    """The shape and the workload of a point."""
+    """Return the shape and the workload of a point."""
     from ours import DECODER, Workload
 
     limit = size if axis == "limit" else LIMIT
@@ -68,7 +67,7 @@ def setup(axis: str, size: int):
 
 
 def shrink() -> None:
-    """The smallest shape and few tokens, each call timed once."""
+    """Choose the smallest shape and few tokens, and time each call once."""
     global LIMIT, ENOUGH_SECONDS
     import ours
 
@@ -76,7 +75,7 @@ def shrink() -> None:
 
 
 def open_parts(decoder, workload):
-    """What of a run is measured."""
+    """Return the parts of a run, and its parameters."""
     from ours import RandomPrompts, make_config, write_folder
 
     from dapo_jax.run.components import build
@@ -89,13 +88,13 @@ def open_parts(decoder, workload):
 
 
 def added_bytes(parts, batch) -> int:
-    """What the compiled update adds to its arguments and results on one device."""
+    """Return the bytes that the compiled update adds to its arguments on one device."""
     compiled = parts.learners.policy.lower("update", batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def fastest(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of the fastest of some calls after one that compiles, and what it returns."""
+    """Return the seconds of the fastest call after one that compiles, and its result."""
     work()
     best, spent = float("inf"), 0.0
     while spent < ENOUGH_SECONDS:
@@ -107,14 +106,14 @@ def fastest(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(axis: str, size: int) -> dict:
-    """Tokens a second of rollout and update, and memory, in this process."""
+    """Measure tokens a second of rollout and update, and memory, in this process."""
     import jax
     from ours import draw_within, make_batch, rollout
 
     from dapo_jax.rollout import decode_step
 
     decoder, workload = setup(axis, size)
-    decode_step.draw = draw_within(workload)
+    decode_step.sample_tokens = draw_within(workload)
     parts, params = open_parts(decoder, workload)
     rollout_seconds, tokens = fastest(lambda: rollout(parts, params, 0, workload))
     batch, used, trained = make_batch(workload)
@@ -122,7 +121,7 @@ def measure(axis: str, size: int) -> dict:
 
     def update() -> None:
         nonlocal state
-        state, means = parts.learners.policy.update(state, batch, used, 1e-5)
+        state, (means, _) = parts.learners.policy.update(state, batch, used, 1e-5)
         jax.block_until_ready((state, means))
 
     update_seconds, _ = fastest(update)
@@ -140,7 +139,7 @@ def measure(axis: str, size: int) -> dict:
 
 
 def grid(most: int) -> None:
-    """A line for each pair of vocabulary and limit: compiled for one row a device, not run."""
+    """Print a line per pair of vocabulary and limit, compiled for one row per device."""
     from ours import DECODER, Workload, make_batch
 
     for vocab in GRID_VOCABULARIES:
@@ -156,7 +155,7 @@ def grid(most: int) -> None:
 
 
 def in_a_process(arguments: list[str], devices: int) -> list[dict]:
-    """The JSON lines of this script, run with those arguments."""
+    """Run this script with those arguments; return its JSON lines."""
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={devices}"  # the last such flag counts
     done = subprocess.run(
@@ -171,7 +170,7 @@ def in_a_process(arguments: list[str], devices: int) -> list[dict]:
 
 
 def table(points: list[dict]) -> str:
-    """All points, as Markdown."""
+    """Return all points as Markdown."""
     lines = [
         "| | | rollout, tokens/s | update, tokens/s | update adds, MB a device | process, MB |",
         "|---|---|---|---|---|---|",
@@ -184,7 +183,7 @@ def table(points: list[dict]) -> str:
 
 
 def grid_table(points: list[dict]) -> str:
-    """A row for each vocabulary, a column for each length of a row."""
+    """Return a table with a row per vocabulary and a column per row length."""
     lengths = sorted({p["row_tokens"] for p in points})
     cells = {(p["vocab"], p["row_tokens"]): p["update_added_mb"] for p in points}
     lines = [
@@ -198,7 +197,7 @@ def grid_table(points: list[dict]) -> str:
 
 
 def plot(points: list[dict], path: str) -> None:
-    """Speed above, memory below, a column for each size."""
+    """Plot speed above, memory below, with a column per size."""
     import matplotlib
 
     matplotlib.use("Agg")

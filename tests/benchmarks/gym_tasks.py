@@ -1,10 +1,10 @@
-"""Table of all tasks of the installed reasoning-gym: refused or opened, and what answers earn.
+"""Print a table of all tasks of the installed reasoning-gym.
 
-    PYTHONPATH=tests/support python tests/benchmarks/gym_tasks.py [TASK ...]
+    PYTHONPATH=tests/support python tests/benchmarks/gym_gym.py [TASK ...]
 
-A row is the task; the seconds of opening it twice; the items, of 32, that the package's own answers
-win as responses to the reward pool; the items that the most frequent of them wins; the constant
-that wins most, and its items; or why the task is refused.
+A row has the task; the seconds of opening it twice; how many of 32 items the package's own answers
+win; how many its most frequent answer wins; the constant answer that wins most, with its items; or
+the reason why the task is rejected.
 """
 
 import collections
@@ -13,11 +13,10 @@ import os
 import sys
 import time
 
-from gym_items import WITHOUT_ANSWER, every_task, gold
+from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards.gym import tasks
-from dapo_jax.rewards.gym.constants import CONSTANTS, QUESTION
+from dapo_jax.rewards import gym
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
 
@@ -28,9 +27,9 @@ def row(pool: RewardPool, task: str) -> list[str]:
     began = time.monotonic()
     try:
         for _ in range(2):  # as training and held-out problems
-            dataset = tasks.open_task("data.source", task, 1, ITEMS)
+            dataset = gym.open_task("data.source", task, 1, ITEMS)
     except ConfigError as error:
-        reason = str(error).split(": ", 1)[1].split(", and no text")[0].split("; reasoning")[0]
+        reason = str(error).split(": ", 1)[1].split("; reasoning")[0]
         return [task, "", "", "", "", reason]
     seconds = time.monotonic() - began
     items = [dataset[i] for i in range(ITEMS)]
@@ -38,7 +37,7 @@ def row(pool: RewardPool, task: str) -> list[str]:
     def wins(answers: list[str]) -> int:
         pending = [
             pool.submit("", f"<answer>{text}</answer>", gold(item), f"gym:{task}", packed)
-            for text, item, packed in zip(answers, items, map(tasks.pack_item, items), strict=True)
+            for text, item, packed in zip(answers, items, map(gym.pack_item, items), strict=True)
         ]
         return sum(future.result(timeout=900).correct for future in pending)
 

@@ -1,18 +1,17 @@
-"""Seconds of a step that hosts take while their devices wait, by part.
+"""Measure the host's seconds of a step by part.
 
     python tests/benchmarks/hosts.py                                # 8,192 responses of 4k tokens
     python tests/benchmarks/hosts.py --processes 64                 # as the first of so many
     python tests/benchmarks/hosts.py --responses 64 --tokens 100    # seconds
 
-Schedule, filter, text, journal, packing, feedback, metrics, traces and rollouts/ are the run's own
-code, with the settings of DAPO on 64 chips of v5p. The devices' programs are replaced by ones that
-hand out text of this project's documentation at once, in lengths of a law, and the workers by
-verdicts. With several processes this is one of them, and the messages of the others are made here,
-which does not count: verdicts and signals are packed, read and put in order as in a run, but no
-network carries them. For some parts the devices wait; others run beside a burst (texts), beside
-scores and updates (feedback, weights, metrics, traces) or in a thread of process 0 (files). Left
-out: a bucket's delay for each file.
-Prints a table, and a JSON line with what `commands/plan/host_costs.py` holds.
+Scheduling, filter, texts, journal, packing, feedback, metrics, traces and rollouts/ are a run's own
+code, with the settings of DAPO on 64 chips of v5p. The devices' programs are replaced by programs
+that return text of this project's documentation at once, and the reward workers by verdicts of a
+workload. With several processes this one is the first; it makes the messages of the others, which
+does not count, and no network carries them. Devices wait for some parts; others overlap a burst
+(texts), scores and updates (feedback, weights, metrics, traces) or run in a thread of process 0
+(files). A bucket's delay for each file is left out.
+Prints a table, and a JSON line with the costs of `commands/plan/cost_model.py`.
 """
 
 import argparse
@@ -27,6 +26,7 @@ import time
 from typing import Any
 
 import numpy as np
+from arguments import read_arguments
 from etils import epath
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -41,9 +41,9 @@ from dapo_jax.learner.advantages import estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import make_minibatches, make_train_batches
 from dapo_jax.learner.score_pass import make_feedback
-from dapo_jax.reporting.writers import write_rollouts
+from dapo_jax.reporting.sinks import write_rollouts
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.dynamic_sampling import CollectionHooks, collect
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.rollout.source import Rollout
@@ -58,19 +58,15 @@ from dapo_jax.train import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHIPS, VOCAB, END = 64, 16_384, "<end>"
-FIRST = ("journal", "rollouts JSON")  # process 0's alone
-BESIDE = ("texts", "feedback", "metrics", "traces")  # the devices, on the main thread
+FIRST = ("journal", "rollouts JSON")  # only process 0
+BESIDE = ("texts", "feedback", "metrics", "traces")  # overlap the devices, on the main thread
 
 
 class Stopwatch:
-    """Seconds and calls by name; what one name's calls spend in another's counts for that one.
-
-    One of them watches one thread.
-    """
+    """Exclusive seconds of wrapped functions of one thread, by name."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
         self._inside = 0.0
 
     def wrap(self, name: str, function: Any) -> Any:
@@ -80,7 +76,6 @@ class Stopwatch:
             result = function(*args, **named)
             spent = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inside
-            self.calls[name] = self.calls.get(name, 0) + 1
             self._inside = outside + spent
             return result
 
@@ -88,7 +83,7 @@ class Stopwatch:
 
 
 def train_tokenizer() -> tuple[Tokenizer, np.ndarray]:
-    """Byte-level BPE of the documentation, and the documentation in its tokens."""
+    """Train a byte-level BPE on the documentation; return it with the documentation's tokens."""
     texts = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,7 +106,7 @@ class Programs(simulated_engine.SimulatedPrograms):
         self._logprobs, self._places = logprobs.astype(np.float32), len(drawn)
 
     def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Rows of a drawn or recorded array: a piece of the text, and its end."""
+        """Return rows with a piece of the text and its end."""
         width, tokens = self._settings.max_response_tokens, array.dtype == np.int32
         source = self._drawn if tokens else self._logprobs
         starts = [int(slot) * 7919 % self._places for slot in slots]
@@ -123,17 +118,13 @@ class Programs(simulated_engine.SimulatedPrograms):
 
 
 class OtherProcesses:
-    """Stands for `processes._gather`: messages of processes that have done their share.
-
-    Attributes:
-        verdicts: of the groups that are asked for, by piece and process.
-    """
+    """Messages of other processes, in place of `processes._gather`."""
 
     def __init__(self, count: int):
         self._count, self.verdicts = count, [{} for _ in range(count)]
 
     def watch(self, stopwatch: Stopwatch) -> None:
-        """Takes the place of the network; only what this process does for messages counts."""
+        """Replace the network; only this process's own work for messages counts."""
         processes.count = lambda: self._count
         processes._gather = stopwatch.wrap("(others)", self)
         processes.all_gather_json = stopwatch.wrap("messages", processes.all_gather_json)
@@ -146,7 +137,7 @@ class OtherProcesses:
 
 
 class Judge(simulated_engine.SimulatedJudge):
-    """Simulated judge whose verdicts each process has for its own prompts alone."""
+    """Simulated judge; every process has the verdicts of its own prompts."""
 
     def __init__(self, others: OtherProcesses, tokenizer: Tokenizer, *args: Any):
         super().__init__(*args)
@@ -169,7 +160,7 @@ class Judge(simulated_engine.SimulatedJudge):
 
 
 def make_config(options: argparse.Namespace, folder: str) -> Config:
-    """DAPO on a pod, with so many responses and no filter, so that all are trained on."""
+    """Return the config of DAPO on a pod without a filter, so that all responses are used."""
     config = runpy.run_path(str(ROOT / "configs/dapo_qwen2p5_32b.py"))["get_config"]()
     samples = config.rollout.samples_per_prompt
     prompts = options.responses // samples
@@ -183,21 +174,18 @@ def make_config(options: argparse.Namespace, folder: str) -> Config:
 def step(
     config: Config, options: argparse.Namespace, watch: Stopwatch, behind: Stopwatch
 ) -> dict[str, int]:
-    """A step by the run's own code; returns what it counted.
-
-    Args:
-        behind: watches the thread in the background.
-    """
+    """Run a step of the run's own code and return its counts; `behind` watches the writer."""
     tokenizer, drawn = train_tokenizer()
     tokenizer.decode_all = watch.wrap("texts", tokenizer.decode_all)
     median = options.tokens / math.exp(options.spread**2 / 2)
     limit = config.sampler.max_response_tokens
-    workload, meter = AssumedWorkload(median, options.spread, limit), Meter(Costs())
+    workload = AssumedWorkload(median, options.spread, limit)
+    record = simulated_engine.RolloutRecord(Meter(Costs()))
     for name in ("draw", "prompt_tokens"):
         object.__setattr__(workload, name, watch.wrap("(engine)", getattr(workload, name)))
     mesh = simulated_engine.named_mesh(config.mesh, "tpu", CHIPS)
     decoder = read_shape(config.model.folder)
-    made = {"workload": workload, "meter": meter, "reads": "auto", "drawn": drawn}
+    made = {"workload": workload, "record": record, "reads": "auto", "drawn": drawn}
     programs = functools.partial(Programs, samples=config.rollout.samples_per_prompt, **made)
     engine = open_engine(config, decoder, mesh, mesh, tokenizer, programs=programs)
     for name in ("prefill", "insert", "generate", "rows"):
@@ -214,9 +202,11 @@ def step(
         open_collection(config, 0.5, 0, (), 0),
         simulated_engine.SimulatedPrompts(workload),
         sampler,
-        Judge(others, tokenizer, config, workload, meter, {}),
-        on_judged=watch.wrap("journal", journal.add),
-        on_burst=lambda _: processes.all_gather_json("", "signals"),
+        Judge(others, tokenizer, config, workload, record),
+        CollectionHooks(
+            on_scored=watch.wrap("journal", journal.add),
+            on_burst=lambda _: processes.all_gather_json("", "signals"),
+        ),
     )
     packed = watch.wrap("packing", make_minibatches)(config, batch.groups, decoder, mesh)
     old: Any = np.zeros(packed.rollouts.tokens.shape, np.float32)  # where a run has the devices'
@@ -224,8 +214,8 @@ def step(
 
     def feed_back() -> tuple:
         feedback = make_feedback(config, packed, scored, batch.groups)
-        advantages, returns = estimate(config.algorithm, feedback)
-        for _ in make_train_batches(config, packed, scored, advantages, returns):
+        estimates = estimate(config.algorithm, feedback)
+        for _ in make_train_batches(config, packed, scored, estimates):
             pass
         return feedback, advantages, returns
 
@@ -244,12 +234,14 @@ def step(
 
 def main() -> None:
     """Prints seconds by part."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--responses", type=int, default=8192)
-    parser.add_argument("--processes", type=int, default=1, help="of which this is the first")
-    parser.add_argument("--tokens", type=float, default=4096, help="mean of a response, uncut")
-    parser.add_argument("--spread", type=float, default=0.9, help="of the length's logarithm")
-    options, watch, behind = parser.parse_args(), Stopwatch(), Stopwatch()
+    options = read_arguments(
+        __doc__,
+        responses=8192,
+        processes=1,  # of which this is the first
+        tokens=4096.0,  # mean of a response before the cut
+        spread=0.9,  # of the logarithm of the length
+    )
+    watch, behind = Stopwatch(), Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(options, folder)
         counts = step(config, options, watch, behind)

@@ -1,4 +1,4 @@
-"""Peak host memory of loading a random model folder, beyond the finished parameters.
+"""Measure the peak host memory of loading a random model, beyond the parameters.
 
     python tests/benchmarks/loading.py FOLDER           # writes about 2 GB there if it is new
     python tests/benchmarks/loading.py FOLDER experts   # the same for a mixture of experts
@@ -17,7 +17,8 @@ import time
 import jax
 import numpy as np
 
-from dapo_jax.model import families, load_huggingface, save_huggingface, weight_names
+from dapo_jax.model import load_huggingface, param_paths, save_huggingface
+from dapo_jax.model.config_json import decoder_to_json
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.sharding import make_mesh
 
@@ -37,26 +38,26 @@ EXPERTS = dataclasses.replace(
 
 
 def write(folder: pathlib.Path, config: DecoderConfig, dtype: str) -> None:
-    """A random folder of that shape, its files at most 1 GB."""
+    """Write a random folder of that shape, with files of at most 1 GB."""
     folder.mkdir(parents=True)
-    draw, shapes = np.random.default_rng(0), weight_names.param_shapes(config)
+    draw, shapes = np.random.default_rng(0), param_paths.param_shapes(config)
     random = functools.partial(draw.standard_normal, dtype=np.float32)
     leaves = (
         (path, save_huggingface.layers_of(path, jax.device_put(random(shape))))
         for path, shape in shapes.items()
     )
     save_huggingface.save_weights(folder, leaves, config, dtype, max_shard_gb=1.0)
-    (folder / "config.json").write_text(json.dumps(families.config_json(config)))
+    (folder / "config.json").write_text(json.dumps(decoder_to_json(config)))
 
 
 def memory(field: str) -> int:
-    """Bytes that /proc says this process holds (VmRSS) or has held at most (VmHWM)."""
+    """Return the bytes that this process holds (VmRSS) or has held at most (VmHWM)."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def measure(folder: pathlib.Path) -> dict[str, float]:
-    """Loads the folder onto one device; sizes in 10^6 bytes."""
+    """Load the folder onto one device; return sizes in 10^6 bytes."""
     mesh = make_mesh(1, 1, 1, jax.devices()[:1])
     config = load_huggingface.read_config(folder)
     before, started = memory("VmRSS"), time.perf_counter()
@@ -77,7 +78,7 @@ def measure(folder: pathlib.Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures in a process that has not written the folder."""
+    """Measure in a process that has not written the folder."""
     folder, kind = pathlib.Path(sys.argv[1]), "".join(sys.argv[2:3])
     if kind != "measure":
         if not folder.exists():

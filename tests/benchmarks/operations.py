@@ -1,11 +1,11 @@
-"""Where the seconds of a rollout or an update go, by kind of operation.
+"""Measure the seconds of a rollout or an update by kind of operation.
 
     python tests/benchmarks/operations.py --only update
     XLA_FLAGS=--xla_force_host_platform_device_count=1 \\
         python tests/benchmarks/operations.py --only update --rows 64
 
-JAX's own profiler traces one call of what ours.py times. Seconds are of processors: two devices
-that compute at once count twice. `waiting` is what the cores had beside that.
+JAX's profiler traces one call of ours.py. Seconds are processor seconds: two devices that compute
+at once count twice. `waiting` is the cores' idle time.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import time
 import jax
 from ours import WORKLOADS, measured
 
-# The first that a name matches; what is fused is called by what it computes.
+# The first match counts; a fusion is named after its operations.
 KINDS = (
     ("matrix products", re.compile(r"dot|gemm|convolution|ynn")),
     ("exchange between devices", re.compile(r"all-|reduce-scatter|collective|permute")),
@@ -34,7 +34,7 @@ PARENTS = re.compile(r"^(while|call|conditional|ThunkExecutor|Thunk|custom-call-
 
 
 def seconds_by_kind(folder: pathlib.Path) -> dict[str, float]:
-    """Of every operation in the newest trace below that folder."""
+    """Return the seconds of the operations in the newest trace of a folder."""
     path = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     seconds: collections.Counter[str] = collections.Counter()
     for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:

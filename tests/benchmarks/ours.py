@@ -55,7 +55,7 @@ from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model import save_huggingface
 from dapo_jax.model.decoder import DecoderConfig, init_params
 from dapo_jax.rollout import decode_step
-from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, draw
+from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING, sample_tokens
 from dapo_jax.rollout.source import SourceState
 from dapo_jax.run import step_record
 from dapo_jax.run.components import Components, build
@@ -119,7 +119,7 @@ def draw_within(workload: Workload):
     """The sampler's draw, with the end where a response's own limit is and nowhere else."""
 
     def within(logits, keys, positions, rule):
-        tokens, logprobs = draw(logits, keys, positions, rule)
+        tokens, logprobs = sample_tokens(logits, keys, positions, rule)
         apart = jax.vmap(lambda key: jax.random.normal(jax.random.fold_in(key, 2**31 - 1)))
         last = positions + 1 >= workload.limits(apart(keys))
         return jnp.where(last, END, jnp.where(tokens == END, OTHER, tokens)), logprobs
@@ -260,7 +260,7 @@ def measured(
     workload = WORKLOADS[name]
     if rows:
         workload = dataclasses.replace(workload, rows_per_microbatch=rows)
-    decode_step.draw = draw_within(workload)
+    decode_step.sample_tokens = draw_within(workload)
     with tempfile.TemporaryDirectory() as folder:
         write_folder(pathlib.Path(folder), workload.decoder)
         layers = workload.decoder.layers
@@ -275,7 +275,7 @@ def measured(
 
     def update() -> float:
         nonlocal run
-        policy, metrics = learner.update(run.learners.policy, batch, used, 1e-5)
+        policy, (metrics, _) = learner.update(run.learners.policy, batch, used, 1e-5)
         run = dataclasses.replace(run, learners=LearnerStates(policy))
         jax.block_until_ready((policy, metrics))
         return tokens

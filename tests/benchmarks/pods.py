@@ -1,14 +1,13 @@
-"""Compiles the programs of a run ahead of time for TPU pods; needs libtpu, and no TPU.
+"""Compile the programs of a run for TPU pods; needs libtpu, but no TPU.
 
     pip install 'dapo_jax[tpu]'
     python tests/benchmarks/pods.py                                   # the table of RUNS
     python tests/benchmarks/pods.py --model 7B --topology v5e:4x4 --mesh fsdp=8,tensor=2
 
-What `dapo-jax plan` does for a config, here for shapes alone and without a word of speed. Prints a
-line per program: peak GiB per chip; that with what else is there meanwhile (the trainer's state
-while responses are drawn); the limit; seconds to compile. Then what the compiled text holds: the
-largest arrays, any that is T x T, V x T or a copy of a cache, and what devices exchange. With
---json every line is JSON.
+Prints a line per program: peak GiB per chip; the same with all other arrays on the chip (the
+trainer's state during sampling); the limit; seconds to compile. Then what the compiled text
+contains: the largest arrays, any array of T x T or V x T, copies of a cache, and exchanges between
+devices. `dapo-jax plan` measures a config's programs; this script takes shapes without a config.
 """
 
 import argparse
@@ -16,10 +15,14 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 import tempfile
 from collections.abc import Iterator
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here is left alone
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # leave a TPU of this machine alone
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "support"))
+
+from hlo_arrays import contents
 
 from dapo_jax.commands.plan.chips import GIB, parse
 from dapo_jax.commands.plan.compile_programs import Compiler, limit
@@ -44,7 +47,7 @@ PROGRAMS = "update,score,load,prefill,insert,decode"
 
 @dataclasses.dataclass
 class Run:
-    """A model on a pod: what is compiled. Sizes of the mesh are those of the settings."""
+    """A model on a pod. `mesh` has the settings of the mesh."""
 
     model: str
     topology: str
@@ -54,19 +57,19 @@ class Run:
     microbatches: int = 8
     rows: int = 1  # per microbatch and batch shard
     slots: int = 4  # per replica
-    pages: int = 0  # per replica; 0: of full slots
+    pages: int = 0  # per replica; 0: enough for full slots
     prompt_tokens: int = 2_048
     load_layers: int = 0
     cache: str = "paged"
     chunk_tokens: int = 1_024
     attention: str = "auto"
     programs: str = PROGRAMS
-    layers: int = 0  # only the first; 0: all
-    weights: str = "auto"  # those that decode
+    layers: int = 0  # the number of layers; 0: the model's
+    weights: str = "auto"  # dtype of the decoding weights
     cache_dtype: str = "auto"
 
     def config(self, folder: str) -> Config:
-        """The settings that say so, for a model folder."""
+        """Return the config for a model folder."""
         mesh = Mesh(**{k: int(v) for k, v in (part.split("=") for part in self.mesh.split(","))})
         replicas = mesh.data * mesh.fsdp
         return Config(
@@ -96,7 +99,7 @@ class Run:
         )
 
     def lay_out(self) -> Layout:
-        """Learner and sampler for the topology, from a folder that has a shape alone."""
+        """Lay the run out from a folder that has only a config.json."""
         values = dict(config_values(f"Qwen2.5-{self.model}") or config_values("Qwen2.5-0.5B"))
         values |= TINY if self.model == "tiny" else {}
         values |= {"num_hidden_layers": self.layers} if self.layers else {}
@@ -119,41 +122,44 @@ RUNS = (
 
 
 def wanted(run: Run, layout: Layout) -> Iterator[Program]:
-    """The programs that the run names, in the order of PROGRAMS."""
-    found = {program.name: program for program in programs(layout, run.microbatches)}
+    """Yield the programs that the run names, in the order of PROGRAMS."""
+    by_name = {program.name: program for program in programs(layout, run.microbatches)}
     for name in PROGRAMS.split(","):
         if name in run.programs.split(","):
-            yield found[name]
+            yield by_name[name]
 
 
 def measure(run: Run, as_json: bool) -> None:
-    """A line per program, and what its text holds."""
+    """Print a line per program, and what its text contains."""
     layout = run.lay_out()
-    compile_it, most = Compiler(layout, None), limit(layout)
+    texts: dict[str, str] = {}
+    compiler, most = Compiler(layout, None, texts.__setitem__), limit(layout)
     for program in wanted(run, layout):
-        found = compile_it.measure(program)
-        fits = found.peak is not None and found.together <= most
-        sizes = {name: round(size / GIB, 2) for name, size in found.parts().items()}
+        compiled = compiler.measure(program)
+        lists = contents(layout, program, texts[program.name]) if program.name in texts else {}
+        sizes = {name: round(size / GIB, 2) for name, size in compiled.parts().items()}
         line = {
-            "program": found.name,
-            "fits": fits,
-            "peak_gib": round(found.needs / GIB, 2),
-            "together_gib": round(found.together / GIB, 2),
-            "host_gib": round(found.host / GIB, 2),
+            "program": compiled.name,
+            "fits": compiled.fits(most),
+            "peak_gib": round(compiled.needs / GIB, 2),
+            "together_gib": round(compiled.together / GIB, 2),
+            "host_gib": round(compiled.host / GIB, 2),
             "limit_gib": round(most / GIB, 2),
             "there_gib": sizes,
-            "compile_s": round(found.compile_seconds, 1),
+            "compile_s": round(compiled.compile_seconds, 1),
         }
         if as_json:
-            print(json.dumps(dataclasses.asdict(run) | line | found.contents), flush=True)
+            print(json.dumps(dataclasses.asdict(run) | line | lists), flush=True)
             continue
-        memory = f"{line['peak_gib']:6.2f} ({line['together_gib']} with all that is there)"
-        memory += f" + {line['host_gib']} on the host" if found.host else ""
-        verdict = f"fits, {found.compile_seconds:.0f} s" if fits else "DOES NOT FIT"
-        place = f"{run.model:>5} {run.topology:<10} {run.mesh:<34} {run.remat:<10}"
-        print(f"{place} {found.name:<8} {memory} of {line['limit_gib']} GiB  {verdict}", flush=True)
-        there = [f"{name} {gib} GiB" for name, gib in sizes.items()]
-        for name, lines in ({"there": there} | found.contents).items():
+        verdict = f"fits, {compiled.compile_seconds:.0f} s" if line["fits"] else "DOES NOT FIT"
+        print(
+            f"{run.model:>5} {run.topology:<10} {run.mesh:<34} {run.remat:<10} {compiled.name:<8} "
+            f"{line['peak_gib']:6.2f} ({line['together_gib']} with all other arrays) + "
+            f"{line['host_gib']} on the host, of {line['limit_gib']} GiB  {verdict}",
+            flush=True,
+        )
+        arrays = [f"{name} {gib} GiB" for name, gib in sizes.items()]
+        for name, lines in ({"arrays": arrays} | lists).items():
             print(f"        {name}: {'; '.join(lines) or 'none'}", flush=True)
 
 

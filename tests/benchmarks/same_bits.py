@@ -19,7 +19,6 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
-TIMED = ("seconds", "tokens_per_second", "mfu", "megabytes", "flops")
 SMALL = (
     "total_steps=2 rollout.prompts_per_step=8 rollout.samples_per_prompt=8 sampler.slots=32 "
     "checkpoint.every_steps=2 evaluation.every_steps=2 data.heldout_problems=8 "
@@ -54,8 +53,8 @@ RUNS = {
         TWO_UPDATES + " model.folder={calculator} sampler.keep_turns=true",
     ),
     "guessing": ("guessing.py", ""),
-    "two_strategies": ("two_strategies.py", "total_steps=1"),
-    "two_strategies_naive": ("two_strategies.py:1_naive", "total_steps=1"),
+    "two_strategies": ("two_strategies.py", TWO_UPDATES + " total_steps=1"),
+    "two_strategies_naive": ("two_strategies.py:1_naive", TWO_UPDATES + " total_steps=1"),
     "adapters": ("arithmetic.py", TWO_UPDATES + " lora.rank=4"),
     "experts": ("arithmetic.py", TWO_UPDATES + " model.folder={experts}"),
     "experts_replay": (
@@ -67,7 +66,7 @@ RUNS = {
         "arithmetic.py",
         TWO_UPDATES + " sampler.weights_dtype=int8 sampler.cache_dtype=int8",
     ),
-    "lag": ("arithmetic.py", TWO_UPDATES + " rollout.lag=1 total_steps=3"),
+    "lag": ("arithmetic.py:tis", TWO_UPDATES + " rollout.lag=1 total_steps=3"),
     "carry_all": (
         "arithmetic.py:tis",
         TWO_UPDATES + " rollout.carry_over=all total_steps=3",
@@ -76,7 +75,7 @@ RUNS = {
         "arithmetic.py:tis",
         TWO_UPDATES + " rollout.carry_over=unfinished total_steps=3",
     ),
-    "sampler_share": ("arithmetic.py", TWO_UPDATES + " mesh.sampler_share=0.5 rollout.lag=1"),
+    "sampler_share": ("arithmetic.py:tis", TWO_UPDATES + " mesh.sampler_share=0.5 rollout.lag=1"),
     "two_processes": ("arithmetic.py", TWO_UPDATES),
     "sft": ("arithmetic_sft.py", ""),
     "dpo_offline": ("", ""),
@@ -206,7 +205,7 @@ def record(name: str, models: dict[str, str], work: pathlib.Path) -> dict:
             pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
             run("dpo", f"--config.data.source={pairs}", *arguments,
                 "--config.start=dapo_jax:arithmetic_base", "--config.packing.row_tokens=160",
-                "--config.examples_per_step=8")  # fmt: skip
+                "--config.pairs_per_step=8")  # fmt: skip
         else:
             run("sft", f"--config={ROOT}/configs/{config}", *arguments)
         return {"params": digest(run_dir), "rows": read_rows(run_dir), "responses": {}}
@@ -230,7 +229,11 @@ def record(name: str, models: dict[str, str], work: pathlib.Path) -> dict:
 def read_rows(run_dir: pathlib.Path) -> list[dict]:
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [{k: v for k, v in row.items() if not any(t in k for t in TIMED)} for row in rows]
+    return [untimed(row) for row in rows]
+
+
+def untimed(row: dict) -> dict:
+    return {k: v for k, v in row.items() if k != "time" and "second" not in k}
 
 
 def compare(old: pathlib.Path, new: pathlib.Path) -> int:
@@ -242,6 +245,8 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> int:
             different += 1
             continue
         left, right = (json.loads((side / path.name).read_text()) for side in (old, new))
+        for side in (left, right):
+            side["rows"] = [untimed(row) for row in side["rows"]]
         parts = [part for part in left if left[part] != right[part]]
         for part in parts:
             if part == "rows":

@@ -1,11 +1,10 @@
-"""Costs fitted to one setting of the embedded task, held against two that they have not seen.
+"""Fit the simulator to one setting of the embedded task and compare it with two others.
 
     python tests/benchmarks/simulate.py --base dapo_jax:arithmetic_base --folder runs/simulate
 
-Three runs that differ in slots and in G take their steps in turn, in one process, so that whatever
-else the machine does hits all alike. Costs and laws come from the first run alone. Medians over the
-steps after those that compile. A folder that holds finished runs is read, not written. Prints a
-table and a JSON line.
+Three runs that differ in slots and in G alternate their steps in one process, so that other work on
+the machine affects all alike. Costs come from the first run only. Medians leave out the steps that
+compile. Finished runs in the folder are used again. Prints a table and a JSON line.
 """
 
 import argparse
@@ -16,6 +15,7 @@ import pathlib
 import runpy
 import statistics
 
+from arguments import read_arguments
 from calibrate import FIRST_STEPS, calibrate, replay, step_figures
 
 from dapo_jax.commands.plan.cost_model import Costs
@@ -40,7 +40,7 @@ COMPARED = (
 
 
 def make_config(options: argparse.Namespace, name: str, slots: int, samples: int) -> Config:
-    """The main job with those slots and that G, and nothing but its steps."""
+    """Return the config of a run with nothing but its steps."""
     config = runpy.run_path(str(ARITHMETIC))["get_config"]()
     config.run_dir, config.total_steps = str(options.folder / name), options.steps
     config.model = Model(folder=str(options.base))
@@ -53,7 +53,7 @@ def make_config(options: argparse.Namespace, name: str, slots: int, samples: int
 
 
 def run_in_turn(configs: list[Config]) -> None:
-    """Every run's first step, then every run's second, and so on; each begins a round in turn."""
+    """Run all first steps, then all second steps, and so on, starting with each run in turn."""
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
         runs = [open_run(config, signals, stack) for config in configs]
@@ -68,7 +68,7 @@ def run_in_turn(configs: list[Config]) -> None:
 
 
 def measured(config: Config) -> list[dict[str, float]]:
-    """What the run's steps took and drew."""
+    """Return the rows of a run's steps."""
     lines = (pathlib.Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["step"] > FIRST_STEPS]
     return [
@@ -82,15 +82,16 @@ def measured(config: Config) -> list[dict[str, float]]:
 
 
 def record(step: Step) -> dict[str, float]:
-    """The same of a simulated one."""
-    found = step_figures(step)
-    decoding = (found[f"seconds_{name}"] for name in ("prefill_token", "decode_step", "slot_step"))
-    whole = found["seconds_rollout"] + found["seconds_learning"]
-    return found | {"seconds_step": whole, "seconds_decode": sum(decoding)}
+    """Return the same of a simulated step."""
+    figures = step_figures(step)
+    parts = ("prefill_token", "decode_step", "slot_step")
+    decoding = (figures[f"seconds_{name}"] for name in parts)
+    whole = figures["seconds_rollout"] + figures["seconds_learning"]
+    return figures | {"seconds_step": whole, "seconds_decode": sum(decoding)}
 
 
 def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> list[dict]:
-    """Steps under the other run's lengths and verdicts, drawn anew."""
+    """Simulate steps with resampled lengths and verdicts of another run."""
     records = []
     for seed in range(SEEDS):
         simulation = Simulation(config, *model, RecordedWorkload(law, seed=seed), costs)
@@ -100,15 +101,16 @@ def predict(config: Config, model: tuple, law: pathlib.Path, costs: Costs) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", default="dapo_jax:arithmetic_base")
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/simulate"))
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=32, help="groups of a step")
-    parser.add_argument("--terms", type=int, default=8, help="of a sum, at most")
-    parser.add_argument("--slots", type=int, nargs=2, default=(128, 64), help="seen, held out")
-    parser.add_argument("--samples", type=int, nargs=2, default=(16, 8), help="seen, held out")
-    options = parser.parse_args()
+    options = read_arguments(
+        __doc__,
+        base="dapo_jax:arithmetic_base",
+        folder=pathlib.Path("runs/simulate"),
+        steps=24,
+        prompts=32,  # groups of a step
+        terms=8,  # of a sum, at most
+        slots=[128, 64],  # fitted, predicted
+        samples=[16, 8],  # fitted, predicted
+    )
     (slots, other_slots), (samples, other_samples) = options.slots, options.samples
     settings = ((slots, samples), (other_slots, samples), (slots, other_samples))
     configs = [make_config(options, f"slots_{s}_samples_{g}", s, g) for s, g in settings]
@@ -120,20 +122,22 @@ def main() -> None:
     model = load_huggingface.read_config(str(options.base), **numbers), mesh
     folder = pathlib.Path(seen.run_dir)
     costs = calibrate(seen, *model, folder)
-    told = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
+    result = {"costs": {k: v for k, v in dataclasses.asdict(costs).items() if v}}
     again = [
         step_figures(step)["decode_steps"] for step in replay(seen, *model, folder, options.steps)
     ]
-    told["replayed_decode_steps"] = again[FIRST_STEPS:]
-    told["decode_steps"] = [row["decode_steps"] for row in measured(seen)]
+    result["replayed_decode_steps"] = again[FIRST_STEPS:]
+    result["decode_steps"] = [row["decode_steps"] for row in measured(seen)]
     print("| slots | G | | measured | predicted | off |\n|---|---|---|---|---|---|")
     for config, (s, g) in zip(configs, settings, strict=True):
         real, virtual = measured(config), predict(config, model, folder, costs)
         for name in COMPARED:
-            is_, said = (statistics.median(row[name] for row in rows) for rows in (real, virtual))
-            print(f"| {s} | {g} | {name} | {is_:.4g} | {said:.4g} | {said / is_ - 1:+.1%} |")
-            told[f"{s}/{g}/{name}"] = said / is_ - 1
-    print(json.dumps(told))
+            actual = statistics.median(row[name] for row in real)
+            predicted = statistics.median(row[name] for row in virtual)
+            error = predicted / actual - 1
+            print(f"| {s} | {g} | {name} | {actual:.4g} | {predicted:.4g} | {error:+.1%} |")
+            result[f"{s}/{g}/{name}"] = error
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Environment of `turns.py`. Its workers import this file alone: what needs jax takes seconds."""
+"""Environment of `turns.py`, a separate module because its workers should not import JAX."""
 
 import os
 import time
@@ -9,7 +9,7 @@ TURNS, SECONDS = 3, "TALK_SECONDS"
 
 
 class Talk:
-    """Environment that gives another problem after each turn, a fixed time later."""
+    """Environment that replies with another problem after a fixed time."""
 
     def reset(self, problem):
         self._turns = 0

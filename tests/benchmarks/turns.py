@@ -1,12 +1,12 @@
-"""Rollouts of trajectories with turns: how long environments and caches make them take.
+"""Time rollouts of several turns with slow environments and with kept caches.
 
     python tests/benchmarks/turns.py
     python tests/benchmarks/turns.py --seconds 0 0.1 --workers 16 --wait 1 8
 
-The embedded policy solves a problem, is given another one, and so on for three turns. Rows differ
-in what a step of the environment takes, in the bursts that decoding goes on without it, and in
-whether trajectories keep their caches meanwhile. They take turns, round after round; the median of
-a row counts. Slots are counted as busy while a response waits for one, and over the whole rollout.
+The embedded policy solves three problems in turn. Rows differ in the seconds of an environment's
+step, in the bursts of decoding before the sampler waits for the environment, and in keeping caches
+between turns. The settings alternate, and the median of the rounds counts. Busy slots are counted
+while responses wait for a slot, and over the whole rollout.
 The defaults take five minutes of one core, `--smoke` seconds.
 """
 
@@ -16,6 +16,7 @@ import itertools
 import os
 import time
 
+from arguments import read_arguments
 from talk import SECONDS, TURNS
 
 from dapo_jax.commands import checks
@@ -44,13 +45,13 @@ def make_config(args: argparse.Namespace, wait: int, keep: bool) -> Config:
 
 
 def start_workers(environments: Environments, prompt: Prompt) -> None:
-    """Has all processes of environments started, most likely: each takes steps by their seeds."""
+    """Start all processes of environments: seeds spread the steps over them."""
     seeds = range(8 * environments.settings.workers)
     environments.steps([environments.submit(prompt, seed, ["1"], []) for seed in seeds])
 
 
 def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
-    """Seconds and counts of one rollout."""
+    """Return seconds and counts of one rollout."""
     os.environ[SECONDS] = str(step_seconds)
     checks.check(config)
     with contextlib.ExitStack() as stack:
@@ -71,29 +72,30 @@ def rollout(config: Config, step_seconds: float) -> tuple[float, SamplerCounts]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times rollouts of several turns.")
-    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.1], help="of a step")
-    parser.add_argument("--wait", type=int, nargs="+", default=[1, 8], help="bursts")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true")
-    args = parser.parse_args()
+    args = read_arguments(
+        __doc__,
+        seconds=[0.0, 0.1],  # of a step of the environment
+        wait=[1, 8],  # bursts
+        workers=8,
+        prompts=8,
+        samples=16,
+        slots=32,
+        rounds=3,
+        smoke=False,
+    )
     if args.smoke:
         small = {"seconds": [0.01], "wait": [1], "prompts": 1, "samples": 2, "slots": 2}
         vars(args).update(small, workers=1, rounds=1)
     rows = list(itertools.product(args.seconds, args.wait, (False, True)))
-    found = {row: [] for row in rows}
+    results = {row: [] for row in rows}
     for _, wait, keep in rows[: len(args.wait) * 2]:
         rollout(make_config(args, wait, keep), 0.0)  # compiles
     for _ in range(args.rounds):
         for seconds, wait, keep in rows:
-            found[seconds, wait, keep].append(rollout(make_config(args, wait, keep), seconds))
+            results[seconds, wait, keep].append(rollout(make_config(args, wait, keep), seconds))
     print("| a step | bursts | caches | busy while work waits | whole | waited | again | rollout |")
     print("|---|---|---|---|---|---|---|---|")
-    for (seconds, wait, keep), runs in found.items():
+    for (seconds, wait, keep), runs in results.items():
         taken, counts = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
         turns = counts.turns
         assert turns is not None

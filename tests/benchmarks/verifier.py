@@ -1,17 +1,17 @@
-"""Times the verifier, and math-verify where it is installed, on the same responses in one run.
+"""Time the verifier, and math-verify if it is installed, on the same responses.
 
     python tests/benchmarks/verifier.py --responses 8192 --characters 24000 --workers 2
 
-'dapo-like' responses end in an `Answer:` line with an integer; 'math-like' ones in a box with a
-MATH-style answer, right or wrong by one. Answers that occur again are remembered by ours: about
-one question in ten.
+'dapo-like' responses end in an `Answer:` line with an integer, 'math-like' ones in a box with a
+MATH-style answer, correct or wrong by one. Ours caches repeated answers, about one in ten.
 """
 
-import argparse
 import concurrent.futures
 import json
 import random
 import time
+
+from arguments import read_arguments
 
 from dapo_jax.config.experiment import Reward
 from dapo_jax.rewards.pool import RewardPool
@@ -52,7 +52,7 @@ def math_like(rng: random.Random, characters: int) -> tuple[str, str]:
 
 
 def ours(pairs: list[tuple[str, str]], workers: int) -> tuple[float, int]:
-    """Seconds from a new pool to the last verdict, and how many were right."""
+    """Return the seconds from a new pool to the last verdict, and the number of correct ones."""
     started = time.perf_counter()
     pool = RewardPool(Reward(verifier="math", workers=workers))
     futures = [pool.submit("", text, answer) for text, answer in pairs]
@@ -70,7 +70,7 @@ def _judge(pair: tuple[str, str]) -> bool:
 
 
 def math_verify(pairs: list[tuple[str, str]], workers: int) -> tuple[float, int]:
-    """The same with math-verify in as many processes."""
+    """Return the same for math-verify with as many processes."""
     started = time.perf_counter()
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         right = sum(pool.map(_judge, pairs, chunksize=64))
@@ -78,12 +78,7 @@ def math_verify(pairs: list[tuple[str, str]], workers: int) -> tuple[float, int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", type=int, default=8192)
-    parser.add_argument("--characters", type=int, default=24_000)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = read_arguments(__doc__, responses=8192, characters=24_000, workers=2, rounds=3)
     judges = {"dapo_jax": ours}
     try:
         import math_verify as _  # noqa: F401

@@ -197,7 +197,7 @@ def test_models_health_and_what_is_not_there(client, port):
 
 
 TOO_LONG = "prompt has 21 tokens: must have from 1 to 20"
-TOO_LARGE = "prompt has 900000 bytes: must have at most 140, what 20 tokens can hold"
+TOO_LARGE = "prompt has 900000 bytes: must have at most 140, the most that 20 tokens hold"
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ TOO_LARGE = "prompt has 900000 bytes: must have at most 140, what 20 tokens can 
         ("max_tokens", {"max_tokens": 2.0}, "max_tokens = 2.0: must be a whole number"),
         ("n", {"n": 0}, "n = 0: must be a whole number above 0"),
         ("n", {"n": 10**9}, "n = 1000000000 responses to 1 prompts: at most 128"),
-        ("stop", {"stop": ""}, "stop = '': must be of texts that are not empty"),
+        ("stop", {"stop": ""}, "stop = '': must be one or more texts that are not empty"),
         ("stop", {"stop": ["a"] * 5}, "up to 4 texts"),
         ("temperature", {"temperature": -1}, "temperature = -1: must be 0, or from 0.001"),
         ("temperature", {"temperature": "hot"}, "temperature = 'hot': must be 0, or from 0.001"),
         ("top_p", {"top_p": 0}, "top_p = 0: must be above 0 and at most 1"),
         ("top_k", {"extra_body": {"top_k": 2**31}}, "top_k = 2147483648: must be from 0"),
-        ("seed", {"seed": 2**63}, "of 64 bits"),
+        ("seed", {"seed": 2**63}, "a 64-bit integer"),
         ("stream", {"extra_body": {"stream": 1}}, "stream = 1: must be true or false"),
-        ("stream_options", {"stream_options": {"include_usage": True}}, "left out where stream"),
+        ("stream_options", {"stream_options": {"include_usage": True}}, "omitted unless stream"),
         ("logprobs", {"logprobs": 21}, "logprobs = 21: must be a whole number from 0 to 20"),
         ("logprobs", {"logprobs": True}, "logprobs = True: must be a whole number"),
         ("echo", {"extra_body": {"echo": 1}}, "echo = 1: must be true or false"),
@@ -256,10 +256,14 @@ def test_what_is_wrong_is_refused_by_its_field(client, param, fields, message):
         ("messages[0]", {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "'name'"),
         ("messages", {"messages": SUM * 6}, "tokens: must have from 1 to 20"),
         ("messages", {"messages": [{"role": "assistant", "content": "a"}]}, "who speaks first?"),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "writes none"),
+        (
+            "tools",
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "does not use tools",
+        ),
         ("tools", {"tools": [{"type": "function"}]}, "an object function"),
         ("logprobs", {"logprobs": 3}, "logprobs = 3: must be true or false"),
-        ("top_logprobs", {"top_logprobs": 3}, "left out where logprobs is not true"),
+        ("top_logprobs", {"top_logprobs": 3}, "omitted unless logprobs is true"),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
         ("echo", {"extra_body": {"echo": True}}, "'echo': there is no such field here"),
         ("max_completion_tokens", {"max_tokens": 2, "max_completion_tokens": 2}, "one of them"),

@@ -22,7 +22,7 @@ def test_hostile_bodies_are_refused_and_the_server_lives(byte_folder, same_engin
         b"[1]": "must be a JSON object",
         b"\xff\xfe": "is not JSON",
         b"[" * 100_000: "is nested too deeply",
-        b'{"temperature": NaN}': "NaN is no number of JSON",
+        b'{"temperature": NaN}': "NaN is not a JSON number",
         b'{"n": ' + b"9" * 5000 + b"}": "is not JSON",
         b'{"x": ' + b'{"x":' * 500 + b"1" + b"}" * 501: "'x': there is no such field",
         b'{"model": "policy", "prompt": "\\ud800"}': "must be text (valid Unicode)",

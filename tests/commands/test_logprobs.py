@@ -13,7 +13,7 @@ import pytest
 from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byte_params
 
 from dapo_jax.commands.serve import server
-from dapo_jax.commands.serve.scoring import CHUNK_TOKENS, Scorer
+from dapo_jax.commands.serve.logprobs import CHUNK_TOKENS, Scorer
 from dapo_jax.data.prompts.chat_template import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.logprobs import token_logprobs
@@ -204,7 +204,7 @@ def test_calls_are_read_and_what_is_none_stays_text(text, rest, calls):
 
 
 def test_tools_are_written_by_the_template_and_calls_come_as_such(client, monkeypatch):
-    from dapo_jax.commands.serve import openai_answers
+    from dapo_jax.commands.serve import responses
 
     request = {"model": "policy", "messages": [{"role": "user", "content": "3+4="}]}
     plain = client.chat.completions.create(**request)
@@ -214,9 +214,9 @@ def test_tools_are_written_by_the_template_and_calls_come_as_such(client, monkey
     assert none.usage.prompt_tokens == plain.usage.prompt_tokens
     assert with_tools.choices[0].message.tool_calls is None
     # A random policy calls nothing: what it says is taken for a call here.
-    read = openai_answers.read_calls
+    read = responses.read_calls
     call = '<tool_call>{"name": "add", "arguments": {"a": 7}}</tool_call>'
-    monkeypatch.setattr(openai_answers, "read_calls", lambda text, tools: read(call, tools))
+    monkeypatch.setattr(responses, "read_calls", lambda text, tools: read(call, tools))
     choice = client.chat.completions.create(**request, tools=TOOLS).choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (called,) = choice.message.tool_calls

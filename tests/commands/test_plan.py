@@ -1,4 +1,4 @@
-"""The plan of a run: shapes, chips, operations, traffic, memory, and the command."""
+"""The plan of a run: shapes, memory, roofline, report, search and the command."""
 
 import dataclasses
 import importlib.util
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from command_lines import RL, ROOT, load
 
-from dapo_jax.commands.plan import advice, chips, compile_programs, plan, search, tables
+from dapo_jax.commands.plan import chips, compile_programs, plan, search, tables
 from dapo_jax.commands.plan.flags import PlanSettings
 from dapo_jax.commands.plan.main import main
 from dapo_jax.commands.plan.programs import lay_out, training_programs
@@ -25,37 +25,17 @@ from dapo_jax.run.memory import checkpoint_bytes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
 
-# In billions, as the names and model cards say.
-PARAMETERS = {
-    "Qwen2.5-0.5B": 0.494,
-    "Qwen2.5-1.5B": 1.54,
-    "Qwen2.5-3B": 3.09,
-    "Qwen2.5-7B": 7.62,
-    "Qwen2.5-14B": 14.8,
-    "Qwen2.5-32B": 32.8,
-    "Qwen2.5-72B": 72.7,
-    "Qwen3-0.6B": 0.596,
-    "Qwen3-1.7B": 1.72,
-    "Qwen3-4B": 4.02,
-    "Qwen3-8B": 8.19,
-    "Qwen3-14B": 14.8,
-    "Qwen3-32B": 32.8,
-    "Llama-3-8B": 8.03,
-    "Llama-3-70B": 70.6,
-    "Llama-3.1-8B": 8.03,
-    "Llama-3.1-70B": 70.6,
-    "Llama-3.2-1B": 1.24,
-    "Llama-3.2-3B": 3.21,
-    "Llama-3.3-70B": 70.6,
-    "Qwen3-30B-A3B": 30.53,
-    "Qwen3-235B-A22B": 235.1,
-    "gemma-3-1b": 1.000,
-    "gemma-3-4b": 3.880,
-    "gemma-3-12b": 11.77,
-    "gemma-3-27b": 27.01,
-    "gpt-oss-20b": 20.91,
-    "gpt-oss-120b": 116.83,
-}
+# In billions, from names and model cards.
+PARAMETERS = """
+Qwen2.5-0.5B 0.494 Qwen2.5-1.5B 1.54 Qwen2.5-3B 3.09 Qwen2.5-7B 7.62 Qwen2.5-14B 14.8
+Qwen2.5-32B 32.8 Qwen2.5-72B 72.7 Qwen3-0.6B 0.596 Qwen3-1.7B 1.72 Qwen3-4B 4.02
+Qwen3-8B 8.19 Qwen3-14B 14.8 Qwen3-32B 32.8 Llama-3-8B 8.03 Llama-3-70B 70.6
+Llama-3.1-8B 8.03 Llama-3.1-70B 70.6 Llama-3.2-1B 1.24 Llama-3.2-3B 3.21
+Llama-3.3-70B 70.6 Qwen3-30B-A3B 30.53 Qwen3-235B-A22B 235.1 gemma-3-1b 1.000
+gemma-3-4b 3.880 gemma-3-12b 11.77 gemma-3-27b 27.01 gpt-oss-20b 20.91
+gpt-oss-120b 116.83
+""".split()
+PARAMETERS = dict(zip(PARAMETERS[::2], map(float, PARAMETERS[1::2]), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,13 +45,10 @@ def test_published_shapes_have_the_published_number_of_parameters(name):
     assert count == pytest.approx(PARAMETERS[name] * 1e9, rel=0.005)
 
 
-def test_a_version_of_a_published_model_has_its_shape():
+def test_versions_of_a_published_model_share_its_shape():
     for name in ("models/Qwen2.5-Math-7B", "gs://b/Qwen2.5-7B-Instruct", "qwen2.5-7b"):
         assert config_values(name) == config_values("Qwen2.5-7B")
     assert config_values("Meta-Llama-3.1-8B-Instruct") == config_values("Llama-3.1-8B")
-
-
-def test_an_unknown_model_is_named_with_what_is_near():
     with pytest.raises(ConfigError, match=r"config.model.folder = 'x/Qwen2.5-8B': must be .*near"):
         read_shape("x/Qwen2.5-8B")
 
@@ -88,13 +65,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(folder) -> Config:
-    """The embedded task on eight devices, by a policy that has only a shape."""
-    flags = ["mesh.fsdp=4", "mesh.tensor=2", "packing.rows_per_microbatch=8", "sampler.slots=16"]
-    flags += ["sampler.max_response_tokens=48", "data.max_prompt_tokens=16"]
-    flags += ["packing.row_tokens=64", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"]
-    flags += ["rollout.updates_per_rollout=2", "sampler.prefill_prompts=4"]
-    flags += [f"model.folder={folder}"]
-    return load(Config, f"{RL}:ppo", *(f"--config.{flag}" for flag in flags))
+    """The embedded task on eight devices, with a policy that has only a shape."""
+    flags = (
+        "mesh.fsdp=4 mesh.tensor=2 packing.rows_per_microbatch=8 packing.row_tokens=64 "
+        "sampler.slots=16 sampler.max_response_tokens=48 sampler.prefill_prompts=4 "
+        "data.max_prompt_tokens=16 rollout.prompts_per_step=8 rollout.samples_per_prompt=4 "
+        f"rollout.updates_per_rollout=2 model.folder={folder}"
+    )
+    return load(Config, f"{RL}:ppo", *(f"--config.{flag}" for flag in flags.split()))
 
 
 @pytest.fixture(scope="module")
@@ -115,61 +93,50 @@ def test_every_program_of_the_run_is_compiled(made):
 
 
 def test_memory_by_part_adds_up_to_the_peak(made):
-    """What stays is known by shape alone; what XLA counts as arguments is no more and no less."""
     update = made.measured["update"]
-    stays = {"parameters", "optimizer", "reference", "critic", "critic's optimizer"}
-    assert set(update.alive) == stays and update.parts()["temporary"] > 0
-    state = made.layout.learner.abstract_state
+    state = {"parameters", "optimizer", "reference", "critic", "critic's optimizer"}
+    assert set(update.alive) == state and update.parts()["temporary"] > 0
     shards = [
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
+        for leaf in jax.tree.leaves(made.layout.learners.policy.abstract_state)
     ]
-    assert update.alive["parameters"] + update.alive["optimizer"] == pytest.approx(
-        sum(shards), rel=0.05
-    )
-    for one in made.measured.values():
-        assert sum(one.parts().values()) == pytest.approx(one.together, rel=0.05)
-        assert one.together - one.beside == pytest.approx(one.peak, rel=0.05)
+    held = update.alive["parameters"] + update.alive["optimizer"]
+    assert held == pytest.approx(sum(shards), rel=0.05)
+    for program in made.measured.values():
+        assert sum(program.parts().values()) == pytest.approx(program.together, rel=0.05)
+        assert program.together - program.beside == pytest.approx(program.peak, rel=0.05)
 
 
-def test_a_lag_keeps_the_policy_before_the_update(config):
-    """A copy of the parameters, and as large."""
+def test_a_lag_keeps_a_copy_of_the_policy_before_the_update(config):
     lagging = dataclasses.replace(config.rollout, lag=1)
     layout = lay_out(dataclasses.replace(config, rollout=lagging), chips.parse("cpu:8"))
     program = next(iter(training_programs(layout, 1)))
-    found = plan.Compiler(layout, None).measure(program).alive
-    assert found["policy before the update"] == found["parameters"] > 0
+    alive = plan.Compiler(layout, None).measure(program).alive
+    assert alive["policy before the update"] == alive["parameters"] > 0
 
 
 @pytest.mark.parametrize(
-    ("said", "needs", "temporaries"),
+    ("message", "needs", "temporaries"),
     [
         ("Ran out of memory in memory space hbm. Used 16.00G of 15.75G hbm.", 16 * 2**30, False),
         ("the total memory required for HLO temporaries (47.5G) exceeds", 47.5 * 2**30, True),
     ],
 )
-def test_a_compiler_that_gives_up_says_what_it_would_take(said, needs, temporaries):
-    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
-    assert compile_programs._missing(error) == {"needs": needs, "temporaries": temporaries}
+def test_memory_is_read_from_a_compilers_error(message, needs, temporaries):
+    error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+    missing = compile_programs.missing_memory(error)
+    assert missing == {"needs": needs, "temporaries": temporaries}
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_programs._missing(jax.errors.JaxRuntimeError("INTERNAL: Used 1G of 2G"))
+        compile_programs.missing_memory(jax.errors.JaxRuntimeError("INTERNAL: Used 1G of 2G"))
 
 
-def test_the_report_says_what_was_found(made, settings):
+def test_the_report_has_all_tables_and_its_record_adds_up(made, settings):
     text = tables.tables(made, settings)
-    for part in (
-        "critic update",
-        "decoding weights",
-        "together",
-        "all-gather",
-        "MFU",
-        "dollars",
-        "s that a spot",
-    ):
-        assert part in text
+    parts = "critic update|decoding weights|together|all-gather|MFU|dollars|s that a spot"
+    assert [part for part in parts.split("|") if part not in text] == []
     record = json.loads(json.dumps(tables.record(made, settings)))
-    assert record["fits"] and record["step"]["kept_groups"] == 8
     step = record["step"]
+    assert record["fits"] and step["kept_groups"] == 8
     assert step["dollars_step"] == pytest.approx(2.0 * 8 * step["seconds_step"] / 3600)
     assert step["seconds_step"] == pytest.approx(sum(step["phases"].values()), rel=1e-6)
     assert "rollout.carry_over=all" in tables.simulations(made, settings)
@@ -187,69 +154,71 @@ def test_mfu_and_fill_are_those_of_the_step(made, settings):
 
 
 def test_phases_of_a_decode_step_add_up(made, settings):
-    """Products and attention of a layer wait for each other; all slots are computed."""
+    """Products and attention of a layer run in sequence; all slots are computed."""
     layout, chip, lengths = made.layout, made.layout.topology.chip, made.lengths
-    unit = estimate(layout, made.measured["decode"], lengths)
+    decode, decoder = made.measured["decode"], made.layout.decoder
+
+    def estimate_with(**sampler):
+        sampler = dataclasses.replace(layout.config.sampler, **sampler)
+        config = dataclasses.replace(layout.config, sampler=sampler)
+        return estimate(lay_out(config, layout.topology), decode, lengths)
+
+    unit = estimate(layout, decode, lengths)
     seconds = unit.seconds(chip, settings.efficiency)
     assert set(seconds) == {"products", "keys and values", "exchange", "draw"}
     assert min(seconds.values()) > 0
-    slots, pieces = layout.config.sampler.slots / 4, 2  # of a replica, whose chips share the work
-    decoder = layout.decoder
+    slots, pieces = layout.config.sampler.slots / 4, 2  # of a replica, split over two chips
     assert unit.phases["products"].flops * pieces == forward_flops(decoder, slots, 0)
     logits = slots * decoder.vocab * 4 / pieces
     assert unit.phases["draw"].hbm_bytes == DRAW_PASSES * logits
-    truncated = dataclasses.replace(layout.config.sampler, top_p=0.9)
-    sorting = dataclasses.replace(layout.config, sampler=truncated)
-    unit = estimate(dataclasses.replace(layout, config=sorting), made.measured["decode"], lengths)
-    assert unit.phases["draw"].hbm_bytes == (DRAW_PASSES + 9 * 10) * logits  # of 2**9 tokens
-    rounding = dataclasses.replace(layout.config.sampler, weights_dtype="int8_products")
-    rounding = dataclasses.replace(layout.config, sampler=rounding)
-    unit = estimate(lay_out(rounding, layout.topology), made.measured["decode"], lengths)
-    head = 2 * slots * decoder.embed * decoder.vocab  # which stays as it is
+    sorting = estimate_with(top_p=0.9)
+    assert sorting.phases["draw"].hbm_bytes == (DRAW_PASSES + 9 * 10) * logits  # of 2**9 tokens
+    rounding = estimate_with(weights_dtype="int8_products")
+    head = 2 * slots * decoder.embed * decoder.vocab  # not rounded
     in_layers = forward_flops(decoder, slots, 0) - head
-    assert unit.phases["products"].flops * pieces == head + in_layers / 2
-    decode = sum(made.step.seconds[f"decode_{part}"] for part in ("products", "exchange", "draw"))
-    steps = made.step.counts["decode_step"]
-    without = sum(seconds.values()) - seconds["keys and values"]
-    assert decode == pytest.approx(steps * without)
+    assert rounding.phases["products"].flops * pieces == head + in_layers / 2
+    simulated = sum(
+        made.step.seconds[f"decode_{part}"] for part in ("products", "exchange", "draw")
+    )
+    without_cache = sum(seconds.values()) - seconds["keys and values"]
+    assert simulated == pytest.approx(made.step.counts["decode_step"] * without_cache)
 
 
 def test_results_are_kept_and_read_again(made, config, settings, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled"))
     again = plan.make(config, settings)
-    assert {n: one.peak for n, one in again.measured.items()} == {
-        n: one.peak for n, one in made.measured.items()
-    }
+    peaks = {name: program.peak for name, program in made.measured.items()}
+    assert {name: program.peak for name, program in again.measured.items()} == peaks
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_to_change(made):
-    most = max(made.measured.values(), key=lambda one: one.together)
+def test_a_program_that_does_not_fit_names_the_missing_memory_and_settings(made):
+    most = max(made.measured.values(), key=lambda program: program.together)
     small = dataclasses.replace(made, limit=most.together - 1, step=None)
-    (line,) = advice.changes(small)
-    assert not small.fits and line.startswith(f"- {most.name}: 0.00 GiB too much; try config.")
-    tiny = dataclasses.replace(made, limit=1, step=None)
-    assert len(advice.changes(tiny)) == len(made.measured)
-    assert "what stays takes 0.0 GiB of a chip alone" in advice.changes(tiny)[0]
+    (line,) = tables.changes(small)
+    assert not small.fits and line.startswith(f"- {most.name}: 0.00 GiB too much; ")
+    assert "config." in line
+    tiny = tables.changes(dataclasses.replace(made, limit=1, step=None))
+    assert len(tiny) == len(made.measured) and "more chips, a smaller model" in tiny[0]
 
 
-def test_every_mesh_that_cuts_the_policy_evenly_is_tried(config):
+def test_every_mesh_that_splits_the_policy_evenly_is_tried(config):
     expected = [(8, 1, 1), (4, 2, 1), (4, 1, 2), (2, 4, 1), (2, 2, 2), (2, 1, 4)]
     for slices in (1, 2):
         topology = chips.parse("v5e:2x4", slices)
-        tried = [one.mesh for one in search.meshes(config, topology, kv_heads=4)]
-        assert [(one.fsdp, one.decode_tensor, one.tensor) for one in tried] == expected
-        assert {one.data for one in tried} == {slices}
+        tried = [changed.mesh for changed in search.meshes(config, topology, kv_heads=4)]
+        assert [(mesh.fsdp, mesh.decode_tensor, mesh.tensor) for mesh in tried] == expected
+        assert {mesh.data for mesh in tried} == {slices}
 
 
 @pytest.mark.slow
 def test_the_search_finds_the_most_rows_and_slots_that_fit(config, settings, monkeypatch):
     small = dataclasses.replace(chips.CHIPS["cpu"], hbm_gib=0.01)
     monkeypatch.setitem(chips.CHIPS, "cpu", small)
-    one = dataclasses.replace(settings, topology="cpu:1")
-    (found,) = search.Search(config, one)()
-    assert found.config.mesh.fsdp == 1 and found.update_gib < 0.01 > found.decode_gib
+    alone = dataclasses.replace(settings, topology="cpu:1")
+    (best,) = search.Search(config, alone)()
+    assert best.config.mesh.fsdp == 1 and best.update_gib < 0.01 > best.decode_gib
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    assert found.config.sampler.slots == batch  # more would stand idle
+    assert best.config.sampler.slots == batch  # more would be idle
 
 
 def test_an_update_has_the_microbatches_that_its_rows_need(config):
@@ -262,12 +231,12 @@ def test_an_update_has_the_microbatches_that_its_rows_need(config):
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    """The command, as a user would."""
+    """Run the command as a user would."""
     command = [sys.executable, "-m", "dapo_jax", "plan", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_command_prints_json_and_its_exit_code_says_whether_it_fits(folder, tmp_path):
+def test_the_command_prints_json_and_exits_with_1_if_a_program_does_not_fit(folder, tmp_path):
     flags = [RL, f"--model={folder}", "--topology=cpu:8", "--json"]
     flags += [f"--cache={tmp_path}", "--config.packing.rows_per_microbatch=8"]
     flags += ["--config.packing.row_tokens=96", "--config.sampler.slots=16"]
@@ -279,8 +248,8 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_fits(folder, 
         *flags, "--config.compute.logprob_chunk_tokens=4096", "--config.sampler.slots=2000000"
     )
     assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
-    assert not told["fits"] and "config.sampler.slots=" in " ".join(told["changes"])
+    record = json.loads(done.stdout)
+    assert not record["fits"] and "config.sampler.slots" in " ".join(record["changes"])
 
 
 @pytest.mark.parametrize(
@@ -296,7 +265,7 @@ def test_the_command_prints_json_and_its_exit_code_says_whether_it_fits(folder, 
         (["--topology=cpu:1", "--cache=/proc/x"], "--cache = '/proc/x': must be a folder"),
     ],
 )
-def test_wrong_flags_are_a_line(arguments, message, monkeypatch, capsys):
+def test_wrong_flags_exit_with_2_and_one_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", RL, "--model=Qwen2.5-0.5B", *arguments])
     try:
         code = main()
@@ -305,32 +274,29 @@ def test_wrong_flags_are_a_line(arguments, message, monkeypatch, capsys):
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_what_a_spot_machines_notice_can_save_is_said():
+def test_the_time_to_save_is_compared_with_a_spot_machines_notice():
     config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
     size = checkpoint_bytes(config, read_shape(config.model.folder))
     assert size == pytest.approx(12 * PARAMETERS["Qwen2.5-32B"] * 1e9, rel=0.005)
     hosts = chips.parse("v5p:4x4x4").hosts
-    said = describe_saving(size, hosts, config.checkpoint.every_steps, 1_770.0)
-    assert "393.2 GB, which 16 hosts write in about 49.1 s" in said and "more than the 30 s" in said
-    assert said.endswith("may be 5 steps old, 148 minutes")
+    text = describe_saving(size, hosts, config.checkpoint.every_steps, 1_770.0)
+    assert "393.2 GB, which 16 hosts write in about 49.1 s" in text and "more than the 30 s" in text
+    assert text.endswith("may be 5 steps old, 148 minutes")
     assert "one host writes" in describe_saving(1e9, chips.parse("v5e:2x4").hosts, 0)
-    counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
-    assert {name: chips.parse(name).hosts for name in counts} == counts
-    assert chips.parse("v6e:2x4", 2).hosts == 2 and chips.parse("v5p:4x4x4", 3).chips == 192
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-def test_a_plan_for_a_tpu_says_what_fits_and_its_parts_are_the_compilers(tmp_path):
+def test_a_plan_for_a_tpu_has_parts_that_add_up_to_the_compilers_figure(tmp_path):
     flags = ["--config=configs/qwen2p5_0p5b_gsm8k.py:v5e_1", "--topology=v5e:1x1", "--json"]
     done = run(*flags, f"--cache={tmp_path}")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["fits"] and told["versions"].find("libtpu") > 0
-    for one in told["programs"].values():
-        assert sum(one["parts"].values()) == pytest.approx(one["together_bytes"], rel=0.05)
-        assert one["together_bytes"] < told["limit_bytes"] and not one["contents"]["T x T"]
+    record = json.loads(done.stdout)
+    assert record["fits"] and record["versions"].find("libtpu") > 0
+    for program in record["programs"].values():
+        assert sum(program["parts"].values()) == pytest.approx(program["together_bytes"], rel=0.05)
+        assert program["together_bytes"] < record["limit_bytes"]
     done = run(*flags, f"--cache={tmp_path}", "--config.sampler.slots=4000")
-    told = json.loads(done.stdout)
-    assert done.returncode == 1 and not told["fits"]
-    assert any(line.startswith("- decode: ") for line in told["changes"])
+    record = json.loads(done.stdout)
+    assert done.returncode == 1 and not record["fits"]
+    assert any(line.startswith("- decode: ") for line in record["changes"])

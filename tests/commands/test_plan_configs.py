@@ -1,4 +1,4 @@
-"""Topologies, compiler flags and shipped configs that a plan takes."""
+"""Topologies, compiler flags and the shipped configs of real models."""
 
 import pytest
 from command_lines import ROOT, load
@@ -6,7 +6,7 @@ from command_lines import ROOT, load
 from dapo_jax.commands import checks
 from dapo_jax.commands.plan import chips
 from dapo_jax.commands.plan.published_shapes import config_values
-from dapo_jax.commands.plan.run_flags import compiler_options
+from dapo_jax.commands.plan.targets import compiler_options
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
 
@@ -24,34 +24,37 @@ ENVIRONMENT = (ROOT / "launch/env.sh").read_text()
         ("v5e", "must be as in"),
     ],
 )
-def test_a_topology_that_is_none_is_refused(name, message):
+def test_an_invalid_topology_is_rejected(name, message):
     with pytest.raises(ConfigError, match=message):
         chips.parse(name)
 
 
 @pytest.mark.parametrize(("name", "slices"), [("v5p:4x4x4", 0), ("h100:8", 2)])
-def test_slices_are_of_tpus_and_at_least_one(name, slices):
+def test_slices_are_at_least_one_and_only_for_tpus(name, slices):
     with pytest.raises(ConfigError, match=f"--slices = {slices}: must be"):
         chips.parse(name, slices)
 
 
+def test_hosts_and_chips_are_counted():
+    counts = {"v5e:1x1": 1, "v6e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
+    assert {name: chips.parse(name).hosts for name in counts} == counts
+    assert chips.parse("v6e:2x4", 2).hosts == 2 and chips.parse("v5p:4x4x4", 3).chips == 192
+
+
 @pytest.mark.parametrize("kind", ["v6e:4x4", "v5p:2x2x1", "h100:8"])
 def test_a_plan_compiles_with_the_flags_of_a_run(kind, monkeypatch):
-    """launch/env.sh is the one place for them."""
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    found = compiler_options(chips.parse(kind))
-    words = {True: "true", False: "false"}  # XLA:GPU refuses words for truth
-    flags = {f"--{name}={words.get(value, value)}" for name, value in (found or {}).items()}
+    options = compiler_options(chips.parse(kind)) or {}
+    words = {True: "true", False: "false"}  # XLA:GPU accepts only booleans
+    flags = {f"--{name}={words.get(value, value)}" for name, value in options.items()}
     assert flags and all(flag in ENVIRONMENT for flag in flags)
-    assert found and ("true" in found.values()) == (not kind.startswith("h100"))
-    assert ("xla_tpu_scoped_vmem_limit_kib" in found) == kind.startswith("v6e")
+    assert ("true" in options.values()) == (not kind.startswith("h100"))
+    assert ("xla_tpu_scoped_vmem_limit_kib" in options) == kind.startswith("v6e")
     fusion = "xla_tpu_enable_async_collective_fusion"
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{fusion}=false")
     if not kind.startswith("h100"):
-        assert found[fusion] == "true" and compiler_options(chips.parse(kind))[fusion] == "false"
-
-
-def test_a_processor_has_no_flags_of_its_own():
+        changed = compiler_options(chips.parse(kind)) or {}
+        assert options[fusion] == "true" and changed[fusion] == "false"
     assert compiler_options(chips.parse("cpu:1")) is None
 
 
@@ -59,7 +62,7 @@ CONFIGS = ("dapo_qwen2p5_32b", "qwen2p5_7b_math", "qwen2p5_1p5b_gsm8k", "qwen2p5
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_variant_of_a_config_is_legal_and_has_a_known_shape(name):
+def test_every_variant_of_a_config_is_valid_and_has_a_known_shape(name):
     path = ROOT / "configs" / f"{name}.py"
     scope: dict = {}
     exec(compile(path.read_text(), path, "exec"), scope)
@@ -71,7 +74,7 @@ def test_every_variant_of_a_config_is_legal_and_has_a_known_shape(name):
         scope["get_config"]("nix")
 
 
-def test_the_large_config_is_the_papers_table():
+def test_the_large_config_has_the_papers_settings():
     """DAPO, arXiv 2503.14476, section 4.1."""
     config = load(Config, f"--config={ROOT}/configs/dapo_qwen2p5_32b.py")
     algorithm, rollout, optimizer = config.algorithm, config.rollout, config.optimizer

@@ -6,15 +6,17 @@ import re
 
 import pytest
 from command_lines import RL, load
+from hlo_arrays import collectives, instructions
 
-from dapo_jax.commands.plan import chips, hlo_text
+from dapo_jax.commands.plan import chips
 from dapo_jax.commands.plan.programs import lay_out, programs
 from dapo_jax.commands.plan.published_shapes import config_values
-from dapo_jax.commands.plan.run_flags import compiler_options
+from dapo_jax.commands.plan.targets import compiler_options
 from dapo_jax.config.experiment import Config
 
-EXPERTS, APART, WIDTH, ROW = 24, 4, 256, 1024
-CHOSEN = APART * ROW * 2  # tokens that a device gathers, each for its two experts
+EXPERTS, WIDTH, ROW = 24, 256, 1024
+SHARDS = 4
+CHOSEN = SHARDS * ROW * 2  # tokens that a device gathers, each for its two experts
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +27,18 @@ def texts(tmp_path_factory):
     values |= {"num_attention_heads": 4, "num_experts": EXPERTS, "num_experts_per_tok": 2}
     values |= {"moe_intermediate_size": WIDTH, "vocab_size": 4096}
     (folder / "config.json").write_text(json.dumps(values))
-    flags = ["mesh.data=1", "mesh.fsdp=4", f"mesh.expert={APART}", "packing.rows_per_microbatch=16"]
-    flags += [f"packing.row_tokens={ROW}", "sampler.slots=128", "data.max_prompt_tokens=128"]
+    flags = [
+        "mesh.data=1",
+        "mesh.fsdp=4",
+        f"mesh.expert={SHARDS}",
+        "packing.rows_per_microbatch=16",
+    ]
+    flags += [
+        "packing.rows_per_microbatch=16",
+        f"packing.row_tokens={ROW}",
+        "sampler.slots=128",
+        "data.max_prompt_tokens=128",
+    ]
     flags += ["sampler.max_response_tokens=640", "compute.dtype=bfloat16", "compute.remat=full"]
     flags += ["rollout.prompts_per_step=16", f"model.folder={folder}"]
     config = load(Config, f"{RL}:dapo", *(f"--config.{flag}" for flag in flags))
@@ -39,12 +51,12 @@ def texts(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.parametrize("name", ["update", "decode"])
-def test_no_array_has_a_place_for_each_pair_of_token_and_expert(name, texts):
-    """Inside of fusions neither: there it would not be memory, but as many operations."""
+def test_no_array_has_an_element_for_each_pair_of_token_and_expert(name, texts):
+    """Not inside of fusions either: there it would cost operations."""
     shapes = {
-        tuple(map(int, found.split(","))) for found in re.findall(r"\[([\d,]+)\]", texts[name])
+        tuple(map(int, sizes.split(","))) for sizes in re.findall(r"\[([\d,]+)\]", texts[name])
     }
-    both = {s for s in shapes if CHOSEN in s and {EXPERTS, EXPERTS // APART} & set(s)}
+    both = {s for s in shapes if CHOSEN in s and {EXPERTS, EXPERTS // SHARDS} & set(s)}
     assert not {s for s in both if len(s) > 2}, both
     assert "ragged-dot" in texts[name]
 
@@ -53,5 +65,5 @@ def test_no_array_has_a_place_for_each_pair_of_token_and_expert(name, texts):
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_a_decode_step_gathers_no_expert(texts):
     """Tokens go to their experts; 128 slots in all."""
-    moved = hlo_text.collectives(hlo_text.instructions(texts["decode"]), looped=True)
-    assert moved and not [one for one in moved if re.search(rf"\[{EXPERTS},|,{WIDTH}\]", one)]
+    moved = collectives(instructions(texts["decode"]), looped=True)
+    assert moved and not [line for line in moved if re.search(rf"\[{EXPERTS},|,{WIDTH}\]", line)]

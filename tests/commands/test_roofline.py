@@ -1,4 +1,4 @@
-"""What a plan counts: operations of a policy, and the traffic that a compiled text speaks of."""
+"""Counts of a plan: operations of a policy, and traffic of a compiled text."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.commands.plan import hlo_traffic, roofline
-from dapo_jax.commands.plan.hlo_traffic import BETWEEN_SLICES, Times
+from dapo_jax.commands.plan import hlo_text, roofline
+from dapo_jax.commands.plan.hlo_text import BETWEEN_SLICES, Times
 from dapo_jax.commands.plan.published_shapes import read_shape
 from dapo_jax.model.decoder import DecoderConfig, abstract_params
 from dapo_jax.model.logprobs import token_logprobs
@@ -15,7 +15,7 @@ from dapo_jax.runtime.sharding import unbox
 
 
 def test_operations_agree_with_a_count_by_hand():
-    """Of Qwen2.5-32B and of the embedded policy: each matrix and each score, by hand."""
+    """Every matrix and every attention score of Qwen2.5-32B."""
     large = dataclasses.replace(read_shape("Qwen2.5-32B"), remat="full")
     tokens, row = 22_528.0, 22_528
     attention = 2 * 5120 * (40 + 8 + 8) * 128 + 2 * 40 * 128 * 5120
@@ -42,8 +42,8 @@ def test_operations_of_the_embedded_policy_agree_with_a_count_by_hand():
     layer = 128 * 4 * 32 + 2 * 128 * 2 * 32 + 4 * 32 * 128 + 3 * 128 * 384
     forward = 16 * 160 * 2 * (3 * layer + 128 * 23) + 3 * 2 * 2 * 4 * 32 * 16 * 160 * 160 / 2
     head_again = 16 * 160 * 2 * 128 * 23
-    found = roofline.update_flops(decoder, 16 * 160, 16 * 160 * 160 / 2)
-    assert found == pytest.approx(3 * forward + head_again, rel=0.02)
+    counted = roofline.update_flops(decoder, 16 * 160, 16 * 160 * 160 / 2)
+    assert counted == pytest.approx(3 * forward + head_again, rel=0.02)
 
 
 def test_operations_of_a_small_policy_are_those_that_xla_counts():
@@ -65,7 +65,7 @@ def test_operations_of_a_small_policy_are_those_that_xla_counts():
 
 
 def test_a_window_bounds_the_pairs_that_training_attention_computes():
-    """Of Gemma 3, five layers of six see 1,024 tokens; each pair is counted by hand."""
+    """Five of six layers of Gemma 3 see 1,024 tokens; each pair is counted by hand."""
     decoder = read_shape("gemma-3-27b")
     near, full = (np.minimum(np.arange(1, 5001), reach).sum() for reach in (1024, 5000))
     sliding = sum(decoder.sliding) / decoder.layers
@@ -78,15 +78,15 @@ def test_a_window_bounds_the_pairs_that_training_attention_computes():
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_pairs_of_a_packed_row_are_those_of_the_blocks_that_the_kernel_computes(window):
-    """Counted pair by pair: a block of 64 is computed whole where one of its pairs is seen."""
+    """A block of 64 is computed if one of its pairs is seen; pairs are counted one by one."""
     decoder, lengths = dataclasses.replace(read_shape("Qwen2.5-7B"), window=window), [150, 42, 128]
     ids, places = np.repeat([1, 2, 3, 0], [*lengths, 192]), np.arange(512)
     distance = places[:, None] - places
     seen = (distance >= 0) & (distance < (window or 512)) & (ids[:, None] == ids)
     blocks = seen.reshape(8, 64, 8, 64).any(axis=(1, 3))
     blocks[5:] = np.eye(8)[5:]  # of padding, the block itself
-    found = roofline.row_pairs(decoder, lengths, 512, 64)
-    assert found == 64**2 * blocks.sum()
+    counted = roofline.row_pairs(decoder, lengths, 512, 64)
+    assert counted == 64**2 * blocks.sum()
 
 
 TEXT = """
@@ -130,13 +130,12 @@ frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
 
 
 def test_traffic_of_a_text_is_counted_as_often_as_its_loops_run():
-    found = hlo_traffic.read(TEXT, 8)
+    counted = hlo_text.read(TEXT, 8)
     gathered = 32 * 64 * 2 * 3 / 4  # of which a chip sends three quarters, in a ring of 4
-    assert found.sent["all-gather"] == Times(0.0, 5 * gathered)
-    assert found.sent["reduce-scatter"] == Times(0.0, 16 * 64 * 2 * 3)
-    assert found.sent["all-reduce"] == Times(2 * 4 * 7 / 8, 0.0)  # over all 8
-    assert found.sent[BETWEEN_SLICES] == Times(2 * 8 * 64 * 4, 0.0)
+    assert counted.sent["all-gather"] == Times(0.0, 5 * gathered)
+    assert counted.sent["reduce-scatter"] == Times(0.0, 16 * 64 * 2 * 3)
+    assert counted.sent["all-reduce"] == Times(2 * 4 * 7 / 8, 0.0)  # over all 8
+    assert counted.sent[BETWEEN_SLICES] == Times(2 * 8 * 64 * 4, 0.0)
     # Written: the add and the sum around the loop; inside it a row in place, what was gathered,
     # and what was scattered. What stays on the chip, S(1), is not.
-    assert found.written == Times(8 * 64 * 4 + 4, 5 * (64 * 4 + 32 * 64 * 2) + 16 * 64 * 2)
-    assert found.written.total(3) == 2052 + 3 * found.written.each
+    assert counted.written == Times(8 * 64 * 4 + 4, 5 * (64 * 4 + 32 * 64 * 2) + 16 * 64 * 2)

@@ -57,7 +57,8 @@ def test_a_cancelled_request_gives_its_slot_back(
     gate = threading.Event()
     steps = slow_down(same_engine, monkeypatch, gate)
     with serving(make_serve_config(byte_folder)) as server:
-        calls = [server.client.stream("3+4=", BUDGET) for _ in range(same_engine._slots)]
+        slots = same_engine.max_concurrent_decodes
+        calls = [server.client.stream("3+4=", BUDGET) for _ in range(slots)]
         while not steps:
             threading.Event().wait(0.01)
         for call in calls:

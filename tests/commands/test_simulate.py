@@ -1,4 +1,4 @@
-"""The simulator: hand-computed steps, what is conserved, and the counts of a real run."""
+"""The simulator: hand-computed steps, conserved tokens, and the counts of a real run."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calibrate import calibrate, fit, replay, step_figures
-from rule_of_thumb import Speed, overlapped_seconds, rule_of_thumb
 from small_runs import make_quick_config, open_run
 
 from dapo_jax import algorithms
@@ -20,8 +19,8 @@ from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     Drawn,
     RecordedWorkload,
+    beta_from_kept,
     kept_fraction,
-    right_from_kept,
 )
 from dapo_jax.config.experiment import Config, Data, Log, Mesh, Rollout, Sampler
 from dapo_jax.model.decoder import DecoderConfig
@@ -33,13 +32,13 @@ SHAPE = DecoderConfig(
     vocab=2, layers=1, embed=128, heads=2, kv_heads=2, head_dim=128, mlp=1, dtype=jnp.bfloat16
 )
 WORKLOAD = AssumedWorkload(
-    40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, right=(0.4, 0.6)
+    40, 0.8, 200, prompt_median_tokens=20, max_prompt_tokens=56, beta=(0.4, 0.6)
 )
 COSTS = Costs(burst=1e-3, decode_step=2e-3, read_token=1e-6, response=1e-3, update_token=1e-5)
 
 
 class Constant:
-    """Every response has so many tokens, every other one is right."""
+    """Workload of responses of one length; every other one is correct."""
 
     def __init__(self, tokens: int):
         self._tokens = tokens
@@ -48,8 +47,8 @@ class Constant:
         return 5
 
     def draw(self, step, index, samples):
-        right = np.arange(samples) % 2 == 0
-        return Drawn(np.full(samples, self._tokens), np.zeros(samples, bool), right)
+        correct = np.arange(samples) % 2 == 0
+        return Drawn(np.full(samples, self._tokens), np.zeros(samples, bool), correct)
 
 
 def make_simulation(
@@ -75,7 +74,7 @@ def make_simulation(
     return Simulation(config, shape, mesh, workload, costs)
 
 
-def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
+def test_responses_of_one_length_take_the_steps_counted_by_hand():
     """64 responses of 20 tokens in 16 slots: 4 waves, each of bursts of 8, 8 and (it stops) 4."""
     step = make_simulation(Constant(20), filtered=False).step()
     assert step.counts["decode_step"] == 4 * 20 and step.counts["burst"] == 4 * 3
@@ -84,7 +83,7 @@ def test_constant_lengths_take_the_steps_that_one_counts_by_hand():
     assert step.counts["read_token"] == 64 * sum(range(5, 25))
     expected = 12 * 1e-3 + 80 * 2e-3 + step.counts["read_token"] * 1e-6 + 64 * 1e-3
     assert math.isclose(step.rollout_seconds, expected)
-    # A row of 256 places holds ten responses of 25; each of 4 updates has 16, so two rows of 16.
+    # A row of 256 tokens holds ten responses of 25; each of 4 updates has 16, so 2 of 16 rows.
     assert step.rows == 4 * 2 and math.isclose(step.fill, 64 * 25 / (4 * 16 * 256))
     assert math.isclose(step.update_seconds, 4 * 16 * 256 * 1e-5)
 
@@ -99,7 +98,7 @@ def test_gpus_read_slots_as_far_as_they_are_filled():
     assert by_gpu.counts["read_token"] == 64 * sum(range(5, 25)) < by_tpu.counts["read_token"]
 
 
-def test_hosts_cost_what_they_do():
+def test_host_work_costs_time_unless_devices_or_the_background_hide_it():
     """16 groups of 4 responses of 20 tokens, with 5 of a prompt: 12 bursts of 16 slots."""
     background = "host_judged", "host_write", "host_listed"
     names = "host_slot", "host_packed", "host_weighed", "host_measured", *background
@@ -107,9 +106,9 @@ def test_hosts_cost_what_they_do():
     costs = Costs(**costs, update_token=1e-2, score_token=1e-1)
     step = make_simulation(Constant(20), costs, filtered=False).step()
     drawn, trained, updates = 64 * 20, 64 * 25, 4 * 16 * 256 * 1e-2
-    files = 2  # the second for all that is judged while the first is written
+    files = 2  # the second for all groups judged while the first is written
     assert [step.counts[name] for name in background] == [drawn, files, drawn]
-    # Rows are packed before the score pass, which hides weights; updates hide some of the metrics.
+    # The score pass hides the weights, and updates hide some of the metrics.
     seconds, scores = [step.seconds[name] for name in HOSTS], 10 * updates
     assert seconds[:3] == [12 * 16, trained, 0] and scores > trained
     assert math.isclose(seconds[3], trained - updates)
@@ -119,7 +118,7 @@ def test_hosts_cost_what_they_do():
     assert math.isclose(seconds[4], ends - learned)
 
 
-def test_groups_that_are_judged_while_a_file_is_written_share_the_next():
+def test_groups_judged_while_a_file_is_written_share_the_next_file():
     slow = Costs(burst=1.0, host_write=1e4)
     step = make_simulation(Constant(20), slow, filtered=False).step()
     assert step.counts["host_write"] == 2 and step.seconds[BACKGROUND] == 4 + 2e4 - 12
@@ -130,7 +129,7 @@ def test_several_replicas_do_not_stop_a_burst_early():
     assert step.counts["decode_step"] == 4 * 24 and step.utilisation == 20 / 24
 
 
-def test_a_filter_that_keeps_all_asks_by_the_estimate_and_stops_when_it_has_enough():
+def test_a_filter_requests_prompts_by_its_estimate_and_stops_with_a_full_batch():
     step = make_simulation(Constant(20), slots=64).step()
     assert step.asked == 32 and step.kept == 16  # half are expected to stay
     # The first 16 groups end after 20 steps; their verdicts are read after one more burst.
@@ -139,7 +138,7 @@ def test_a_filter_that_keeps_all_asks_by_the_estimate_and_stops_when_it_has_enou
 
 
 @pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_every_token_that_is_drawn_is_accounted_for(cache):
+def test_all_sampled_tokens_are_accounted_for(cache):
     pages = 64 if cache == "paged" else 0
     simulation = make_simulation(cache=cache, slots=32, pages=pages)
     for _ in range(3):
@@ -163,14 +162,14 @@ def test_more_slots_never_take_more_steps():
     assert steps == sorted(steps, reverse=True) and steps[0] > 5 * steps[-1]
 
 
-def test_pages_decode_more_side_by_side_than_slots_in_the_same_memory():
+def test_pages_decode_more_responses_at_once_than_slots_in_the_same_memory():
     slots = make_simulation(cache="slots", slots=8).sample(32)
     paged = make_simulation(cache="paged", slots=32, pages=8 * 256 // 8).sample(32)
     assert paged.sampled.tokens == slots.sampled.tokens
     assert paged.counts["decode_step"] < slots.counts["decode_step"] / 2
 
 
-def test_slow_verdicts_cost_time_and_change_nothing_else():
+def test_slow_verdicts_only_cost_time():
     quick, slow = (make_simulation(costs=Costs(judged=cost)).step() for cost in (0.0, 1.0))
     assert slow.seconds["judge"] > quick.seconds["judge"] == 0
     assert slow.counts == quick.counts
@@ -178,10 +177,10 @@ def test_slow_verdicts_cost_time_and_change_nothing_else():
 
 @pytest.mark.parametrize("kind", ["unfinished", "all"])
 @pytest.mark.parametrize("filtered", [True, False])
-def test_with_carry_over_every_prompt_is_used_once_and_every_token_drawn_once(
+def test_carry_over_uses_every_prompt_once_and_samples_every_token_once(
     filtered, kind, monkeypatch
 ):
-    """Half a batch decodes at once. `unfinished` draws its few surplus groups anew."""
+    """Half a batch decodes at once. `unfinished` samples its few surplus groups again."""
     plain = make_simulation(filtered=filtered, slots=32)
     plain = [plain.step() for _ in range(8)]
     seen, collect = [], simulate.collect
@@ -191,7 +190,7 @@ def test_with_carry_over_every_prompt_is_used_once_and_every_token_drawn_once(
     steps = [made.step() for _ in range(8)]
     used = [group for collected in seen for group in collected.judged]
     places = {group.prompt.index for group in used}
-    left = {one.prompt.index for one in seen[-1].carried}
+    left = {group.prompt.index for group in seen[-1].carried}
     assert len(places) == len(used) and left.isdisjoint(places)
     assert left | places == set(range(made.position))
     assert all(step.kept == 16 for step in steps)
@@ -205,55 +204,34 @@ def test_with_carry_over_every_prompt_is_used_once_and_every_token_drawn_once(
     assert max(lags) in (1, 2) and min(lags) == 0
     drawn, before = (sum(step.drawn_tokens for step in run) for run in (steps, plain))
     spent = sum(len(done) for group in used for done in group.completions)
-    spent += sum(one.tokens for one in seen[-1].carried)
+    spent += sum(group.tokens for group in seen[-1].carried)
     assert drawn == spent if kind == "all" else spent <= drawn < 1.1 * spent
     assert not filtered or drawn < before
     took, before = (sum(step.counts["decode_step"] for step in run) for run in (steps, plain))
     assert took < 0.8 * before
 
 
-def test_a_lag_hides_the_shorter_of_rollout_and_update():
-    rollouts, updates = [5.0, 3.0, 4.0], [2.0, 6.0, 1.0]
-    hidden = min(3, 2) + min(4, 6)
-    assert overlapped_seconds(rollouts, updates, 0) == 21
-    assert overlapped_seconds(rollouts, updates, 1) == 21 - hidden
-
-
-def test_a_chip_reads_weights_and_cache_or_computes_longer():
-    size = {"parameters": 1e9, "token_bytes": 1000, "chips": 8, "replicas": 2}
-    chip = Speed(1e12, 1e14, utilisation=0.5, step_seconds=1e-3)
-    costs = rule_of_thumb(chip, slots=16, **size)
-    assert math.isclose(costs.decode_step, 1e-3 + 2e9 / 4 / 1e12)
-    assert math.isclose(costs.read_token, 1000 / 4 / 1e12)
-    assert math.isclose(costs.update_token, 6e9 / 8 / 5e13)
-    many = rule_of_thumb(chip, slots=1000, **size)
-    assert math.isclose(many.decode_step, 1e-3 + 1000 * 2e9 / 4 / 1e14)
-
-
-def test_the_share_of_kept_groups_is_that_of_the_law():
-    right = right_from_kept(0.6, 0.5, 8)
-    assert math.isclose(kept_fraction(right, 8), 0.5) and math.isclose(right[0] / sum(right), 0.6)
-    workload = AssumedWorkload(10, 0.1, 200, right=right)
+def test_groups_of_the_assumed_workload_are_kept_at_the_given_fraction():
+    beta = beta_from_kept(0.6, 0.5, 8)
+    assert math.isclose(kept_fraction(beta, 8), 0.5) and math.isclose(beta[0] / sum(beta), 0.6)
+    workload = AssumedWorkload(10, 0.1, 200, beta=beta)
     counts = [workload.draw(0, i, 8).correct.sum() for i in range(4000)]
     assert abs(np.mean([0 < count < 8 for count in counts]) - 0.5) < 0.03
     with pytest.raises(ConfigError, match="at most 0.651"):
-        right_from_kept(0.9, 0.8, 10)
+        beta_from_kept(0.9, 0.8, 10)
 
 
-def test_costs_are_found_again_whatever_one_step_did():
+def test_costs_are_fitted_despite_an_outlier():
     rng = np.random.default_rng(0)
     rows = [{"load": 1.0, "slot_step": float(n)} for n in rng.integers(50, 99, 9)]
     seconds = [0.3 + 0.02 * row["slot_step"] for row in rows]
-    seconds[4] += 7  # the machine did something else
-    found = fit(rows, seconds, ("load", "slot_step"))
-    assert found == pytest.approx({"load": 0.3, "slot_step": 0.02})
-
-
-# --- against a run ------------------------------------------------------------------------------
+    seconds[4] += 7  # other work on the machine
+    costs = fit(rows, seconds, ("load", "slot_step"))
+    assert costs == pytest.approx({"load": 0.3, "slot_step": 0.02})
 
 
 class Known:
-    """What was really drawn."""
+    """Workload of the groups that a run sampled."""
 
     def __init__(self, groups: dict, prompt_tokens: dict[int, int]):
         self._groups, self._prompt_tokens = groups, prompt_tokens
@@ -268,7 +246,7 @@ class Known:
 
 
 def draw_all(run, prompts: int) -> Known:
-    """Every response to the first prompts, as the first step would draw it."""
+    """Sample every response to the first prompts as the first step would."""
     parts = run.components
     rule, keyed = SamplingRule(), {"purpose": SAMPLE_FOR_TRAINING, "step": 0}
     parts.sampler.begin(run.state.learners.policy.params, rule=rule, **keyed)
@@ -304,40 +282,37 @@ def test_a_simulated_step_counts_what_the_run_counts(cache, base, alone, tmp_pat
         run.step()
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     step = Simulation(config, *model, workload, Costs()).step()
-    found = step_figures(step)
-    assert [found[name] for name in SAME] == [row[name] for name in SAME]
+    figures = step_figures(step)
+    assert [figures[name] for name in SAME] == [row[name] for name in SAME]
     assert step.sampled.occupancy == row["slot_occupancy"]
     assert (step.kept, step.surplus) == (row["trained_groups"], row["surplus_groups"])
-    assert math.isclose(found["sampled_to_kept_tokens"], row["sampled_to_kept_tokens"])
+    assert math.isclose(figures["sampled_to_kept_tokens"], row["sampled_to_kept_tokens"])
     assert row["abandoned_tokens"] > 0 and (row["put_back_tokens"] > 0) == (cache == "paged")
-    # What the run wrote down, with others in place of what it stopped.
+    # The recorded groups, with others in place of those that the run stopped.
     (again,) = replay(config, *model, tmp_path / "run", 1)
     assert again.kept_tokens == step.kept_tokens and again.surplus == step.surplus
     with pytest.raises(ConfigError, match="has 1 steps"):
         calibrate(config, *model, tmp_path / "run")
 
 
-def test_a_folder_without_rollouts_is_no_law(tmp_path):
+def test_invalid_laws_and_meshes_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="holds no rollouts"):
         RecordedWorkload(tmp_path)
-
-
-def test_what_no_law_and_no_mesh_has_stops_at_the_door():
     with pytest.raises(ConfigError, match="law.spread = 0"):
         AssumedWorkload(10, 0, 100)
-    with pytest.raises(ConfigError, match="law.right"):
-        AssumedWorkload(10, 1, 100, right=(0.0, 1.0))
+    with pytest.raises(ConfigError, match="law.beta"):
+        AssumedWorkload(10, 1, 100, beta=(0.0, 1.0))
     with pytest.raises(ConfigError, match="factorisation of the 6 devices"):
         named_mesh(Mesh(tensor=4), "tpu", 6)
 
 
 @pytest.mark.parametrize("cache", ["slots", "paged"])
 def test_sliding_layers_read_their_rings(cache):
-    """One layer of two sees 8 tokens: it reads its ring whole, in all 16 slots."""
+    """One layer of two sees 8 tokens: it reads its whole ring, in all 16 slots."""
     shape = dataclasses.replace(SHAPE, layers=2, window=8, sliding=(True, False))
     step, full = (
-        make_simulation(Constant(20), filtered=False, cache=cache, shape=one).step()
-        for one in (shape, SHAPE)
+        make_simulation(Constant(20), filtered=False, cache=cache, shape=layers).step()
+        for layers in (shape, SHAPE)
     )
     rings = full.counts["decode_step"] * 16 * 8
     assert step.counts["read_token"] == (rings + full.counts["read_token"]) / 2

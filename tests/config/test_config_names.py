@@ -48,7 +48,7 @@ def test_a_file_or_run_of_that_name_here_comes_first(tmp_path):
 
 
 @pytest.mark.parametrize(("command", "arguments", "said"), [
-    ("train", ["nothing"], ["--config=nothing", "the configs that ship are arithmetic, "]),
+    ("train", ["nothing"], ["--config=nothing", "packaged configs are arithmetic, "]),
     ("train", ["arithmetik"], ["did you mean arithmetic"]),
     ("train", ["arithmetic_base"], ["get_config() returns SftConfig; this command takes Config"]),
     ("train", ["arithmetic", "grpo"], ["unexpected arguments: grpo"]),

@@ -14,7 +14,7 @@ from dapo_jax.config.experiment import Data, Reward
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import heldout_sources, parse_sources
-from dapo_jax.rewards.gym import tasks
+from dapo_jax.rewards import gym
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
 
@@ -234,8 +234,8 @@ def make_fake_gym(monkeypatch) -> None:
         return Numbers(**settings)
 
     factory = types.SimpleNamespace(create_dataset=create_dataset, DATASETS={"numbers": Numbers})
-    monkeypatch.setattr(tasks, "_factory", lambda *_: factory)
-    tasks._scorer.cache_clear()
+    monkeypatch.setattr(gym, "_factory", lambda *_: factory)
+    gym._scorer.cache_clear()
 
 
 def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
@@ -252,12 +252,12 @@ def test_gym_tasks_bring_problems_and_their_own_score(monkeypatch, settings):
     assert not held & {p.problem for p in prompts} and sum(p.skipped for p in prompts) > 0
     prompt = prompts[0]
     assert (prompt.source, prompt.subject) == ("gym:numbers", "counting")
-    assert tasks.gym_score("numbers", prompt.metadata, prompt.answer) == 1.0
-    assert tasks.gym_score("numbers", prompt.metadata, "8") == 0.1
-    assert tasks.gym_score("numbers", prompt.metadata, None) == 0.0
+    assert gym.gym_score("numbers", prompt.metadata, prompt.answer) == 1.0
+    assert gym.gym_score("numbers", prompt.metadata, "8") == 0.1
+    assert gym.gym_score("numbers", prompt.metadata, None) == 0.0
     with pytest.raises(ConfigError, match="data.source = 'gym:letters': .*not registered.*numbers"):
         PromptStream(settings("gym:letters"), 0, TOKENIZER)
-    tasks._scorer.cache_clear()
+    gym._scorer.cache_clear()
 
 
 def test_without_the_package_a_gym_task_says_how_to_get_it(monkeypatch, settings):
@@ -272,8 +272,8 @@ def test_the_real_gym_scores_its_own_answers(task, settings):
     pytest.importorskip("reasoning_gym")
     data = settings(f"gym:{task}", heldout_problems=3, train_problems=20, max_prompt_tokens=9999)
     for prompt in [*read(data, 5), *heldout_prompts(data, 0, TOKENIZER)]:
-        assert tasks.gym_score(task, prompt.metadata, prompt.answer) == 1.0
-        assert tasks.gym_score(task, prompt.metadata, "no answer at all") < 1.0
+        assert gym.gym_score(task, prompt.metadata, prompt.answer) == 1.0
+        assert gym.gym_score(task, prompt.metadata, "no answer at all") < 1.0
     assert [p.problem for p in read(data, 5)] == [p.problem for p in read(data, 5)]
 
 

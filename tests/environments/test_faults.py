@@ -21,7 +21,7 @@ TOKENIZER = arithmetic_tokenizer()
 HOSTILE = textwrap.dedent(
     """
     import os, sys, time
-    from dapo_jax.environments.interface import Observation
+    from dapo_jax import Observation
 
     class Hostile:
         def __init__(self, seed):
@@ -66,9 +66,10 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
-    def open_one(tokenizer=TOKENIZER, **settings):
+    def open_one(tokenizer=TOKENIZER, should_abort=lambda: False, **settings):
         settings = {"name": "hostile_module:Hostile", "workers": 1, "step_seconds": 1.0} | settings
-        made.append(Environments(Environment(**settings), tokenizer, chat=False))
+        settings = Environment(**settings)
+        made.append(Environments(settings, tokenizer, chat=False, should_abort=should_abort))
         return made[-1]
 
     yield open_one
@@ -189,8 +190,7 @@ def test_a_name_that_is_no_environment_is_refused_at_the_door(opened, name, mess
 
 
 def test_who_waits_for_a_slow_step_can_be_interrupted(opened):
-    environments = opened(step_seconds=600.0)
-    environments._given_up = lambda: True
+    environments = opened(should_abort=lambda: True, step_seconds=600.0)
     with pytest.raises(Interrupted):
         step(environments, ["1"])
 

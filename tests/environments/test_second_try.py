@@ -6,12 +6,13 @@ import json
 
 import pytest
 from conftest import make_prompt
+from gym_items import write_package
 
 from dapo_jax.config.experiment import Data, Environment, Reward
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.environments.registry import judged_by
-from dapo_jax.environments.second_try import SecondTry
+from dapo_jax.environments.builtin import SecondTry
+from dapo_jax.environments.registry import with_reward_settings
 from dapo_jax.environments.sessions import Environments
 from dapo_jax.rewards.pool import RewardPool
 
@@ -39,7 +40,7 @@ def opened():
 
     def open_one(verifier="math", **settings):
         settings = Environment(name="second_try", workers=1, **settings)
-        settings = judged_by(settings, Reward(verifier=verifier))
+        settings = with_reward_settings(settings, Reward(verifier=verifier))
         made.append(Environments(settings, TOKENIZER, chat=False))
         return made[-1]
 
@@ -77,8 +78,7 @@ def test_an_answer_is_wrong_where_the_reward_calls_it_so(verifier, wrong, right,
 
 def test_a_gym_task_is_asked_again_by_its_own_scorer(opened, tmp_path, monkeypatch):
     """In a process with the limits of reward workers, made ready before a step's time begins."""
-    (tmp_path / "reasoning_gym").mkdir()
-    (tmp_path / "reasoning_gym/__init__.py").write_text(PACKAGE)
+    write_package(tmp_path, PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     metadata = json.dumps({"answer": "seven"})
     prompt = make_prompt(0, [3, 4], "another")

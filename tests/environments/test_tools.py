@@ -6,8 +6,9 @@ import typing
 import pytest
 from chat_families import TAGGED
 
-from dapo_jax.environments.tools import MAX_CALLS, SHOWN_OF_ERROR, ToolUse, describe_tool
-from dapo_jax.environments.worker import MAX_CHARACTERS, Sessions
+from dapo_jax.environments.tools import MAX_CALLS, MAX_ERROR_CHARACTERS, ToolUse, tool_schema
+from dapo_jax.environments.worker import MAX_CHARACTERS, Request, Sessions
+from dapo_jax.structs import Problem
 
 if typing.TYPE_CHECKING:
     from nowhere import Thing
@@ -46,7 +47,7 @@ def hidden(thing: "Thing") -> None: ...
 def test_a_description_from_signature_and_docstring():
     text, number = {"type": "string"}, {"type": "number"}
     tags = {"anyOf": [{"type": "array", "items": text}, {"type": "null"}]}
-    assert describe_tool(search) == {
+    assert tool_schema(search) == {
         "type": "function",
         "function": {
             "name": "search",
@@ -68,7 +69,7 @@ def test_a_description_from_signature_and_docstring():
 
 
 def test_a_type_that_is_not_there_when_it_runs():
-    parameters = describe_tool(hidden)["function"]["parameters"]
+    parameters = tool_schema(hidden)["function"]["parameters"]
     assert parameters == {"type": "object", "properties": {"thing": {}}, "required": ["thing"]}
 
 
@@ -158,7 +159,7 @@ def test_errors_are_for_the_policy_to_read(text, told):
     observation = use().step(text)
     (message,) = observation.messages
     assert message["content"].startswith("error: ") and told in message["content"]
-    assert len(message["content"]) <= SHOWN_OF_ERROR
+    assert len(message["content"]) <= MAX_ERROR_CHARACTERS
     assert observation.failure == message["content"] and not observation.done
 
 
@@ -193,12 +194,10 @@ def test_a_repeated_step_says_the_same():
 
 @pytest.mark.parametrize("text", [call("large"), call("large") * 3])
 def test_ten_megabytes_stay_a_result_of_a_tool(text):
-    problem = {"id": "0", "text": "?", "answer": "", "source": "", "metadata": ""}
-    reply = Sessions(lambda seed: use()).answer(
-        {"session": "0", "seed": 0, "problem": problem, "said": [text]}
-    )
-    assert reply["cut"] and reply["role"] == "tool" and not reply["failure"]
-    assert len(reply["text"]) == MAX_CHARACTERS and not reply["messages"]
+    request = Request(Problem("0", "?", "", ""), turns=[text])
+    reply = Sessions(use).answer(request)
+    assert reply.cut and reply.observation.role == "tool" and not reply.observation.failure
+    assert len(reply.observation.text) == MAX_CHARACTERS and not reply.observation.messages
 
 
 def test_a_tool_that_exits_is_left_to_the_worker():

@@ -11,7 +11,7 @@ from chat_families import ASKED, FAMILIES, begin_token, called, conversations
 
 from dapo_jax.data.prompts.chat_template import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments.tools import describe_tool
+from dapo_jax.environments.tools import tool_schema
 from dapo_jax.environments.transcript import Transcript
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.tool_calls import read_calls
@@ -110,9 +110,9 @@ LEAVES_OUT = RAISES.replace("{{ raise_exception('no such role') }}", "{% continu
     [
         (RAISES, "tool", "role 'tool': the model's chat template fails: no such role"),
         (LEAVES_OUT, "tool", "writes no message of the role 'tool'"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "user", "elsewhere"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "user", "does not write"),
         ("{% for m in messages[::-1] %}{{ m.content }}{% endfor %}", "user", "no message of"),
-        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", "user", "elsewhere"),
+        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", "user", "does not write"),
     ],
 )
 def test_a_template_that_cannot_go_on_stops_at_the_door(template, role, told):
@@ -195,7 +195,7 @@ def test_a_drawn_call_is_read_from_its_decoded_tokens(family):
     text = f"<|python_tag|>{text}" if family == "llama" else text
     decoded = tokenizer.decode([*tokenizer.encode(text), tokenizer.end_ids[0]])
     for one in {decoded, text.removeprefix("[TOOL_CALLS]")}:
-        rest, (call,) = read_calls(one, [describe_tool(add)])
+        rest, (call,) = read_calls(one, [tool_schema(add)])
         assert rest == "" and json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
 
 

@@ -9,7 +9,7 @@ from samplers import PROMPTS, make_engine, sample
 
 from dapo_jax.config.sections import Environment
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.environments.sessions import Step
+from dapo_jax.environments.sessions import TokenizedReply
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.structs import PartialGroup, SamplingRule, with_texts
@@ -38,14 +38,14 @@ class Scripted:
 
 
 def silent(prompt, said):
-    return Step([], "")
+    return TokenizedReply([], "")
 
 
 def talks(prompt, said):
     """Two observations, the second one longer, then the end."""
     if len(said) > 2:
-        return Step([], "", reward=3.0)
-    return Step(OBSERVED * len(said), "7+2=9," * len(said), reward=float(len(said)))
+        return TokenizedReply([], "", reward=3.0)
+    return TokenizedReply(OBSERVED * len(said), "7+2=9," * len(said), reward=float(len(said)))
 
 
 def play(
@@ -159,7 +159,7 @@ def test_observations_stand_between_the_turns_and_nothing_is_drawn_there(tiny_pa
 
 def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
     def for_ever(prompt, said):
-        return Step(OBSERVED, "7+2=9,")
+        return TokenizedReply(OBSERVED, "7+2=9,")
 
     turns = Scripted(for_ever, Environment(name="x:Y", max_turns=2))
     groups, counts = play(one_device, tiny_params, turns)
@@ -176,7 +176,9 @@ def test_limits_end_trajectories_as_truncated(tiny_params, one_device):
 
 
 def test_an_observation_of_which_nothing_is_left_ends_as_truncated(tiny_params, one_device):
-    groups, counts = play(one_device, tiny_params, Scripted(lambda *_: Step([], "é", cut=True)))
+    groups, counts = play(
+        one_device, tiny_params, Scripted(lambda *_: TokenizedReply([], "é", cut=True))
+    )
     cut = [c for group in groups.values() for c in group if c.rewards]
     assert cut and all(done.truncated for done in cut)
     assert counts.turns.cut_observations == counts.turns.ended_by_tokens == len(cut)

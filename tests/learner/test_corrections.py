@@ -123,7 +123,7 @@ def test_weights_and_rejections_are_constants():
 
     def total(p):
         places = rollouts.segment_ids, trained
-        out, beyond = rejections(algorithm, p, old, q, batch.advantages, *places)
+        out, beyond = rejections(algorithm, p - q, *places, trained)
         weights = importance_weights(algorithm, old, q, *places)
         return jnp.sum(jnp.where(out | beyond, 0.0, weights))
 
@@ -133,15 +133,11 @@ def test_weights_and_rejections_are_constants():
 def test_each_bound_reports_the_tokens_that_it_rejected():
     batch, logprobs, responses = case("apart")
     rollouts, trained = batch.scored.rollouts, batch.loss_weights > 0
-    policies = [
-        np.where(trained, one, 0.0)
-        for one in (logprobs, batch.scored.old_logprobs, rollouts.sampler_logprobs)
-    ]
-    places = batch.advantages, rollouts.segment_ids, trained
+    log_ratios = np.where(trained, batch.scored.old_logprobs - rollouts.sampler_logprobs, 0.0)
     for pool in ("token", "product", "sequence", "worst"):
         algorithm = changed("icepop", rejection=pool, rejection_low=0.8, rejection_high=1.3)
         with jax.enable_x64(True):
-            below, above = map(np.asarray, rejections(algorithm, *policies, *places))
+            below, above = rejections(algorithm, log_ratios, rollouts.segment_ids, trained, trained)
         expected = np.zeros((2, *trained.shape), bool)
         for response in filter(lambda one: one.places, responses):
             ratios = loop_pool(pool, drifts_of(response))

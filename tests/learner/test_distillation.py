@@ -13,7 +13,7 @@ from teachers import LARGE, divergence_by_definition, make_teacher
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer
 from dapo_jax.learner.advantages import estimate, gather_feedback
-from dapo_jax.learner.policy import TEACHER, policy_learner, policy_objective
+from dapo_jax.learner.policy import TEACHER, PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import Decoder, abstract_params, head_kernel
 from dapo_jax.model.divergence import Divergence
 from dapo_jax.runtime import sharding
@@ -37,8 +37,8 @@ def make_distiller(mesh, teacher, algorithm):
     places = sharding.tree_shardings(mesh, abstract_params(SHAPE))
     frozen = {TEACHER: jax.device_put(teacher, places)}
     compute = Compute(logprob_chunk_tokens=7)
-    settings = algorithm, compute, Optimizer(learning_rate=1e-3), TINY, mesh
-    return policy_learner(*settings, frozen=frozen, teacher=SHAPE)
+    settings = PolicySettings(algorithm, compute, teacher=SHAPE)
+    return policy_learner(settings, Optimizer(learning_rate=1e-3), TINY, mesh, frozen)
 
 
 def loop_loss(params, teacher, kind: Divergence):

@@ -34,11 +34,12 @@ from policy_loops import (
 from dapo_jax import algorithms
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import KL_ESTIMATORS, policy_loss, response_weights
-from dapo_jax.learner.packing import make_batch, pack, place_tokens
-from dapo_jax.learner.policy import policy_learner, policy_objective
+from dapo_jax.learner.minibatches import make_batch
+from dapo_jax.learner.packing import pack, place_tokens
+from dapo_jax.learner.policy import PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import DecoderConfig, init_params
 
 SMALL = DecoderConfig(
@@ -288,7 +289,9 @@ def test_microbatches_of_any_rows_add_up(name):
 
 @functools.cache
 def small_learner(name, mesh):
-    return policy_learner(SPLIT[name], Compute(), Optimizer(learning_rate=1e-3), SMALL, mesh)
+    return policy_learner(
+        PolicySettings(SPLIT[name], Compute()), Optimizer(learning_rate=1e-3), SMALL, mesh
+    )
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +314,7 @@ def split_batch(algorithm, scores, rows, microbatches, row_tokens):
     reference = near["reference"] if algorithm.reference else None
     scored = ScoredBatch(rollouts, near["old"], reference)
     advantages = broadcast_to_tokens(ADVANTAGES, index)
-    return make_batch(scored, SEGMENTS, advantages, None, algorithm, BUDGET), used
+    return make_batch(scored, SEGMENTS, Estimates(advantages), algorithm, BUDGET), used
 
 
 @pytest.mark.parametrize("name", SPLIT)

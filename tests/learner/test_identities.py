@@ -16,8 +16,9 @@ from dapo_jax.learner.advantages import ESTIMATORS, estimate, gather_feedback
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.critic import critic_learner, scalar_config
 from dapo_jax.learner.losses import k2, k3, policy_loss, response_weights
-from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens, trained_tokens
-from dapo_jax.learner.policy import policy_learner, policy_objective
+from dapo_jax.learner.minibatches import make_batch, trained_tokens
+from dapo_jax.learner.packing import Segment, pack, place_tokens
+from dapo_jax.learner.policy import PolicySettings, policy_learner, policy_objective
 from dapo_jax.model.decoder import init_params
 from dapo_jax.structs import Completion
 
@@ -75,11 +76,11 @@ def make_update(algorithm, shape=(1, 16, 20), old=None, spread_of_old=0.3):
         trained=place_tokens(trained_tokens(SEGMENTS, algorithm), index) > 0,
         values=values,
     )
-    advantages, returns = estimate(algorithm, feedback)
+    estimates = estimate(algorithm, feedback)
     reference = np.float32(references) if algorithm.reference else None
     values = None if values is None else np.float32(values)
     scored = ScoredBatch(rollouts, np.float32(olds), reference, values)
-    return make_batch(scored, SEGMENTS, advantages, returns, algorithm, BUDGET), used
+    return make_batch(scored, SEGMENTS, estimates, algorithm, BUDGET), used
 
 
 def first_rows(batch):
@@ -289,7 +290,9 @@ def place(params, learner):
 
 
 def make_learner(algorithm, mesh):
-    return policy_learner(algorithm, Compute(), Optimizer(learning_rate=1e-3), TINY, mesh)
+    return policy_learner(
+        PolicySettings(algorithm, Compute()), Optimizer(learning_rate=1e-3), TINY, mesh
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -311,7 +314,7 @@ def scores(tiny_params, one_device):
     """What the policy says of each response: old log-probs near it are hardly clipped."""
     learner = make_learner(dapo(), one_device)
     rollouts, used = pack(SEGMENTS, 20, 16, 1)
-    found = np.asarray(learner.score(place(tiny_params, learner), rollouts, used))
+    found = np.asarray(learner.score(place(tiny_params, learner), rollouts, used).values)
     return [found[rollouts.response_index == i] for i in range(len(LENGTHS))]
 
 

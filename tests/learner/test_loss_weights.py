@@ -10,11 +10,11 @@ from conftest import make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.learner.advantages import estimate
+from dapo_jax.learner.advantages import Estimates, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.learner.minibatches import Minibatches
-from dapo_jax.learner.packing import Segment, make_batch, pack
+from dapo_jax.learner.minibatches import Minibatches, make_batch
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion
@@ -114,7 +114,7 @@ def packed(segments, algorithm, returns=False, advantages=0.0):
     everywhere = np.full(rollouts.tokens.shape, advantages)
     targets = everywhere if returns else None
     scored = ScoredBatch(rollouts, None)
-    return make_batch(scored, segments, everywhere, targets, algorithm, BUDGET)
+    return make_batch(scored, segments, Estimates(everywhere, targets), algorithm, BUDGET)
 
 
 def of_responses(array, batch, first=0):

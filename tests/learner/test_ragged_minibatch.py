@@ -8,10 +8,11 @@ import pytest
 from conftest import make_prompt
 
 from dapo_jax import algorithms
-from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS
-from dapo_jax.learner.packing import Segment, make_batch, pack
+from dapo_jax.learner.minibatches import make_batch
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.policy import policy_objective
 from dapo_jax.structs import Completion
 
@@ -36,7 +37,9 @@ def planned_batch(algorithm, groups, planned=PLANNED):
     rng = np.random.default_rng(0)
     advantages = broadcast_to_tokens(rng.normal(size=2 * PLANNED + 2), rollouts.response_index)
     scored = ScoredBatch(rollouts, None)
-    return make_batch(scored, segments, advantages, advantages, algorithm, BUDGET, planned)
+    return make_batch(
+        scored, segments, Estimates(advantages, advantages), algorithm, BUDGET, planned
+    )
 
 
 WEIGHED = ("loss_weights", "nll_weights", "value_weights")

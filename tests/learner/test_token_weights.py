@@ -8,9 +8,10 @@ from conftest import make_completion, make_prompt
 from small_runs import make_quick_config
 
 from dapo_jax import algorithms
+from dapo_jax.learner.advantages import Estimates
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.minibatches import split_groups
-from dapo_jax.learner.packing import make_batch, pack
+from dapo_jax.learner.minibatches import make_batch, split_groups
+from dapo_jax.learner.packing import pack
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.run.components import Components, build
 from dapo_jax.runtime.settings import ConfigError
@@ -81,7 +82,7 @@ def batch_of(parts: Components, groups) -> TrainBatch:
     advantages = np.ones(rollouts.tokens.shape, np.float32)
     budget = parts.config.sampler.max_response_tokens
     scored = ScoredBatch(rollouts, None)
-    return make_batch(scored, segments, advantages, None, parts.config.algorithm, budget)
+    return make_batch(scored, segments, Estimates(advantages), parts.config.algorithm, budget)
 
 
 def by_response(batch: TrainBatch) -> dict[int, np.ndarray]:

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 
+import hlo_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,6 @@ from learners import (
 )
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan import hlo_text
 from dapo_jax.config.experiment import Optimizer
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import response_weights
@@ -112,7 +112,7 @@ def two_updates(params, mesh):
     state = learner.start(place(params, learner))
     batch, used = make_batch(rows=8, microbatches=2)
     for _ in range(2):
-        state, metrics = learner.update(state, batch, used, 1e-3)
+        state, (metrics, _) = learner.update(state, batch, used, 1e-3)
     gradient = learner.gradient(place(params, learner), batch, used)
     return jax.device_get((state.params, gradient, metrics))
 
@@ -184,9 +184,9 @@ def test_replicas_of_several_devices_meet_once_an_update():
         mesh = sharding.make_mesh(data, 2, 2, devices=jax.devices()[: 4 * data])
         learner, (batch, _) = make_learner(mesh), make_batch(rows=2 * data, microbatches=4)
         text = learner.lower("update", batch).compile().as_text()
-        made = hlo_text.instructions(text)
+        made = hlo_arrays.instructions(text)
         large = [one for one in made if math.prod(one.shape) > len(EDGES) + 1 and one.group != 1]
-        looped.append(hlo_text.collectives(large, looped=True))
+        looped.append(hlo_arrays.collectives(large, looped=True))
         all_reduces.append(len(re.findall(r" all-reduce(?:-start)?\(", text)))
     assert looped[0] == looped[1] != []
     assert all_reduces[1] > all_reduces[0]
@@ -196,13 +196,13 @@ def test_without_old_logprobs_the_ratio_is_exactly_one(tiny_params, one_device):
     learner = make_learner(one_device)
     params = place(tiny_params, learner)
     batch, used = make_batch()
-    scores = learner.score(params, batch.scored.rollouts, used)
+    scores = learner.score(params, batch.scored.rollouts, used).values
     on_policy = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, None))
     scored = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, scores))
     assert_close(
         learner.gradient(params, on_policy, used), learner.gradient(params, scored, used), 1e-5
     )
-    _, metrics = learner.update(learner.start(params), on_policy, used, 1e-3)
+    _, (metrics, _) = learner.update(learner.start(params), on_policy, used, 1e-3)
     assert all(metrics[f"clip_fraction_{side}"].value() == 0 for side in ("low", "high", "dual"))
 
 
@@ -226,10 +226,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_params, one_device):
     broken = dataclasses.replace(batch, advantages=batch.advantages * np.float32(np.nan))
     state = learner.start(place(tiny_params, learner))
     before = jax.device_get(state)
-    state, metrics = learner.update(state, broken, used, 1e-3)
+    state, (metrics, _) = learner.update(state, broken, used, 1e-3)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     assert metrics["skipped_updates"].value() == 1
-    state, metrics = learner.update(state, batch, used, 1e-3)
+    state, (metrics, _) = learner.update(state, batch, used, 1e-3)
     assert metrics["skipped_updates"].value() == 0 and int(state.update_count) == 1
 
 

@@ -210,7 +210,7 @@ def test_what_backward_keeps_does_not_change_the_numbers(name, tiny_params, one_
             return jax.jit(jax.grad(loss))(tiny_params)
 
     expected = gradient("none")
-    for remat in ("dots", "attention", "offload"):
+    for remat in ("full", "dots", "attention", "offload"):
         assert_equal(gradient(remat), expected, 1e-5)
 
 
@@ -226,7 +226,7 @@ class _Devices:
         return [kinds(kind) for kind in self._memories]
 
 
-def test_the_door_refuses_what_rows_or_devices_can_not_do():
+def test_attention_that_rows_or_devices_do_not_support_is_rejected():
     on_tpu = functools.partial(numerics, mesh=_Devices("tpu"))
     assert on_tpu(Compute(), row_tokens=22_528)["attention"] == "splash"
     assert on_tpu(Compute(attention="blocked"), row_tokens=22_500)["attention"] == "blocked"

@@ -12,8 +12,8 @@ from test_windows import GEMMA
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Config, Data, Mesh, Optimizer, Packing, Sampler
-from dapo_jax.learner.policy import policy_learner
-from dapo_jax.model import blockwise_attention, context_attention, splash_attention
+from dapo_jax.learner.policy import PolicySettings, policy_learner
+from dapo_jax.model import blockwise_attention, splash_attention, training_attention
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.training_attention import Window
 from dapo_jax.run.compute import numerics, open_mesh
@@ -54,7 +54,7 @@ def test_devices_attend_from_an_early_and_a_late_piece(eight_devices):
         return queries
 
     def attend(*arrays):
-        return context_attention.attend_in_context(firsts, ("context",), *arrays)
+        return training_attention.attend_in_context(firsts, ("context",), *arrays)
 
     cut = jax.P(None, "context")
     rows = np.arange(64.0).reshape(1, 32, 1, 2)
@@ -68,10 +68,12 @@ def test_devices_attend_from_an_early_and_a_late_piece(eight_devices):
 
 def found(config, mesh):
     """Log-probs, loss and gradient of packed rows."""
-    learner = policy_learner(algorithms.dapo(), Compute(), Optimizer(), config, mesh)
+    learner = policy_learner(
+        PolicySettings(algorithms.dapo(), Compute()), Optimizer(), config, mesh
+    )
     params = place(unbox(init_params(config, jax.random.key(0))), learner)
     batch, used = make_batch(row_tokens=32)
-    scores = learner.score(params, batch.scored.rollouts, used)
+    scores = learner.score(params, batch.scored.rollouts, used).values
     return jax.device_get((scores, *learner.loss_and_gradient(params, batch, used)))
 
 
@@ -110,7 +112,7 @@ def test_packed_rows_cut_by_length_train_as_on_one_device(config, sizes, one_dev
     assert_close(found(config, mesh), found(config, one_device), 1e-5)
 
 
-def test_the_door_refuses_rows_that_can_not_be_cut():
+def test_rows_that_the_mesh_can_not_cut_are_rejected():
     mesh = open_mesh(Mesh(context=4), rows_per_microbatch=2)
     refused = r"config.packing.row_tokens = 60: must be a multiple of 8 with mesh.context = 4"
     with pytest.raises(ConfigError, match=refused):

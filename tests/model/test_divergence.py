@@ -45,23 +45,16 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_values_and_gradients_are_those_of_the_papers_equation(kind):
+def test_values_and_gradients_equal_the_papers_equation(kind):
     found = chunked(kind, 7)(HIDDEN, HEAD)  # chunks cross rows, the last one is padded
     assert_same(found, with_gradients(lambda *a: by_definition(*a, kind))(HIDDEN, HEAD))
     (back, _), values = found
     assert (np.asarray(values) > 0).all() and not back[2, 1:3].any()
 
 
-def test_chunks_change_nothing():
-    kind = Divergence(0.5, 5)
-    whole = chunked(kind, 10**6)(HIDDEN, HEAD)
-    for chunk_tokens in (1, 9):
-        assert_same(chunked(kind, chunk_tokens)(HIDDEN, HEAD), whole)
-
-
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (1, 1, 1, 8)], ids=str)
 @pytest.mark.parametrize("top_k", [0, 9])
-def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, top_k):
+def test_sharding_does_not_change_the_results(sizes, top_k):
     data, fsdp, decode_tensor, tensor = sizes
     mesh, kind = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor), Divergence(0.3, top_k)
     heads = (sharding.sharding(mesh, "embed", "vocab"),) * 2
@@ -73,12 +66,12 @@ def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, top_k):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_of_itself_it_is_zero_and_so_is_its_gradient(kind):
+def test_the_divergence_from_itself_and_its_gradient_are_zero(kind):
     gradients, values = chunked(kind, 10**6, HIDDEN, HEAD)(HIDDEN, HEAD)
     assert np.abs(values).max() < 1e-6
     assert max(np.abs(leaf).max() for leaf in gradients) < 1e-5
 
 
-def test_with_as_many_likeliest_as_tokens_nothing_is_left():
-    every, all_told = (chunked(Divergence(0.5, k), 10**6)(HIDDEN, HEAD) for k in (VOCAB, 0))
-    assert_same(every, all_told)
+def test_top_k_of_the_whole_vocabulary_equals_no_top_k():
+    every, compared = (chunked(Divergence(0.5, k), 10**6)(HIDDEN, HEAD) for k in (VOCAB, 0))
+    assert_same(every, compared)

@@ -12,12 +12,10 @@ from conftest import TINY
 
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.experts import NAMES, mix, route
-from dapo_jax.model.families import decoder_config
 from dapo_jax.model.layers import ACTIVATIONS, SCALE
 from dapo_jax.model.param_paths import scaled_axes
 from dapo_jax.model.quantisation import quantise
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
 MOE = dataclasses.replace(
@@ -148,32 +146,3 @@ def test_no_array_has_a_place_for_each_pair_of_token_and_expert():
     sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
     assert len(sizes) > 100 and max(sizes) < tokens * experts * inner / 4
     assert "ragged_dot" in str(traced.jaxpr)
-
-
-BASE = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2: must be 1"),
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]: must be \[\]"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5: must be at most num_experts = 4"),
-        ({"num_experts": 0}, "num_experts = 0: must be a whole number from 1"),
-        ({"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes': must be true or false"),
-    ],
-)
-def test_experts_that_are_not_known_are_refused(changes, words):
-    assert decoder_config(BASE, "folder", "model.folder").active_mlp == 32
-    with pytest.raises(ConfigError, match=words):
-        decoder_config(BASE | changes, "folder", "model.folder")

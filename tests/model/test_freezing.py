@@ -1,4 +1,4 @@
-"""Frozen first layers: no gradient, no moments, no motion; everything else as without them."""
+"""Frozen first layers have no gradient, no moments and do not move; all else is unchanged."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from small_runs import make_quick_config
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Model, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface, save_huggingface
 from dapo_jax.model.trainable import frozen_layers, join, without
 from dapo_jax.run.components import build, load_frozen
@@ -38,7 +38,9 @@ def split(params):
 def make_half_learner(folder, mesh):
     settings = Optimizer(learning_rate=1e-3, weight_decay=0.5)
     frozen = load_frozen(folder, HALF, mesh)
-    return policy_learner(algorithms.dapo(), Compute(), settings, HALF, mesh, frozen=frozen)
+    return policy_learner(
+        PolicySettings(algorithms.dapo(), Compute()), settings, HALF, mesh, frozen
+    )
 
 
 def test_the_gradient_is_the_unfrozen_ones_without_the_frozen_layers(
@@ -73,7 +75,7 @@ def test_a_state_is_without_the_frozen_layers_and_an_update_moves_the_rest(
     assert len(moments) == 2 * len(learned)  # mean and variance
     assert sum(leaf.nbytes for _, leaf in moments) == 2 * sum(leaf.nbytes for leaf in learned)
     assert not any("frozen" in path for path, _ in moments)
-    state, metrics = learner.update(state, batch, used, 1e-2)
+    state, (metrics, _) = learner.update(state, batch, used, 1e-2)
     assert metrics["gradient_norm"].value() > 0
     after = jax.device_get(state.params)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, after, before)))
@@ -98,7 +100,9 @@ def test_decoding_weights_are_the_layers_in_their_order(tiny_params, one_device)
     jax.tree.map(np.testing.assert_array_equal, half, whole)
 
 
-def test_a_folder_does_not_show_what_was_frozen(tiny_folder, tiny_params, eight_devices, tmp_path):
+def test_a_written_folder_is_the_same_with_frozen_layers(
+    tiny_folder, tiny_params, eight_devices, tmp_path
+):
     frozen = load_huggingface.load_params(tiny_folder, HALF, eight_devices)
     jax.tree.map(np.testing.assert_array_equal, frozen, split(tiny_params))
     save_huggingface.save_folder(tmp_path, frozen, HALF, (1,))
@@ -112,22 +116,20 @@ def test_a_folder_does_not_show_what_was_frozen(tiny_folder, tiny_params, eight_
 
 
 @pytest.mark.parametrize(
-    ("share", "layers", "frozen"),
+    ("fraction", "layers", "frozen"),
     [(0.0, 2, 0), (0.5, 2, 1), (0.99, 2, 1), (1 / 3, 3, 1), (2 / 3, 3, 2), (0.7, 10, 7)],
 )
-def test_a_share_of_layers_is_rounded_down(share, layers, frozen):
-    assert frozen_layers(share, layers) == frozen
+def test_a_fraction_of_layers_is_rounded_down(fraction, layers, frozen):
+    assert frozen_layers(fraction, layers) == frozen
 
 
-@pytest.mark.parametrize(("share", "layers"), [(0.4, 2), (0.3, 3), (1 - 1e-12, 2), (0.9, 1)])
-def test_a_share_that_freezes_nothing_or_everything_is_refused(share, layers):
+@pytest.mark.parametrize(("fraction", "layers"), [(0.4, 2), (0.3, 3), (1 - 1e-12, 2), (0.9, 1)])
+def test_a_fraction_that_freezes_nothing_or_everything_is_rejected(fraction, layers):
     with pytest.raises(ConfigError, match=rf"model.freeze_layers = .*from 1/{layers}"):
-        frozen_layers(share, layers)
+        frozen_layers(fraction, layers)
 
 
-def test_a_run_freezes_the_share_that_its_config_asks_for(
-    tiny_folder, tiny_params, alone, tmp_path
-):
+def test_a_run_freezes_the_fraction_of_its_config(tiny_folder, tiny_params, alone, tmp_path):
     model = Model(folder=str(tiny_folder), freeze_layers=0.5)
     parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", model=model))
     parts.close()
@@ -143,9 +145,7 @@ def test_a_run_freezes_the_share_that_its_config_asks_for(
     assert set(moments) == set(tiny_params) and moments["layers"]["up"]["kernel"].shape[0] == 1
 
 
-def test_a_share_that_freezes_no_layer_of_the_folder_stops_at_the_door(
-    tiny_folder, alone, tmp_path
-):
+def test_a_fraction_that_freezes_no_layer_is_rejected_at_validation(tiny_folder, alone, tmp_path):
     model = Model(folder=str(tiny_folder), freeze_layers=0.4)
     config = make_quick_config(tiny_folder, tmp_path, model=model)
     with pytest.raises(ConfigError, match="model.freeze_layers = 0.4.*policy of 2 layers"):

@@ -19,9 +19,8 @@ from dapo_jax.model.decode_attention import quantise
 from dapo_jax.model.experts import REPLACED
 from dapo_jax.model.load_huggingface import load_params, read_config
 from dapo_jax.model.logprobs import hidden_states
-from dapo_jax.model.param_paths import scaled_axes
+from dapo_jax.model.param_paths import param_shapes, scaled_axes
 from dapo_jax.model.trainable import choose_trained, is_trained
-from dapo_jax.model.weight_names import param_shapes
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.export import export, policy_layers
 from dapo_jax.run.run import train

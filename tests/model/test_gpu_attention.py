@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_attention import assert_equal, ragged_ids, results
 
 from dapo_jax.commands.plan import chips
-from dapo_jax.commands.plan.run_flags import compiler_options
 from dapo_jax.commands.plan.simulated_engine import named_mesh
-from dapo_jax.commands.plan.targets import target_devices
+from dapo_jax.commands.plan.targets import compiler_options, target_devices
 from dapo_jax.config.compute import Mesh as MeshSettings
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import decode_attention, gpu_attention, training_attention
@@ -39,14 +38,14 @@ def test_packed_rows_and_their_gradients(heads, kv_heads):
     assert_equal(results("triton", arrays, ids), results("plain", arrays, ids))
 
 
-def test_packed_rows_on_a_mesh_whose_devices_have_rows_and_heads_of_their_own():
+def test_packed_rows_on_a_mesh_that_cuts_rows_and_heads():
     arrays, ids = arrays_of(4, 128, 4, 2, 16), ragged_ids(128, 4)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     assert_equal(results("triton", arrays, ids, mesh), results("plain", arrays, ids))
 
 
 @pytest.mark.parametrize("case", ["window", "sinks", "length", "width"])
-def test_blocks_take_what_the_kernel_does_not_know(case, monkeypatch):
+def test_unsupported_cases_run_blockwise(case, monkeypatch):
     monkeypatch.setattr(gpu_attention, "rows_attention", None)  # would fail
     length, width = (100 if case == "length" else 128), (24 if case == "width" else 16)
     queries, keys, values, _ = arrays_of(2, length, 4, 2, width)
@@ -81,7 +80,7 @@ def filled(slots: int, kv_heads: int, length: int, width: int) -> KVCache:
 
 @pytest.mark.parametrize("length", [256, 96, 8])  # the last is too short for the kernel
 @pytest.mark.parametrize("mesh", ["one_device", "eight_devices"])
-def test_slots_are_read_as_far_as_they_are_filled(length, mesh, request, monkeypatch):
+def test_only_filled_blocks_of_slots_are_read(length, mesh, request, monkeypatch):
     mesh, cache = request.getfixturevalue(mesh), filled(8, 2, length, 16)
     lengths = [0, 1, length // 2 - 1, length // 2, 5, 3, length - 2, length - 1]
     active = jnp.arange(8) != 5
@@ -102,7 +101,7 @@ def test_slots_are_read_as_far_as_they_are_filled(length, mesh, request, monkeyp
     np.testing.assert_array_equal(after.values[0, :, 0], written.values[0, :, 0])
 
 
-def test_in_bfloat16_it_rounds_about_as_plain_attention_does(one_device):
+def test_the_bfloat16_error_matches_plain_attentions(one_device):
     cache, lengths = filled(8, 2, 1536, 64), [1535, 700, 30, 1, 0, 900, 1200, 77]
     exact, _ = decode(decode_attention.attend_slots, lengths, cache)
     half = cache.replace(keys=jnp.bfloat16(cache.keys), values=jnp.bfloat16(cache.values))
@@ -113,7 +112,7 @@ def test_in_bfloat16_it_rounds_about_as_plain_attention_does(one_device):
     assert kernel < 3 * plain < 0.1
 
 
-def test_engines_of_gpus_take_it_and_those_of_others_do_not(one_device):
+def test_only_gpu_engines_use_the_kernel(one_device):
     gpu = named_mesh(MeshSettings(), "cuda", 1)
 
     def takes_it(mesh, dtype=jnp.float32, **shape):
@@ -127,7 +126,7 @@ def test_engines_of_gpus_take_it_and_those_of_others_do_not(one_device):
 
 
 @pytest.mark.slow  # needs the cuda extra, no GPU
-def test_an_h100s_compiler_takes_both_kernels():
+def test_both_kernels_compile_for_an_h100():
     pytest.importorskip("jax_cuda12_plugin")
     topology = chips.parse("h100:1")
     mesh = Mesh(np.array(target_devices(topology)), ("data",))

@@ -1,4 +1,4 @@
-"""Model folders that someone made wrong, or on purpose: one line with field and value, at once."""
+"""Broken or hostile model folders raise an error with field and value, without delay."""
 
 import concurrent.futures
 import json
@@ -201,7 +201,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_one_clear_error_or_none(name, tiny_folder, tmp_path, one_device):
+def test_a_hostile_folder_raises_one_clear_error_or_none(name, tiny_folder, tmp_path, one_device):
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     damage, words = HOSTILE[name]
     damage(folder)
@@ -219,7 +219,7 @@ def _yarn(changes: dict, **values) -> dict:
 
 MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 8}
 MOE |= {"num_experts": 4, "num_experts_per_tok": 2}
-# What a folder says beside a number that not every one reads.
+# Other fields that a folder needs so that a number is read.
 WHERE_READ = {
     "sliding_window": lambda changes: changes | {"model_type": "mistral"},
     "max_window_layers": lambda changes: changes | {"use_sliding_window": True},
@@ -268,7 +268,7 @@ def test_a_number_is_checked_as_a_setting_is(name, tiny_folder, tmp_path):
         assert f"{name} = " in str(caught.value) and str(allowed) in str(caught.value), wrong
 
 
-def test_lengths_of_another_program_are_not_those_of_a_prompt(tiny_folder, tmp_path):
+def test_lengths_in_tokenizer_json_are_ignored(tiny_folder, tmp_path):
     """A tokenizer.json may say to cut texts at 2 tokens, or to fill them up to millions."""
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     plain = Tokenizer.from_folder(folder).encode("1+2=3")
@@ -279,7 +279,7 @@ def test_lengths_of_another_program_are_not_those_of_a_prompt(tiny_folder, tmp_p
     assert len(plain) == 5 and Tokenizer.from_folder(folder).encode("1+2=3") == plain
 
 
-def test_a_pad_token_of_minus_1_is_none(tiny_folder, tmp_path):
+def test_a_pad_token_of_minus_1_means_no_pad_token(tiny_folder, tmp_path):
     """As the first folders of Llama say it."""
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     change("generation_config.json", pad_token_id=-1)(folder)

@@ -50,14 +50,14 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 14, 10**6])
-def test_values_and_gradients_are_those_of_the_softmax(temperature, chunk_tokens):
+def test_values_and_gradients_equal_those_of_the_softmax(temperature, chunk_tokens):
     actual = with_gradients(head_logprobs, temperature, chunk_tokens)(HIDDEN, HEAD)
     assert_same(actual, with_gradients(by_definition, temperature)(HIDDEN, HEAD))
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [3, 10**6])
-def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, chunk_tokens):
+def test_sharding_does_not_change_the_results(sizes, chunk_tokens):
     data, fsdp, decode_tensor, tensor = sizes
     mesh = make_mesh(data, fsdp, tensor, decode_tensor=decode_tensor)
     head = jax.device_put(HEAD, sharding.sharding(mesh, "embed", "vocab"))
@@ -68,7 +68,7 @@ def test_any_cut_of_vocabulary_and_rows_gives_the_same(sizes, chunk_tokens):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_decoder_on_a_mesh_says_what_it_says_on_one_device(tied, one_device, eight_devices):
+def test_a_decoder_on_a_mesh_equals_one_device(tied, one_device, eight_devices):
     config = dataclasses.replace(TINY, tie_embeddings=tied)
     params = sharding.unbox(init_params(config, KEYS[4]))
     tokens = jax.random.randint(KEYS[2], (4, 12), 0, TINY.vocab)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
-from frozen_samplers import DRAWN, make_sampler, sample
+from frozen_samplers import RULE, make_sampler, sample
 from learners import assert_close, make_batch, make_learner
 from small_runs import equal, learn, make_groups, make_quick_config, open_run
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, ExportConfig, Lora, Mesh, Model, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
 from dapo_jax.model.peft_adapters import read_adapters
 from dapo_jax.model.trainable import MATRICES, choose_trained, fresh_adapters, merge
@@ -36,7 +36,9 @@ GREEDY = SamplingRule(temperature=0)
 
 def make_lora_learner(folder, mesh, decoder=DECODER):
     settings, frozen = Optimizer(learning_rate=1e-3), load_frozen(folder, decoder, mesh)
-    return policy_learner(algorithms.dapo(), Compute(), settings, decoder, mesh, frozen=frozen)
+    return policy_learner(
+        PolicySettings(algorithms.dapo(), Compute()), settings, decoder, mesh, frozen
+    )
 
 
 def random_adapters(mesh, decoder=DECODER):
@@ -61,8 +63,10 @@ def merged(params, adapters):
 
 def test_fresh_adapters_change_no_log_prob(tiny_folder, tiny_params, one_device):
     learner, (batch, used) = make_lora_learner(tiny_folder, one_device), make_batch()
-    actual = learner.score(fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used)
-    expected = make_learner(one_device).score(tiny_params, batch.scored.rollouts, used)
+    actual = learner.score(
+        fresh_adapters(DECODER, one_device, 0), batch.scored.rollouts, used
+    ).values
+    expected = make_learner(one_device).score(tiny_params, batch.scored.rollouts, used).values
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -103,7 +107,7 @@ def test_an_update_on_eight_devices_equals_one(tiny_folder, one_device, eight_de
         learner = make_lora_learner(tiny_folder, mesh)
         adapters = jax.device_get(random_adapters(mesh))
         state = learner.start(jax.device_put(adapters, learner.shardings.params))
-        state, metrics = learner.update(state, batch, used, 1e-2)
+        state, (metrics, _) = learner.update(state, batch, used, 1e-2)
         states.append(jax.device_get(state.params))
         assert metrics["gradient_norm"].value() > 0
         assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, adapters, states[-1])))
@@ -127,7 +131,7 @@ def test_frozen_parameters_are_held_in_the_compute_dtype(tiny_folder, tiny_param
         np.testing.assert_array_equal(frozen[path], whole.astype(dtype))
 
 
-def test_decoding_draws_what_the_merged_model_draws(
+def test_decoding_samples_like_the_merged_model(
     tiny_folder, tiny_params, one_device, eight_devices
 ):
     frozen = load_frozen(tiny_folder, DECODER, eight_devices)
@@ -143,17 +147,16 @@ def test_decoding_draws_what_the_merged_model_draws(
 
 def test_the_decoding_copy_of_the_base_is_made_once(tiny_folder, one_device, monkeypatch):
     sampler = make_sampler(DECODER, one_device, load_frozen(tiny_folder, DECODER, one_device))
-    assert sampler.held is None  # nothing is compiled at the door
-    engine, moved = sampler._engine, []
-    load = engine.programs.load_trained
+    weights, moved = sampler._engine.programs.weights, []
+    load = weights.load_trained
     monkeypatch.setattr(
-        engine.programs, "load_trained", lambda params: moved.append(params) or load(params)
+        weights, "load_trained", lambda params: moved.append(params) or load(params)
     )
     seen = []
     for seed in (1, 2):
         sample(sampler, fresh_adapters(DECODER, one_device, seed))
         sampler.release()
-        seen.append(dict(sampler.held))
+        seen.append(dict(sampler.resident()))
     assert all(seen[0][path] is array for path, array in seen[1].items())
     assert {path.rpartition("/")[2] for path in seen[0]} >= {"embedding", "kernel"}
     assert all(path[-1].startswith("lora_") for tree in moved for path in flatten_dict(tree))
@@ -172,7 +175,7 @@ def run(tiny_folder, tmp_path_factory):
             groups = make_groups(config)
             state, _ = learn(run.components, run.state, groups)
             run.state = dataclasses.replace(state, step=step)
-            run._save()
+            run.save()
             states.append(jax.device_get(run.state.learners.policy))
         sample_from_run(run)
         memory, reference = (
@@ -234,7 +237,7 @@ def test_exported_weights_are_merged_and_give_the_same_greedy_tokens(
         np.testing.assert_allclose(a, b, atol=1e-6, err_msg=str(path))
     sampler = make_sampler(TINY, one_device)
     with open_run(config) as resumed:
-        for rule in (GREEDY, DRAWN):
+        for rule in (GREEDY, RULE):
             exported = [response.tokens.tolist() for response in sample(sampler, params, rule)]
             trained = [response.tokens.tolist() for response in sample_from_run(resumed, rule)]
             base = [response.tokens.tolist() for response in sample(sampler, frozen, rule)]
@@ -258,7 +261,7 @@ def test_an_export_has_the_adapters_beside_it_or_alone(run, tmp_path):
     assert not list(tmp_path.glob("alone.adapter"))
 
 
-def test_a_run_goes_on_from_adapters_which_its_reference_has_too(run, tmp_path):
+def test_a_run_starts_from_adapters_that_its_reference_has_too(run, tmp_path):
     config, states, _ = run
     export(ExportConfig(run=config.run_dir, out=str(tmp_path / "old"), weights="adapter"))
     lora = dataclasses.replace(LORA, folder=str(tmp_path / "old"))
@@ -306,7 +309,7 @@ def change_shape(folder):
 
 @pytest.mark.parametrize("change", [change_weights, change_shape])
 @pytest.mark.parametrize("command", ["resume", "export", "evaluate"])
-def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
+def test_a_changed_base_is_rejected(command, change, run, tmp_path):
     config, _, _ = run
     folder = pathlib.Path(config.model.folder)
     kept = shutil.copytree(folder, tmp_path / "kept")
@@ -334,7 +337,7 @@ def test_a_base_that_changed_is_refused(command, change, run, tmp_path):
         ({"lora": Lora(2), "model": None}, "model.freeze_layers = 0.5: must be 0 with lora.rank"),
     ],
 )
-def test_settings_without_sense_are_refused(changes, words, tiny_folder, tmp_path, alone):
+def test_invalid_settings_are_rejected(changes, words, tiny_folder, tmp_path, alone):
     if "model" in changes:
         changes = changes | {"model": Model(folder=str(tiny_folder), freeze_layers=0.5)}
     with pytest.raises(ConfigError, match=words):

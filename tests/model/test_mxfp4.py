@@ -25,17 +25,17 @@ def folders(tmp_path_factory):
     return root / "packed", root / "plain"
 
 
-def test_numbers_are_those_of_the_format_by_another_library():
+def test_numbers_equal_those_of_another_library():
     draws = np.random.default_rng(0).normal(size=(2, 64, 3)) * np.exp2([-40, 0, 40])
     blocks, scales, numbers = quantised(np.concatenate([draws, -draws]).astype("f"))
-    np.testing.assert_array_equal(mxfp4.plain(blocks, scales), numbers)
+    np.testing.assert_array_equal(mxfp4.dequantise(blocks, scales), numbers)
     every = np.arange(256, dtype=np.uint8).reshape(1, 16, 1, 16)
-    found = mxfp4.plain(every, np.full((1, 16, 1), 128, np.uint8))
+    found = mxfp4.dequantise(every, np.full((1, 16, 1), 128, np.uint8))
     assert set(np.abs(found).ravel()) == {0, 1, 2, 3, 4, 6, 8, 12}
-    assert np.isnan(mxfp4.plain(blocks, np.full_like(scales, 255))).all()
+    assert np.isnan(mxfp4.dequantise(blocks, np.full_like(scales, 255))).all()
 
 
-def test_a_folder_in_mxfp4_loads_as_its_numbers_do(folders, one_device, monkeypatch):
+def test_a_folder_in_mxfp4_loads_like_a_plain_one(folders, one_device, monkeypatch):
     packed, plain = folders
     config = load_huggingface.read_config(packed)
     assert config == load_huggingface.read_config(plain)
@@ -76,7 +76,7 @@ NAME = "model.layers.1.mlp.experts.down_proj"
     ],
     ids=["missing", "shape", "dtype", "scale of 255", "twice"],
 )
-def test_blocks_that_do_not_fit_are_refused(changes, words, folders, tmp_path, one_device):
+def test_blocks_that_do_not_fit_are_rejected(changes, words, folders, tmp_path, one_device):
     packed, _ = folders
     (tmp_path / "config.json").symlink_to(packed / "config.json")
     tensors = load_file(packed / "model.safetensors") | changes

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config.experiment import Lora
-from dapo_jax.model import load_huggingface, peft_adapters, weight_names
+from dapo_jax.model import load_huggingface, param_paths, peft_adapters
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.model.trainable import MATRICES, choose_trained, is_trained, join, merge
 from dapo_jax.run.components import load_frozen
@@ -31,7 +31,7 @@ MODELS = sorted(p.parent for p in ROOT.glob("fixtures/models/*/config.json"))
 
 def random_adapters(config: DecoderConfig) -> dict[str, np.ndarray]:
     """Adapters as after some training, by path."""
-    random, shapes = np.random.default_rng(5), weight_names.param_shapes(config)
+    random, shapes = np.random.default_rng(5), param_paths.param_shapes(config)
     trained = {path: shape for path, shape in shapes.items() if is_trained(path, config)}
     return {path: random.normal(0, 0.2, shape).astype("f4") for path, shape in trained.items()}
 
@@ -69,21 +69,21 @@ def test_names_and_shapes_are_those_of_peft(folder):
     assert (folder / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
-def test_the_published_product_is_what_a_merge_adds(folder):
+def test_the_published_product_equals_the_merged_change(folder):
     """alpha / r B A of the file, [out, in], layer by layer."""
     tensors, adapters = (
         load_file(folder / "adapter_model.safetensors"),
         random_adapters(DECODER),
     )
-    shapes = weight_names.param_shapes(TINY)
+    shapes = param_paths.param_shapes(TINY)
     for target in ("key", "out", "down"):
         path = f"layers/{target}/kernel"
-        for layer, name in enumerate(weight_names.published_names(path, TINY)):
+        for layer, name in enumerate(param_paths.published_names(path, TINY)):
             pair = (adapters[f"layers/{target}/{part}"][layer] for part in ("lora_a", "lora_b"))
             ours = merge(np.zeros(shapes[path][1:]), *pair, DECODER.adapters)
             name = f"base_model.model.{name.removesuffix('.weight')}"
             theirs = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 7.5 / 3
-            np.testing.assert_allclose(weight_names.to_published(path, ours), theirs, atol=1e-6)
+            np.testing.assert_allclose(param_paths.to_published(path, ours), theirs, atol=1e-6)
 
 
 def test_adapters_come_back_bit_for_bit_on_any_mesh(folder, one_device, eight_devices):
@@ -124,7 +124,7 @@ def change_config(folder: pathlib.Path, **changes) -> None:
     ],
     ids=str,
 )
-def test_an_option_that_changes_the_numbers_is_refused_by_name(changes, folder):
+def test_an_option_that_changes_the_numbers_is_rejected_by_name(changes, folder):
     change_config(folder, **changes)
     ((name, value),) = changes.items()
     with pytest.raises(ConfigError, match="lora.folder") as raised:
@@ -132,7 +132,7 @@ def test_an_option_that_changes_the_numbers_is_refused_by_name(changes, folder):
     assert f"adapter_config.json: {name} = {value!r}: " in str(raised.value)
 
 
-def test_what_changes_no_number_is_read(folder):
+def test_options_that_change_no_number_are_accepted(folder):
     change_config(folder, lora_dropout=0.1, task_type=None, peft_version="9", target_modules=".*k")
     change_config(folder, base_model_name_or_path="/home/me/base", use_qalora=False, eva_config={})
     exact = peft_adapters.read_adapters(str(folder), DECODER)
@@ -192,7 +192,7 @@ def test_a_file_that_is_missing_or_torn_is_named(broken, content, folder):
 @pytest.mark.parametrize(
     "lora", [{"rank": 2}, {"alpha": 8.0}, {"targets": "key,out"}, {"targets": "query,key,out,down"}]
 )
-def test_other_settings_are_answered_with_those_of_the_folder(lora, folder):
+def test_wrong_settings_are_rejected_with_those_of_the_folder(lora, folder):
     decoder = choose_trained(TINY, 0.0, dataclasses.replace(LORA, **lora))
     flags = "--config.lora.rank=3 --config.lora.alpha=7.5 --config.lora.targets=down,key,out"
     with pytest.raises(ConfigError, match=flags):

@@ -31,7 +31,7 @@ def run(params=PARAMS, config=MOE, **options):
 
 def record(**options):
     hidden, records = run(record=[ROUTES], **options)
-    return hidden, jnp.moveaxis(records[ROUTES], 0, 2)
+    return hidden, records.routes
 
 
 def others(routes):
@@ -44,7 +44,7 @@ def test_replayed_routes_of_the_same_parameters_change_no_bit():
     assert routes.shape == (ROWS, LENGTH, MOE.layers, 3) and routes.dtype == jnp.int8
     again, records = run(routes=routes, record=[REPLACED])
     np.testing.assert_array_equal(again, hidden)
-    assert not records[REPLACED].any()
+    assert not records.replaced.any()
 
 
 def test_frozen_layers_record_and_replay_theirs():
@@ -64,9 +64,8 @@ def test_unknown_routes_are_the_routers_own_and_known_ones_are_taken():
     np.testing.assert_array_equal(run(routes=jnp.full_like(routes, -1))[0], hidden)
     half = jnp.where(jnp.arange(LENGTH)[:, None, None] < 3, others(routes), -1)
     found, records = run(routes=half, record=[ROUTES, REPLACED])
-    taken = jnp.moveaxis(records[ROUTES], 0, 2)
-    np.testing.assert_array_equal(taken[:, :3], others(routes)[:, :3])
-    assert (records[REPLACED][:, :, :3] > 0).any() and not records[REPLACED][:, :, 3:].any()
+    np.testing.assert_array_equal(records.routes[:, :3], others(routes)[:, :3])
+    assert (records.replaced[:, :, :3] > 0).any() and not records.replaced[:, :, 3:].any()
     assert np.abs(found - hidden)[:, :3].max() > 1e-3
 
 
@@ -114,8 +113,8 @@ def test_balance_is_the_load_balance_loss_and_one_where_the_load_is_even():
 def test_descent_along_the_balance_evens_the_load():
     def balance(params):
         seen = SEGMENTS > 0
-        found = hidden_states(params, MOE, TOKENS, SEGMENTS, PLACES, record=[BALANCE])[1][BALANCE]
-        return jnp.sum(jnp.where(seen, found, 0)) / seen.sum() / MOE.layers
+        _, records = hidden_states(params, MOE, TOKENS, SEGMENTS, PLACES, record=[BALANCE])
+        return jnp.sum(jnp.where(seen, records.balance, 0)) / seen.sum() / MOE.layers
 
     params, step = PARAMS, jax.jit(jax.value_and_grad(balance))
     first, _ = step(params)
@@ -136,8 +135,9 @@ def test_replay_is_the_same_on_a_mesh(sizes):
         tokens["routes"] = jnp.tile(tokens["routes"], (4, 1, 1, 1))
         found, records = jax.jit(lambda p: hidden_states(p, MOE, *rows, **tokens))(PARAMS)
     np.testing.assert_allclose(found[:ROWS], expected, atol=1e-5)
-    for name in (ROUTES, REPLACED, BALANCE):
-        np.testing.assert_allclose(records[name][:, :ROWS], wanted[name], atol=1e-5)
+    np.testing.assert_array_equal(records.routes[:ROWS], wanted.routes)
+    np.testing.assert_allclose(records.replaced[:, :ROWS], wanted.replaced, atol=1e-5)
+    np.testing.assert_allclose(records.balance[:, :ROWS], wanted.balance, atol=1e-5)
 
 
 def test_numbers_of_experts_fit_their_integers():

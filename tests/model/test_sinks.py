@@ -18,13 +18,11 @@ from dapo_jax.model.caches import KVCache, PageCache
 from dapo_jax.model.decode_attention import PagedAttention, attend_slots
 from dapo_jax.model.decoder import abstract_params, head_kernel
 from dapo_jax.model.experts import NAMES, Experts, mix
-from dapo_jax.model.families import config_json, decoder_config
 from dapo_jax.model.layers import ACTIVATIONS, BIAS
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
 from dapo_jax.rollout.paged_cache import PagedLayout, choose_layout
 from dapo_jax.rollout.slot_cache import SlotLayout
 from dapo_jax.runtime import sharding
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import make_mesh, unbox
 
 SINKS = jnp.array([0.5, -1.0, 3.0, 0.0])  # of four query heads
@@ -209,42 +207,3 @@ def test_no_kernel_without_sinks_reads_the_pages():
     for sinks, layout in (False, PagedLayout), (True, SlotLayout):
         config = dataclasses.replace(wide, sinks=sinks, window=None, sliding=())
         assert isinstance(choose_layout(config, chip, Sampler(slots=2), 256), layout)
-
-
-BASE = {
-    "model_type": "gpt_oss",
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-def test_a_config_without_a_field_has_the_default_of_transformers():
-    found = decoder_config(BASE | {"rope_theta": None}, "folder", "model.folder")
-    assert found.window == 128 and found.sliding == (True, False, True) and found.head_dim == 64
-    assert found.qkv_bias and found.out_bias and not found.tie_embeddings
-    scaling = found.rope_scaling
-    assert scaling.kind == "yarn" and scaling.factor == 32 and not scaling.truncate
-    assert found.rope_theta == 150_000 and scaling.original_tokens == 4096
-    for values in (BASE, BASE | {"rope_parameters": {"rope_type": "default"}}):
-        found = decoder_config(values, "folder", "model.folder")
-        assert decoder_config(config_json(found), "made", "model.folder") == found
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"swiglu_limit": 10.0}, "swiglu_limit 10.0: must be 7.0"),
-        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0: must be 1.702"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "of 'fp8': must be 'mxfp4'"),
-        ({"num_local_experts": 1}, "num_experts_per_tok = 2: must be at most"),
-        ({"layer_types": ["sliding_attention"]}, "each of 3"),
-    ],
-)
-def test_a_gpt_oss_of_another_kind_is_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        decoder_config(BASE | changes, "folder", "model.folder")

@@ -20,7 +20,7 @@ from tpu_interpreter import interpret, interpreted
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import splash_attention
 from dapo_jax.model.caches import PageCache
-from dapo_jax.model.decode_attention import _read_by_kernel
+from dapo_jax.model.decode_attention import read_pages_by_kernel
 from dapo_jax.model.decoder import Decoder, init_params
 from dapo_jax.model.grouped_products import matrices_gradient
 from dapo_jax.model.training_attention import TRAINING_ATTENTION, Context, Window
@@ -148,8 +148,10 @@ def test_splash_has_no_race_between_two_cores(monkeypatch, one_device, capfd):
     run = functools.partial(interpret, **TWO_CORES)
     found, races = training_attention("splash", arrays, ids, weights, None, one_device, run)
     assert races == [True] * len(ids) + [False] * 2 * len(ids)  # forward; by queries, and by keys
-    told = re.findall(r"(?:read|write) of \S+ \S+ \S+ \S+\[(.*)\] from", capfd.readouterr().out)
-    assert len(told) == 3 * 2 * len(ids) and set(told) == {"(slice(0, 128, 1), slice(0, 128, 1))"}
+    reported = re.findall(r"(?:read|write) of \S+ \S+ \S+ \S+\[(.*)\] from", capfd.readouterr().out)
+    assert len(reported) == 3 * 2 * len(ids) and set(reported) == {
+        "(slice(0, 128, 1), slice(0, 128, 1))"
+    }
     expected = exact_attention(arrays, ids, weights, None)
     assert max(map(difference, found, expected)) <= 1e-6
 
@@ -297,7 +299,7 @@ def test_ragged_kernel_reads_int8_pages_by_a_scale_per_head():
 
     def read(queries, pages, *places):
         cache = PageCache(pages, by_head)
-        return _read_by_kernel(queries.astype(BFLOAT16), cache, *places, None)
+        return read_pages_by_kernel(queries.astype(BFLOAT16), cache, *places, None)
 
     arrays = (slots.queries, whole, slots.tables, slots.lengths)
     found, kernels = interpret(read, *map(jnp.asarray, arrays))

@@ -1,7 +1,6 @@
 """Sliding windows in training, prefill, decoding and scoring; which layers have one."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,6 @@ from dapo_jax.model.decoder import (
     layer_paths,
     scaled_embeddings,
 )
-from dapo_jax.model.families import config_json, decoder_config
-from dapo_jax.model.rotary import RopeScaling
-from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.sharding import unbox
 
 MIXED = dataclasses.replace(TINY, window=3, sliding=(True, False))
@@ -113,102 +109,7 @@ def test_slots_pages_and_scores_equal_training(one_device):
     np.testing.assert_allclose(scored[:-1], wanted, atol=1e-5)
 
 
-BASE = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@pytest.mark.parametrize(
-    ("values", "window", "sliding"),
-    [
-        ({"model_type": "qwen2", "sliding_window": 8}, None, ()),
-        ({"model_type": "qwen2", "use_sliding_window": True}, None, ()),  # of 28 layers and more
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0}, 4096, ()),
-        (
-            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2},
-            4096,
-            (False, False, True),
-        ),
-        (
-            {
-                "model_type": "qwen3",
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": [SLIDING, FULL, FULL],
-            },
-            8,
-            (True, False, False),
-        ),
-        ({"model_type": "mistral"}, 4096, ()),
-        ({"model_type": "mistral", "sliding_window": None}, None, ()),
-        ({"model_type": "ministral", "layer_types": [FULL, FULL, FULL]}, None, ()),
-        ({"model_type": "ministral", "sliding_window": 8}, 8, ()),
-        ({"model_type": "ministral3", "rope_scaling": None}, None, ()),
-        ({"model_type": "llama", "sliding_window": 8}, None, ()),  # nothing reads it
-        ({"model_type": "gemma3_text"}, 4096, ()),  # every sixth layer is full
-        ({"model_type": "gemma3_text", "sliding_window_pattern": 2}, 4096, (True, False, True)),
-    ],
-)
-def test_windows_are_those_that_transformers_reads(values, window, sliding):
-    config = decoder_config(BASE | values, "folder", "model.folder")
-    assert (config.window, config.sliding) == (window, sliding)
-    assert [config.of_layer(i).window for i in range(3)] == [
-        window if slides else None for slides in sliding or (True,) * 3
-    ]
-    written = json.loads(json.dumps(config_json(config)))
-    assert decoder_config(written, "folder", "model.folder") == config
-
-
-def test_older_and_newer_folders_of_gemma_mean_the_same():
-    old = BASE | {"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2}
-    old |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    tables = {FULL: old["rope_scaling"] | {"rope_theta": 5e5}, SLIDING: {"rope_type": "default"}}
-    new = BASE | {"model_type": "gemma3_text", "sliding_window": 8, "rope_parameters": tables}
-    new["layer_types"] = [SLIDING, FULL, SLIDING]
-    config = decoder_config(old, "old", "model.folder")
-    assert decoder_config(new, "new", "model.folder") == config
-    assert config.tie_embeddings and config.head_dim == 256 and config.query_scalar == 256
-    full, sliding = config.of_layer(1), config.of_layer(0)
-    assert (full.rope_theta, full.rope_scaling) == (5e5, RopeScaling(8.0, kind="linear"))
-    assert (sliding.rope_theta, sliding.rope_scaling) == (1e4, None)
-
-
 def test_the_scale_of_embeddings_is_rounded_as_they_are():
     wide = dataclasses.replace(GEMMA, embed=3072, dtype=jnp.bfloat16)
     ones = jnp.ones((1, 3072), jnp.bfloat16)
     assert (scaled_embeddings(ones, wide) == 55.5).all()  # the root is 55.4256
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50}, "attn_logit_softcapping 50"),
-        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
-        (
-            {"model_type": "gemma3_text", "rope_parameters": {SLIDING: {"rope_type": "yarn"}}},
-            "no 'factor'",
-        ),
-        (
-            {
-                "model_type": "gemma3_text",
-                "rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2}},
-            },
-            "of sliding_attention: must be of type 'default'",
-        ),
-        ({"model_type": "qwen2", "layer_types": [SLIDING] * 3}, "must be full_attention, each"),
-        ({"model_type": "mistral", "layer_types": [FULL] * 3}, "must be sliding_attention, each"),
-        ({"model_type": "ministral", "layer_types": [FULL] * 2}, "or sliding_attention, each of 3"),
-        ({"model_type": "ministral", "layer_types": [FULL, "linear", FULL]}, "'linear'"),
-        ({"model_type": "ministral", "sliding_window": 0}, "sliding_window = 0: must be a whole"),
-    ],
-)
-def test_layers_that_no_window_fits_are_refused(values, words):
-    with pytest.raises(ConfigError, match=words):
-        decoder_config(BASE | values, "folder", "model.folder")

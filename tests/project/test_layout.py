@@ -82,8 +82,7 @@ def test_only_the_engines_side_and_the_server_import_jetstream():
     }
     assert users == {
         "rollout.jetstream_api",
-        "commands.serve.jetstream_driver",
-        "commands.serve.grpc_api",
+        "commands.serve.jetstream_server",
     }
 
 

@@ -11,7 +11,7 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {("os", "system"), ("os", "popen"), ("yaml", "load"), ("builtins", "eval")}
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop"}
 # Copies of functions that the program itself gave, in a folder that only it may write.
-ALLOWED = {"dapo_jax/rewards/pickled_functions.py": ["cloudpickle"]}
+ALLOWED = {"dapo_jax/runtime/workers/pickled_functions.py": ["cloudpickle"]}
 
 
 def reasons(text: str) -> list[str]:

@@ -70,15 +70,6 @@ def test_responses_side_by_side_are_counted():
     assert many["seconds"] < few["seconds"] < ragged["seconds"] <= slots["seconds"]
 
 
-def test_a_pods_step_is_simulated():
-    sizes = ("--chips", 8, "--samplers", 4, "--slots", 16, "--pages", 400, "--prompts", 8)
-    lengths = ("--max_response", 2000, "--median", 300, "--samples", 4, "--updates", 2)
-    told = run("tests/benchmarks/pod_step.py", *sizes, *lengths, "--carry_over").splitlines()
-    seconds = [float(line.split("|")[3]) for line in told if line.startswith(("| the", "| 4"))]
-    same, same_lag, apart, apart_lag, _, carried = seconds
-    assert same == same_lag and apart_lag < apart and carried < same
-
-
 def test_the_hosts_part_of_a_step_is_measured():
     told = run("tests/benchmarks/hosts.py", "--responses", 64, "--tokens", 60, "--processes", 3)
     told = told.splitlines()
@@ -224,7 +215,6 @@ def test_ways_to_learn_from_a_teacher_are_compared(tmp_path, run_here):
     ("script", "arguments", "row"),
     [
         ("family", ["--presets", "dapo"], "| `dapo` |"),
-        pytest.param("lag", [], "| 1 |", marks=pytest.mark.slow),
         ("carry_over", ["--kinds", "all"], "| all |"),
     ],
 )

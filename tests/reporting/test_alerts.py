@@ -11,7 +11,7 @@ from small_runs import make_quick_config, open_run
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config, Log, Reward, Rollout
 from dapo_jax.config.outputs import Watch
-from dapo_jax.reporting.alerts import ALERTS, Alerts, alerts_of_run, settings_of
+from dapo_jax.reporting.alerts import ALERTS, Alerts, check_run, settings_of
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.metrics import response_metrics, verdict_counts
 from dapo_jax.reporting.notices import warn_about_answers
@@ -78,16 +78,16 @@ ADVICE = {
 }
 
 
-@pytest.mark.parametrize("alert", [one for one in ALERTS if one.setting], ids=lambda a: a.setting)
+@pytest.mark.parametrize("alert", [a for a in ALERTS if a.scope == "step"], ids=lambda a: a.limit)
 def test_an_alert_names_the_metric_its_value_and_what_to_try(alert):
-    name = alert.setting.removeprefix("watch.")
+    name = alert.limit.removeprefix("watch.")
     values, text = INJECTED[name]
     alerts = Alerts(Config())
-    assert alerts.of_step(HEALTHY) == []
-    (said,) = alerts.of_step(values)
-    assert text in said and f"config.watch.{name} = " in said
-    assert " try " in said and said.endswith(ADVICE[name])
-    assert Alerts(Config(watch=Watch(**{name: 0.0})), [HEALTHY]).of_step(values) == []
+    assert alerts.check_step(HEALTHY) == []
+    (output,) = alerts.check_step(values)
+    assert text in output and f"config.watch.{name} = " in output
+    assert " try " in output and output.endswith(ADVICE[name])
+    assert Alerts(Config(watch=Watch(**{name: 0.0})), [HEALTHY]).check_step(values) == []
 
 
 @pytest.mark.parametrize(
@@ -110,19 +110,19 @@ def test_an_alert_names_the_metric_its_value_and_what_to_try(alert):
 )
 def test_an_event_is_told_at_each_of_its_steps(values, text):
     alerts = Alerts(Config())
-    assert [alerts.of_step(HEALTHY | values) for _ in range(2)] == [[text], [text]]
+    assert [alerts.check_step(HEALTHY | values) for _ in range(2)] == [[text], [text]]
 
 
 def test_what_stays_wrong_is_said_every_ten_steps_and_again_after_it_was_right():
     values, alerts = INJECTED["max_all_wrong"][0], Alerts(Config())
-    assert [len(alerts.of_step(values)) for _ in range(12)] == [1, *[0] * 9, 1, 0]
-    assert alerts.of_step(HEALTHY) == [] and len(alerts.of_step(values)) == 1
+    assert [len(alerts.check_step(values)) for _ in range(12)] == [1, *[0] * 9, 1, 0]
+    assert alerts.check_step(HEALTHY) == [] and len(alerts.check_step(values)) == 1
 
 
 def test_lengths_are_compared_with_the_steps_before_also_after_a_resume():
     long = INJECTED["max_length_growth"][0]
-    assert Alerts(Config()).of_step(long) == []  # nothing came before
-    assert len(Alerts(Config(), [HEALTHY] * 3).of_step(long)) == 1
+    assert Alerts(Config()).check_step(long) == []  # nothing came before
+    assert len(Alerts(Config(), [HEALTHY] * 3).check_step(long)) == 1
 
 
 OF_ANSWERS = ("max_all_wrong", "max_all_right", "max_answer_not_found", "max_verifier_failures")
@@ -136,12 +136,12 @@ def run_of(preset: str = "dapo", parts: str = "rule=1", correct: str = "verifier
     return Config(algorithm=algorithm, reward=Reward(parts=parts, correct=correct))
 
 
-def told(config: Config, name: str, **more: float) -> str:
-    return " ".join(Alerts(config, [HEALTHY]).of_step(INJECTED[name][0] | more))
+def alerts_about(config: Config, name: str, **more: float) -> str:
+    return " ".join(Alerts(config, [HEALTHY]).check_step(INJECTED[name][0] | more))
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "output"),
     [
         (run_of(), "wrong right found failures"),
         (run_of("grpo"), "wrong right found failures"),
@@ -159,9 +159,9 @@ def told(config: Config, name: str, **more: float) -> str:
         (run_of("grpo", "mine:score=1,format=0.1", "spread"), "found failures"),
     ],
 )
-def test_a_line_about_answers_is_said_where_something_reads_them(config, said):
-    names = [name.split("_")[-1] for name in OF_ANSWERS if told(config, name)]
-    assert names == said.split()
+def test_a_line_about_answers_is_said_where_something_reads_them(config, output):
+    names = [name.split("_")[-1] for name in OF_ANSWERS if alerts_about(config, name)]
+    assert names == output.split()
 
 
 @pytest.mark.parametrize(
@@ -182,15 +182,15 @@ def test_a_line_about_answers_is_said_where_something_reads_them(config, said):
     ],
 )
 def test_advice_that_can_not_apply_is_not_given(config, name, more, words, is_said):
-    said = told(config, name, **more)
-    assert f"config.watch.{name} = " in said and (words in said) == is_said
-    assert not re.search(r"try ;|try $|or ;|, or$|  ", said)
+    output = alerts_about(config, name, **more)
+    assert f"config.watch.{name} = " in output and (words in output) == is_said
+    assert not re.search(r"try ;|try $|or ;|, or$|  ", output)
 
 
 def test_groups_of_one_are_not_all_wrong():
     config = run_of("reinforce")
     config.rollout.samples_per_prompt = 1
-    assert not told(config, "max_all_wrong") and not told(config, "max_all_right")
+    assert not alerts_about(config, "max_all_wrong") and not alerts_about(config, "max_all_right")
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_groups_of_one_are_not_all_wrong():
         ({"overlong_filtering": True}, "not taken (every response filtered?)"),
         (
             {"overlong_filtering": True, "token_weights": "m:f", "trained_responses": "correct"},
-            "not taken (every response filtered, weighed 0, or none right?)",
+            "not taken (every response filtered, token weights of 0, or none correct?)",
         ),
-        ({"trained_responses": "pairs"}, "not taken (none right or none wrong?)"),
+        ({"trained_responses": "pairs"}, "not taken (none correct or none incorrect?)"),
     ],
 )
 def test_an_update_without_tokens_names_causes_that_can_be(changes, causes):
-    (said,) = Alerts(run_of(**changes)).of_step(HEALTHY | {"empty_updates": 2.0})
-    assert said.endswith(causes) and said.startswith("2 updates had no trained token")
+    (output,) = Alerts(run_of(**changes)).check_step(HEALTHY | {"empty_updates": 2.0})
+    assert output.endswith(causes) and output.startswith("2 updates had no trained token")
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_an_update_without_tokens_names_causes_that_can_be(changes, causes):
 )
 def test_the_report_leaves_out_what_the_settings_explain(metric, config):
     rows = [row(step, **{metric: 0.95}) for step in range(21)]
-    assert any(metric in one or "verifier failed" in one for one in alerts_of_run(rows, 20, {}))
-    assert not alerts_of_run(rows, 20, settings_of(config))
+    assert any(metric in one or "verifier failed" in one for one in check_run(rows, 20, {}))
+    assert not check_run(rows, 20, settings_of(config))
 
 
 @pytest.mark.parametrize(
@@ -242,19 +242,19 @@ def test_before_training_missing_answers_are_told_where_they_are_read(
 ):
     responses = [respond(0, i, False, extracted=None, truncated=truncated) for i in range(3)]
     warn_about_answers(responses, config, Progress())
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert bool(said) == bool(words) and all(text in said for text in words)
-    assert ("cut off" in said) == any("cut off" in text for text in words)
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert bool(output) == bool(words) and all(text in output for text in words)
+    assert ("cut off" in output) == any("cut off" in text for text in words)
 
 
 def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
     rows = [row(0, heldout_accuracy=0.9), row(20)]
-    assert alerts_of_run(rows, 20, settings_of(run_of("grpo")))
-    assert not alerts_of_run(rows, 20, settings_of(run_of("grpo", "mine:score=1", "spread")))
+    assert check_run(rows, 20, settings_of(run_of("grpo")))
+    assert not check_run(rows, 20, settings_of(run_of("grpo", "mine:score=1", "spread")))
 
 
 @pytest.mark.parametrize(
-    "rows, said",
+    "rows, output",
     [
         ([row(s, starved=float(s == 3)) for s in range(21)], "too few groups .* 1 of 21.*step 3"),
         ([row(s) for s in range(200)], "entropy fell from .* to"),
@@ -264,15 +264,15 @@ def test_the_report_reads_a_fall_of_accuracy_only_where_a_run_learns_it():
         ([row(s, entropy=None, reward=float("nan")) for s in range(21)], None),
     ],
 )
-def test_the_report_names_what_is_wrong_with_a_run(rows, said):
-    found = alerts_of_run(rows, 20, settings_of(Config()))
-    assert bool(found) == bool(alerts_of_run(rows, 20, {}))  # a run older than its settings
-    assert bool(found) == bool(said), found
-    assert said is None or any(re.search(said, one) for one in found), found
+def test_the_report_names_what_is_wrong_with_a_run(rows, output):
+    result = check_run(rows, 20, settings_of(Config()))
+    assert bool(result) == bool(check_run(rows, 20, {}))  # a run older than its settings
+    assert bool(result) == bool(output), result
+    assert output is None or any(re.search(output, one) for one in result), result
 
 
 @pytest.mark.parametrize(
-    ("values", "config", "said"),
+    ("values", "config", "output"),
     [
         (
             {"rejected_fraction_low": 0.06, "rejected_fraction_high": 0.05},
@@ -299,14 +299,14 @@ def test_the_report_names_what_is_wrong_with_a_run(rows, said):
         ({"ratio_p99": 2.5}, run_of("vespo"), ""),
     ],
 )
-def test_the_report_says_what_the_corrections_of_a_run_cost(values, config, said):
+def test_the_report_says_what_the_corrections_of_a_run_cost(values, config, output):
     rows = [row(step, **values) for step in range(21)]
-    assert alerts_of_run(rows, 20, settings_of(config)) == ([said] if said else [])
+    assert check_run(rows, 20, settings_of(config)) == ([output] if output else [])
 
 
 def test_a_run_says_it_on_the_console(base, alone, tmp_path, capsys):
     config = make_quick_config(base, tmp_path, updates=1, watch=Watch(min_entropy=100.0))
     with open_run(config) as run:
         run.step()
-    said = capsys.readouterr().out.replace("\n", " ")
-    assert "warning: step 1: entropy is" in said and "a smaller optimizer.learning_rate" in said
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert "warning: step 1: entropy is" in output and "a smaller optimizer.learning_rate" in output

@@ -17,11 +17,14 @@ from rich.console import Console
 from small_runs import ROOT, make_short_config, read_rows
 
 from dapo_jax.reporting import console as progress
-from dapo_jax.reporting.compile_seconds import FILE, PROGRAMS, CompileSeconds
 from dapo_jax.reporting.console import (
+    PROGRAMS,
+    SECONDS_FILE,
     WIDTH,
+    Compilation,
+    CompileSeconds,
     Progress,
-    _Compilation,
+    describe_turns,
     duration,
     fit,
     remaining,
@@ -98,7 +101,7 @@ def test_a_step_says_everything_once():
     no_update = {name: STEP[name] for name in STEP if name not in ("entropy", "gradient_norm")}
     assert "no update" in step_lines(7, 30, no_update)[0]
     alone = shown(step_lines(7, 30, no_update | {"explained_variance": 0.5}))
-    assert "critic alone" in alone[0] and "explains 0.50" in alone[1]
+    assert "critic only" in alone[0] and "explains 0.50" in alone[1]
     assert "95 %" not in step_lines(7, 30, STEP | {"heldout_accuracy": 0.5})[2]  # of one problem
 
 
@@ -136,12 +139,12 @@ def test_text_of_models_and_files_is_never_obeyed(capsys):
     speaker.alarm(HOSTILE, HOSTILE)
     speaker.warn("a reward raised: \x1b[2J")
     print_error(f"error: {HOSTILE}")
-    said = capsys.readouterr()
-    for text in said.out, said.err:
+    output = capsys.readouterr()
+    for text in output.out, output.err:
         assert text and not any(code in text for code in "\x1b\x07\x9b\r\u202e\ud800")
-    assert "\\x1b[2J" in said.out and "[red]a[/red]" in said.err
+    assert "\\x1b[2J" in output.out and "[red]a[/red]" in output.err
     console = Console()
-    widths = [console.measure(line).maximum for line in said.out.splitlines()]
+    widths = [console.measure(line).maximum for line in output.out.splitlines()]
     assert max(widths) <= 80
     assert printable("a\tb\n\u6f22 \u00e9") == "a\tb\n\u6f22 \u00e9"
 
@@ -157,12 +160,12 @@ def test_a_trajectory_shows_who_said_what(capsys):
         make_prompt(0, [3]), tuple(completions), verdicts, {}, rewards, rewards, rewards > 0
     )
     Progress().group(group)
-    said = capsys.readouterr().out
-    assert "answer tail [environment]" in said and "\x1b" not in said
-    assert "1+2= | [3\\x1b[] | [red]3 " in said
-    assert "\u2502 [red]3 " in said and "long long] | [red]3 " in said
+    output = capsys.readouterr().out
+    assert "answer tail [environment]" in output and "\x1b" not in output
+    assert "1+2= | [3\\x1b[] | [red]3 " in output
+    assert "\u2502 [red]3 " in output and "long long] | [red]3 " in output
     console = Console(force_terminal=True, file=io.StringIO())
-    console.print(progress._turns(completions[0]))
+    console.print(describe_turns(completions[0]))
     assert "\x1b[2;3m[3" in console.file.getvalue()  # dim and italic
 
 
@@ -265,7 +268,7 @@ def test_loading_and_compiling_are_named_with_their_seconds(piped):
 @pytest.mark.slow
 def test_what_the_cache_has_is_not_compiled_and_its_seconds_are_known(piped, base):
     folder, _, _ = piped
-    seconds = json.loads((folder / "cache" / FILE).read_text())
+    seconds = json.loads((folder / "cache" / SECONDS_FILE).read_text())
     assert {f"{base} {program}" for program in PROGRAMS} <= set(seconds)
     shutil.rmtree(folder / "run")
     out, _ = run_piped(base, folder)
@@ -286,13 +289,14 @@ def test_the_time_to_go_is_that_of_the_last_compilation(new_cache):
     CompileSeconds("b").keep("jit(f)", 20.0)
     assert CompileSeconds("a").last("jit(f)") == 200.0
     assert CompileSeconds("b").last("jit(f)") == 20.0 and CompileSeconds("c").last("jit(f)") is None
-    (new_cache / FILE).write_text("[1, broken")
+    (new_cache / SECONDS_FILE).write_text("[1, broken")
     assert CompileSeconds("a").last("jit(f)") is None
-    known, first = _Compilation("the update", 20.0), _Compilation("the update", None)
+    known = Compilation("the update", 20.0)
+    first = Compilation("the update", None)
     assert known.describe() == "compiling the update: 20 s left of about 20 s"
     assert first.describe() == "compiling the update: longer the first time · 0 s"
-    known._since -= 25
-    assert known.describe() == "compiling the update: about 20 s · 25 s"
+    late = Compilation("the update", 0.0)
+    assert late.describe() == "compiling the update: about 0 s · 0 s"
 
 
 def test_rows_have_a_time_that_comparisons_leave_out(piped):
@@ -310,9 +314,9 @@ def test_a_finished_folder_says_so_and_what_to_do(piped, base, alone, capsys):
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = [path.stat().st_mtime_ns for path in files]
     assert train(config) == json.loads(summary.read_text())
-    said = capsys.readouterr().out
-    assert "is already finished: 2 steps, held-out" in said and "--config.total_steps=4" in said
-    assert "dapo-jax evaluate" in said and "dapo-jax export" in said and "policy:" not in said
+    output = capsys.readouterr().out
+    assert "is already finished: 2 steps, held-out" in output and "--config.total_steps=4" in output
+    assert "dapo-jax evaluate" in output and "dapo-jax export" in output and "policy:" not in output
     assert before == [path.stat().st_mtime_ns for path in files]
     config.seed = 1
     with pytest.raises(ConfigError, match="seed = 1"):

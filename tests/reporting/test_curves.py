@@ -7,14 +7,14 @@ import pytest
 from matplotlib.figure import Figure
 from reports import row
 
-from dapo_jax.reporting.page.curves import PANELS, Panel, _draw, plot_run
+from dapo_jax.reporting.page.curves import PANELS, Panel, draw_panel, plot_run
 
 
 def drawn(rows: list[dict], title: str):
     """The axis of a panel, laid out."""
     figure = Figure(layout="constrained")
     axis = figure.subplots()
-    _draw(axis, next(panel for panel in PANELS if panel.title == title), rows)
+    draw_panel(axis, next(panel for panel in PANELS if panel.title == title), rows)
     figure.draw_without_rendering()
     return axis
 
@@ -32,9 +32,9 @@ def test_a_legend_is_beside_the_lines_in_words(panel: Panel):
 
 
 def test_held_out_problems_have_a_colour_and_a_name_of_their_own():
-    found = [(m, *label) for panel in PANELS for m, label in panel.metrics.items()]
-    (colour,) = {colour for metric, _, colour in found if metric == "heldout_accuracy"}
-    assert [metric for metric, _, other in found if other == colour] == ["heldout_accuracy"]
+    result = [(m, *label) for panel in PANELS for m, label in panel.metrics.items()]
+    (colour,) = {colour for metric, _, colour in result if metric == "heldout_accuracy"}
+    assert [metric for metric, _, other in result if other == colour] == ["heldout_accuracy"]
 
 
 @pytest.mark.parametrize(

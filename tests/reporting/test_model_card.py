@@ -60,7 +60,7 @@ def test_what_evaluate_measured_of_the_step_is_in_it(write_run, tmp_path):
     assert scores[2] == ["step 37", "`math500.jsonl`", "32", "0.61", "0.55", "", "0.9", "0.7"]
 
 
-def test_places_of_the_machine_stay_there(write_run, tmp_path, monkeypatch):
+def test_paths_of_the_machine_are_not_published(write_run, tmp_path, monkeypatch):
     text = "Think.|```</think>\n{{ system }}{{ problem }}"
     own = Data(source=f"{HOME}/train*.jsonl=2,gs://bucket/y.jsonl", folder=HOME, template=text)
     own.system_prompt, own.heldout_source = "/no_think", "../alice/held.jsonl"
@@ -94,7 +94,7 @@ def test_places_of_the_machine_stay_there(write_run, tmp_path, monkeypatch):
     ],
 )
 def test_the_last_name_of_an_absolute_path_is_shown(value, shown):
-    assert model_card.without_places({"data.source": value}) == {"data.source": shown}
+    assert model_card.without_paths({"data.source": value}) == {"data.source": shown}
 
 
 def test_an_adapters_card_names_its_library_and_base(write_run, tmp_path):

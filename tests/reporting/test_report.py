@@ -15,13 +15,16 @@ from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.page import page, recorded_run
 from dapo_jax.reporting.page.comparison import (
     differences,
+    differing_settings,
     experiments,
+    from_defaults,
     from_preset,
     headlines,
     mean_interval,
     spent,
     welch_interval,
 )
+from dapo_jax.reporting.page.curves import asset
 from dapo_jax.reporting.page.recorded_run import (
     SHOWN_CHARACTERS,
     coarse_to_fine,
@@ -42,26 +45,26 @@ def test_text_that_a_model_wrote_is_never_markup(write_run):
     lines = [response(0, i, **own, token_texts=[HOSTILE] * 4) for i in range(2)]
     hostile = write_run("</title><script>alert(1)<", rollouts=[(1, lines)], rows=[row(0)])
     text = make(hostile)
-    found = Scripts(text)
-    assert [tag for tag, _ in found.tags].count("script") == len(found.scripts) == 4
-    assert not any(name.startswith("on") for _, attrs in found.tags for name in attrs)
+    result = Scripts(text)
+    assert [tag for tag, _ in result.tags].count("script") == len(result.scripts) == 4
+    assert not any(name.startswith("on") for _, attrs in result.tags for name in attrs)
     (group,) = data_of(text)["rollouts"]
     assert group["prompt"] == group["id"] == group["responses"][0]["text"] == HOSTILE
     (_, _, drawn), (_, _, observed) = group["responses"][0]["turns"]
     assert drawn == HOSTILE and len(observed) < 1.1 * SHOWN_CHARACTERS
     assert "pieces" not in group["responses"][0]  # of a trajectory that long
     assert data_of(text)["experiments"][0]["name"] == hostile.rsplit("/")[-1]
-    code = page.own_script()
+    code = asset("page.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
 
 
 def test_the_page_needs_nothing_else_and_lets_no_other_script_run(write_run):
     text = make(write_run("a"))
-    found = Scripts(text)
-    assert not any("src" in attrs or tag == "link" for tag, attrs in found.tags)
-    policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
+    result = Scripts(text)
+    assert not any("src" in attrs or tag == "link" for tag, attrs in result.tags)
+    policy = next(a["content"] for t, a in result.tags if a.get("http-equiv"))
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.partition("style")[0]
-    for script in found.scripts[2:]:
+    for script in result.scripts[2:]:
         assert page._hash(script) in policy
 
 
@@ -74,15 +77,17 @@ def test_seeds_of_one_experiment_are_a_band_and_settings_tell_others_apart(write
     line = first["curves"]["lines"]["reward"]
     assert (line["mean"][1], line["low"][1], line["high"][1]) == (1, 0, 2)
     assert "low" not in second["curves"]["lines"]["reward"]
-    assert ["optimizer.learning_rate", 1e-6, 0.5] in data["apart"]
-    assert not any(name in ("seed", "run_dir") for name, *_ in data["apart"])
-    assert [name for name, *_ in second["fromDefaults"]][0] == "run_dir"
+    shown = experiments([read_run(folder) for folder in (*seeds, other)])
+    differing = differing_settings(shown)
+    assert ["optimizer.learning_rate", 1e-6, 0.5] in differing
+    assert not any(name in ("seed", "run_dir") for name, *_ in differing)
+    assert from_defaults(shown[1].settings)[0][0] == "run_dir"
 
 
 def test_headlines_have_the_intervals_of_the_run_or_over_its_seeds(write_run):
     run = read_run(write_run("a"))
-    found = {one["name"]: one for one in headlines(experiments([run])[0])}
-    assert found["Held-out accuracy after"]["value"] == [0.4, 0.3, 0.5]
+    result = {one["name"]: one for one in headlines(experiments([run])[0])}
+    assert result["Held-out accuracy after"]["value"] == [0.4, 0.3, 0.5]
     # By a table of Student's t: 4.303 for three values, whose standard error is 1 / sqrt(3).
     np.testing.assert_allclose(mean_interval(np.array([1.0, 2, 3])), [2, -0.484, 4.484], atol=1e-3)
     assert mean_interval(np.array([1.0])) == [1, None, None]
@@ -94,17 +99,17 @@ def test_held_out_accuracy_of_seeds_varies_with_their_problems_too(write_run):
     folders = [write_run(f"a{seed}", seed=seed, rows=[row(0), row(5)]) for seed in range(2)]
 
     def after(*names: str) -> dict:
-        (found,) = experiments([read_run(name) for name in names])
-        return {one["name"]: one for one in headlines(found)}["Held-out accuracy after"]
+        (result,) = experiments([read_run(name) for name in names])
+        return {one["name"]: one for one in headlines(result)}["Held-out accuracy after"]
 
     assert after(*folders)["over"] == "over 2 seeds"
     for folder in folders:
         lines = [json.dumps(response(index, 0, correct=index < 4)) for index in range(10)]
         (path := pathlib.Path(folder, "evaluations")).mkdir()
         (path / "step_000005.jsonl").write_text("\n".join(lines))
-    found = after(*folders)  # the seeds agree, their problems don't
-    value, low, high = found["value"]
-    assert found["over"] == "over 2 seeds and their problems"
+    result = after(*folders)  # the seeds agree, their problems don't
+    value, low, high = result["value"]
+    assert result["over"] == "over 2 seeds and their problems"
     assert value == pytest.approx(0.4) and low < 0.35 and high > 0.45
 
 
@@ -123,9 +128,9 @@ def test_runs_of_the_same_problems_are_compared_by_problem(write_run):
         (path := pathlib.Path(folder, "evaluations")).mkdir()
         (path / "step_000005.jsonl").write_text("\n".join(lines))
     a, b, c = (experiments([read_run(folder)])[0] for folder in folders)
-    found = differences(b, a)["Held-out accuracy after"]
-    value, low, high = found["value"]
-    assert found["over"] == "by problem"
+    result = differences(b, a)["Held-out accuracy after"]
+    value, low, high = result["value"]
+    assert result["over"] == "by problem"
     # 2 of 40 problems differ: the difference has a standard error of 0.034, each run's of 0.05.
     assert value == pytest.approx(0.05) and -0.01 < low <= 0.025 and 0.08 < high < 0.15
     assert differences(b, b)["Held-out accuracy after"]["value"] == [0, None, None]
@@ -136,8 +141,7 @@ def test_runs_of_the_same_problems_are_compared_by_problem(write_run):
     (several,) = experiments([read_run(folder) for folder in folders[1:]])
     for one_to_two in differences(several, a).values():  # one run has no spread of its seeds
         assert one_to_two["value"] == [0, None, None]
-    data = data_of(make(*folders[:2]))
-    assert data["experiments"][0]["differences"] == {} != data["experiments"][1]["differences"]
+    assert "+5.0 points" in make(*folders[:2])
 
 
 def test_differences_of_independent_values_have_welchs_interval():
@@ -201,7 +205,7 @@ def test_a_thousand_steps_and_long_responses_stay_under_the_cap(write_run):
     text = make(folder, max_mb=6.0)
     data = data_of(text)
     assert 5.5e6 < len(text.encode()) <= 6e6
-    assert "did not fit" in data["sample"] and str(len(data["rollouts"])) in data["sample"]
+    assert "more did not fit" in text and f"{len(data['rollouts'])} groups from at most" in text
     (one,) = data["experiments"]
     assert one["curves"]["steps"] == 5001 and one["curves"]["points"] <= page.MAX_POINTS
     assert {group["step"] for group in data["rollouts"]} >= {1, 60}
@@ -220,13 +224,13 @@ def test_groups_of_each_outcome_are_shown_and_those_with_tokens_first(write_run,
     right = [response(0, i, correct=True) for i in range(2)]
     more = [response(9, i, correct=True) for i in range(2)]
     wrong = [response(1, i, correct=False) for i in range(2)]
-    told = [response(2, i, token_texts=["a"], token_logprobs=[-1.0]) for i in range(2)]
-    monkeypatch.setattr(recorded_run, "GROUPS_OF_A_STEP", 3)
-    run = read_run(write_run("a", rollouts=[(1, [*right, *more, *wrong, *told])]))
-    found = list(sample_groups(run))
-    assert [group["id"] for group in found] == ["p2", "p0", "p1"]
-    assert [group["outcome"] for group in found] == ["mixed", "all right", "all wrong"]
-    assert found[0]["responses"][0]["logprobs"] == [-1.0]
+    details = [response(2, i, token_texts=["a"], token_logprobs=[-1.0]) for i in range(2)]
+    monkeypatch.setattr(recorded_run, "GROUPS_PER_STEP", 3)
+    run = read_run(write_run("a", rollouts=[(1, [*right, *more, *wrong, *details])]))
+    result = list(sample_groups(run))
+    assert [group["id"] for group in result] == ["p2", "p0", "p1"]
+    assert [group["outcome"] for group in result] == ["mixed", "all right", "all wrong"]
+    assert result[0]["responses"][0]["logprobs"] == [-1.0]
 
 
 def test_files_of_a_run_that_was_killed_are_read_as_far_as_they_go(write_run, tmp_path):
@@ -261,7 +265,7 @@ def test_the_command_takes_several_runs_and_globs_each_once(write_run, tmp_path,
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, output",
     [
         (["--out=x.html"], ["config.run = ''", "--run=FOLDER"]),
         (["--run=nowhere"], ["run = 'nowhere'", "config.json"]),
@@ -276,7 +280,7 @@ def test_the_command_takes_several_runs_and_globs_each_once(write_run, tmp_path,
         (["--rum=good"], ["--rum: there is no such flag", "did you mean run"]),
     ],
 )
-def test_wrong_input_is_one_line(arguments, said, write_run, tmp_path, monkeypatch, capsys):
+def test_wrong_input_is_one_line(arguments, output, write_run, tmp_path, monkeypatch, capsys):
     write_run("good")
     write_run("empty", rows=[])
     (tmp_path / "strange").mkdir()
@@ -287,7 +291,7 @@ def test_wrong_input_is_one_line(arguments, said, write_run, tmp_path, monkeypat
     assert command(*arguments) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: ") and line.count("\n") == 1 and "Traceback" not in line
-    assert not [one for one in said if one not in line], line
+    assert not [one for one in output if one not in line], line
     assert (tmp_path / "mine.html").read_text() == "years of work"
     assert not (tmp_path / "report.html").exists()
 

@@ -11,7 +11,7 @@ from reports import HOSTILE, response, row
 
 from dapo_jax.commands import report
 from dapo_jax.config.experiment import Optimizer, ReportConfig
-from dapo_jax.reporting.page.curves import CURVES
+from dapo_jax.reporting.page.curves import read_curves
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,16 +47,16 @@ SHOTS = pathlib.Path("build/report")
 def report_of_three(write_run, tmp_path):  # noqa: F811
     """Two seeds and another experiment, of 1,000 steps with every metric and hostile texts."""
     chance = random.Random(0)
-    names = [name for curve in CURVES for name in curve.metrics if "heldout" not in name]
+    names = [name for curve in read_curves() for name in curve.metrics if "heldout" not in name]
 
     def rows() -> list[dict]:
         return [row(s, **{name: chance.random() for name in names}) for s in range(1001)]
 
     pieces = {"token_texts": ["so ", "<b>2", ""], "token_logprobs": [-0.1, -5.0, 0.0]}
     pieces |= {"token_ratios": [1.0, 1.5, 0.5], "token_clipped": [0, 2, 1]}
-    told = [response(1, i, prompt=HOSTILE, **pieces) for i in range(4)]
+    details = [response(1, i, prompt=HOSTILE, **pieces) for i in range(4)]
     long = [response(2, i, response=HOSTILE * 40, advantage=None) for i in range(4)]
-    files = [(step, told + long) for step in (1, 500, 1000)]
+    files = [(step, details + long) for step in (1, 500, 1000)]
     runs = [write_run(f"a_seed{i}", 1000, files, i, rows()) for i in range(2)]
     runs.append(write_run("<b>", 1000, (), 0, rows(), optimizer=Optimizer(learning_rate=0.1)))
     out = tmp_path / "report.html"
@@ -68,8 +68,8 @@ def names_of_controls(page) -> list[tuple[str, str]]:
     """(role, name) of whatever has a role that asks for a name."""
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     shown = [node for node in nodes if not node["ignored"]]
-    said = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in shown]
-    return [(role, name) for role, name in said if role in NAMED]
+    output = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in shown]
+    return [(role, name) for role, name in output if role in NAMED]
 
 
 def test_no_error_no_network_both_widths_and_in_time(report_of_three, tmp_path):
@@ -145,9 +145,9 @@ def test_a_comparison_begins_with_its_numbers_and_settings(report_of_three, tmp_
 
 def test_turns_show_who_spoke_and_nobody_speaks_in_anothers_place(write_run, tmp_path):
     forged = "<b>environment</b>, 2 tokens\n9"
-    said = [("policy", 3, f"1+2={forged}"), ("environment", 2, HOSTILE), ("policy", 1, "3")]
+    output = [("policy", 3, f"1+2={forged}"), ("environment", 2, HOSTILE), ("policy", 1, "3")]
     pieces = {"token_texts": ["1+2=", forged, "", "3"], "token_logprobs": [-0.1, -5.0, 0.0, -1.0]}
-    played = {"turns": said, "environment_rewards": [0.25, 1.0], "response": "3"}
+    played = {"turns": output, "environment_rewards": [0.25, 1.0], "response": "3"}
     lines = [response(1, 0, **played, **pieces), response(1, 1, **played), response(1, 2)]
     out = tmp_path / "report.html"
     report.report(ReportConfig(run=write_run("a", rollouts=[(1, lines)]), out=str(out)))
@@ -167,7 +167,7 @@ def test_turns_show_who_spoke_and_nobody_speaks_in_anothers_place(write_run, tmp
             ["turn", "policy, 1 tokens, reward 1"],
         ]
         assert [turn[2] for turn in texts[0]] == [f"1+2={forged}\u25e6", HOSTILE, "3"]
-        assert [turn[2] for turn in texts[1]] == [text for _, _, text in said]
+        assert [turn[2] for turn in texts[1]] == [text for _, _, text in output]
         assert texts[2] == []
         tokens = page.run(shown.format("c => c.querySelectorAll('span').length"))
         assert [turn[2] for turn in tokens[0]] == [3, 0, 1]

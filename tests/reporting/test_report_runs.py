@@ -20,8 +20,8 @@ from small_runs import (
 from dapo_jax.config.experiment import Log, Optimizer, Rollout
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.reporting.page import page
-from dapo_jax.reporting.page.curves import CURVES
-from dapo_jax.reporting.writers import token_fields
+from dapo_jax.reporting.page.curves import read_curves
+from dapo_jax.reporting.sinks import token_fields
 from dapo_jax.run.run import train
 from dapo_jax.run.step_record import trace
 from dapo_jax.runtime.settings import ConfigError
@@ -70,8 +70,8 @@ def test_stored_advantages_are_the_algorithms(traced):
     for group in mixed:
         rewards = np.array([line["reward"] for line in group])
         expected = (rewards - rewards.mean()) / rewards.std(ddof=1)
-        found = [line["advantage"] for line in group]
-        np.testing.assert_allclose(found, expected, rtol=1e-3)
+        result = [line["advantage"] for line in group]
+        np.testing.assert_allclose(result, expected, rtol=1e-3)
 
 
 def test_a_run_writes_its_page(traced):
@@ -86,12 +86,12 @@ def test_ratios_of_a_single_update_are_refused_as_nothing_reads_them(base, tmp_p
 
 
 def test_every_curve_is_of_metrics_that_exist():
-    names = [name for curve in CURVES for name in curve.metrics]
+    names = [name for curve in read_curves() for name in curve.metrics]
     check_documented(names)
     assert len(names) == len(set(names))
-    words = [word for curve in CURVES for word in curve.metrics.values()]
+    words = [word for curve in read_curves() for word in curve.metrics.values()]
     assert all(words) and not any("_" in word for word in words)
-    assert all(curve.healthy and curve.ill for curve in CURVES)
+    assert all(curve.healthy and curve.ill for curve in read_curves())
 
 
 @pytest.mark.slow
@@ -111,6 +111,6 @@ def test_a_starved_step_with_a_single_update_has_no_ratios(base, tmp_path, alone
 
 def test_tokens_are_written_short(base, tmp_path):
     completion = make_completion([3, 4], logprob=-0.431)
-    found = token_fields(completion, None, Tokenizer.from_folder(base))
-    assert json.dumps(found["token_logprobs"]) == "[-0.431, -0.431]"
-    assert list(found) == ["token_texts", "token_logprobs"]
+    result = token_fields(completion, None, Tokenizer.from_folder(base))
+    assert json.dumps(result["token_logprobs"]) == "[-0.431, -0.431]"
+    assert list(result) == ["token_texts", "token_logprobs"]

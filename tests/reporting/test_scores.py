@@ -36,11 +36,11 @@ def test_pass_at_k_of_thousands_of_samples_is_exact():
 
 
 def test_scores_are_means_over_problems_for_powers_of_two():
-    found = make_report(respond_all([[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]))
-    assert found.accuracy.value == pytest.approx(1 / 3) and found.samples_per_problem == 6
-    assert list(found.pass_at_k) == [1, 2, 4]
-    assert found.pass_at_k[1] == found.accuracy
-    assert found.pass_at_k[2].value == pytest.approx((5 / 15 + 12 / 15) / 2)
+    result = make_report(respond_all([[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]))
+    assert result.accuracy.value == pytest.approx(1 / 3) and result.samples_per_problem == 6
+    assert list(result.pass_at_k) == [1, 2, 4]
+    assert result.pass_at_k[1] == result.accuracy
+    assert result.pass_at_k[2].value == pytest.approx((5 / 15 + 12 / 15) / 2)
 
 
 def test_majority_goes_by_meaning_and_ignores_missing_answers():
@@ -91,15 +91,15 @@ def test_a_problem_votes_with_k_voices_however_often_it_is_listed():
         for j, right in enumerate(pair)
     ]
     other = [respond(9, j, True) for j in range(2)]
-    found = make_report(listed + other)
-    assert found.samples_per_problem == 2
-    assert found.majority.value == pytest.approx((6 * (1 + 1 / 2 + 1 / 2) / 3 + 2 * 1) / 8)
+    result = make_report(listed + other)
+    assert result.samples_per_problem == 2
+    assert result.majority.value == pytest.approx((6 * (1 + 1 / 2 + 1 / 2) / 3 + 2 * 1) / 8)
 
 
 def test_the_interval_of_two_problems_is_that_of_their_resamples():
     """Resampled means are 0, 1/2, 1/2 and 1 with equal chances, so 95 % reach from 0 to 1."""
-    (found,) = estimates(np.array([[0.0], [1.0]]), np.ones(2), seed=0)
-    assert (found.value, found.low, found.high) == (0.5, 0, 1)
+    (result,) = estimates(np.array([[0.0], [1.0]]), np.ones(2), seed=0)
+    assert (result.value, result.low, result.high) == (0.5, 0, 1)
     (alone,) = estimates(np.array([[0.3]]), np.ones(1), seed=0)
     assert (alone.value, alone.low, alone.high) == (0.3, None, None)
 
@@ -111,8 +111,8 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     for trial in range(400):
         difficulty = rng.beta(0.8, 1.2, 60)
         means = rng.binomial(8, difficulty)[:, None] / 8
-        (found,) = estimates(means, np.full(60, 8), seed=trial)
-        covered += found.low <= 0.4 <= found.high
+        (result,) = estimates(means, np.full(60, 8), seed=trial)
+        covered += result.low <= 0.4 <= result.high
     assert 0.91 < covered / 400 < 0.98
 
 
@@ -123,10 +123,10 @@ def test_the_interval_over_seeds_covers_what_other_seeds_and_problems_would_give
     for trial in range(200):
         reached = 0.5 + 0.1 * rng.standard_normal(10)
         shares = [rng.binomial(4, np.clip(mean, 0, 1), 50) / 4 for mean in reached]
-        found = estimate_over_seeds(shares, seed=trial)
-        assert found.value == pytest.approx(np.mean(shares))
-        covered += found.low <= 0.5 <= found.high
-        widths.append(found.high - found.low)
+        result = estimate_over_seeds(shares, seed=trial)
+        assert result.value == pytest.approx(np.mean(shares))
+        covered += result.low <= 0.5 <= result.high
+        widths.append(result.high - result.low)
     assert 0.85 < covered / 200 < 0.99
     alike = estimate_over_seeds([np.repeat([0.0, 1.0], 25)] * 10, seed=0)  # only problems spread
     assert 0.02 < alike.high - alike.low < np.mean(widths)
@@ -162,8 +162,8 @@ def test_where_all_or_none_are_right_the_interval_has_a_width_and_counts_problem
 
 
 def test_problems_that_are_all_half_right_do_not_feign_certainty():
-    found = make_report(respond_all([[1, 0]] * 4))
-    assert found.accuracy.low < 0.2 and found.accuracy.high > 0.8
+    result = make_report(respond_all([[1, 0]] * 4))
+    assert result.accuracy.low < 0.2 and result.accuracy.high > 0.8
     words = [[(True, 1), (False, 1)]] * 4  # no difference, in four questions
     answers = [
         respond(i, j, bool(ok), reflection=word)
@@ -179,14 +179,14 @@ def test_an_interval_of_nothing_but_right_answers_covers_the_truth():
     rng, covered = np.random.default_rng(3), 0
     for trial in range(300):
         means = (rng.random((16, 1)) < 0.97).astype(float)
-        (found,) = estimates(means, np.ones(16), seed=trial)
-        covered += found.low <= 0.97 <= found.high
+        (result,) = estimates(means, np.ones(16), seed=trial)
+        covered += result.low <= 0.97 <= result.high
     assert covered / 300 > 0.9
 
 
 def test_the_interval_over_seeds_has_a_width_where_all_are_right():
-    found = estimate_over_seeds([np.ones(16)] * 3, seed=0)
-    assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.806, abs=6e-4)
+    result = estimate_over_seeds([np.ones(16)] * 3, seed=0)
+    assert (result.value, result.high) == (1, 1) and result.low == pytest.approx(0.806, abs=6e-4)
     equal = estimate_over_seeds([np.zeros(16)] * 3, seed=0, lowest=-1.0)  # differences
     assert equal.low < -0.2 and equal.high > 0.2
 
@@ -201,11 +201,11 @@ def test_a_repeated_file_is_more_samples_of_few_problems():
     lines = [
         respond(i, 0, i % 3 == 0 or i % 4 == 0, question=f"question {i % 3}") for i in range(96)
     ]
-    found = make_report(lines)
-    assert (found.problems, found.responses, found.samples_per_problem) == (3, 96, 32)
-    assert (found.repeated_problems, found.most_listings) == (3, 32)
-    assert found.accuracy.value == 0.5 and max(found.pass_at_k) == 32
-    assert "repeats 3 problems up to 32 times" in describe_problems(found)
+    result = make_report(lines)
+    assert (result.problems, result.responses, result.samples_per_problem) == (3, 96, 32)
+    assert (result.repeated_problems, result.most_listings) == (3, 32)
+    assert result.accuracy.value == 0.5 and max(result.pass_at_k) == 32
+    assert "repeats 3 problems up to 32 times" in describe_problems(result)
     same_text_other_answer = [respond(i, 0, True, question="q", answer=str(i)) for i in range(2)]
     assert make_report(same_text_other_answer).problems == 2
 
@@ -220,11 +220,11 @@ def test_reflection_is_compared_inside_each_question():
     hard = samples(0, [1, 0, 0, 0, 0, 0], [0, 0])
     easy = samples(1, [1, 1], [1, 1, 1, 1, 1, 0])
     one_kind = samples(2, [], [1] * 8)
-    found = make_report(hard + easy + one_kind).reflection
+    result = make_report(hard + easy + one_kind).reflection
     pooled = np.mean([1, 0, 0, 0, 0, 0, 1, 1]) - np.mean([0, 0, 1, 1, 1, 1, 1, 0])
-    assert pooled < 0 < found.difference.value
-    assert found.questions == 2
-    assert found.difference.value == pytest.approx((1 / 6 + 1 / 6) / 2)
+    assert pooled < 0 < result.difference.value
+    assert result.questions == 2
+    assert result.difference.value == pytest.approx((1 / 6 + 1 / 6) / 2)
     assert make_report(one_kind).reflection is None
 
 
@@ -233,20 +233,20 @@ def test_tables_count_problems_and_follow_the_data():
     plain = make_report(respond_all(rows))
     assert plain.subjects == plain.levels == []
     subjects = ["Algebra", "Geometry", "Algebra"]
-    found = make_report(
+    result = make_report(
         [
             respond(i, j, bool(ok), subject=subjects[i], level=str(5 - i))
             for i, row in enumerate(rows)
             for j, ok in enumerate(row)
         ]
     )
-    named = [(row.name, row.problems, row.accuracy.value) for row in found.subjects]
+    named = [(row.name, row.problems, row.accuracy.value) for row in result.subjects]
     assert named == [("Algebra", 2, 0.75), ("Geometry", 1, 0.0)]
-    assert [row.name for row in found.levels] == ["3", "4", "5"]
+    assert [row.name for row in result.levels] == ["3", "4", "5"]
 
 
 def test_what_the_responses_look_like():
-    found = make_report(
+    result = make_report(
         [
             respond(0, 0, True, tokens=10, logprob=-1.0),
             respond(0, 1, True, tokens=20, logprob=-2.0, repetition=0.5),
@@ -254,17 +254,17 @@ def test_what_the_responses_look_like():
             respond(0, 3, False, tokens=0, logprob=0.0, failure="late", repetition=0.5),
         ]
     )
-    assert (found.response_tokens_right, found.response_tokens_wrong) == (15, 30)
-    assert found.response_tokens == 22.5 and found.entropy == pytest.approx(0.1)
-    assert found.truncated_fraction == found.answer_not_found_rate == 0.25
-    assert found.repetition == 0.25 and found.verifier_failures == 1
+    assert (result.response_tokens_right, result.response_tokens_wrong) == (15, 30)
+    assert result.response_tokens == 22.5 and result.entropy == pytest.approx(0.1)
+    assert result.truncated_fraction == result.answer_not_found_rate == 0.25
+    assert result.repetition == 0.25 and result.verifier_failures == 1
     nothing_right = make_report(respond_all([[0, 0]], tokens=0, logprob=0.0))
     assert nothing_right.response_tokens_right is None and nothing_right.entropy is None
 
 
 def test_the_tables_say_all_of_it_in_eighty_columns():
     table = [[1, 0, 1, 0], [1, 1, 1, 1]]
-    found = make_report(
+    result = make_report(
         [
             respond(i, j, bool(ok), subject="Number [theory]", level=str(i), reflection=j > 1)
             for i, row in enumerate(table)
@@ -272,7 +272,7 @@ def test_the_tables_say_all_of_it_in_eighty_columns():
         ]
     )
     console = Console(width=80, record=True, file=io.StringIO())
-    for one in report_tables(found):
+    for one in report_tables(result):
         console.print(one)
     shown = console.export_text()
     for words in ("avg@4", "0.750", "pass@4", "maj@4", "Number [theory]", "level", "inside the 2"):

@@ -9,7 +9,7 @@ from small_runs import make_quick_config
 
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Config, Log
-from dapo_jax.reporting.wandb_tracker import RUN_ID, Tracker, check_project
+from dapo_jax.reporting.wandb_tracker import RUN_ID, WandbSink, check_project
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
@@ -54,14 +54,14 @@ def read_offline(folder) -> list:
 
 def rows_of(records) -> list[dict]:
     """What was logged, by name."""
-    found = [one.history.item for one in records if one.WhichOneof("record_type") == "history"]
+    result = [one.history.item for one in records if one.WhichOneof("record_type") == "history"]
     return [
         {
             "/".join(item.nested_key) or item.key: json.loads(item.value_json)
             for item in items
             if "_wandb" not in (item.key, *item.nested_key)
         }
-        for items in found
+        for items in result
     ]
 
 
@@ -87,8 +87,8 @@ def test_an_offline_run_has_the_same_rows_and_goes_on_under_its_id(
         assert row["_step"] == line.pop("step") and line.pop("time")
         assert {name: row[name] for name in line} == pytest.approx(line)
     (first, *_) = [one.run for one in runs[0] if one.HasField("run")]
-    told = {entry.key: json.loads(entry.value_json) for entry in first.config.update}
-    assert first.project == "project" and told["algorithm"]["clip_high"] == 0.28
+    details = {entry.key: json.loads(entry.value_json) for entry in first.config.update}
+    assert first.project == "project" and details["algorithm"]["clip_high"] == 0.28
 
 
 @pytest.mark.slow
@@ -102,5 +102,5 @@ def test_what_wandb_itself_refuses_is_one_line(tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_MODE", mode)
         wandb.teardown()  # what an earlier test's run has read of the environment
         with pytest.raises(ConfigError, match="config.log.wandb = 'project': ") as refused:
-            Tracker(tmp_path, config)
+            WandbSink(tmp_path, config)
         assert reason in str(refused.value) and "\n" not in str(refused.value)

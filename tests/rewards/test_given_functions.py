@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards import pickled_functions, waiting
+from dapo_jax.rewards import pool as pool_module
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.workers import pickled_functions
+from dapo_jax.runtime.workers.pickled_functions import register_function
 
 FACTOR = 2.0
 
@@ -25,7 +28,7 @@ def judge(responses: list[str], *functions, in_process=False, **reward) -> tuple
     """Rewards or failures of the responses through the real pool, and its killed workers."""
     names: list[str] = []
     for function in functions:
-        names.append(pickled_functions.name_of(function, in_process, taken=names))
+        names.append(register_function(function, in_process, taken=names))
     pool = RewardPool(Reward(parts=",".join(f"{name}=1" for name in names), **reward))
     try:
         futures = [pool.submit("p", response, "7") for response in responses]
@@ -62,8 +65,8 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
     program = """
         import functools, os
         from dapo_jax.config.experiment import Reward
-        from dapo_jax.rewards import pickled_functions, waiting
         from dapo_jax.rewards.pool import RewardPool
+        from dapo_jax.runtime.workers.pickled_functions import register_function
         TRAINER = os.getpid()
         @functools.cache
         def helper(text):
@@ -74,14 +77,14 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
                 return "named"  # by name, which no worker knows
         named = Named()
         try:
-            pickled_functions.name_of(lambda prompt, response, answer: named, False)
+            register_function(lambda prompt, response, answer: named, False)
         except ValueError as error:
             print("refused", "`named`" in str(error))
         def score(prompt, response, answer):
             if not response:
                 return 1 / len(response)
             return helper(response)
-        name = pickled_functions.name_of(score, False)
+        name = register_function(score, False)
         pool = RewardPool(Reward(parts=f"{name}=1"))
         verdicts = [pool.submit("", text, "7").result() for text in ("abc", "")]
         pool.close()
@@ -97,35 +100,29 @@ def test_a_function_of_a_program_runs_in_a_worker_with_its_helpers(tmp_path):
     assert "return 1 / len(response): ZeroDivisionError: division by zero" in said
 
 
-class Client:
-    def __init__(self):
-        self.lock = threading.Lock()
+LOCK = threading.Lock()
 
 
-LOCK, CLIENT = threading.Lock(), Client()
-
-
-def test_what_a_worker_can_not_have_is_refused_by_the_name_of_its_variable(monkeypatch):
+def test_a_function_that_can_not_be_copied_is_rejected_with_the_variable(monkeypatch):
     array, lock, rows = jnp.ones(3), threading.Lock(), list(range(100_000))
-    monkeypatch.setattr(given, "LARGEST_COPY", 100_000)
+    monkeypatch.setattr(pickled_functions, "MAX_COPY_BYTES", 100_000)
 
     def ask(response):
         return LOCK and len(response)
 
-    refused = {
-        "`array`: TypeError: an array of JAX": lambda prompt, response, answer: array.sum(),
+    rejected = {
+        "`array`: TypeError: a JAX array": lambda prompt, response, answer: array.sum(),
         "`lock`: TypeError: cannot pickle": lambda prompt, response, answer: lock.locked(),
-        "`LOCK`": lambda prompt, response, answer: [LOCK for _ in response],
-        "`ask.LOCK`": lambda prompt, response, answer: ask(response),
-        "`CLIENT.lock`": lambda prompt, response, answer: CLIENT,
-        "`held`": lambda prompt, response, answer, held=lock: 1.0,
-        "`rows`: it has 0 MB, and at most 0 MB": lambda prompt, response, answer: len(rows),
+        "`LOCK`": lambda prompt, response, answer: LOCK.locked(),
+        "`ask`": lambda prompt, response, answer: ask(response),
+        "worker process: TypeError: cannot pickle": lambda prompt, response, answer, held=lock: 1.0,
+        "`rows`: ValueError: its copy has over 100,000": lambda prompt, response, answer: len(rows),
     }
-    for words, function in refused.items():
+    for words, function in rejected.items():
         with pytest.raises(ConfigError, match="config.reward.parts = <function") as error:
-            pickled_functions.name_of(function, False)
+            register_function(function, False)
         assert words in str(error.value) and "in_process=True" in str(error.value)
-        assert pickled_functions.name_of(function, True).startswith("in_process:")
+        assert register_function(function, True).startswith("in_process:")
 
 
 def test_what_a_given_function_returns_or_raises_costs_at_most_its_response():
@@ -169,7 +166,7 @@ def test_functions_that_wait_wait_side_by_side():
 
 
 def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypatch):
-    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.5)
 
     async def odd(prompt, response, answer):
         if response == "ever":
@@ -188,15 +185,15 @@ def test_a_call_that_waits_for_ever_or_holds_up_the_others_costs_itself(monkeypa
     assert one == 1 and "no answer within 0.5 s" in ever
 
 
-def test_closing_a_pool_ends_calls_that_wait_and_leaves_no_copy():
-    async def ever(prompt, response, answer):
+def test_closing_a_pool_ends_async_calls_and_deletes_the_copies(tmp_path, monkeypatch):
+    async def forever(prompt, response, answer):
         await asyncio.Event().wait()
 
-    pool = RewardPool(
-        Reward(parts=f"{pickled_functions.name_of(ever, False)}=1", timeout_seconds=100)
-    )
-    future, folder = pool.submit("", "a", "7"), os.path.dirname(pool._copies)
-    assert os.path.exists(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parts = f"{register_function(forever, False)}=1"
+    pool = RewardPool(Reward(parts=parts, timeout_seconds=100))
+    future = pool.submit("", "a", "7")
+    assert list(tmp_path.iterdir())
     pool.close()
     assert future.cancelled() or future.result(timeout=10).broken
-    assert not os.path.exists(folder)
+    assert not list(tmp_path.iterdir())

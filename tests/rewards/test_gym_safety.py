@@ -5,6 +5,7 @@ No constant wins one that is opened, and no answer takes long.
 Slow: CI does not install the package. `python -m pytest -m slow tests/rewards/test_gym_safety.py`
 """
 
+import collections
 import json
 import os
 import socket
@@ -13,14 +14,13 @@ import sys
 import time
 
 import pytest
-from gym_items import WITHOUT_ANSWER, every_task, gold
+from gym_items import CONSTANTS, QUESTION, WITHOUT_ANSWER, every_task, gold
 
 from dapo_jax.config.experiment import Reward
-from dapo_jax.rewards.gym import tasks
-from dapo_jax.rewards.gym.answers import unfit
-from dapo_jax.rewards.gym.constants import WON_BY_CONSTANTS
-from dapo_jax.rewards.gym.evaluating_scorers import EVALUATING, READING, evaluators
+from dapo_jax.rewards import gym
+from dapo_jax.rewards.gym import EVALUATING, WON_BY_CONSTANTS, ScoreRequest, answer_error
 from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.workers.parent import WorkerProcess
 from dapo_jax.verifier.extraction import LONGEST_ANSWER
 
@@ -38,25 +38,34 @@ def elsewhere(tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_the_lists_name_the_tasks_whose_source_could_evaluate():
-    assert {t for t in EVERY if evaluators(factory.DATASETS[t][0])} == EVALUATING | READING
-    assert len(EVERY) >= 105
-    with pytest.raises(tasks.ConfigError, match="gym:composite"):
-        tasks.open_task("data.source", "composite", 0, 10)
-    for task in EVALUATING:
-        with pytest.raises(tasks.ConfigError, match=f"gym:{task}': its scorer evaluates"):
-            tasks.open_task("data.source", task, 0, 10)
+def test_the_release_has_all_listed_tasks():
+    assert len(EVERY) >= 105 and set(EVERY) > EVALUATING | WON_BY_CONSTANTS
+    with pytest.raises(ConfigError, match="gym:composite"):
+        gym.open_task("data.source", "composite", 0, 10)
 
 
 def test_the_list_names_the_tasks_that_a_constant_wins():
-    refused = set()
+    """A constant wins if it earns more items than the most frequent gold answer plus 3."""
+    won = set()
     for task in sorted(set(EVERY) - EVALUATING):
-        try:
-            tasks.open_task("data.source", task, 0, 1)
-        except tasks.ConfigError as error:
-            assert "its scorer rewards a constant" in str(error)
-            refused.add(task)
-    assert refused == WON_BY_CONSTANTS
+        dataset = factory.create_dataset(task, seed=0, size=16)
+        items = [dataset[i] for i in range(16)]
+        counts = collections.Counter(gold(item).strip().casefold() for item in items)
+        for constant in CONSTANTS:
+            answers = [item["question"] if constant is QUESTION else constant for item in items]
+            pairs = zip(answers, items, strict=True)
+            if sum(score(dataset, *pair) for pair in pairs) > max(counts.values()) + 3:
+                won.add(task)
+    assert won == WON_BY_CONSTANTS
+
+
+def score(dataset, answer: str, item: dict) -> bool:
+    if answer_error(answer, item["answer"]):
+        return False
+    try:
+        return dataset.score_answer(answer, item) >= 0.9
+    except Exception:  # some scorers raise if an answer can't be parsed
+        return False
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -64,16 +73,16 @@ def test_right_answers_score_1(seed):
     worker = WorkerProcess("dapo_jax.rewards.worker", "gym")
     lower = []
     for task in TASKS:
-        dataset = tasks.open_task("data.source", task, seed, 50)
-        worker.prepare({"source": f"gym:{task}"})
+        dataset = gym.open_task("data.source", task, seed, 50)
+        worker.prepare(ScoreRequest(f"gym:{task}")._asdict())
         for item in (dataset[i] for i in range(50)):
             if task in WITHOUT_ANSWER or len(gold(item)) > LONGEST_ANSWER:
                 continue
             # Also where it is not compared with gold, but bounded as any answer.
-            assert unfit(f"{gold(item)} .", item["answer"]) is None, (task, gold(item))
-            job = {"source": f"gym:{task}", "metadata": tasks.pack_item(item), "answer": gold(item)}
-            reply = worker.ask(job, time.monotonic() + 60)
-            if reply != {"score": 1.0}:
+            assert answer_error(f"{gold(item)} .", item["answer"]) is None, (task, gold(item))
+            request = ScoreRequest(f"gym:{task}", gym.pack_item(item), gold(item))
+            reply = worker.ask(request._asdict(), time.monotonic() + 60)
+            if reply != {"score": 1.0, "failure": None}:
                 lower.append((task, gold(item), reply))
     worker.kill()
     assert lower == []
@@ -119,8 +128,8 @@ def test_payloads_behind_the_marker_never_run(tmp_path):
         texts = payloads(str(made), server.getsockname()[1])
         pending = []
         for task in TASKS:
-            item = tasks.open_task("data.source", task, 0, 1)[0]
-            where = "", gold(item), f"gym:{task}", tasks.pack_item(item)
+            item = gym.open_task("data.source", task, 0, 1)[0]
+            where = "", gold(item), f"gym:{task}", gym.pack_item(item)
             for text in texts:
                 for response in (f"<answer>{text}</answer>", f"so #### {text}"):
                     prompt, *rest = where

@@ -9,13 +9,13 @@ from conftest import make_completion, make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Reward, Sampler
-from dapo_jax.rewards.functions import READY, TRAINER_PARTS, think_format
-from dapo_jax.rewards.group_rewards import repetition, reward_group
+from dapo_jax.rewards.functions import BUILTIN_FUNCTIONS, think_format
+from dapo_jax.rewards.group_rewards import TRAINER_PARTS, reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.rollout.dynamic_sampling import carries_signal
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.structs import Group, Verdict
+from dapo_jax.structs import Group, Verdict, repetition
 
 OWN = """
 import os, sys, time
@@ -87,7 +87,7 @@ def test_help_names_every_ready_part():
     (text,) = (
         one.metadata["explanation"] for one in dataclasses.fields(Reward) if one.name == "parts"
     )
-    assert {*TRAINER_PARTS, *READY} <= {*re.findall(r"\w+", text)}
+    assert {*TRAINER_PARTS, *BUILTIN_FUNCTIONS} <= {*re.findall(r"\w+", text)}
 
 
 def test_spaces_around_names_and_weights_do_not_count():

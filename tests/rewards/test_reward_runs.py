@@ -115,7 +115,7 @@ def test_rewards_of_groups_and_tokens_train_and_resume_with_the_same_bits(
     read = dynamic_sampling.Collection.read_verdicts
 
     def stop_or_read(self, judge):
-        if len(self._judged) >= 3:
+        if len(self._scored) >= 3:
             raise Killed
         read(self, judge)
 

@@ -18,12 +18,12 @@ from dapo_jax.learner.advantages import ESTIMATORS
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.minibatches import Minibatches
 from dapo_jax.learner.packing import Segment, pack
-from dapo_jax.learner.score_pass import gather
-from dapo_jax.rewards import pickled_functions
+from dapo_jax.learner.score_pass import make_feedback
+from dapo_jax.rewards.functions import place_rewards
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.pool import RewardPool
-from dapo_jax.rewards.token_rewards import place_rewards
+from dapo_jax.runtime.workers.pickled_functions import register_function
 from dapo_jax.structs import Group, Verdict
 
 OWN = """
@@ -159,7 +159,7 @@ def test_a_group_without_rewards_of_tokens_has_none():
 
 
 def test_a_function_in_this_process_may_reward_tokens():
-    name = pickled_functions.name_of(lambda prompt, response, answer: [(0, 1, 1.0)], True)
+    name = register_function(lambda prompt, response, answer: [(0, 1, 1.0)], True)
     group = judge_group(f"{name}=3", "ab")
     np.testing.assert_array_equal(group.token_rewards, [[3, 0, 0]])
 
@@ -185,7 +185,7 @@ VALUES = [RNG.normal(size=n).tolist() for n in LENGTHS]
 EXACT = {"rtol": 1e-6, "atol": 1e-12}
 
 
-def make_feedback(kl: bool):
+def feedback_of_groups(kl: bool):
     """Feedback on two groups of three ragged responses in packed rows, and their places there."""
     algorithm = dataclasses.replace(
         algorithms.grpo(), advantage="reward_to_go", kl="reward" if kl else "none"
@@ -227,7 +227,7 @@ def make_feedback(kl: bool):
 
     old = place([[2 * p for p in own] for own in PENALTIES], 99.0)
     scored = ScoredBatch(rollouts, old, 0 * old if kl else None, place(VALUES, np.nan))
-    return gather(config, Minibatches([segments], rollouts, [used]), scored, groups), place
+    return make_feedback(config, Minibatches([segments], rollouts, [used]), scored, groups), place
 
 
 def loop_token_rewards(kl: bool) -> list[list[float]]:
@@ -245,7 +245,7 @@ def loop_token_rewards(kl: bool) -> list[list[float]]:
 
 @pytest.mark.parametrize("kl", [False, True], ids=["bare", "with KL in the reward"])
 def test_each_token_has_its_own_reward_and_the_last_one_the_rest(kl):
-    feedback, place = make_feedback(kl)
+    feedback, place = feedback_of_groups(kl)
     loop = loop_token_rewards(kl)
     np.testing.assert_allclose(feedback.token_rewards, place(loop, 0.0), **EXACT)
     sums = [math.fsum(own) if own else OF_RESPONSES[i] for i, own in enumerate(loop)]
@@ -254,7 +254,7 @@ def test_each_token_has_its_own_reward_and_the_last_one_the_rest(kl):
 
 @pytest.mark.parametrize("kl", [False, True], ids=["bare", "with KL in the reward"])
 def test_reward_to_go_and_gae_read_rewards_of_tokens(kl):
-    feedback, place = make_feedback(kl)
+    feedback, place = feedback_of_groups(kl)
     algorithm = dataclasses.replace(dapo(), gamma=0.9, lambda_policy=0.7)
     to_go, gae = [], []
     for rewards, values in zip(loop_token_rewards(kl), VALUES, strict=True):
@@ -270,7 +270,7 @@ def test_reward_to_go_and_gae_read_rewards_of_tokens(kl):
 
 
 def test_estimators_of_responses_read_the_sums():
-    feedback, place = make_feedback(kl=False)
+    feedback, place = feedback_of_groups(kl=False)
     rewards = [
         math.fsum(2 * r for r in own or []) + OF_RESPONSES[i] for i, own in enumerate(OF_TOKENS)
     ]

@@ -1,26 +1,23 @@
-"""rollout.carry_over: what a step has drawn and not used is gone on with in the next one."""
+"""rollout.carry_over: the next step continues with groups that a step did not use."""
 
 import json
 
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, make_prompt
+import samplers
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule, with_texts
 
-TOKENIZER = arithmetic_tokenizer()
-PROMPTS = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(3 + i % 5)]) for i in range(8)]
+PROMPTS = samplers.PROMPTS[:8]
 PAGED = {"cache": "paged", "page_tokens": 4, "pages": 150, "prefill_chunk_tokens": 4}
 SLOW = pytest.mark.slow
 
@@ -28,51 +25,39 @@ SLOW = pytest.mark.slow
 
 
 def make_sampler(mesh, **settings) -> Scheduler:
-    engine = PolicyEngine(
-        TINY,
-        mesh,
-        Sampler(
-            slots=24, burst_tokens=4, max_response_tokens=24, first_window_tokens=32, **settings
-        ),
-        max_prompt_tokens=8,
-        tokenizer=TOKENIZER,
-        insert_width=3,
-    )
-    return Scheduler(engine, TOKENIZER, seed=5)
+    sizes = {"slots": 24, "burst": 4, "response": 24, "width": 3, "first_window_tokens": 32}
+    return samplers.make_sampler(mesh, **sizes, **settings)
 
 
 def draw(sampler, params, stops=()):
-    """All groups of three; a step ends after so many bursts, and the next goes on."""
+    """Sample groups of three in steps of the given numbers of bursts."""
     groups, carried = {}, {prompt.index: None for prompt in PROMPTS}
     for step, bursts in enumerate((*stops, 1000), 2):
         sampler.begin(params, purpose=0, step=step, rule=SamplingRule())
-        for index, one in carried.items():
-            sampler.submit(PROMPTS[index], 3, one)
+        for index, group in carried.items():
+            sampler.submit(PROMPTS[index], 3, group)
         while bursts and not sampler.idle:
             groups |= {prompt.index: done for prompt, done in sampler.decode_burst()}
             bursts -= 1
-        carried = {one.prompt.index: one for one in sampler.suspend()}
+        carried = {group.prompt.index: group for group in sampler.suspend()}
         assert sampler.idle
     return groups
 
 
 @pytest.mark.parametrize("settings", [{}, PAGED], ids=["slots", "paged"])
-def test_a_response_that_goes_on_is_the_one_that_nothing_interrupted(
-    settings, tiny_params, one_device
-):
-    """In tokens; in log-probs but for rounding: what it had is prefilled, not decoded."""
+def test_a_resumed_response_equals_an_uninterrupted_one(settings, tiny_params, one_device):
+    """Log-probs may round differently, since known tokens are prefilled, not decoded."""
     sampler = make_sampler(one_device, **settings)
     whole, parts = (draw(sampler, tiny_params, stops) for stops in ((), (2, 1, 2)))
     assert whole.keys() == parts.keys() == set(range(8))
     policies = []
     for index, group in parts.items():
-        for one, other in zip(group, whole[index], strict=True):
-            np.testing.assert_array_equal(one.tokens, other.tokens)
-            np.testing.assert_allclose(one.sampler_logprobs, other.sampler_logprobs, atol=1e-4)
-            told = [(done.truncated, done.text, done.sample) for done in (one, other)]
-            assert told[0] == told[1]
-            assert sum(tokens for _, tokens in one.drawn_by) == len(one)
-            policies.append([step for step, _ in one.drawn_by])
+        for a, b in zip(group, whole[index], strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+            np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-4)
+            assert (a.truncated, a.text, a.sample) == (b.truncated, b.text, b.sample)
+            assert sum(tokens for _, tokens in a.drawn_by) == len(a)
+            policies.append([step for step, _ in a.drawn_by])
     assert [2, 3, 4, 5] in policies and [2] in policies
 
 
@@ -103,7 +88,7 @@ def finished(base, tmp_path_factory):
     return run_dir
 
 
-def test_a_run_says_what_it_carries_and_how_old_what_it_trains_on_is(finished):
+def test_a_run_reports_carried_groups_and_policy_lag(finished):
     rows = read_rows(finished)
     assert rows[0]["policy_lag"] == rows[0]["continued_fraction"] == 0
     assert all(row["carried_tokens"] >= row["carried_groups"] > 0 for row in rows)
@@ -115,13 +100,13 @@ def test_a_run_says_what_it_carries_and_how_old_what_it_trains_on_is(finished):
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, pytest.param(3, marks=SLOW)])
 def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path, alone):
-    """Begun responses and judged groups come back from the checkpoint."""
+    """The checkpoint holds partial responses and scored groups."""
     with open_run(make_config(base, tmp_path / "run")) as run:
         run.begin()
         for _ in range(stop_after):
             run.step()
         left = run.state.source.partial
-        run._checkpoints.close()
+        run.store.checkpoints.close()
     assert any(one.begun for one in left) and len({one.prompt.index for one in left}) == len(left)
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
@@ -129,7 +114,7 @@ def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path,
 
 
 def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
-    """The responses to those prompts, had that step drawn them to their end."""
+    """Return the responses to these prompts as that step would have completed them."""
     sampler, prompts = run.components.sampler, run.components.prompts
     rule = SamplingRule()
     sampler.begin(
@@ -153,7 +138,7 @@ def draw_whole(run, step: int, indices: list[int]) -> dict[int, list[str]]:
         pytest.param("unfinished", "dapo", marks=SLOW),
     ],
 )
-def test_with_an_unchanged_policy_carried_groups_are_those_of_one_step(
+def test_with_an_unchanged_policy_carried_groups_equal_groups_of_one_step(
     carry_over, preset, base, tmp_path, alone
 ):
     """With and without dynamic sampling."""
@@ -179,7 +164,7 @@ def test_with_an_unchanged_policy_carried_groups_are_those_of_one_step(
     assert continued > 5
 
 
-def test_what_decides_what_is_carried_can_not_change_within_a_run(base, finished, alone):
+def test_settings_that_decide_what_is_carried_cannot_change_within_a_run(base, finished, alone):
     config = make_config(base, finished)
     config.sampler.slots = 16
     with pytest.raises(ConfigError, match="config.sampler.slots = 16, but .* made with 24"):
@@ -196,7 +181,7 @@ def test_what_decides_what_is_carried_can_not_change_within_a_run(base, finished
         ({"rollout.carry_over": "none", "rollout.carry_over_max_age": 3}, "carry_over = 'none'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings, message, base, tmp_path):
+def test_incompatible_settings_are_rejected(settings, message, base, tmp_path):
     config = make_config(base, tmp_path / "run")
     for name, value in settings.items():
         section, field = name.split(".")

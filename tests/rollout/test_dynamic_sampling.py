@@ -1,71 +1,33 @@
-"""Dynamic sampling: which groups are kept, in which order, and what happens when there are none.
-
-The prompts are real; sampler and judge are scripted, so that each case names its outcome.
-"""
+"""Dynamic sampling with scripted lengths and rewards: which groups are kept, in which order."""
 
 import json
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 from conftest import make_completion
+from scripted_sampler import ScriptedSampler
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.metrics import rollout_metrics
-from dapo_jax.reporting.writers import write_rollouts
+from dapo_jax.reporting.sinks import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
-from dapo_jax.rollout import dynamic_sampling
 from dapo_jax.rollout.dynamic_sampling import (
     Collection,
-    Interrupted,
+    CollectionHooks,
     Starved,
     carries_signal,
     collect,
     next_kept_fraction,
 )
-from dapo_jax.structs import SamplerCounts, Verdict
-
-
-class ScriptedSampler:
-    """Finishes prompt `index` after `bursts(index)` bursts, the first that fit into the slots."""
-
-    def __init__(self, bursts, slots=128):
-        self._bursts, self._running, self._slots = bursts, {}, slots
-        self.submitted: list[int] = []
-        self.counts = SamplerCounts()
-
-    def submit(self, prompt, samples):
-        self.submitted.append(prompt.index)
-        bursts = self._bursts(prompt.index)
-        done = tuple(make_completion([5] * bursts + [1]) for _ in range(samples))
-        self._running[prompt.index] = [bursts, prompt, done]
-
-    @property
-    def idle(self):
-        return not self._running
-
-    @property
-    def room(self):
-        return self._slots - sum(len(done) for *_, done in self._running.values())
-
-    def decode_burst(self, meanwhile):
-        meanwhile()
-        for entry in list(self._running.values())[: self._slots // 2]:
-            entry[0] -= 1
-        finished = [entry[1:] for entry in self._running.values() if entry[0] <= 0]
-        self._running = {k: v for k, v in self._running.items() if v[0] > 0}
-        return [tuple(pair) for pair in finished]
-
-    def abandon(self):
-        self._running.clear()
+from dapo_jax.structs import Interrupted, Verdict
 
 
 class ScriptedPool:
-    """Says that `right(index)` of each group's responses are right."""
+    """Decides that `right(index)` of each group's responses are correct."""
 
     def __init__(self, right):
         self._right = right
@@ -108,7 +70,7 @@ def indices(collected):
     return [group.prompt.index for group in collected.groups]
 
 
-def test_a_group_is_kept_only_where_correctness_differs():
+def test_a_group_is_kept_only_if_correctness_differs():
     """However different the shaped rewards of an all-wrong group are."""
     config = Config()
     config.sampler.max_response_tokens = 96
@@ -120,7 +82,7 @@ def test_a_group_is_kept_only_where_correctness_differs():
         assert len(set(group.rewards)) == 2
 
 
-def test_the_first_that_qualify_in_data_order_are_kept_not_the_first_to_finish():
+def test_the_first_qualifying_groups_in_data_order_are_kept():
     """Even prompts are slow; odd ones at once. Every third one is all right."""
     collected, prompts, _ = run(
         lambda i: 2 if i % 3 == 0 else 1, bursts=lambda i: 9 if i % 2 == 0 else 1
@@ -130,21 +92,21 @@ def test_the_first_that_qualify_in_data_order_are_kept_not_the_first_to_finish()
     assert not collected.starved
 
 
-def test_nothing_is_asked_twice_and_nothing_is_lost_between_steps():
+def test_no_prompt_is_requested_twice_or_lost_between_steps():
     config_right = lambda i: 1 if i % 2 else 0  # noqa: E731
     collected, prompts, _ = run(config_right)
     assert indices(collected) == [1, 3, 5, 7]
     assert next(prompts).index == 8
 
 
-def test_how_much_is_asked_for_follows_the_estimate():
+def test_the_number_of_requests_follows_the_estimate():
     _, _, eager = run(lambda i: 1, fraction=0.25, bursts=lambda i: 3)
     _, _, frugal = run(lambda i: 1, fraction=1.0, bursts=lambda i: 3)
     assert len(frugal.submitted) == 4 < len(eager.submitted) <= 16
     assert next_kept_fraction(0.5, 0, 8, 8) == pytest.approx(2 / 12)
 
 
-def test_a_wrong_estimate_asks_for_little_before_verdicts_mend_it():
+def test_a_wrong_estimate_requests_little_before_rewards_correct_it():
     """At most eight prompts wait for a slot; without that, all 64 of the estimate would."""
     wrong = {"fraction": 1 / 16, "wanted": 4, "max_sample_rounds": 100}
     collected, _, sampler = run(lambda i: 1, slots=4, **wrong)
@@ -154,21 +116,8 @@ def test_a_wrong_estimate_asks_for_little_before_verdicts_mend_it():
     assert len(eager.submitted) == 64
 
 
-def test_each_group_is_looked_at_once_while_others_are_collected(monkeypatch):
-    """A pod's step judges thousands, over hundreds of bursts."""
-    looked, look = [], dynamic_sampling.carries_signal
-    monkeypatch.setattr(
-        dynamic_sampling,
-        "carries_signal",
-        lambda group, of: looked.append(group) or look(group, of),
-    )
-    collected, _, _ = run(lambda i: i % 8 == 7, wanted=8, bursts=lambda i: i + 1)
-    assert indices(collected) == list(range(7, 64, 8))
-    assert len(looked) == len(collected.judged) + len(collected.judged + collected.surplus)
-
-
 @pytest.mark.parametrize(("right", "kind"), [(2, "all_right"), (0, "all_wrong")])
-def test_starved_sampling_gives_up_after_its_rounds(right, kind):
+def test_starved_sampling_stops_after_its_rounds(right, kind):
     collected, prompts, sampler = run(lambda i: right, max_sample_rounds=3)
     assert collected.groups == [] and collected.starved
     assert getattr(collected, kind) == collected.asked_prompts == 12 == len(sampler.submitted)
@@ -181,7 +130,7 @@ def test_a_starved_step_trains_on_the_groups_there_are():
     assert collected.next_position == 8
 
 
-def test_a_starved_run_stops_with_its_counts_where_so_configured():
+def test_a_starved_run_stops_with_its_counts_if_configured():
     with pytest.raises(Starved, match="only 0 of 4 .* 8 were all right and 0 all wrong"):
         run(lambda i: 2, max_sample_rounds=2, when_starved="stop")
 
@@ -197,10 +146,10 @@ def test_an_interruption_takes_effect_between_bursts():
     prompts = PromptStream(config.data, 0, arithmetic_tokenizer())
     with pytest.raises(Interrupted):
         sampler, collection = ScriptedSampler(lambda i: 1), Collection(config, 0.5, 0)
-        collect(collection, prompts, sampler, None, interrupted=lambda: True)
+        collect(collection, prompts, sampler, None, CollectionHooks(interrupted=lambda: True))
 
 
-def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
+def test_dropped_prompts_are_counted_once():
     data = Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop")
     prompts = PromptStream(data, 0, arithmetic_tokenizer())
     collected = [run(lambda i: 1, prompts=prompts)[0] for _ in range(3)]
@@ -209,20 +158,12 @@ def test_dropped_prompts_are_counted_once_however_often_they_are_passed():
     assert prompts.position == 12 + dropped and dropped > 0
 
 
-def test_truncated_prompts_are_counted_where_they_are_used():
+def test_truncated_prompts_are_counted_when_they_are_used():
     data = Data(train_problems=100, max_prompt_tokens=9)
     prompts = PromptStream(data, 0, arithmetic_tokenizer())
     collected = run(lambda i: 1, prompts=prompts)[0]
     cut = sum(group.prompt.truncated for group in collected.groups)
     assert collected.truncated_prompts == cut > 0 == collected.dropped_prompts
-
-
-def test_collection_repeats_itself():
-    first, second = (
-        run(lambda i: (i * 7) % 3, bursts=lambda i: 1 + (i * 5) % 4)[0] for _ in range(2)
-    )
-    assert indices(first) == indices(second)
-    np.testing.assert_array_equal(first.kept_fraction, second.kept_fraction)
 
 
 # --- the surplus: groups that were finished past the last one used ---------------------------
@@ -234,7 +175,7 @@ def with_fast_finishers():
     return run(lambda i: 1 if slow(i) else 2, bursts=lambda i: 9 if slow(i) else 1, fraction=0.25)
 
 
-def test_fast_finishers_past_the_last_group_used_change_no_mean_of_the_step():
+def test_surplus_groups_change_no_mean_of_the_step():
     collected, _, sampler = with_fast_finishers()
     assert [group.prompt.index for group in collected.judged] == [0, 1, 2, 3] == indices(collected)
     surplus = [group.prompt.index for group in collected.surplus]
@@ -251,14 +192,14 @@ def test_fast_finishers_past_the_last_group_used_change_no_mean_of_the_step():
     assert found["sampled_to_kept_tokens"] == 1000 / (4 * 2 * 10)
 
 
-def test_the_estimate_for_the_next_step_does_not_depend_on_who_finishes_first():
+def test_the_next_estimate_does_not_depend_on_order_of_arrival():
     """Nor on the slots, which may change between the parts of a run."""
     hurried, _, _ = with_fast_finishers()
     even, _, _ = run(lambda i: 1 if i < 6 else 2, fraction=0.25)
     assert hurried.kept_fraction == even.kept_fraction == next_kept_fraction(0.25, 4, 4, 4)
 
 
-def test_the_rollouts_file_keeps_the_surplus_and_says_so(tmp_path):
+def test_the_rollouts_file_marks_the_surplus(tmp_path):
     collected, _, _ = with_fast_finishers()
     write_rollouts(tmp_path, 1, collected)
     lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What compiled decoding does with its caches: written where they are; nothing waits for a replica.
+"""Compiled decoding updates its caches in place and does not synchronise replicas.
 
 The slow test asks the TPU's compiler, which needs libtpu (pip install "jax[tpu]"), but no TPU.
 """
@@ -9,13 +9,10 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
-from samplers import TOKENIZER
+from hlo_arrays import contents, instructions
+from samplers import make_engine
 
-from dapo_jax.commands.plan.compile_programs import contents
-from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size, instructions
-from dapo_jax.config.experiment import Sampler
-from dapo_jax.rollout.engine import PolicyEngine
+from dapo_jax.commands.plan.hlo_text import COLLECTIVES, group_size
 from dapo_jax.runtime.sharding import make_mesh
 from dapo_jax.structs import SamplingRule
 
@@ -26,20 +23,8 @@ PASSES_ON = ("parameter", "get-tuple-element", "bitcast", *WRITES)
 
 def compiled_burst(mesh, params, **settings):
     """`generate` at a window that makes a cache far larger than anything else."""
-    engine = PolicyEngine(
-        TINY,
-        mesh,
-        Sampler(
-            slots=8,
-            burst_tokens=4,
-            max_response_tokens=WINDOW - 16,
-            first_window_tokens=WINDOW,
-            **settings,
-        ),
-        max_prompt_tokens=16,
-        tokenizer=TOKENIZER,
-        insert_width=4,
-    )
+    sizes = {"slots": 8, "burst": 4, "response": WINDOW - 16, "prompt": 16, "width": 4}
+    engine = make_engine(mesh, **sizes, first_window_tokens=WINDOW, **settings)
     state, columns = engine.init_decode_state(), engine.layout.columns(WINDOW)
     loaded = engine.load_params(params)
     lowered = engine.programs.generate.lower(loaded, state, rule=SamplingRule(), columns=columns)
@@ -63,7 +48,7 @@ def made_anew(text: str, elements: int) -> list[str]:
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-def test_a_token_is_written_into_the_slots_where_they_are(tiny_params, one_device, cache_dtype):
+def test_slots_are_updated_in_place(tiny_params, one_device, cache_dtype):
     compiled, cache = compiled_burst(
         one_device, tiny_params, cache="slots", cache_dtype=cache_dtype
     )
@@ -75,7 +60,7 @@ def test_a_token_is_written_into_the_slots_where_they_are(tiny_params, one_devic
         assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
-def test_a_token_is_written_into_the_pages_where_they_are(tiny_params, one_device):
+def test_pages_are_updated_in_place(tiny_params, one_device):
     # Many more pages than the slots' tables name, or what attention reads would have their size.
     compiled, cache = compiled_burst(
         one_device, tiny_params, cache="paged", page_tokens=8, pages=2000
@@ -84,7 +69,7 @@ def test_a_token_is_written_into_the_pages_where_they_are(tiny_params, one_devic
 
 
 @pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_no_token_waits_for_another_replica(tiny_params, cache):
+def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
     for shape, largest in (((4, 2, 1), 0), ((2, 2, 2), 2)):
         mesh = make_mesh(*shape, devices=jax.devices())
         compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)
@@ -126,7 +111,7 @@ def test_a_tpu_copies_no_cache_either(cache, monkeypatch):
     )
     assert temporary < a_layers / 2  # keys or values of a layer
     text = done.as_text()
-    assert not contents(layout, "decode", text)["copies of a cache"]
+    assert not contents(layout, program, text)["copies of a cache"]
     # Nor is a kernel of query, key or value turned into another layout at every burst.
     kernels = {(5120, 10, 128), (5120, 2, 128)}
     assert not [x for x in instructions(text) if x.operation == "copy" and x.shape in kernels]

@@ -6,18 +6,19 @@ import importlib.util
 import math
 import re
 
+import hlo_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import samplers
 from conftest import TINY
 from flax.traverse_util import flatten_dict, unflatten_dict
-from samplers import TOKENIZER, place
+from samplers import place
 from served import make_serve_config
 from small_runs import make_quick_config, read_rows
 
 from dapo_jax import algorithms
-from dapo_jax.commands.plan import hlo_text
 from dapo_jax.commands.serve import server
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model import inference
@@ -27,7 +28,6 @@ from dapo_jax.model.layers import Adapters, Projection
 from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.run.run import train
 from dapo_jax.runtime import sharding
@@ -56,20 +56,10 @@ def make_engine(config, mesh, params, **settings):
     """The engine, and what it loads of the parameters, frozen ones apart."""
     flat = flatten_dict(params, sep="/")
     frozen = {path: leaf for path, leaf in flat.items() if not is_trained(path, config)}
-    engine = PolicyEngine(
-        config,
-        mesh,
-        Sampler(
-            slots=4,
-            burst_tokens=12,
-            max_response_tokens=12,
-            first_window_tokens=20,
-            **{"weights_dtype": "int8", "page_tokens": 4} | settings,
-        ),
-        max_prompt_tokens=8,
-        tokenizer=TOKENIZER,
-        frozen=unflatten_dict(frozen, sep="/"),
-    )
+    sizes = {"burst": 12, "response": 12, "width": 1, "first_window_tokens": 20, "page_tokens": 4}
+    frozen_tree = unflatten_dict(frozen, sep="/")
+    settings = sizes | {"weights_dtype": "int8"} | settings
+    engine = samplers.make_engine(mesh, config=config, frozen=frozen_tree, **settings)
     trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
     return engine, engine.load_params(unflatten_dict(trained, sep="/"))
 
@@ -97,7 +87,7 @@ def last_logits(loaded, config):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_near_their_own_and_logits_are_those_of_the_rounded(kind, one_device):
+def test_int8_weights_are_close_and_give_the_logits_of_rounded_weights(kind, one_device):
     config, params = KINDS[kind], random_params(KINDS[kind])
     before = jax.tree.map(np.array, params)
     _, loaded = make_engine(config, one_device, params)
@@ -125,7 +115,7 @@ def test_weights_are_near_their_own_and_logits_are_those_of_the_rounded(kind, on
     assert 1e-4 < error < 0.05
 
 
-def test_however_devices_and_layers_are_loaded_the_weights_are_the_same(one_device):
+def test_weights_do_not_depend_on_devices_or_layers_per_call(one_device):
     config, params = FROZEN, random_params(FROZEN)
     _, expected = make_engine(config, one_device, params)
     mesh = make_mesh(1, 2, 1, jax.devices()[:4], decode_tensor=2)
@@ -145,7 +135,7 @@ def test_however_devices_and_layers_are_loaded_the_weights_are_the_same(one_devi
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int8_products"])
-def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device):
+def test_slots_and_pages_on_one_and_four_devices_sample_the_same(dtype, one_device):
     params, found = random_params(UNTIED), []
     prompt = np.array([3, 9, 4, 7, 20, 5, 0, 0], np.int32)
     for mesh, cache in (
@@ -157,14 +147,14 @@ def test_slots_and_pages_on_one_and_four_devices_draw_the_same(dtype, one_device
         prefix = engine.prefill(params=loaded, padded_tokens=prompt, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(loaded, state)
-        found += engine.harvest(state, [2])
+        found += engine.fetch_responses(state, [2])
     assert len(set(found[0].tokens.tolist())) > 1
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_products_of_int8_are_those_of_the_rounded_factors(pieces):
+def test_int8_products_equal_products_of_rounded_factors(pieces):
     rng = np.random.default_rng(0)
     rows, weights = (
         rng.normal(size=(5, 300)) * [[1], [9], [1e-3], [0], [40]],
@@ -183,7 +173,7 @@ def test_products_of_int8_are_those_of_the_rounded_factors(pieces):
     np.testing.assert_array_equal(found[1:2], product(jnp.asarray(rows[1:2], jnp.float32)))
 
 
-def test_devices_add_products_of_int8_as_real_numbers():
+def test_devices_add_int8_products_in_float32():
     mesh = make_mesh(1, 1, 4, jax.devices()[:4])
     layer = Projection((64,), ("mlp", "embed"), jnp.float32, int8_products=True)
     params = {"kernel": jnp.ones((32, 64), jnp.int8), "kernel_scale": jnp.ones(64)}
@@ -201,7 +191,7 @@ def test_devices_add_products_of_int8_as_real_numbers():
     np.testing.assert_allclose(found[0, :, 0], jnp.sum(x[0], axis=1), atol=1)
 
 
-def test_products_are_rounded_where_asked_alone(one_device):
+def test_products_are_rounded_only_with_int8_products(one_device):
     params, logits = random_params(UNTIED), {}
     for dtype in "auto", "int8", "int8_products":
         engine, loaded = make_engine(UNTIED, one_device, params, weights_dtype=dtype)
@@ -242,7 +232,7 @@ def test_served_weights_are_rounded(byte_folder, alone):
     assert params["head"].dtype == params["layers"][0]["up"]["kernel"].dtype == jnp.int8
 
 
-def test_a_run_says_how_far_its_sampler_is_and_corrects_it(base, alone, tmp_path):
+def test_a_run_reports_and_corrects_the_rounding_of_its_sampler(base, alone, tmp_path):
     algorithm = algorithms.dapo()
     algorithm.importance_cap = 2.0
     sampler = Sampler(slots=16, burst_tokens=8, max_response_tokens=24, weights_dtype="int8")
@@ -261,7 +251,7 @@ def test_a_tpu_reads_int8_inside_its_products(monkeypatch):
     shape = {"layers": 2, "slots": 16, "weights": "int8", "programs": "decode"}
     run = pods.Run("32B", "v5p:2x2x1", "fsdp=1,tensor=4", **shape)
     (program,) = pods.wanted(run, run.lay_out())
-    made = hlo_text.instructions(program.lower().compile().as_text())
+    made = hlo_arrays.instructions(program.lower().compile().as_text())
     matrices = {
         math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(program.alive["decoding weights"])

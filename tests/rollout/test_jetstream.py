@@ -10,7 +10,7 @@ import pytest
 from orchestrated import orchestrate
 from served import BUDGET, PROMPTS, TOKENIZER, make_serve_config, messages
 
-from dapo_jax.commands.serve import jetstream_driver, server
+from dapo_jax.commands.serve import jetstream_server, server
 from dapo_jax.data.prompts.tokenizer import TextStream
 
 # --- the engine, by JetStream's calls alone -------------------------------------------------
@@ -36,7 +36,7 @@ def generate(engine, params, state, slot: int, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("jax_padding", [True, False])
-def test_an_engine_survives_that_its_prefix_is_deleted(byte_engine, byte_responses, jax_padding):
+def test_a_prefix_may_be_deleted_after_insert(byte_engine, byte_responses, jax_padding):
     engine, params, _ = byte_engine
     prefix = jetstream_prefill(engine, params, "3+4=", jax_padding=jax_padding)
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
@@ -45,7 +45,7 @@ def test_an_engine_survives_that_its_prefix_is_deleted(byte_engine, byte_respons
     assert generate(engine, params, state, 2, 9) == byte_responses["3+4="][:9]
 
 
-def test_a_token_that_jetstream_puts_before_ids_is_no_part_of_the_prompt(byte_engine):
+def test_the_token_that_jetstream_prepends_is_removed(byte_engine):
     engine, params, _ = byte_engine
     tokenizer = engine.build_tokenizer(engine.get_tokenizer())
     ids = TOKENIZER.encode("Tell me!")
@@ -62,7 +62,7 @@ def test_a_token_that_jetstream_puts_before_ids_is_no_part_of_the_prompt(byte_en
         np.testing.assert_array_equal(left.values[..., :8, :], right.values[..., :8, :])
 
 
-def test_a_slot_that_reached_its_budget_draws_nothing_more(byte_engine, byte_responses):
+def test_a_slot_stops_at_its_budget(byte_engine, byte_responses):
     engine, params, _ = byte_engine
     prefix = jetstream_prefill(engine, params, "3+4=")
     state = engine.insert(prefix, engine.init_decode_state(), slot=0)
@@ -82,7 +82,7 @@ def test_jetstreams_orchestrator_drives_the_engine(
     if not interleaved:
         config = make_serve_config(byte_folder, slots=1)
         prefiller = server.load_served(config)[0]
-    driver = jetstream_driver.orchestrator.Driver(
+    driver = jetstream_server.orchestrator.Driver(
         prefill_engines=[prefiller],
         generate_engines=[engine],
         prefill_params=[params],

@@ -1,5 +1,6 @@
-"""rollout.lag: the next step's groups are collected while this one is learned."""
+"""rollout.lag: the next step is sampled while the policy is updated."""
 
+import dataclasses
 import itertools
 import types
 
@@ -49,7 +50,7 @@ def test_responses_are_one_policy_old_from_the_second_step_on(finished):
 
 
 @pytest.mark.slow
-def test_the_same_run_twice_is_the_same(base, finished, tmp_path):
+def test_a_run_is_reproducible(base, finished, tmp_path):
     train(make_config(base, tmp_path / "again"))
     assert read_rows(tmp_path / "again") == read_rows(finished)
     assert read_rollouts(tmp_path / "again") == read_rollouts(finished)
@@ -62,7 +63,7 @@ def test_the_first_step_and_the_data_are_those_of_a_run_without_lag(base, finish
     assert read_rollouts(tmp_path / "run")[first] == read_rollouts(finished)[first]
 
 
-def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tmp_path):
+def test_the_second_step_is_sampled_by_the_policy_before_the_first_update(base, tmp_path):
     with open_run(make_config(base, tmp_path / "run")) as run:
         before = jax.tree.map(np.asarray, run.state.learners.policy.params)
         run.step()
@@ -73,7 +74,7 @@ def test_the_second_step_is_drawn_by_the_policy_before_the_first_update(base, tm
         state = run.state.source
         params = run.components.learners.policy.copy(state.behaviour)
         ahead = state.ahead.groups
-        now = run.trainer.source.draw(state, params, 1, policy_step=0).groups
+        now = run.trainer.source.sample(state, params, 1, policy_step=0).groups
     tokens = [
         [c.tokens.tolist() for group in groups for c in group.completions]
         for groups in (ahead, now)
@@ -88,12 +89,12 @@ SLOW = pytest.mark.slow
     "stop_after", [2, pytest.param(1, marks=SLOW), pytest.param(3, marks=SLOW)]
 )
 def test_a_stopped_run_resumes_bit_for_bit(stop_after, base, finished, tmp_path):
-    """Stopped with rollouts of the next step made, which are then made again."""
+    """The rollouts of the next step are lost, and sampled again."""
     with open_run(make_config(base, tmp_path / "run")) as run:
         run.begin()
         for _ in range(stop_after):
             run.step()
-        run._checkpoints.close()
+        run.store.checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
@@ -103,11 +104,12 @@ READ = ["add_up", "add_up"]  # means of the policy and of no critic
 
 
 def interrupt(run, interrupted) -> None:
-    run.trainer.source._interrupted = interrupted
+    changed = dataclasses.replace(run.trainer.source, interrupted=interrupted)
+    run.trainer = dataclasses.replace(run.trainer, source=changed)
 
 
-def test_an_update_is_not_waited_for_before_the_next_rollouts_are_made(base, tmp_path, monkeypatch):
-    """Its means are read last; nothing before asks the devices for them."""
+def test_the_next_rollouts_are_sampled_before_waiting_for_an_update(base, tmp_path, monkeypatch):
+    """Metrics of the update are read last; nothing before waits for them."""
     happened = []
     for owner, name in (source, "collect"), (step_record, "add_up"):
         done = getattr(owner, name)
@@ -136,7 +138,7 @@ def test_a_signal_or_starvation_ahead_loses_no_step(base, finished, tmp_path, mo
         with pytest.raises(Starved):
             run.step()
         monkeypatch.setattr(source, "collect", collect)
-        run._checkpoints.close()
+        run.store.checkpoints.close()
     train(make_config(base, tmp_path / "run"))
     assert read_rows(tmp_path / "run") == read_rows(finished)
     assert read_rollouts(tmp_path / "run") == read_rollouts(finished)
@@ -147,8 +149,8 @@ def starve(*arguments, **options):
 
 
 @pytest.mark.slow
-def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
-    """Four learn, four sample: the same groups and tokens as eight that do both."""
+def test_dedicated_sampling_devices_sample_the_same(base, finished, tmp_path):
+    """Four train and four sample: the same tokens as eight that do both."""
     config = make_config(base, tmp_path / "run")
     config.mesh = Mesh(data=1, fsdp=2, tensor=2, sampler_share=0.5)
     with open_run(config) as run:
@@ -173,7 +175,7 @@ def test_devices_of_their_own_draw_the_same(base, finished, tmp_path):
         ({"sampler_share": 1.0}, "mesh.sampler_share = 1.0: must be at least 0 and below 1"),
     ],
 )
-def test_a_share_that_can_not_be_is_refused(mesh, message, base, tmp_path):
+def test_an_impossible_sampler_share_is_rejected(mesh, message, base, tmp_path):
     config = make_config(base, tmp_path / "run")
     config.mesh = Mesh(**mesh)
     with pytest.raises(ConfigError, match=message):
@@ -181,7 +183,7 @@ def test_a_share_that_can_not_be_is_refused(mesh, message, base, tmp_path):
         open_meshes(config.mesh, config.packing.rows_per_microbatch)
 
 
-def test_chips_of_a_flat_torus_are_not_shared_out_over_hosts():
+def test_a_flat_torus_of_several_hosts_cannot_be_split():
     """Their compiler aborts where a program's chips have gaps between them."""
     chips = [
         types.SimpleNamespace(
@@ -196,7 +198,7 @@ def test_chips_of_a_flat_torus_are_not_shared_out_over_hosts():
     assert (learning, sampling) == (chips[:2], chips[2:4])
 
 
-def test_a_lag_is_0_or_1_and_asks_for_importance_weights(base, tmp_path):
+def test_a_lag_is_0_or_1_and_needs_importance_weights(base, tmp_path):
     config = make_config(base, tmp_path / "run")
     config.rollout.lag = 2
     with pytest.raises(ConfigError, match="rollout.lag = 2: must be from 0 to 1"):

@@ -31,9 +31,7 @@ def layout(cache: str = "auto", *, tensor: int = 1, cache_dtype: str = "auto", *
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 192])
-def test_heads_of_no_whole_registers_never_take_the_ragged_kernel(
-    head_dim, monkeypatch, one_device
-):
+def test_unaligned_heads_never_use_the_ragged_kernel(head_dim, monkeypatch, one_device):
     def called(*args, **options):
         raise AssertionError("the kernel was called")
 
@@ -60,9 +58,7 @@ BFLOAT16, FLOAT32 = jnp.bfloat16, jnp.float32
         (2, 256, BFLOAT16),
     ],
 )
-def test_shapes_of_the_ragged_kernel_are_those_that_jax_traces(
-    kv_heads, head_dim, dtype, one_device
-):
+def test_supported_kernel_shapes_are_those_that_jax_traces(kv_heads, head_dim, dtype, one_device):
     arrays = make_slots(2 * kv_heads, kv_heads, head_dim, (5,), dtype).arrays(dtype)
     try:
         jax.eval_shape(decode(one_device), *arrays)
@@ -73,7 +69,7 @@ def test_shapes_of_the_ragged_kernel_are_those_that_jax_traces(
     assert not has_kernel("gpu", head_dim, SIZE, kv_heads, dtype)
 
 
-def test_layout_goes_by_the_heads_of_a_device():
+def test_the_layout_depends_on_the_heads_per_device():
     of_heads = {"head_dim": 128, "heads": 40, "kv_heads": 40, "dtype": jnp.bfloat16}
     assert isinstance(layout(**of_heads), PagedLayout)
     assert layout(**of_heads).attend.kernel
@@ -81,7 +77,7 @@ def test_layout_goes_by_the_heads_of_a_device():
     assert not layout("paged", tensor=4, **of_heads).attend.kernel
 
 
-def test_int8_pages_have_a_scale_per_head_on_tpu_or_are_refused():
+def test_int8_pages_on_tpu_need_a_scale_per_head():
     by_head = {"cache_dtype": "int8_per_head", "head_dim": 128}
     assert layout(**by_head).attend.kernel
     with pytest.raises(ConfigError, match=r"sampler.cache_dtype = 'int8_per_head'.*2, 4, 8 or"):
@@ -93,7 +89,7 @@ def test_int8_pages_have_a_scale_per_head_on_tpu_or_are_refused():
         layout("paged", cache_dtype="int8", head_dim=128)
 
 
-def test_scales_per_head_hold_what_weights_make_of_other_prompts(tiny_params, one_device):
+def test_calibrated_scales_cover_other_prompts(tiny_params, one_device):
     engine = make_engine(one_device, cache="paged", page_tokens=4, cache_dtype="int8_per_head")
     params = engine.load_params(place(tiny_params, TINY, one_device))
     scales = engine.init_decode_state().caches

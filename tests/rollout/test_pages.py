@@ -1,24 +1,24 @@
-"""A cache of pages against one of slots: the same tokens, and no page is lost."""
+"""Pages and slots give the same tokens, and no page is lost."""
 
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, make_prompt
+import samplers
+from conftest import make_prompt
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from orchestrated import orchestrate
-from samplers import GREEDY, TOKENIZER, sample
+from samplers import GREEDY, sample, tokens_of
 from served import BUDGET, PROMPTS, make_serve_config, messages
 
-from dapo_jax.commands.serve import jetstream_driver, server
+from dapo_jax.commands.serve import jetstream_server, server
 from dapo_jax.config.experiment import Config, Sampler
 from dapo_jax.model import decode_attention
 from dapo_jax.model.caches import PageCache
 from dapo_jax.model.training_attention import Window
-from dapo_jax.rollout.engine import PolicyEngine
-from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageTable
+from dapo_jax.rollout.page_table import DROPPED, NO_OWNER, PageGeometry, PageTable
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import warn_about_rounding
 from dapo_jax.runtime.settings import ConfigError
@@ -28,65 +28,44 @@ RAGGED = [make_prompt(i, [2 + (7 * i + j) % 20 for j in range(1 + 3 * i % 17)]) 
 LONGEST, RESPONSE = 17, 30
 
 
-def make_sampler(mesh, *, slots=8, burst=3, response=RESPONSE, **settings) -> Scheduler:
-    engine = PolicyEngine(
-        TINY,
-        mesh,
-        Sampler(
-            slots=slots,
-            burst_tokens=burst,
-            max_response_tokens=response,
-            first_window_tokens=16,
-            **settings,
-        ),
-        max_prompt_tokens=LONGEST,
-        tokenizer=TOKENIZER,
-        insert_width=4,
-    )
-    return Scheduler(engine, TOKENIZER, seed=5)
+def make_sampler(mesh, **settings) -> Scheduler:
+    sizes = {"slots": 8, "response": RESPONSE, "prompt": LONGEST, "width": 4}
+    return samplers.make_sampler(mesh, **sizes | {"first_window_tokens": 16} | settings)
 
 
 def paged(mesh, **settings) -> Scheduler:
     return make_sampler(mesh, cache="paged", page_tokens=4, **settings)
 
 
-def tokens_of(groups) -> dict[int, list[list[int]]]:
-    return {index: [done.tokens.tolist() for done in group] for index, group in groups.items()}
-
-
 def held_pages(table: PageTable) -> int:
-    """Pages of all replicas that a slot holds. Each is free or held, and counted right."""
-    held = np.zeros_like(table._holders)
-    for slot in table.slots:
-        np.add.at(held[table.replica(slot)], table.tables[slot, : table._count[slot]], 1)
-    assert (held == table._holders).all()
-    assert not held[:, NO_OWNER].any()
-    for free, holders in zip(table._free, held, strict=True):
-        pages = sorted(free + np.flatnonzero(holders).tolist())
-        assert pages == list(range(1, len(holders))), "lost, or given twice"
-    return int((held > 0).sum())
-
-
-def free_pages(table: PageTable) -> int:
-    return sum(map(len, table._free))
+    """Return how many pages slots hold; every other page must be free."""
+    held = {(table.replica(slot), page) for slot in table.slots for page in table.pages_of(slot)}
+    assert NO_OWNER not in {page for _, page in held}
+    geometry = table.geometry
+    assert len(held) + table.free_pages == geometry.replicas * (geometry.pages - 1)
+    return len(held)
 
 
 def watch(sampler) -> list[int]:
-    """Checks the page table after every burst; how many pages were held then."""
+    """Check the page table after every burst; return how many pages were held then."""
     held, burst = [], sampler.decode_burst
 
     def checked():
         done = burst()
-        held.append(held_pages(sampler._engine.pages))
+        held.append(held_pages(pages_of(sampler)))
         return done
 
     sampler.decode_burst = checked
     return held
 
 
+def pages_of(sampler) -> PageTable:
+    return sampler._engine.pages
+
+
 @pytest.fixture(scope="module")
 def unpaged(tiny_params, one_device):
-    """By rule: what slots of one length draw."""
+    """Return the tokens that slots of one length sample, by rule."""
     sampler = make_sampler(one_device, cache="slots")
     return {
         rule: tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule))
@@ -95,11 +74,9 @@ def unpaged(tiny_params, one_device):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [SamplingRule(), pytest.param(GREEDY, marks=pytest.mark.slow)],
-    ids=["drawn", "greedy"],
+    "rule", [SamplingRule(), pytest.param(GREEDY, marks=pytest.mark.slow)], ids=["drawn", "greedy"]
 )
-def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
+def test_pages_and_slots_sample_the_same_tokens(tiny_params, one_device, unpaged, rule):
     sampler = paged(one_device)
     held = watch(sampler)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5, rule)) == unpaged[rule]
@@ -109,9 +86,7 @@ def test_pages_give_the_tokens_of_slots(tiny_params, one_device, unpaged, rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [12, 17, 30])
-def test_responses_put_back_for_want_of_pages_are_drawn_again(
-    tiny_params, one_device, unpaged, pages
-):
+def test_responses_that_lost_their_pages_are_sampled_again(tiny_params, one_device, unpaged, pages):
     sampler = paged(one_device, pages=pages)
     held = watch(sampler)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
@@ -122,7 +97,7 @@ def test_responses_put_back_for_want_of_pages_are_drawn_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 4 * 13])
-def test_replicas_have_pages_of_their_own(tiny_params, eight_devices, unpaged, pages):
+def test_replicas_have_separate_pages(tiny_params, eight_devices, unpaged, pages):
     sampler = paged(eight_devices, slots=16, pages=pages)
     watch(sampler)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
@@ -136,24 +111,24 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     sampler.submit(prompt, 8)
     sampler.decode_burst()
     # Sixteen tokens before the one that is fed: four pages of all, and one each.
-    assert held_pages(sampler._engine.pages) <= 4 + 8
-    tables = sampler._engine.pages.tables
-    rows = tables[[slot for slot, _ in sampler._in_slot.items()]]
-    assert (rows[:, :4] == rows[0, :4]).all()
-    assert len(set(rows[:, 4].tolist())) == len(rows)
+    assert held_pages(pages_of(sampler)) <= 4 + 8
+    table = pages_of(sampler)
+    rows = [table.pages_of(slot) for slot in table.slots]
+    assert len({tuple(row[:4]) for row in rows}) == 1
+    assert len({row[4] for row in rows}) == len(rows) > 1
 
 
 @pytest.mark.parametrize(
     "end", ["abandon", *(pytest.param(end, marks=pytest.mark.slow) for end in ("release", "begin"))]
 )
-def test_pages_come_back_when_responses_are_given_up(tiny_params, one_device, unpaged, end):
+def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
     sampler = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
     for prompt in RAGGED:
         sampler.submit(prompt, 3)
     for _ in range(3):
         sampler.decode_burst()
-    table = sampler._engine.pages
+    table = pages_of(sampler)
     assert held_pages(table) > 0
     if end == "begin":
         sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
@@ -179,7 +154,7 @@ def test_long_prompts_in_chunks_and_many_at_once_change_no_token(
         assert sampler.counts.prefills == len(RAGGED)
 
 
-def test_pages_are_refused_where_a_response_would_not_fit(one_device, eight_devices):
+def test_too_few_pages_are_rejected(one_device, eight_devices):
     with pytest.raises(ConfigError, match="sampler.pages = 11: must be 0.*at least 12"):
         paged(one_device, pages=11)
     with pytest.raises(ConfigError, match="sampler.pages = 50: .*multiple of data x fsdp = 4"):
@@ -223,7 +198,7 @@ def test_pages_with_a_scale_per_head_stay_near_the_exact_ones(
 
 def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byte_responses):
     engine, params, _ = server.load_served(make_serve_config(byte_folder, cache="paged"))
-    driver = jetstream_driver.orchestrator.Driver(
+    driver = jetstream_server.orchestrator.Driver(
         prefill_engines=[engine],
         generate_engines=[engine],
         prefill_params=[params],
@@ -242,8 +217,8 @@ def test_jetstreams_orchestrator_drives_the_paged_engine(byte_folder, alone, byt
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("window", [None, Window(5)])
-def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
-    """Which head is whose, how far a slot reads, the scale: as the TPU's kernel is told them."""
+def test_gathered_pages_equal_the_reference_of_the_kernel(window, int8):
+    """Head order, window and scale are those that the TPU's kernel receives."""
     rng = np.random.default_rng(0)
     slots, width, size, kv_heads, head_dim, heads = 4, 3, 8, 2, 128, 6
     pages = jnp.asarray(rng.normal(size=(20, size, 2 * kv_heads, head_dim)))
@@ -265,7 +240,7 @@ def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_paged_attention, "ragged_paged_attention", reference)
-        expected = decode_attention._read_by_kernel(queries, cache, tables, lengths, window)
+        expected = decode_attention.read_pages_by_kernel(queries, cache, tables, lengths, window)
     found = decode_attention._gather_pages(queries, cache, tables, lengths, window)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert told["k_scale"] == told["v_scale"] == (1.0 if int8 else None)
@@ -273,7 +248,7 @@ def test_gathered_pages_mean_what_the_kernels_reference_says(window, int8):
 
 
 @pytest.mark.parametrize("field", ["cache_dtype", "weights_dtype"])
-def test_rounding_that_nothing_corrects_for_is_told_of(field):
+def test_uncorrected_rounding_gives_a_warning(field):
     told = []
     progress = types.SimpleNamespace(warn=told.append)
     config = Config(sampler=Sampler(**{field: "int8"}))
@@ -289,19 +264,21 @@ def test_rounding_that_nothing_corrects_for_is_told_of(field):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_every_page_is_free_or_held(seed):
+def test_every_page_is_either_free_or_held(seed):
     rng = np.random.default_rng(seed)
     replicas, each = int(rng.integers(1, 4)), int(rng.integers(1, 9))
     size, longest = int(rng.integers(1, 7)), int(rng.integers(8, 60))
     full = -(-longest // size)
     table = PageTable(
-        replicas=replicas,
-        pages=1 + full + int(rng.integers(0, 3 * full)),
-        page_tokens=size,
-        slots=replicas * each,
-        slot_tokens=longest,
+        PageGeometry(
+            replicas=replicas,
+            pages=1 + full + int(rng.integers(0, 3 * full)),
+            page_tokens=size,
+            slots=replicas * each,
+            slot_tokens=longest,
+        )
     )
-    total, lengths, ages = free_pages(table), {}, {}
+    total, lengths, ages = table.free_pages, {}, {}
     for time in range(300):
         free = [slot for slot in range(replicas * each) if slot not in lengths]
         for slot in free[: int(rng.integers(0, 4))]:
@@ -313,7 +290,7 @@ def test_whatever_happens_every_page_is_free_or_held(seed):
                 assert written[-1] == tokens // size
                 lengths[slot], ages[slot] = tokens, time
         order = sorted(lengths, key=lambda slot: (ages[slot], slot))
-        for slot in table.make_room(order, 3):
+        for slot in table.reserve(order, 3):
             older = [s for s in order if s in lengths and table.replica(s) == table.replica(slot)]
             assert older[-1] == slot  # nobody younger runs there
             del lengths[slot], ages[slot]
@@ -326,15 +303,15 @@ def test_whatever_happens_every_page_is_free_or_held(seed):
                 table.release(slot)
                 table.release(slot)  # a second time changes nothing
                 del lengths[slot], ages[slot]
-        assert free_pages(table) + held_pages(table) == total
+        assert table.free_pages + held_pages(table) == total
     for slot in list(lengths):
         table.release(slot)
-    assert free_pages(table) == total and not table.tables.any()
+    assert table.free_pages == total and not table.tables.any()
 
 
-def test_a_table_without_pages_left_says_so():
-    table = PageTable(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6)
+def test_a_table_without_free_pages_raises():
+    table = PageTable(PageGeometry(replicas=1, pages=4, page_tokens=2, slots=2, slot_tokens=6))
     assert table.claim(0, 5, "a") and not table.claim(1, 5, "b")
     with pytest.raises(ValueError, match="slot 1: no pages are left; raise sampler.pages"):
         table.claim(1, 5, "b", beside=False)
-    assert table.slots == [0] and free_pages(table) == 0
+    assert table.slots == [0] and table.free_pages == 0

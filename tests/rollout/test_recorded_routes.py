@@ -1,4 +1,4 @@
-"""Routes that the sampler records: those of the trainer on the same tokens, however it draws."""
+"""The sampler records the routes that the trainer computes on the same tokens."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from samplers import PROMPTS, TOKENIZER, make_engine, sample
+from samplers import PROMPTS, TOKENIZER, make_engine, make_sampler, sample, tokens_of
 
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model.decoder import init_params
@@ -32,7 +32,7 @@ def params():
 
 
 def open_sampler(mesh, **settings) -> Scheduler:
-    return Scheduler(make_engine(mesh, config=MOE, **settings), TOKENIZER, seed=5)
+    return make_sampler(mesh, config=MOE, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def of_trainer(params, groups) -> dict[tuple[int, int], np.ndarray]:
         one = jax.tree.map(lambda x, m=microbatch: x[m], rows)
         arrays = one.tokens, one.segment_ids, one.positions
         records = jax.jit(lambda *a: hidden_states(params, MOE, *a, record=[ROUTES])[1])(*arrays)
-        routes = np.moveaxis(np.asarray(records[ROUTES]), 0, 2)
+        routes = np.asarray(records.routes)
         for row, number in np.argwhere(one.positions == 0):
             if not (segment := one.segment_ids[row, number]):
                 continue
@@ -65,7 +65,7 @@ def of_trainer(params, groups) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def test_routes_are_those_of_a_training_pass_up_to_the_last_token(params, groups):
+def test_routes_equal_those_of_a_training_pass(params, groups):
     """In float32; of two experts with the same probability either may be taken."""
     expected, compared = of_trainer(params, groups), 0
     for prompt in SOME:
@@ -88,7 +88,7 @@ def test_routes_are_those_of_a_training_pass_up_to_the_last_token(params, groups
     ],
     ids=["pages", "slots", "chunks", "prefilled together"],
 )
-def test_routes_do_not_depend_on_how_responses_are_drawn(settings, params, groups, one_device):
+def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, one_device):
     found = sample(open_sampler(one_device, **settings), params, SOME)
     for index, group in groups.items():
         for done, again in zip(group, found[index], strict=True):
@@ -97,7 +97,7 @@ def test_routes_do_not_depend_on_how_responses_are_drawn(settings, params, group
 
 
 @pytest.mark.slow
-def test_routes_of_eight_devices_are_those_of_one(params, groups, eight_devices):
+def test_routes_of_eight_devices_equal_those_of_one(params, groups, eight_devices):
     found = sample(open_sampler(eight_devices, slots=8), params, SOME)
     for index, group in groups.items():
         for done, again in zip(group, found[index], strict=True):
@@ -105,7 +105,7 @@ def test_routes_of_eight_devices_are_those_of_one(params, groups, eight_devices)
 
 
 @pytest.mark.slow
-def test_a_response_that_goes_on_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
+def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups, one_device):
     """As it was drawn, by other parameters too; from a checkpoint's arrays."""
     sampler, rule = open_sampler(one_device), SamplingRule()
     sampler.begin(params, purpose=0, step=2, rule=rule)
@@ -136,9 +136,9 @@ def test_a_response_that_goes_on_keeps_the_routes_of_its_first_tokens(params, gr
         assert len(done.routes) == len(prompt.tokens) + len(done.tokens) - 1
 
 
-def test_nothing_is_recorded_unless_asked(params, one_device):
+def test_no_routes_are_recorded_by_default(params, one_device):
     silent = dataclasses.replace(MOE, records_routes=False)
-    sampler = Scheduler(make_engine(one_device, config=silent), TOKENIZER, seed=5)
+    sampler = make_sampler(one_device, config=silent)
     (done,) = sample(sampler, params, SOME[:1], 1)[0]
     assert done.routes is None
     rows, _ = pack([Segment(SOME[0], done, 0)], 64, 4)
@@ -149,17 +149,14 @@ def test_nothing_is_recorded_unless_asked(params, one_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_experts_lie_apart_while_sampling_and_none_is_gathered(cache, params, groups):
+def test_experts_stay_sharded_while_sampling(cache, params, groups):
     """Tokens go to the experts' devices and sums come back; a TPU's compiler would gather experts
     in every decode step where the program leaves that to it."""
     mesh = make_mesh(1, 1, 2, expert=4)
     places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
-    sampler = open_sampler(mesh, slots=8, cache=cache)
-    found = sample(sampler, jax.device_put(params, places), SOME)
-    assert {i: [done.tokens.tolist() for done in group] for i, group in found.items()} == {
-        i: [done.tokens.tolist() for done in group] for i, group in groups.items()
-    }
-    engine = sampler._engine
+    engine = make_engine(mesh, slots=8, cache=cache, config=MOE)
+    found = sample(Scheduler(engine, TOKENIZER, seed=5), jax.device_put(params, places), SOME)
+    assert tokens_of(found) == tokens_of(groups)
     weights = engine.load_params(jax.device_put(params, places))
     columns = engine.layout.columns(engine.cache_tokens)
     state = engine.init_decode_state()

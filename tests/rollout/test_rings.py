@@ -1,4 +1,4 @@
-"""Layers with a window keep a ring of what they see: the same responses in less memory."""
+"""Layers with a window have ring buffers: the same responses in less memory."""
 
 import dataclasses
 
@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from samplers import GREEDY, PROMPTS, TOKENIZER, greedy_loop, make_engine, place, sample
+from samplers import (
+    GREEDY,
+    PROMPTS,
+    greedy_loop,
+    make_engine,
+    make_sampler,
+    place,
+    sample,
+    tokens_of,
+)
 
 from dapo_jax.config.experiment import Sampler
 from dapo_jax.model.caches import KVCache, PageCache
@@ -31,11 +40,7 @@ def params_of(config):
 
 
 def open_sampler(mesh, config, **settings) -> Scheduler:
-    return Scheduler(make_engine(mesh, config=config, **settings), TOKENIZER, seed=5)
-
-
-def tokens_of(groups):
-    return {i: [done.tokens.tolist() for done in group] for i, group in groups.items()}
+    return make_sampler(mesh, config=config, **settings)
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])
@@ -71,14 +76,14 @@ def test_greedy_decoding_equals_the_whole_forward_pass(config, layout, one_devic
     ],
     ids=["pages", "growing", "chunks", "few pages"],
 )
-def test_draws_do_not_depend_on_the_layout(settings, one_device):
+def test_tokens_do_not_depend_on_the_layout(settings, one_device):
     params = params_of(MIXED)
     expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
     assert tokens_of(sample(open_sampler(one_device, MIXED, **settings), params, SOME)) == expected
 
 
 @pytest.mark.parametrize("layout", [pytest.param("slots", marks=pytest.mark.slow), "pages"])
-def test_eight_devices_draw_what_one_does(layout, one_device):
+def test_eight_devices_sample_what_one_does(layout, one_device):
     mesh, params = make_mesh(2, 2, 2), params_of(MIXED)
     expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
     sharded = open_sampler(mesh, MIXED, slots=8, **LAYOUTS[layout])
@@ -87,7 +92,7 @@ def test_eight_devices_draw_what_one_does(layout, one_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_response_goes_on_where_it_was(layout, one_device):
+def test_a_response_longer_than_its_ring_resumes(layout, one_device):
     """Prompt and response are longer than the ring then."""
     params = params_of(MIXED)
     expected = tokens_of(sample(open_sampler(one_device, MIXED), params, SOME))
@@ -122,7 +127,7 @@ def test_a_ring_is_as_long_as_the_window(layout, dtype, one_device):
         assert estimate == first + full + last + 4 * 20 * memory.SAMPLED_TOKEN_BYTES
 
 
-def test_a_window_beyond_the_cache_takes_pages(one_device):
+def test_a_window_longer_than_the_cache_uses_pages(one_device):
     wide = dataclasses.replace(MIXED, window=28)
     engine = make_engine(one_device, config=wide, **LAYOUTS["pages"])
     assert all(isinstance(c, PageCache) for c in engine.init_decode_state().caches)

@@ -1,4 +1,4 @@
-"""The engine behind JetStream's interface, and the scheduler that keeps its slots full."""
+"""The engine behind JetStream's interface, its scheduler, and token sampling."""
 
 import functools
 
@@ -8,20 +8,30 @@ import numpy as np
 import pytest
 import scipy.stats
 from conftest import TINY
-from samplers import END, GREEDY, PROMPTS, forward, greedy_loop, make_sampler, sample
+from samplers import (
+    END,
+    GREEDY,
+    PROMPTS,
+    TOKENIZER,
+    forward,
+    greedy_loop,
+    make_engine,
+    make_sampler,
+    sample,
+)
 
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.rollout import scheduler
 from dapo_jax.rollout.requests import pad_prompt
 from dapo_jax.rollout.sampling import (
     SamplingRules,
-    draw,
-    draw_each,
     invert_cdf,
     sample_key,
     sample_keys,
+    sample_tokens,
+    sample_tokens_by_slot,
     truncate,
 )
+from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule
 
@@ -33,7 +43,7 @@ def test_greedy_decoding_equals_a_full_forward_loop(tiny_params, one_device):
         assert groups[prompt.index][0].tokens.tolist() == expected
 
 
-def test_recorded_logprobs_equal_the_trainers(tiny_params, one_device):
+def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
     rule = SamplingRule(temperature=0.8)
     score = jax.jit(
         functools.partial(token_logprobs, config=TINY, temperature=0.8, chunk_tokens=999)
@@ -52,34 +62,18 @@ def test_recorded_logprobs_equal_the_trainers(tiny_params, one_device):
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
 
 
-def test_a_response_depends_on_its_keys_not_on_slots_or_company(
+def test_a_response_depends_neither_on_devices_nor_on_other_responses(
     tiny_params, one_device, eight_devices
 ):
     crowded = sample(make_sampler(one_device, slots=4), tiny_params)
-    roomy = sample(make_sampler(one_device, slots=64, burst=7), tiny_params)
     sharded = sample(make_sampler(eight_devices, slots=8), tiny_params)
     alone = sample(make_sampler(one_device, slots=1), tiny_params, [PROMPTS[4]])
     for index, group in crowded.items():
         for i, done in enumerate(group):
-            assert done.tokens.tolist() == roomy[index][i].tokens.tolist()
             assert done.tokens.tolist() == sharded[index][i].tokens.tolist()
     assert [c.tokens.tolist() for c in alone[4]] == [c.tokens.tolist() for c in crowded[4]]
     drawn = {tuple(done.tokens.tolist()) for group in crowded.values() for done in group}
     assert len(drawn) > len(PROMPTS) * 2  # samples of a prompt differ
-
-
-def test_responses_asked_for_one_by_one_are_those_of_the_group(tiny_params, one_device):
-    groups = sample(make_sampler(one_device), tiny_params, samples=6)
-    sampler = make_sampler(one_device, slots=5)
-    sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
-    for prompt in PROMPTS[3:6]:
-        sampler.submit_each(prompt, [1, 4, 5])
-    found = {}
-    while not sampler.idle:
-        for prompt, (done,) in sampler.decode_burst():
-            found[prompt.index, done.sample] = done.tokens.tolist()
-    assert sampler.counts.prefills == 3
-    assert found == {(i, j): groups[i][j].tokens.tolist() for i in (3, 4, 5) for j in (1, 4, 5)}
 
 
 def test_prompts_are_prefilled_once_and_slots_stay_full(tiny_params, one_device):
@@ -102,24 +96,11 @@ def test_the_end_token_stays_and_a_full_budget_is_truncated(tiny_params, one_dev
         assert len(completion) == 6 or ends
 
 
-def test_abandoned_work_is_counted_and_leaves_no_trace(tiny_params, one_device):
-    sampler = make_sampler(one_device)
-    fresh = sample(make_sampler(one_device), tiny_params)
-    sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
-    sampler.submit(PROMPTS[0], 3)
-    sampler.decode_burst()
-    sampler.abandon()
-    assert sampler.idle and sampler.counts.abandoned_responses > 0
-    again = sample(sampler, tiny_params)
-    assert [c.tokens.tolist() for c in again[3]] == [c.tokens.tolist() for c in fresh[3]]
-
-
-def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
+def test_the_engine_runs_with_jetstream_signatures_only(tiny_params, one_device):
     """prefill, insert(prefix, state, slot), generate, with JetStream's signatures alone."""
-    engine = make_sampler(one_device, slots=2, burst=1)._engine
+    engine = make_engine(one_device, slots=2, burst=1)
     params = engine.load_params(tiny_params)
     state = engine.init_decode_state()
-    engine.rule = GREEDY
     prompt = PROMPTS[3]
     padded = pad_prompt(prompt.tokens, engine.max_prefill_length, 0)
     prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(prompt.tokens))
@@ -127,7 +108,7 @@ def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
     del prefix
     drawn = []
     for _ in range(4):
-        state, result = engine.generate(params, state)
+        state, result = engine.generate(params, state, rule=GREEDY)
         data = result.convert_to_numpy().get_result_at_slot(1)
         assert data.valid.all()
         drawn.append(int(data.tokens[0, 0]))
@@ -136,8 +117,8 @@ def test_jetstreams_own_calls_drive_the_engine(tiny_params, one_device):
     assert not result.convert_to_numpy().get_result_at_slot(0).valid.any()
 
 
-def test_a_prompt_over_the_limit_is_refused(tiny_params, one_device):
-    engine = make_sampler(one_device)._engine
+def test_a_prompt_over_the_limit_is_rejected(tiny_params, one_device):
+    engine = make_engine(one_device)
     params = engine.load_params(tiny_params)
     with pytest.raises(ValueError, match="true_length = 9"):
         engine.prefill(params=params, padded_tokens=np.zeros(16, np.int32), true_length=9)
@@ -149,7 +130,7 @@ def test_slots_must_divide_over_the_mesh(eight_devices):
 
 
 def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarray, np.ndarray]:
-    """The temperature's softmax, and what top-k and then top-p leave of it, renormalised."""
+    """Return the softmax at the temperature, and its renormalised top-k and top-p part."""
     full = np.exp(logits / rule.temperature) / np.exp(logits / rule.temperature).sum()
     kept = np.argsort(-full)[: rule.top_k or None]
     before = np.cumsum(full[kept]) - full[kept]
@@ -159,19 +140,19 @@ def rule_by_definition(logits: np.ndarray, rule: SamplingRule) -> tuple[np.ndarr
 
 @pytest.fixture(scope="module")
 def first_token(tiny_params, one_device):
-    """Logits of the token after a prompt, and a function that draws it n times by a rule."""
+    """Return the logits after a prompt, and a function that samples the next token n times."""
     prompt, slots = [5, 9, 14, 3], 2000
-    engine = make_sampler(one_device, slots=slots, burst=1, response=1, width=slots)._engine
+    engine = make_engine(one_device, slots=slots, burst=1, response=1, width=slots)
     params, key = engine.load_params(tiny_params), jax.random.key(7)
     padded = np.array(prompt + [0] * 4)
     prefix = engine.prefill(params=params, padded_tokens=padded, true_length=4, key=key)
 
     def draw_by(rule, count):
-        engine.rule, state, drawn = rule, engine.init_decode_state(), []
+        state, drawn = engine.init_decode_state(), []
         for first in range(0, count, slots):
             samples = np.arange(first, first + slots)
             state = engine.insert(prefix, state, np.arange(slots), sample_index=samples)
-            state, _ = engine.generate(params, state)
+            state, _ = engine.generate(params, state, rule=rule)
             drawn.append((np.asarray(state.tokens)[:, 0], np.asarray(state.logprobs)[:, 0]))
         return map(np.concatenate, zip(*drawn, strict=True))
 
@@ -189,8 +170,8 @@ def first_token(tiny_params, one_device):
         SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
     ],
 )
-def test_twenty_thousand_draws_of_the_engine_follow_the_rule(first_token, rule):
-    """Chi-square; what is recorded is of the distribution before top-k and top-p."""
+def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule):
+    """Chi-square test; recorded log-probs are those before top-k and top-p."""
     logits, draw_by = first_token
     full, truncated = rule_by_definition(logits, rule)
     drawn, logprobs = draw_by(rule, 20_000)
@@ -206,13 +187,13 @@ def test_twenty_thousand_draws_of_the_engine_follow_the_rule(first_token, rule):
 # --- drawing --------------------------------------------------------------------------------
 
 
-def test_draws_follow_the_softmax():
+def test_samples_follow_the_softmax():
     logits = jax.random.normal(jax.random.key(0), (1, 300)) * 2
     count = 20_000
     keys = jax.random.split(jax.random.key(1), count)
     rule = SamplingRule(temperature=0.9)
     draw_all = jax.jit(
-        lambda: draw(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
+        lambda: sample_tokens(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
     )
     tokens, logprobs = draw_all()
     expected = np.asarray(jax.nn.softmax(logits[0] / 0.9)) * count
@@ -224,7 +205,7 @@ def test_draws_follow_the_softmax():
     np.testing.assert_allclose(np.exp(logprobs[:9]) * count, expected[tokens[:9]], rtol=1e-4)
 
 
-def test_a_token_without_mass_is_never_drawn():
+def test_a_token_without_mass_is_never_sampled():
     mass = jnp.zeros((5, 300)).at[:, jnp.array([7, 200, 299])].set(1e-20)
     for uniform in (0.0, 0.3, 0.5, 0.99, 1.0):
         assert set(invert_cdf(mass, jnp.full(5, uniform)).tolist()) <= {7, 200, 299}
@@ -240,8 +221,7 @@ def test_truncation_keeps_the_nucleus_and_the_top_k():
     assert kept(0.5, 3) == [True, True, False, False]
 
 
-def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
-    """Beside whatever others: each slot's draw is that of all slots by its rule."""
+def test_slots_with_different_rules_sample_as_with_one_rule():
     rules = [
         SamplingRule(*r) for r in ((1, 1, 0), (0, 1, 0), (0.7, 0.8, 0), (2, 1, 5), (1, 0.9, 7))
     ]
@@ -249,19 +229,19 @@ def test_slots_with_rules_of_their_own_draw_as_each_would_alone():
     keys, positions = jax.random.split(jax.random.key(1), 200), jnp.arange(200)
     own = [rules[slot % len(rules)] for slot in range(200)]
     arrays = SamplingRules(*map(jnp.array, zip(*own, strict=True)))
-    tokens, logprobs = jax.jit(draw_each)(logits, keys, positions, arrays)
+    tokens, logprobs = jax.jit(sample_tokens_by_slot)(logits, keys, positions, arrays)
     for place, rule in enumerate(rules):
-        wanted, recorded = jax.jit(draw, static_argnums=3)(logits, keys, positions, rule)
+        wanted, recorded = jax.jit(sample_tokens, static_argnums=3)(logits, keys, positions, rule)
         mine = slice(place, None, len(rules))
         np.testing.assert_array_equal(tokens[mine], wanted[mine])
         np.testing.assert_allclose(logprobs[mine], recorded[mine], rtol=1e-5)
     free = SamplingRules(*(x[::5] for x in arrays))  # no slot asks for a sorted vocabulary
-    alone, _ = jax.jit(draw_each)(logits[::5], keys[::5], positions[::5], free)
+    alone, _ = jax.jit(sample_tokens_by_slot)(logits[::5], keys[::5], positions[::5], free)
     np.testing.assert_array_equal(alone, tokens[::5])
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1])
-def test_keys_of_several_prompts_are_those_of_each(seed):
+def test_keys_of_several_prompts_equal_single_keys(seed):
     def folded(purpose, step, index):
         key = jax.random.key(seed)
         for part in (purpose, step, index):
@@ -277,21 +257,13 @@ def test_keys_of_several_prompts_are_those_of_each(seed):
         np.testing.assert_array_equal(jax.random.key_data(alone), expected)
 
 
-def test_hosts_work_while_a_burst_is_decoded_and_where_there_is_none(
-    tiny_params, one_device, monkeypatch
-):
-    sampler, events = make_sampler(one_device), []
-    generate, to_host = sampler._engine.generate, scheduler.to_host
-
-    def note(name, function):
-        return lambda *args, **named: (events.append(name), function(*args, **named))[1]
-
-    sampler._engine.generate = note("launched", generate)
-    monkeypatch.setattr(scheduler, "to_host", note("waited for", to_host))
+def test_host_work_overlaps_a_burst(tiny_params, one_device):
+    """It starts after the burst is launched, and before its results are read."""
+    engine, events = make_engine(one_device), []
+    generate = engine.generate
+    engine.generate = lambda *args, **named: (events.append("launch"), generate(*args, **named))[1]
+    sampler = Scheduler(engine, TOKENIZER, seed=5)
     sampler.begin(tiny_params, purpose=0, step=2, rule=GREEDY)
     sampler.submit(PROMPTS[0], 2)
-    sampler.decode_burst(lambda: events.append("host"))
-    assert events == ["launched", "host", "waited for"]
-    sampler.abandon()
-    sampler.decode_burst(lambda: events.append("alone"))
-    assert events[3:] == ["alone"]
+    sampler.decode_burst(lambda: events.append(sampler.counts.bursts))
+    assert events == ["launch", 0] and sampler.counts.bursts == 1

@@ -11,10 +11,10 @@ from etils import epath
 from saved_states import SIZE, make_state, restored, save
 
 from dapo_jax.config.experiment import Checkpoint
-from dapo_jax.run.checkpointing import saver
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record, SavedPolicy
-from dapo_jax.run.checkpointing.integrity import CHECKSUMS, OF_ORBAX, damage, saved_steps
-from dapo_jax.run.checkpointing.saver import CheckpointSaver
+from dapo_jax.run.checkpointing import checkpoints
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints, SavedPolicy
+from dapo_jax.run.checkpointing.integrity import CHECKSUMS, UNLISTED, damage, saved_steps
+from dapo_jax.run.checkpointing.same_run import Record
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.retries import NotSaved, Storage
 
@@ -49,7 +49,7 @@ def test_every_flipped_bit_is_found(run_dir):
     """One random bit of one random file, many times, the list of checksums among them."""
     folder, rng = run_dir / "checkpoints/2", random.Random(0)
     paths = [
-        path for path in files_of(folder) if path.name not in OF_ORBAX or path.parent != folder
+        path for path in files_of(folder) if path.name not in UNLISTED or path.parent != folder
     ]
     paths = [path for path in paths if path.stat().st_size]
     found = 0
@@ -67,7 +67,7 @@ def test_every_flipped_bit_is_found(run_dir):
 
 def test_what_has_no_checksum_is_not_needed(run_dir):
     """Orbax writes on in two files after the list is made; nothing that is read needs them."""
-    for name in OF_ORBAX:
+    for name in UNLISTED:
         for step in 1, 2:
             (run_dir / "checkpoints" / str(step) / name).write_bytes(b"\xff\x00{")
     assert restored(run_dir) == (2, [])
@@ -118,10 +118,16 @@ def test_without_a_sound_checkpoint_one_line_says_what_to_do(run_dir):
     flip_an_array(run_dir / "checkpoints/1")
     flip_an_array(run_dir / "checkpoints/2")
     for open_it in Checkpoints, SavedPolicy, lambda run: Checkpoints(run, Checkpoint()):
-        with pytest.raises(ConfigError, match="checkpoints/2 is damaged .*bring one back") as error:
+        with pytest.raises(ConfigError, match="checkpoints/2 is damaged .*restore one") as error:
             open_it(run_dir)
         assert len(str(error.value).splitlines()) == 1
     assert saved_steps(run_dir) == [1, 2]
+
+
+def test_a_checkpoint_of_an_older_version_is_rejected_in_one_line():
+    with pytest.raises(ConfigError, match="checkpoints/3 was saved by an older version") as error:
+        Record.read({"step": 3, "settings": {}, "position": 8}, epath.Path("checkpoints/3"))
+    assert len(str(error.value).splitlines()) == 1
 
 
 # --- storage that fails ------------------------------------------------------------------------
@@ -146,8 +152,8 @@ class Training:
     def __init__(self, run_dir, size=SIZE):
         self.said, self.size = [], size
         storage = Storage(self.said.append)
-        self.checkpoints = Checkpoints(run_dir, Checkpoint(keep=2), storage.warn)
-        self.keeper, self.tried = CheckpointSaver(self.checkpoints, storage), []
+        self.checkpoints = Checkpoints(run_dir, Checkpoint(keep=2), storage)
+        self.tried = []
 
     def step(self, step, due):
         def save():
@@ -155,12 +161,12 @@ class Training:
             states = {"state": make_state(step, self.size)}
             self.checkpoints.save(Record(step, {}), states)
 
-        self.keeper.step(due, save)
+        self.checkpoints.after_step(due, save)
         self.save = save
 
     def settle(self):
         """Lets what goes on in the background come to its end, good or bad."""
-        while self.checkpoints._is_saving():
+        while self.checkpoints.is_saving():
             time.sleep(0.01)
 
 
@@ -193,9 +199,9 @@ def test_a_full_disk_stops_saving_but_not_the_run(full, open_disk, capfd, monkey
     assert len(training.said) == 1 and any(text in training.said[0] for text in NO_SPACE)
     assert "the checkpoint could not be written: step 3" in training.said[0]
     assert saved_steps(run_dir) == [1]  # nothing else is left that a resume would take
-    monkeypatch.setattr(saver, "LAST_PAUSES", (0, 0, 0))
+    monkeypatch.setattr(checkpoints, "LAST_PAUSES", (0, 0, 0))
     with pytest.raises(NotSaved, match="step 8"):
-        training.keeper.last(training.save)
+        training.checkpoints.save_last(training.save)
     disk.free()
     for path in run_dir.glob("name_*"):
         path.unlink()
@@ -203,7 +209,7 @@ def test_a_full_disk_stops_saving_but_not_the_run(full, open_disk, capfd, monkey
     training.settle()
     training.step(10, due=False)
     assert training.said[1:] == ["the checkpoint can be written again"]
-    training.keeper.last(training.save)
+    training.checkpoints.save_last(training.save)
     assert saved_steps(run_dir) == [9, 10] and damage(epath.Path(run_dir / "checkpoints/10")) == ""
     training.checkpoints.close()
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
@@ -219,20 +225,20 @@ def test_a_read_only_disk_is_told_at_once(open_disk, capfd, monkeypatch):
     training = Training(run_dir)
     training.step(1, due=True)
     training.settle()
-    monkeypatch.setattr(saver, "LAST_PAUSES", (0, 0, 0))
+    monkeypatch.setattr(checkpoints, "LAST_PAUSES", (0, 0, 0))
     with disk.read_only(run_dir / "checkpoints"):
         before = time.monotonic()
         training.step(2, due=True)
         training.settle()
         training.step(3, due=False)
         with pytest.raises(NotSaved):
-            training.keeper.last(training.save)
+            training.checkpoints.save_last(training.save)
         assert time.monotonic() - before < 30
         assert len(training.said) == 1 and "the checkpoint could not be" in training.said[0]
         if disk.mounted:
             assert "Read-only file system" in training.said[0]
             assert restored(run_dir)[0] == 1  # what only reads needs no more
-    training.keeper.last(training.save)
+    training.checkpoints.save_last(training.save)
     assert saved_steps(run_dir) == [1, 3]
     training.checkpoints.close()
     assert "Traceback" not in capfd.readouterr().err
@@ -240,11 +246,9 @@ def test_a_read_only_disk_is_told_at_once(open_disk, capfd, monkeypatch):
 
 def test_slow_storage_holds_a_save_not_the_run(tmp_path, monkeypatch):
     training, slow = Training(tmp_path), threading.Event()
-    seal = training.checkpoints._seal
-    monkeypatch.setattr(training.checkpoints, "_seal", seal)
-    training.checkpoints._manager = None
-    monkeypatch.setattr(training.checkpoints, "_seal", lambda: (slow.wait(60), seal()))
-    monkeypatch.setattr(saver, "WAIT_SECONDS", 0.3)
+    seal = checkpoints.seal
+    monkeypatch.setattr(checkpoints, "seal", lambda folder: (slow.wait(60), seal(folder)))
+    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.3)
     training.step(1, due=True)
     training.step(2, due=True)
     training.step(3, due=False)
@@ -254,6 +258,6 @@ def test_slow_storage_holds_a_save_not_the_run(tmp_path, monkeypatch):
     slow.set()
     training.settle()
     training.step(4, due=True)
-    training.keeper.last(training.save)
+    training.checkpoints.save_last(training.save)
     assert saved_steps(tmp_path) == [1, 4] and "written again" in training.said[1]
     training.checkpoints.close()

@@ -93,7 +93,7 @@ def test_compilation_cache_of_the_program_is_kept(tmp_path):
     code = (
         "import jax; from dapo_jax.runtime import processes\n"
         f"jax.config.update('jax_compilation_cache_dir', '{tmp_path}')\n"
-        "processes.keep_programs(); print(jax.config.jax_compilation_cache_dir)"
+        "processes.set_compilation_cache(); print(jax.config.jax_compilation_cache_dir)"
     )
     environment = {n: v for n, v in os.environ.items() if n != "JAX_COMPILATION_CACHE_DIR"}
     output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)

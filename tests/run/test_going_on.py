@@ -13,13 +13,12 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from dapo_jax.commands import train
 from dapo_jax.config.experiment import Data, Log, Reward
 from dapo_jax.reporting.records import describe_gaps
-from dapo_jax.reporting.writers import MetricWriter
-from dapo_jax.run.checkpointing.compatibility import finished
+from dapo_jax.run.checkpointing.same_run import finished
 from dapo_jax.run.evaluation.heldout import ResponseFile
 from dapo_jax.run.run import train as train_run
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, objects, rewind, spell
-from dapo_jax.runtime.storage.ownership import RUN, check_free
+from dapo_jax.runtime.storage.output_folder import RUN, check_free
 from dapo_jax.runtime.storage.retries import (
     REPEAT_SECONDS,
     UNSAVED,
@@ -42,21 +41,21 @@ NO_ROWS = [b"{}\n", b"\xff\xfe\n", b'{"step": 3, "rew\n', b"[3]\n", b'{"step": "
 def test_a_broken_line_costs_only_itself(bad, tmp_path):
     path, said = tmp_path / "metrics.jsonl", []
     path.write_bytes(row(0) + row(1) + bad + row(2) + b"\n" + row(4) + b'{"step": 5, "re')
-    writer = MetricWriter(tmp_path, 3, False, storage=Storage(said.append))
+    writer = MetricRows(tmp_path, 3, Storage(said.append))
     assert path.read_bytes() == row(0) + row(1) + row(2)  # 4 comes again, 5 was cut off by a kill
     assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
     assert len(said) == 1 and said[0].startswith(f"lines 3 of {path} are no rows")
-    writer.write(3, {"reward": 1.5})
+    writer.on_row(3, {"reward": 1.5})
     assert [line["step"] for line in writer.read()] == [0, 1, 2, 3]
     assert rewind(path, 9) == []
     assert (tmp_path / f"metrics.jsonl{BROKEN}").read_bytes() == bad
 
 
 def test_what_was_deleted_is_noticed(tmp_path):
-    writer = MetricWriter(tmp_path, 0, False)
+    writer = MetricRows(tmp_path, 0)
     (tmp_path / "rollouts").mkdir()
     for step in 1, 2, 5:
-        writer.write(step, {"reward": 0.0})
+        writer.on_row(step, {"reward": 0.0})
         (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text('{"reward": 1.0}\n')
     assert describe_gaps(tmp_path, 2, Log()) == []
     rows, rollouts = describe_gaps(tmp_path, 6, Log())
@@ -82,7 +81,7 @@ DAMAGES = {
     "name", ["rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json"]
 )
 def test_what_was_damaged_is_noticed(name, damage, tmp_path):
-    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     for other in "rollouts/step_000001.jsonl", "evaluations/step_000002.jsonl", "config.json":
         (tmp_path / other).parent.mkdir(exist_ok=True)
         (tmp_path / other).write_text('{"a": 1}\n')
@@ -95,7 +94,7 @@ def test_what_was_damaged_is_noticed(name, damage, tmp_path):
 def test_a_record_that_can_not_be_read_ends_nothing(tmp_path):
     (tmp_path / "rollouts/step_000001.jsonl").mkdir(parents=True)
     (tmp_path / "config.json").mkdir()
-    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     settings, rollouts = describe_gaps(tmp_path, 1, Log())
     assert "config.json is damaged" in settings and "step_000001.jsonl" in rollouts
 
@@ -127,7 +126,7 @@ def test_content_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     write_text(path, "{}")
     assert calls == [f"{path}.tmp", f"{path}.tmp -> {path}", str(tmp_path)]
     calls.clear()
-    MetricWriter(tmp_path, 0, False).write(1, {"reward": 0.0})
+    MetricRows(tmp_path, 0).on_row(1, {"reward": 0.0})
     assert calls == [str(tmp_path / "metrics.jsonl")]
 
 
@@ -136,20 +135,24 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch)
     """A write is cut in the middle of a line; nothing of that line stays, and no line is lost."""
     path, said = tmp_path / "metrics.jsonl", []
     storage = Storage(said.append)
-    writer = MetricWriter(tmp_path, 0, True, storage=storage)
-    writer.write(0, {"reward": 0.0})
+    writer = MetricRows(tmp_path, 0, storage)
+    events = TensorBoardEvents(tmp_path, 0, storage)
+    for sink in writer, events:
+        sink.on_row(0, {"reward": 0.0})
     whole = path.read_bytes()
     with limited(path, 5):
         for step in 1, 2:
-            writer.write(step, {"reward": 0.0})
+            for sink in writer, events:
+                sink.on_row(step, {"reward": 0.0})
             assert path.read_bytes() == whole
     assert len(said) == 2 and said[0].startswith("metrics.jsonl could not be written: File too")
     assert said[1].startswith("TensorBoard's file could not be written")
-    writer.write(3, {"reward": 0.0})
+    for sink in writer, events:
+        sink.on_row(3, {"reward": 0.0})
     assert [line["step"] for line in objects(path)] == [0, 1, 2, 3]
-    (events,) = (tmp_path / "tensorboard").iterdir()
+    (event_file,) = (tmp_path / "tensorboard").iterdir()
     found = [
-        (event.step, len(event.summary.value)) for event in EventFileLoader(str(events)).Load()
+        (event.step, len(event.summary.value)) for event in EventFileLoader(str(event_file)).Load()
     ]
     assert found == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1)]  # its version, a restart, rows
     assert len(said) == 4 and said[2] == "metrics.jsonl can be written again"
@@ -159,7 +162,7 @@ def test_lines_that_a_full_disk_refused_are_written_later(tmp_path, monkeypatch)
     storage = Storage(said.append)
     for seconds in 0.0, 1.0, REPEAT_SECONDS + 1:
         now[0] = seconds
-        storage.failed("it", "full")
+        storage.report_failure("it", "full")
     assert len(said) == 6
 
 
@@ -188,11 +191,11 @@ def test_a_file_where_a_run_has_a_folder_is_refused(name, tmp_path):
     (tmp_path / ".dapo_jax.json").write_text('{"kind": "run"}')
     check_free("run_dir", str(tmp_path), RUN)
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"{name}' is a file, where a run has a folder"):
+    with pytest.raises(ConfigError, match=f"{name}' is a file, but a run has a folder"):
         check_free("run_dir", str(tmp_path), RUN)
     os.unlink(tmp_path / name)
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, where a run has a file"):
+    with pytest.raises(ConfigError, match="metrics.jsonl' is a folder, but a run has a file"):
         check_free("run_dir", str(tmp_path), RUN)
 
 
@@ -248,7 +251,7 @@ def test_a_run_does_not_go_on_with_other_data(name, begun, alone, capsys):
         if name == "dropped":
             with open_run(config("allow")) as run:
                 assert run.state.step == 0
-            assert "What is held out now may have been trained on" in capsys.readouterr().out
+            assert "held out now may have been trained on" in capsys.readouterr().out
     finally:
         write_problems(path, PROBLEMS)
     if name == "dropped":

@@ -121,7 +121,7 @@ def check_same(store, local, folder, steps=STEPS):
 CHECKPOINTS = """
 from saved_states import restored, save
 from dapo_jax.runtime.storage.jsonl import AppendFile, objects
-from dapo_jax.runtime.storage.ownership import folder_at
+from dapo_jax.runtime.storage.paths import folder_at
 save("gs://bucket/run", [1, 2, 3], keep=2)
 print(restored("gs://bucket/run"))
 lines = AppendFile(folder_at("gs://bucket/run", "lines"))

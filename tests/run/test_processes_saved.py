@@ -5,7 +5,6 @@ import signal
 import pytest
 from several import (
     IN_STEP_2,
-    QUICK,
     assert_same_run,
     send,
     start_training,
@@ -15,7 +14,6 @@ from several import (
 from small_runs import read_rows
 
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.runtime.heartbeat import DEAD
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -47,9 +45,10 @@ def test_a_host_that_is_lost_in_a_save_leaves_the_checkpoint_before_whole(
     tmp_path,
 ):
     run_dir = tmp_path / "run"
-    patch = QUICK + send(IN_SAVE_2, "SIGKILL", victim)
+    patch = send(IN_SAVE_2, "SIGKILL", victim)
     ended = start_training(base, run_dir, 2, 2, patch=patch).wait()
-    assert [e.code for e in ended] == [(DEAD, -signal.SIGKILL)[i == victim] for i in range(2)]
+    assert ended[victim].code == -signal.SIGKILL
+    assert ended[1 - victim].code in (PEER_LOST, -signal.SIGABRT)
     with Checkpoints(run_dir) as checkpoints:
         step = checkpoints.latest_step()
     assert step in (1, 2)  # whole, or absent

@@ -11,7 +11,7 @@ from small_runs import equal, make_quick_config, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model.decoder import init_params
 from dapo_jax.model.experts import BALANCE, REPLACED
 from dapo_jax.run.run import train
@@ -26,8 +26,8 @@ def learner_of(one_device):
     def make(replay, balance=0.0, preset="dapo"):
         algorithm = algorithms.preset(preset)
         algorithm.router_replay, algorithm.router_balance_coefficient = replay, balance
-        settings = Compute(), Optimizer(learning_rate=1e-3), MOE, one_device
-        learner = policy_learner(algorithm, *settings)
+        settings = PolicySettings(algorithm, Compute())
+        learner = policy_learner(settings, Optimizer(learning_rate=1e-3), MOE, one_device)
         return learner, learner.start(unbox(init_params(MOE, jax.random.key(0))))
 
     return make
@@ -37,8 +37,7 @@ def batch_of(learner, state, routes):
     """The batch of uneven responses, with log-probs of this policy on those routes."""
     batch, used = make_batch()
     rollouts = batch.scored.rollouts.replace(routes=routes)
-    old = learner.score(state.params, rollouts, used)
-    old = old[0] if isinstance(old, tuple) else old
+    old = learner.score(state.params, rollouts, used).values
     scored = batch.scored.replace(rollouts=rollouts, old_logprobs=np.asarray(old))
     return batch.replace(scored=scored), used
 
@@ -48,11 +47,12 @@ def test_a_score_pass_records_routes_whose_replay_changes_no_bit(learner_of):
     plain, _ = learner_of("none")
     batch, used = make_batch()
     rollouts = batch.scored.rollouts
-    logprobs, routes = recording.score(state.params, rollouts, used)
+    scores = recording.score(state.params, rollouts, used)
+    logprobs, routes = scores.values, scores.routes
     assert routes.shape == (*rollouts.tokens.shape, MOE.layers, MOE.experts_per_token)
-    np.testing.assert_array_equal(logprobs, plain.score(state.params, rollouts, used))
+    np.testing.assert_array_equal(logprobs, plain.score(state.params, rollouts, used).values)
     again = recording.score(state.params, rollouts.replace(routes=np.asarray(routes)), used)
-    np.testing.assert_array_equal(again, logprobs)
+    np.testing.assert_array_equal(again.values, logprobs)
 
 
 @pytest.mark.slow
@@ -60,13 +60,13 @@ def test_an_update_takes_the_routes_of_its_batch(learner_of):
     """The ratio is 1 on them, and on others the gradient is another: the gates' own."""
     learner, state = learner_of("old")
     batch, used = make_batch()
-    _, routes = learner.score(state.params, batch.scored.rollouts, used)
+    routes = learner.score(state.params, batch.scored.rollouts, used).routes
     gradients = []
     for taken in np.asarray(routes), (np.asarray(routes) + 1) % MOE.experts, None:
         batch, used = batch_of(learner, state, taken)
         _, gradient = learner.loss_and_gradient(state.params, batch, used)
         fresh = jax.tree.map(jnp.copy, state)
-        _, means = learner.update(fresh, batch, used, 1e-3)
+        _, (means, _) = learner.update(fresh, batch, used, 1e-3)
         assert means["clip_fraction_low"].value() == means["clip_fraction_high"].value() == 0
         gradients.append(gradient)
         replaced = means[REPLACED].value()

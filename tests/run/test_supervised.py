@@ -30,7 +30,7 @@ from dapo_jax.config.experiment import (
 )
 from dapo_jax.data.supervised_rows import Example, Turns
 from dapo_jax.learner.packing import pack
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.run.supervised import common as offline
 from dapo_jax.run.supervised import dpo as preferences
 from dapo_jax.run.supervised import training
@@ -74,7 +74,7 @@ def alone(params, turns: Turns):
 
 
 def open_learner(algorithm, mesh):
-    return policy_learner(algorithm, Compute(), Optimizer(), TINY, mesh)
+    return policy_learner(PolicySettings(algorithm, Compute()), Optimizer(), TINY, mesh)
 
 
 def test_the_gradient_is_that_of_the_cross_entropy_over_the_answers(tiny_params, one_device):
@@ -110,9 +110,9 @@ def test_the_gradient_is_that_of_dpos_loss(tiny_params, one_device):
     placed = jax.device_put(tiny_params, learner.shardings.params)
     segments = preferences.pair_segments(pairs)
     rollouts, used = pack(segments, ROW_TOKENS, 2)
-    policy = to_host(learner.score(placed, rollouts, used))
+    policy = to_host(learner.score(placed, rollouts, used).values)
     reference = [np.asarray(alone(other, one)) for _, pair in pairs for one in pair]
-    feedback = preferences.weigh(rollouts, policy, reference)
+    feedback = preferences.pair_feedback(rollouts, policy, reference)
     batch = preferences.preference_batch(algorithm, segments, rollouts, feedback)
     expected = jax.grad(loss)(tiny_params)
     assert_close(learner.gradient(placed, batch, used), expected, 1e-5)
@@ -164,7 +164,7 @@ def test_a_policy_comes_to_prefer_the_chosen_answers(tiny_folder, request, tmp_p
 def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     command, tiny_folder, alone, tmp_path, monkeypatch, capfd
 ):
-    with replace("out", str(tmp_path / "out"), KINDS[command], training.WRITTEN) as folder:
+    with replace("out", str(tmp_path / "out"), KINDS[command]) as folder:
         (folder / "config.json").write_text("the earlier one")
     rows = example_rows() if command == "sft" else pair_rows()
     source = write_lines(tmp_path / "own.jsonl", rows)
@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_the_earlier_folder_and_no_traceback(
     monkeypatch.setattr(sys, "argv", [command, *line, f"--config.start={tiny_folder}"])
     assert entry(command)() == 130
     error = capfd.readouterr().err
-    assert "SIGINT: leaving at the next safe place" in error
+    assert "SIGINT: stopping at the next safe point" in error
     assert "stopped by SIGINT: " in error and "No step is kept" in error
     assert len(error.splitlines()) == 2
     assert snapshot(tmp_path / "out") == before
@@ -259,7 +259,7 @@ def test_overrides_of_the_defaults_are_enough(kind):
 
 def test_more_in_a_step_than_there_is_and_a_folder_without_a_model(tiny_folder, tmp_path):
     changes = settings(tmp_path, example_rows(), tiny_folder, mesh=Mesh(1, -1, 1))
-    with pytest.raises(ConfigError, match="examples_per_step = 57: must be at most 56, all that"):
+    with pytest.raises(ConfigError, match="examples_per_step = 57: must be at most 56, the number"):
         make_base(SftConfig(**changes, examples_per_step=57))
     with pytest.raises(ConfigError, match="config.start = .*has no config.json"):
         make_base(SftConfig(**changes | {"start": str(tmp_path)}))

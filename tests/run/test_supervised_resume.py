@@ -88,7 +88,7 @@ def test_what_another_run_left_halfway_is_no_beginning(tiny_folder, alone, tmp_p
     assert (tmp_path / "out.halfway").is_dir()
     config.optimizer.learning_rate *= 2
     make_base(config)
-    assert "is of other settings or data: it begins anew" in capfd.readouterr().err
+    assert "has other settings or data: training starts from scratch" in capfd.readouterr().err
     steps = [row["step"] for row in read_metrics(config.out)]
     assert steps == list(range(len(steps)))
     assert not (tmp_path / "out.halfway").exists()

@@ -49,8 +49,8 @@ def final_params(base, run_dir):
     state, record = checkpoints.state(parts.learners.policy.abstract_state), checkpoints.record()
     parts.close()
     checkpoints.close()
-    place = {name: record.progress[name] for name in ("position", "kept_fraction")}
-    return jax.device_get(state), {"step": record.step} | place
+    place = record.progress.position, record.progress.kept_fraction
+    return jax.device_get(state), {"step": record.step, "place": place}
 
 
 def test_a_run_leaves_what_people_look_for(finished):
@@ -220,7 +220,7 @@ os.setpgrp()
 submit, sent = Scheduler.submit_each, []
 def submit_and_stop(self, prompt, samples):
     submit(self, prompt, samples)
-    evaluating = self._purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
+    evaluating = self._decoding.purpose == 1 and os.path.exists('RUN/rollouts/step_000002.jsonl')
     if evaluating and not sent:
         sent.append(True)
         os.killpg(0, signal.SIGTERM)
@@ -237,7 +237,7 @@ Scheduler.submit_each = submit_and_stop
 def test_sigterm_saves_says_how_to_go_on_and_exits_zero(patch, base, finished, tmp_path):
     stopped = run_child(base, tmp_path, patch.replace("RUN", str(tmp_path)))
     assert stopped.returncode == 0, stopped.stderr
-    assert "stopped by SIGTERM" in stopped.stdout and "The same command goes on" in stopped.stdout
+    assert "stopped by SIGTERM" in stopped.stdout and "The same command resumes" in stopped.stdout
     done = len(read_rows(tmp_path)) - 1
     assert done < STEPS
     killed = run_child(base, tmp_path, KILL_AFTER_STEP)  # before the next checkpoint is complete

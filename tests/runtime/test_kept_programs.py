@@ -15,8 +15,7 @@ from small_runs import equal, make_quick_config, read_rollouts, read_rows
 import dapo_jax
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Config, Log, Optimizer
-from dapo_jax.learner import losses, policy
-from dapo_jax.reporting.compile_seconds import PROGRAMS
+from dapo_jax.reporting.console import PROGRAMS
 from dapo_jax.run.checkpointing.checkpoints import SavedPolicy
 from dapo_jax.run.compute import open_learners
 from dapo_jax.runtime import kept_programs
@@ -136,33 +135,8 @@ def test_frozen_parameters_are_not_kept():
     assert keep(make, 1, frozen={}) is keep(make, 1)
 
 
-def test_other_code_has_programs_of_its_own(monkeypatch):
-    first = keep(make)
-
-    def another(logprobs, reference_logprobs):
-        return logprobs
-
-    with monkeypatch.context() as patch:
-        patch.setitem(losses.KL_ESTIMATORS, "k1", another)
-        entry = keep(make)
-    with monkeypatch.context() as patch:
-        patch.setattr(policy, "k3", another)
-        function = keep(make)
-    with monkeypatch.context() as patch:
-        patch.setattr(policy.Learner, "_update_fn", another)
-        method = keep(make)
-    with monkeypatch.context() as patch:
-        patch.setattr(losses.k1, "__code__", another.__code__)  # as autoreload does
-        code = keep(make)
-    with monkeypatch.context() as patch:
-        patch.setattr(losses, "KL_LIMIT", 11.0)
-        constant = keep(make)
-    assert len(set(map(id, (first, entry, function, method, code, constant)))) == 6
-    assert keep(make) is first
-
-
 def test_only_the_last_ones_are_kept():
-    made = [weakref.ref(keep(make, number)) for number in range(kept_programs.MOST + 3)]
+    made = [weakref.ref(keep(make, number)) for number in range(kept_programs.MAX_KEPT + 3)]
     gc.collect()
     alive = [number for number, one in enumerate(made) if one() is not None]
-    assert alive == list(range(3, kept_programs.MOST + 3))
+    assert alive == list(range(3, kept_programs.MAX_KEPT + 3))

@@ -59,7 +59,7 @@ def test_drawn_tokens_are_the_same_however_devices_are_used(tiny_params, one_dev
         prefix = engine.prefill(params=params, padded_tokens=PROMPT, true_length=6)
         state = engine.insert(prefix, engine.init_decode_state(), 2)
         state, _ = engine.generate(params, state)
-        found.append(engine.harvest(state, [2])[0].tokens.tolist())
+        found.append(engine.fetch_responses(state, [2])[0].tokens.tolist())
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 1
 
 
@@ -86,7 +86,7 @@ def test_loading_by_layers_compiles_twice_at_most_for_a_stack(one_device, fresh_
     stacks = {path.partition("/")[0] for path in flatten_dict(params, sep="/")}
     assert stacks == {"embedding", "final_norm", "layers"}
     assert (
-        engine.programs.load_trained._some.cache_info().currsize == 2 + 2
+        engine.programs.weights.load_trained._load_layers.cache_info().currsize == 2 + 2
     )  # 3 and 1 layers; the two others
 
 

@@ -84,7 +84,7 @@ def test_an_update_that_would_not_be_finite_changes_nothing_and_says_why(
         state = spoil_moment(state)
     before = jax.device_get(state)
     rate = 1e30 if reason == "parameters" else 1e-3
-    state, metrics = learner.update(state, batch, used, rate)
+    state, (metrics, _) = learner.update(state, batch, used, rate)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
     said = {name for name, mean in metrics.items() if name.startswith("skipped_") and mean.value()}
     assert said == {"skipped_updates", f"skipped_for_{reason}"}
@@ -172,12 +172,12 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
         run.state = dataclasses.replace(run.state, learners=learners)
         moment = "optimizer moments of the policy are not finite: nu/final_norm/scale"
         with pytest.raises(NotFinite, match=f"step 0 is not saved: {moment}"):
-            run._save()
+            run.save()
         run.state = dataclasses.replace(run.state, step=3)
         with monkeypatch.context() as patch:  # as from elsewhere
             patch.setattr(checkpoints, "check_state", lambda *_: None)
-            run._save()
-        run._checkpoints.wait()
+            run.save()
+        run.store.checkpoints.wait()
         with checkpoints.Checkpoints(config.run_dir) as saved:
             with pytest.raises(NotFinite, match=f"checkpoints/3: {moment}"):
                 saved.state(run.components.learners.policy.abstract_state)
@@ -188,11 +188,11 @@ def test_a_supervised_run_that_only_skips_stops(tmp_path):
     config = SftConfig(out=str(tmp_path / "out"))
     task = SimpleNamespace(steps=9, labels={})
     with ResumePoint(config, {}) as resume:
-        journal = TrainingLog("sft", resume, task, max_skipped_steps=2)
+        log = TrainingLog("sft", resume, task, max_skipped_steps=2)
         for step in range(1, 3):
-            journal.add(step, {}, taken)
+            log.add(step, {}, taken)
         with pytest.raises(NotFinite, match="2 steps in a row took no update: the gradient"):
-            journal.add(3, {}, taken)
+            log.add(3, {}, taken)
 
 
 def test_a_command_exits_4(capsys):

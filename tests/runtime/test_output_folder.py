@@ -16,8 +16,7 @@ from output_folders import COMMANDS, KINDS, ROOT, call, snapshot
 from dapo_jax.config.experiment import Config, Evaluation
 from dapo_jax.run.evaluation.evaluate import claim_folder
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.output_folder import claim, replace
-from dapo_jax.runtime.storage.ownership import (
+from dapo_jax.runtime.storage.output_folder import (
     EVALUATION,
     EXPORTED,
     LOCK,
@@ -25,6 +24,8 @@ from dapo_jax.runtime.storage.ownership import (
     RUN,
     TRAINED,
     check_free,
+    claim,
+    replace,
 )
 
 each_command = pytest.mark.parametrize("command", COMMANDS)
@@ -60,11 +61,11 @@ def make_broken(path):
 
 
 BAD = {
-    "somebodys": (make_somebodys, "holds 'chapters' and no mark of ours"),
+    "somebodys": (make_somebodys, "holds 'chapters' and no mark of dapo_jax"),
     "file": (make_file, "is a file"),
     "below_a_file": (lambda path: make_file(path) / "run", "is a file"),
     "linked": (make_link, "target' holds 'chapters'"),
-    "of_another_kind": (lambda path: make_other(path, None), "is marked as that of"),
+    "of_another_kind": (lambda path: make_other(path, None), "is marked as:"),
     "broken_mark": (make_broken, "can't be read"),
 }
 
@@ -142,10 +143,10 @@ def test_neither_home_nor_the_folder_one_is_in_is_taken_however_empty(tmp_path, 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
     for folder in (".", "../here", tmp_path / "home"):
-        with pytest.raises(ConfigError, match="is your home or the folder that you are in"):
+        with pytest.raises(ConfigError, match="is your home or the current folder"):
             check_free("run_dir", folder, RUN)
     (tmp_path / "here" / MARK).write_text(json.dumps({"kind": RUN}))
-    check_free("run_dir", ".", RUN)  # its own may be gone on with from inside
+    check_free("run_dir", ".", RUN)  # a run may be resumed from inside its folder
 
 
 def test_what_was_begun_in_vain_leaves_no_trace(tmp_path):
@@ -194,7 +195,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_goes_on_after_a_kill(
             os.kill(child, 0)  # still there
         with claim("run_dir", tmp_path / "run", RUN) as folder:
             assert f"process {os.getpid()} " in (folder / LOCK).read_text()
-        assert os.listdir(tmp_path / "run") == [MARK]
+        assert set(os.listdir(tmp_path / "run")) == {MARK, LOCK}
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -206,7 +207,7 @@ def test_each_command_is_refused_where_another_process_writes(command, saved_run
     folder, kind = tmp_path / "out", KINDS[command]
     with contextlib.ExitStack() as stack:
         if command in ("sft", "dpo", "export"):
-            stack.enter_context(replace("out", str(folder), kind, ["*"]))
+            stack.enter_context(replace("out", str(folder), kind))
         elif command == "evaluate_below":
             below = "evaluations/arithmetic_base_arithmetic_T1_p1"
             stack.enter_context(claim("run_dir", str(folder), RUN, exclusive=False))
@@ -225,7 +226,7 @@ def test_an_evaluation_writes_beside_a_run_that_trains(tmp_path):
         folder = claim_folder(config, None, stack)
         (folder / "responses.jsonl").write_text("")
     assert json.loads((folder / MARK).read_text()) == {"kind": EVALUATION}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, "evaluations"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK, LOCK, "evaluations"]
 
 
 def test_a_file_system_without_locks_is_warned_about(tmp_path, monkeypatch, capsys):

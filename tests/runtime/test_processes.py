@@ -13,7 +13,6 @@ from several import (
     AT_THE_END,
     GONE_SECONDS,
     IN_STEP_2,
-    QUICK,
     Several,
     assert_rounded_alike,
     assert_same_run,
@@ -26,11 +25,13 @@ from small_runs import read_rows
 
 from dapo_jax.run.checkpointing.checkpoints import checkpoint_folder
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.heartbeat import DEAD
+from dapo_jax.runtime.processes import PEER_LOST
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage import output_folder
-from dapo_jax.runtime.storage.output_folder import claim
-from dapo_jax.runtime.storage.ownership import RUN, TRAINED, check_free
+from dapo_jax.runtime.storage.output_folder import RUN, TRAINED, check_free, claim
+
+# Exit codes after another process was lost: a failed collective, or JAX's abort.
+LOST = {PEER_LOST, -signal.SIGABRT}
 
 
 @pytest.fixture
@@ -57,10 +58,10 @@ def test_two_processes_stop_and_die_together_and_go_on_as_one_does(dies, base, o
     done = len(read_rows(run_dir)) - 1
     assert done == 1
     if dies:
-        patch = QUICK + send(AT_THE_END, "SIGKILL", 1)
+        patch = send(AT_THE_END, "SIGKILL", 1)
         first, second = start_training(base, run_dir, 2, 2, patch=patch).wait()
         assert f"after step {done}" in first.out and second.code == -signal.SIGKILL
-        assert first.code == DEAD and "error: process 1 (" in first.err, first.err
+        assert first.code in LOST, first.err
         assert_same_run(base, run_dir, one)
     train_alone(base, run_dir)  # where one died, nothing is left but the end
     assert_same_run(base, run_dir, one)
@@ -114,7 +115,8 @@ def test_what_one_process_finds_all_know_and_lost_ones_are_stopped(tmp_path):
     for i, ended in enumerate(Several(tmp_path, [sys.executable, "-c", AGREE], 2).wait()):
         assert "agreed" in ended.out and ended.code == 1
         assert (
-            "at different places: ['there', 'here']" in ended.err and f"process {i}: " in ended.err
+            "out of step: they gather ['there', 'here']" in ended.err
+            and f"process {i}: " in ended.err
         )
 
 
@@ -147,8 +149,7 @@ def test_messages_go_over_devices_that_sample(tmp_path):
 
 LOSE = """
 import os, signal, sys
-from dapo_jax.runtime import heartbeat as watch, processes
-watch.SILENCE_SECONDS, watch.LEAVING_SECONDS = 4.0, 1.0
+from dapo_jax.runtime import processes
 def work():
     for i in range(1000):
         processes.all_gather_json(i, "round")
@@ -158,9 +159,9 @@ def work():
 sys.exit(processes.run(work))
 """
 LOSSES = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, DEAD),
-    "failed": ("raise OSError('the disk is full')", 1, 1),
-    "refused": ("return 2", 2, 2),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    "failed": ("raise OSError('the disk is full')", 1),
+    "refused": ("return 2", 2),
 }
 
 
@@ -169,19 +170,16 @@ LOSSES = {
     [
         ("killed", 0),
         ("killed", 1),
-        pytest.param("failed", 0, marks=pytest.mark.slow),
         ("failed", 1),
         pytest.param("refused", 0, marks=pytest.mark.slow),
-        pytest.param("refused", 1, marks=pytest.mark.slow),
     ],
 )
-def test_one_that_leaves_takes_the_other_along_by_name(loss, victim, tmp_path):
-    """Process 0 runs the service by which they watch each other."""
-    leave, its_code, code = LOSSES[loss]
+def test_the_other_process_exits_if_one_is_lost(loss, victim, tmp_path):
+    """By the lost connection, or by JAX's heartbeat; process 0 runs the coordination service."""
+    leave, code = LOSSES[loss]
     program = LOSE.replace("VICTIM", str(victim)).replace("LEAVE", leave)
-    ended = Several(tmp_path, [sys.executable, "-c", program], 2).wait(60)
-    assert [ended[victim].code, ended[1 - victim].code] == [its_code, code]
-    assert f"error: process {victim} " in ended[1 - victim].err
+    ended = Several(tmp_path, [sys.executable, "-c", program], 2).wait(GONE_SECONDS)
+    assert ended[victim].code == code and ended[1 - victim].code in LOST, ended[1 - victim].err
     assert ("disk is full" in ended[victim].err) == (loss == "failed")
 
 
@@ -189,7 +187,7 @@ def test_what_only_one_process_can_do_refuses_several(tmp_path):
     program = "from dapo_jax.runtime import processes; processes.run(exit, alone='dapo-jax export')"
     for ended in Several(tmp_path, [sys.executable, "-c", program], 2).wait():
         assert ended.code == 2
-        assert "dapo-jax export is the work of one process, but 2 were started" in ended.err
+        assert "dapo-jax export runs in one process, but 2 were started" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,7 @@ def test_one_process_asks_nobody(monkeypatch):
 def test_a_remote_folder_keeps_its_name_and_has_no_lock(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # There is none; tests/run/test_object_store.py has one.
-    monkeypatch.setattr(output_folder, "_try_to_write", lambda folder, *_: folder)
+    monkeypatch.setattr(output_folder, "try_bucket", lambda folder, *_: folder)
     name = "gs://bucket/runs/one"
     assert str(checkpoint_folder(name)) == f"{name}/checkpoints"
     check_free("run_dir", name, RUN)
@@ -276,9 +274,8 @@ def test_four_processes_are_gone_within_the_bound_and_two_go_on(victim, base, on
     ended = run.wait(GONE_SECONDS)
     print(f"gone after {time.monotonic() - killed:.1f} s")
     codes = [one.code for one in ended]
-    assert codes[victim] == -signal.SIGKILL and codes.count(DEAD) == 3, [e.err for e in ended]
-    for i, survivor in enumerate(ended):
-        assert i == victim or f"error: process {victim} (" in survivor.err
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert set(codes) <= LOST, [e.err for e in ended]
     train_with(base, tmp_path / "run", 2)  # from a checkpoint of four
     assert_same_run(base, tmp_path / "run", one)
 
@@ -306,4 +303,4 @@ def test_evaluate_sft_and_export_with_several_processes(base, tmp_path):
     assert_rounded_alike(*weights, moved=3e-3 * (1 + 2 + 3) / 50)  # three steps of the warm-up
     command = [sys.executable, "-m", "dapo_jax", "export", "--run=nothing", "--out=nothing"]
     for ended in Several(tmp_path / "x", command, 2).wait():
-        assert ended.code == 2 and "the work of one process" in ended.err
+        assert ended.code == 2 and "runs in one process" in ended.err

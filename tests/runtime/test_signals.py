@@ -75,8 +75,8 @@ def test_a_run_that_waits_for_verdicts_leaves_at_once_and_repeats_itself(
 @pytest.mark.parametrize(
     ("seconds", "signals", "last"),
     [
-        (1.5, [signal.SIGHUP], "no safe place within 1.5 s"),
-        (0, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], "once more"),
+        (1.5, [signal.SIGHUP], "no safe point within 1.5 s"),
+        (0, [signal.SIGINT, signal.SIGTERM, signal.SIGINT], "exiting without saving"),
     ],
     ids=["too slow", "again"],
 )
@@ -90,7 +90,7 @@ def test_a_command_that_hears_nothing_is_acknowledged_and_left(seconds, signals,
     assert child.stdout.readline() == "busy\n"
     child.send_signal(signals[0])
     sent = time.monotonic()
-    assert f"{signals[0].name}: leaving at the next safe place" in child.stderr.readline()
+    assert f"{signals[0].name}: stopping at the next safe point" in child.stderr.readline()
     assert time.monotonic() - sent < 1
     for number in signals[1:]:  # of two at the same moment the second is a launcher's
         child.send_signal(number)
@@ -134,7 +134,7 @@ def test_a_program_saves_and_then_ends_as_the_signal_asks(name):
     child.send_signal(getattr(signal, name))
     out, error = child.communicate(timeout=20)
     assert out == "saved\n" and child.returncode == -getattr(signal, name)
-    assert f"{name}: leaving at the next safe place" in error
+    assert f"{name}: stopping at the next safe point" in error
     assert ("KeyboardInterrupt" in error) == (name == "SIGINT")
 
 
@@ -143,7 +143,7 @@ def test_a_second_ctrl_c_ends_a_program_that_hears_nothing():
     child.send_signal(signal.SIGINT)
     time.sleep(1.2)
     child.send_signal(signal.SIGINT)
-    assert child.wait(5) == 130 and "once more" in child.stderr.read()
+    assert child.wait(5) == 130 and "exiting without saving" in child.stderr.read()
 
 
 def test_a_second_ctrl_c_is_a_keyboard_interrupt_at_once_where_python_runs():
@@ -162,7 +162,7 @@ def test_nohup_keeps_a_dropped_connection_away():
     assert child.poll() is None
     child.send_signal(signal.SIGTERM)
     _, error = child.communicate(timeout=20)
-    assert "SIGTERM: leaving" in error and "SIGHUP" not in error
+    assert "SIGTERM: stopping" in error and "SIGHUP" not in error
 
 
 @pytest.mark.parametrize("library", ["jaxlib", "tensorstore"])

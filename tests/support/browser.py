@@ -62,21 +62,21 @@ class Browser:
         if self._session:
             order["sessionId"] = self._session
         os.write(self._write, json.dumps(order).encode() + b"\0")
-        while (said := self._message()).get("id") != self._number:
-            if said.get("method") in TROUBLE:
-                self.trouble.append(said["params"])
-            elif said.get("method") == "Network.requestWillBeSent":
-                self.asked.append(said["params"]["request"]["url"])
-        assert "error" not in said, said
-        return said["result"]
+        while (message := self._message()).get("id") != self._number:
+            if message.get("method") in TROUBLE:
+                self.trouble.append(message["params"])
+            elif message.get("method") == "Network.requestWillBeSent":
+                self.asked.append(message["params"]["request"]["url"])
+        assert "error" not in message, message
+        return message["result"]
 
     def run(self, code: str) -> Any:
         """What an expression of JavaScript gives, awaited."""
-        found = self.call(
+        answer = self.call(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
         """Returns once an expression of JavaScript is true."""

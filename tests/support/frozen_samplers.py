@@ -1,31 +1,21 @@
 """Samplers of a decoder with frozen layers."""
 
+import samplers
 from conftest import make_prompt
 
-from dapo_jax.config.experiment import Sampler
-from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.rollout.engine import PolicyEngine
 from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.structs import SamplingRule
 
-DRAWN = SamplingRule()
+RULE = SamplingRule()
 
 
-def make_sampler(config, mesh, frozen=None):
-    tokenizer = arithmetic_tokenizer()
-    engine = PolicyEngine(
-        config,
-        mesh,
-        Sampler(slots=4, burst_tokens=4, max_response_tokens=24, first_window_tokens=16),
-        max_prompt_tokens=8,
-        tokenizer=tokenizer,
-        frozen=frozen,
-        insert_width=4,
-    )
-    return Scheduler(engine, tokenizer, seed=0)
+def make_sampler(config, mesh, frozen=None) -> Scheduler:
+    sizes = {"burst": 4, "response": 24, "width": 4, "first_window_tokens": 16}
+    engine = samplers.make_engine(mesh, config=config, frozen=frozen, **sizes)
+    return Scheduler(engine, samplers.TOKENIZER, seed=0)
 
 
-def sample(sampler, params, rule=DRAWN):
+def sample(sampler, params, rule=RULE):
     """Four responses to each of three prompts."""
     sampler.begin(params, purpose=0, step=0, rule=rule)
     for i in range(3):

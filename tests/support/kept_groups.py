@@ -1,4 +1,4 @@
-"""Runs that keep judged groups, whose responses end one after the other and are of any length."""
+"""Runs that keep scored groups, with responses of very different lengths."""
 
 import pathlib
 from typing import Any
@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_kept(setting: str, folder, score_folder, run_dir, **changes: Any) -> Config:
-    """A run of a policy that draws nearly at random, 1 to 100 tokens."""
+    """Return a run of a policy that samples nearly at random, 1 to 100 tokens."""
     changes = SETTINGS[setting] | changes
     sampler = {"slots": 8, "burst_tokens": 4, "max_response_tokens": 100, "temperature": 4.0}
     sampler = Sampler(**sampler | changes.pop("sampler", {}))
@@ -90,7 +90,7 @@ def make_kept(setting: str, folder, score_folder, run_dir, **changes: Any) -> Co
 
 
 def final_arrays(run_dir: pathlib.Path) -> dict[str, np.ndarray]:
-    """Arrays of the newest checkpoint by path: parameters, moments, of the critic too."""
+    """Return the arrays of the newest checkpoint by path, the critic's too."""
     (folder,) = (run_dir / "checkpoints").iterdir()
     states = {
         name: ocp.PyTreeCheckpointHandler().restore(folder / name)
@@ -103,7 +103,7 @@ def final_arrays(run_dir: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def differing(run_dir: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """Paths of the arrays that differ in a bit."""
+    """Return the paths of the arrays that differ in a bit."""
     arrays, others = final_arrays(run_dir), final_arrays(other)
     assert arrays.keys() == others.keys() and len(arrays) > 10
     return [path for path in arrays if arrays[path].tobytes() != others[path].tobytes()]

@@ -7,11 +7,11 @@ from conftest import TINY, make_prompt
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Compute, Optimizer
-from dapo_jax.learner import packing
-from dapo_jax.learner.advantages import broadcast_to_tokens
+from dapo_jax.learner import minibatches
+from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.packing import Segment, pack
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.learner.update import Learner
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.runtime.kept_programs import keep
@@ -38,7 +38,8 @@ ADVANTAGES = RNG.normal(size=len(LENGTHS))
 
 def make_learner(mesh, algorithm=None, **optimizer) -> Learner:
     settings = Optimizer(learning_rate=1e-3, **optimizer)
-    return keep(policy_learner, algorithm or algorithms.dapo(), Compute(), settings, TINY, mesh)
+    score = PolicySettings(algorithm or algorithms.dapo(), Compute())
+    return keep(policy_learner, score, settings, TINY, mesh)
 
 
 def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_tokens=20):
@@ -47,7 +48,8 @@ def make_batch(algorithm=None, rows=4, microbatches=4, segments=SEGMENTS, row_to
     rollouts, used = pack(segments, row_tokens, rows, microbatches)
     advantages = broadcast_to_tokens(ADVANTAGES[: len(segments)], rollouts.response_index)
     scored = ScoredBatch(rollouts, rollouts.sampler_logprobs)
-    return packing.make_batch(scored, segments, advantages, None, algorithm, BUDGET), used
+    batch = minibatches.make_batch(scored, segments, Estimates(advantages), algorithm, BUDGET)
+    return batch, used
 
 
 def assert_close(left, right, tolerance):

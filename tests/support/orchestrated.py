@@ -4,12 +4,12 @@ import asyncio
 
 from served import read
 
-from dapo_jax.commands.serve import jetstream_driver
+from dapo_jax.commands.serve import jetstream_server
 
 
 def orchestrate(driver, *requests) -> list[tuple[str, list[int]]]:
-    """Text and ids that JetStream's orchestrator answers, all requests at once."""
-    orchestrator = jetstream_driver.orchestrator.LLMOrchestrator(driver)
+    """Return text and ids of concurrent requests to JetStream's orchestrator."""
+    orchestrator = jetstream_server.orchestrator.LLMOrchestrator(driver)
 
     async def respond(request):
         return read([response async for response in orchestrator.Decode(request)])

@@ -14,19 +14,13 @@ from dapo_jax import algorithms
 from dapo_jax.commands import model_folders, train
 from dapo_jax.commands.evaluate import main as evaluate_main
 from dapo_jax.config.experiment import Checkpoint, Compute, Config, Model, Optimizer
-from dapo_jax.learner.policy import policy_learner
+from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.model import load_huggingface
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
-from dapo_jax.run.checkpointing.same_run import frozen_content
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.same_run import Record, frozen_content
 from dapo_jax.run.components import load_frozen, load_trained
 from dapo_jax.runtime.settings import leaves
-from dapo_jax.runtime.storage.ownership import (
-    EVALUATION,
-    EXPORTED,
-    PREFERRING,
-    RUN,
-    TRAINED,
-)
+from dapo_jax.runtime.storage.output_folder import EVALUATION, EXPORTED, PREFERRING, RUN, TRAINED
 
 ROOT = pathlib.Path(__file__).parents[2]
 RL = f"--config={ROOT}/configs/arithmetic.py"
@@ -91,7 +85,7 @@ def save_run(tiny_folder, eight_devices, tmp_path_factory) -> tuple[str, pathlib
     half = dataclasses.replace(TINY, frozen_layers=1)
     frozen = load_frozen(source, half, eight_devices)
     learner = policy_learner(
-        algorithms.dapo(), Compute(), Optimizer(), half, eight_devices, frozen=frozen
+        PolicySettings(algorithms.dapo(), Compute()), Optimizer(), half, eight_devices, frozen
     )
     state = learner.start(load_trained(source, half, eight_devices, seed=0))
     config = Config(model=Model(folder=str(source), freeze_layers=0.5))

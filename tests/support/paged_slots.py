@@ -19,7 +19,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype) -> jax.Array
 
 @dataclasses.dataclass
 class Slots:
-    """Slots that share two pages of a prompt, and what their caches hold."""
+    """Slots that share two pages of a prompt, and the contents of their caches."""
 
     pages: np.ndarray
     tables: np.ndarray
@@ -29,7 +29,7 @@ class Slots:
     values: np.ndarray
 
     def arrays(self, dtype) -> tuple:
-        """Arguments of `decode`."""
+        """Return the arguments of `decode`."""
         arrays = self.queries, self.keys, self.values, self.pages
         cast = (jnp.asarray(array).astype(dtype) for array in arrays)
         busy = self.lengths > 0
@@ -37,7 +37,7 @@ class Slots:
         return *cast, *map(jnp.asarray, (self.tables, positions, busy))
 
     def written(self) -> np.ndarray:
-        """Pages after the write of the new tokens of slots that are not idle."""
+        """Return the pages after the new tokens of busy slots are written."""
         pages = self.pages.copy()
         for slot in np.flatnonzero(self.lengths):
             page, place = divmod(int(self.lengths[slot]) - 1, SIZE)
@@ -46,7 +46,7 @@ class Slots:
         return pages
 
     def mixed(self, window: int | None = None) -> np.ndarray:
-        """Attention of each slot, head by head; zeros of idle slots."""
+        """Return the attention of each slot, head by head; zeros for idle slots."""
         pages, out = self.written().astype(np.float64), np.zeros(self.queries.shape)
         heads, kv_heads = self.queries.shape[1], self.keys.shape[1]
         for slot, head in np.ndindex(len(self.lengths), heads):
@@ -61,7 +61,7 @@ class Slots:
 
 
 def make_slots(heads, kv_heads, head_dim, lengths, dtype) -> Slots:
-    """Slots of those lengths; what no slot holds is NaN, but for page 0, which idle ones read."""
+    """Return slots of these lengths; unused entries are NaN, except page 0, read by idle slots."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape):
@@ -85,7 +85,7 @@ def make_slots(heads, kv_heads, head_dim, lengths, dtype) -> Slots:
 
 
 def decode(mesh, window: Window | None = None, *, kernel: bool = True):
-    """Function of one decode step over pages: the project's, with its write of the new tokens."""
+    """Return a decode step over pages that also writes the new tokens."""
     attend = PagedAttention(mesh, kernel)
 
     def step(queries, keys, values, pages, tables, positions, active):

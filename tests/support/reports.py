@@ -10,30 +10,34 @@ HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028\u202e\x00 &
 
 
 def row(step: int, **values) -> dict:
-    found = {"step": step, "reward": step / 100 - 1, "accuracy": 0.5, "entropy": 1 / (1 + step)}
-    found |= {"seconds_step": 2.0, "seconds_rollout": 1.0, "seconds_decode": 0.5}
-    found |= {"sampled_tokens_per_second": 1000.0, "abandoned_tokens": 100.0, "trained_groups": 8.0}
-    found |= {"sampled_to_kept_tokens": 2.2, "seconds_update": 0.75, "clip_fraction_high": 0.01}
+    result = {"step": step, "reward": step / 100 - 1, "accuracy": 0.5, "entropy": 1 / (1 + step)}
+    result |= {"seconds_step": 2.0, "seconds_rollout": 1.0, "seconds_decode": 0.5}
+    result |= {
+        "sampled_tokens_per_second": 1000.0,
+        "abandoned_tokens": 100.0,
+        "trained_groups": 8.0,
+    }
+    result |= {"sampled_to_kept_tokens": 2.2, "seconds_update": 0.75, "clip_fraction_high": 0.01}
     if step % 5 == 0:
-        found |= {
+        result |= {
             "heldout_accuracy": 0.4,
             "heldout_accuracy_low": 0.3,
             "heldout_accuracy_high": 0.5,
         }
-    return found | values
+    return result | values
 
 
 def response(index: int, sample: int, **values) -> dict:
-    found = {
+    result = {
         "index": index,
         "sample": sample,
         "prompt_id": f"p{index}",
         "prompt": "1+1=",
         "answer": "2",
     }
-    found |= {"response": "so 2", "extracted": "2", "correct": sample == 0, "truncated": False}
-    found |= {"tokens": 4, "reward": 1.0, "reward_parts": {"rule": 1.0}, "advantage": 0.5}
-    return found | values
+    result |= {"response": "so 2", "extracted": "2", "correct": sample == 0, "truncated": False}
+    result |= {"tokens": 4, "reward": 1.0, "reward_parts": {"rule": 1.0}, "advantage": 0.5}
+    return result | values
 
 
 def run_writer(tmp_path):
@@ -48,9 +52,9 @@ def run_writer(tmp_path):
         (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
         lines = [row(step) for step in range(steps + 1)] if rows is None else rows
         (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-        for step, found in rollouts:
+        for step, result in rollouts:
             path = folder / "rollouts" / f"step_{step:06d}.jsonl"
-            path.write_text("".join(json.dumps(one) + "\n" for one in found))
+            path.write_text("".join(json.dumps(one) + "\n" for one in result))
         return str(folder)
 
     return write

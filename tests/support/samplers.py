@@ -21,21 +21,37 @@ GREEDY = SamplingRule(temperature=0)
 
 
 def make_engine(
-    mesh, slots=4, burst=3, response=20, width=8, tokenizer=TOKENIZER, config=TINY, **settings
+    mesh,
+    slots=4,
+    burst=3,
+    response=20,
+    width=8,
+    tokenizer=TOKENIZER,
+    config=TINY,
+    prompt=8,
+    frozen=None,
+    **settings,
 ) -> PolicyEngine:
+    """Return an engine; `settings` are other fields of `Sampler`."""
     sizes = {"slots": slots, "burst_tokens": burst, "max_response_tokens": response}
     return PolicyEngine(
         config,
         mesh,
         Sampler(**{"first_window_tokens": 8} | sizes | settings),
-        max_prompt_tokens=8,
+        max_prompt_tokens=prompt,
         tokenizer=tokenizer,
         insert_width=width,
+        frozen=frozen,
     )
 
 
-def make_sampler(mesh, slots=4, burst=3, response=20, width=8) -> Scheduler:
-    return Scheduler(make_engine(mesh, slots, burst, response, width), TOKENIZER, seed=5)
+def make_sampler(mesh, *sizes, **settings) -> Scheduler:
+    """Return a scheduler on an engine of `make_engine`."""
+    return Scheduler(make_engine(mesh, *sizes, **settings), TOKENIZER, seed=5)
+
+
+def tokens_of(groups) -> dict[int, list[list[int]]]:
+    return {index: [done.tokens.tolist() for done in group] for index, group in groups.items()}
 
 
 def sample(sampler, params, prompts=PROMPTS, samples=3, rule=SamplingRule()):  # noqa: B008

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.config.experiment import Checkpoint
-from dapo_jax.run.checkpointing.checkpoints import Checkpoints, Record
+from dapo_jax.run.checkpointing.checkpoints import Checkpoints
+from dapo_jax.run.checkpointing.same_run import Record
+from dapo_jax.runtime.storage.retries import Storage
 
 SIZE = 1000
 
 
 def make_state(step, size=SIZE):
-    """Arrays that say which step they are of, and don't compress."""
+    """Return arrays that depend on the step and don't compress."""
     key = jax.random.key(step)
     return {"params": {"a": jax.random.normal(key, (size,)), "b": jnp.full((3,), float(step))}}
 
@@ -24,11 +26,11 @@ def save(run_dir, steps, size=SIZE, keep=9):
 
 
 def restored(run_dir, settings=None):
-    """The step that is gone on with, after its arrays were compared; and what was warned of."""
-    said = []
-    with Checkpoints(run_dir, settings, said.append) as checkpoints:
+    """Return the step that is resumed, after comparing its arrays, and the warnings."""
+    warnings = []
+    with Checkpoints(run_dir, settings, Storage(warnings.append)) as checkpoints:
         step = checkpoints.latest_step()
         state = checkpoints.state(jax.tree.map(jnp.zeros_like, make_state(step)))
         assert checkpoints.record().step == step
     jax.tree.map(np.testing.assert_array_equal, state, make_state(step))
-    return step, said
+    return step, warnings

@@ -171,7 +171,7 @@ class Server:
 
     def _run(self, config: ServeConfig) -> None:
         try:
-            serve.serve(config, leave=self._leave.is_set, ready=self._announce)
+            serve.serve(config, should_stop=self._leave.is_set, ready=self._announce)
         except Exception as error:
             self.error = error
         self._ready.set()

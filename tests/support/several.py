@@ -142,7 +142,6 @@ def start_training(base, run_dir, count: int, devices: int, *, patch: str = "") 
 
 
 STEPS = 3
-QUICK = "from dapo_jax.runtime import heartbeat; heartbeat.SILENCE_SECONDS = 4.0\n"  # than fifteen
 IN_STEP_2 = """
 from dapo_jax.rollout import dynamic_sampling as filtering
 read, asked = filtering.Collection.read_verdicts, []
@@ -158,7 +157,7 @@ AT_THE_END = """
 from dapo_jax.run.run import Run
 finish = Run.finish
 def save_and_send(self):
-    self._checkpoints.wait()
+    self.store.checkpoints.wait()
     if INDEX == VICTIM:
         os.kill(os.getpid(), signal.SIGNAL)
     return finish(self)
@@ -178,8 +177,8 @@ def final_state(base, run_dir):
         state = checkpoints.state(parts.learners.policy.abstract_state)
         record = checkpoints.record()
     parts.close()
-    place = {name: record.progress[name] for name in ("position", "kept_fraction")}
-    return jax.device_get(state), {"step": record.step} | place
+    place = record.progress.position, record.progress.kept_fraction
+    return jax.device_get(state), {"step": record.step, "place": place}
 
 
 def assert_same_run(base, run_dir, other) -> None:

@@ -15,14 +15,13 @@ class Chip:
 
     Attributes:
         flops_per_second: matrix products in bfloat16.
-        hbm_gib: what a program may use; of a TPU what its compiler holds it to.
-        hbm_bytes_per_second: of its own memory.
-        ici_bytes_per_second: that it sends to its neighbours, over all its links, one way.
-        dcn_bytes_per_second: that it sends to other slices, its share of its host's network.
-        ring_multiple: of chips in a dimension that is a ring.
-        dimensions: of its topologies.
-        config_name: of the chip's mode, as its compiler calls it.
-        platform: as jax calls it.
+        hbm_gib: memory; for a TPU the limit that its compiler enforces.
+        ici_bytes_per_second: bytes sent to the neighbours, over all links, one way.
+        ring_multiple: a dimension whose size is a multiple of this is a ring.
+        dimensions: number of dimensions of its topologies.
+        config_name: the compiler's name for the chip's mode.
+        platform: JAX's name.
+        dcn_bytes_per_second: bytes sent to other slices: the chip's part of its host's network.
     """
 
     flops_per_second: float
@@ -36,9 +35,9 @@ class Chip:
     dcn_bytes_per_second: float = math.inf
 
 
-# cpu: this machine's own devices, to try a plan out; of their speed nobody knows.
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; resources.nvidia.com, data sheets of H100 SXM and
 # H200 SXM (dense; NVLink one way); dcn: jax-ml.github.io/scaling-book, its table of TPUs.
+# cpu stands for the devices of this machine, to try a plan out; its figures are made up.
 CHIPS = {
     "v4": Chip(275e12, 31.25, 1228e9, 300e9, 4, 3, "megacore", dcn_bytes_per_second=3.125e9),
     "v5e": Chip(197e12, 15.75, 819e9, 200e9, 16, 2, dcn_bytes_per_second=3.125e9),
@@ -48,12 +47,11 @@ CHIPS = {
     "h100": Chip(989e12, 79.1, 3350e9, 450e9, 0, 1, platform="cuda"),
     "h200": Chip(989e12, 139.8, 4800e9, 450e9, 0, 1, platform="cuda"),
 }
-_SHAPE = re.compile(r"\d+(x\d+)*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Number, kind and wiring of chips; `shape` is that of each slice."""
+    """A number of equal slices of chips; `shape` is the shape of one slice."""
 
     name: str
     chip: Chip
@@ -69,34 +67,28 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """Machines of so many chips: 4 a host, but 8 on one of GPUs, v5e or v6e alone."""
+        """Number of hosts: 8 chips each for GPUs and a single host of v5e or v6e, else 4."""
         each = math.prod(self.shape)
         eight = self.chip.platform != "tpu" or (each == 8 and self.chip.dimensions == 2)
         return self.slices * math.ceil(each / (8 if eight else 4))
 
 
-def check_flag(good: bool, flag: str, value: object, allowed: str) -> None:
-    """Raises `ConfigError` that names a flag of the plan, not a setting of the config."""
-    if not good:
+def check_flag(valid: bool, flag: str, value: object, allowed: str) -> None:
+    """Raise `ConfigError` that names a flag of the plan, not a setting of the config."""
+    if not valid:
         raise ConfigError(f"--{flag} = {value!r}: must be {allowed}")
 
 
 def parse(name: str, slices: int = 1) -> Topology:
-    """Topology of a name such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`.
-
-    Args:
-        slices: so many of it, joined by the data centre's network.
-    """
+    """Parse a topology such as `v5p:4x4x4`, `v6e:16x16`, `h100:8`. Raises `ConfigError`."""
     kind, _, text = name.partition(":")
     kinds = ", ".join(CHIPS)
     check_flag(kind in CHIPS, "topology", name, f"KIND:SHAPE with a KIND of {kinds}")
     chip = CHIPS[kind]
     example = {1: "8", 2: "4x4", 3: "4x4x4"}[chip.dimensions]
-    fits = bool(_SHAPE.fullmatch(text)) and text.count("x") == chip.dimensions - 1
-    sizes = tuple(int(size) for size in text.split("x")) if fits else ()
-    check_flag(
-        fits and all(size > 0 for size in sizes), "topology", name, f"as in {kind}:{example}"
-    )
+    numbers = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text)
+    valid = bool(numbers) and text.count("x") == chip.dimensions - 1
+    check_flag(valid, "topology", name, f"as in {kind}:{example}")
     allowed = "at least 1" if chip.platform == "tpu" else f"1: {kind} has no slices"
     check_flag(slices == 1 or (slices > 1 and chip.platform == "tpu"), "slices", slices, allowed)
-    return Topology(name, chip, sizes, slices)
+    return Topology(name, chip, tuple(map(int, text.split("x"))), slices)

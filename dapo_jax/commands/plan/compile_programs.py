@@ -1,4 +1,4 @@
-"""Compiler for devices that are not here, with a cache of results."""
+"""Compiler for devices that this machine lacks, with a cache of results."""
 
 import dataclasses
 import hashlib
@@ -9,22 +9,21 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dapo_jax.commands.plan import hlo_text
-from dapo_jax.commands.plan import hlo_traffic as traffic
 from dapo_jax.commands.plan.chips import GIB
-from dapo_jax.commands.plan.hlo_traffic import Times, Traffic
-from dapo_jax.commands.plan.programs import Layout, Program, cache_elements
-from dapo_jax.commands.plan.run_flags import compiler_options
-from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
+from dapo_jax.commands.plan.hlo_text import Times, Traffic
+from dapo_jax.commands.plan.programs import Layout, Program
+from dapo_jax.commands.plan.targets import compiler_options
 
-RESERVED_GIB = 0.26  # of a TPU's memory, kept by the compiler for itself
+RESERVED_GIB = 0.26  # of a TPU's memory, reserved by its compiler
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# What a TPU's compiler says that it would take: all, or what it adds to arguments and results.
+# Messages of a TPU's compiler about all memory needed, or about temporaries only.
 _ALL = re.compile(r"Used ([\d.]+)([KMGT]?) of")
 _TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
@@ -32,15 +31,14 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """Memory, traffic and contents of a compiled program; bytes are of one chip.
+    """Memory and traffic of a compiled program; bytes are per chip.
 
     Attributes:
-        peak: what the program takes at its worst, arguments and results among it; None where the
-            compiler gave up.
-        needs: the same where the compiler gave up, as far as it says; else `peak`.
-        alive: what exists while it runs, by part.
-        beside: of that, what the program itself does not know of.
-        contents: of its text, as lists of short lines.
+        peak: peak of the program with arguments and results; None if it does not compile.
+        needs: `peak`, or the memory that the compiler's error names.
+        host: bytes of host memory.
+        alive: bytes of all arrays that exist while it runs, by name.
+        beside: bytes of those arrays that are not the program's arguments or results.
     """
 
     name: str
@@ -50,25 +48,24 @@ class CompiledProgram:
     alive: dict[str, int]
     beside: int
     traffic: Traffic
-    contents: dict[str, list[str]]
     compile_seconds: float
 
     def fits(self, limit: int) -> bool:
-        """True where the program fits beside what stays, in `limit` bytes of a chip."""
+        """Return True if the program and all other arrays fit in `limit` bytes."""
         return self.peak is not None and self.together <= limit
 
     @property
     def together(self) -> int:
-        """Bytes of the program with all that is there meanwhile."""
+        """Bytes of the program and all other arrays."""
         return self.needs + self.beside
 
     def parts(self) -> dict[str, int]:
-        """Parts of `together`: what is there by name, and what the program adds of its own."""
+        """Return the parts of `together`: arrays by name, and the program's temporary memory."""
         return self.alive | {"temporary": max(0, self.together - sum(self.alive.values()))}
 
 
 def versions() -> str:
-    """Versions of the compilers."""
+    """Return the versions of the compilers."""
     installed = ((name, importlib.metadata.distributions(name=name)) for name in COMPILERS)
     return ", ".join(
         f"{name} {copy.version}" for name, copies in installed for copy in [*copies][:1]
@@ -76,55 +73,59 @@ def versions() -> str:
 
 
 def cache_folder() -> pathlib.Path:
-    """Default folder of results: in `$XDG_CACHE_HOME`, or `.cache` of the home folder."""
+    """Return the default folder of cached results."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(base) / "dapo_jax" / "plan"
 
 
 class Compiler:
-    """Compiles programs, or reads the result where the same text was compiled before.
+    """Compiler of a layout's programs.
 
     Args:
-        folder: of the results; None: nothing is kept.
+        folder: of cached results by program text; None: no cache.
+        inspect: called with the name and the compiled text of a program that was not cached.
     """
 
-    def __init__(self, layout: Layout, folder: pathlib.Path | None):
-        self._layout, self._folder = layout, folder
+    def __init__(
+        self,
+        layout: Layout,
+        folder: pathlib.Path | None,
+        inspect: Callable[[str, str], None] = lambda name, text: None,
+    ):
+        self._layout, self._folder, self._inspect = layout, folder, inspect
         topology = layout.topology
-        self._key = f"{topology} {versions()} {traffic.VERSION}"
+        self._key = f"{topology} {versions()} {hlo_text.VERSION}"
         self._options: dict[str, Any] | None = compiler_options(topology)
         if self._options is not None and topology.chip.platform == "cuda":
-            # Without a device nothing can be tried out; other levels would.
+            # Higher levels time kernels, which needs a device.
             self._options["xla_gpu_autotune_level"] = 0
 
     def measure(self, program: Program) -> CompiledProgram:
-        """Compiled program, from the cache where it was compiled before."""
+        """Compile a program, or read its cached result."""
         started = time.perf_counter()
         facts = self._facts(program.lower(), program.name)
-        alive, shared = {}, set()
+        alive, counted = {}, set()
         for name, tree in program.alive.items():
-            leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in shared]
-            shared |= set(map(id, leaves))
+            leaves = [leaf for leaf in jax.tree.leaves(tree) if id(leaf) not in counted]
+            counted |= set(map(id, leaves))
             alive[name] = self._size(leaves)
-        beside = max(0, sum(alive.values()) - facts["arguments"] - facts["results"])
+        known = facts["arguments"] + facts["results"]
         if facts["peak"] is None:
-            beside = sum(alive.values()) - (0 if facts["temporaries"] else facts["needs"])
-            beside = max(0, beside)
+            known = 0 if facts["temporaries"] else facts["needs"]
         sent = {name: Times(**times) for name, times in facts["sent"].items()}
         return CompiledProgram(
-            program.name,
-            facts["peak"],
-            facts["needs"],
-            facts["host"],
-            alive,
-            beside,
-            Traffic(sent, Times(**facts["written"])),
-            facts["contents"],
-            time.perf_counter() - started,
+            name=program.name,
+            peak=facts["peak"],
+            needs=facts["needs"],
+            host=facts["host"],
+            alive=alive,
+            beside=max(0, sum(alive.values()) - known),
+            traffic=Traffic(sent, Times(**facts["written"])),
+            compile_seconds=time.perf_counter() - started,
         )
 
     def _size(self, leaves: list[Any]) -> int:
-        """Bytes on a chip of arrays of these shapes, places and layouts, as padded there."""
+        """Return the bytes of arrays on a chip, with the compiler's padding."""
         if self._layout.topology.chip.platform != "tpu" or not leaves:  # nothing is padded
             shapes = (leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
             sizes = (leaf.dtype.itemsize for leaf in leaves)
@@ -141,20 +142,19 @@ class Compiler:
                 return json.loads(path.read_text())
         facts = self._compile(lowered, name)
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps(facts))
             temporary.replace(path)
         return facts
 
     def _compile(self, lowered: jax.stages.Lowered, name: str) -> dict[str, Any]:
-        empty = {"arguments": 0, "results": 0, "host": 0, "contents": {}, "sent": {}}
+        empty = {"arguments": 0, "results": 0, "host": 0, "sent": {}}
         empty |= {"written": dataclasses.asdict(Times())}
         try:
             done = lowered.compile(compiler_options=self._options)
         except jax.errors.JaxRuntimeError as error:
-            return empty | {"peak": None} | _missing(error)
-        memory: Any = done.memory_analysis()  # every compiler that a plan asks has one
+            return empty | {"peak": None} | missing_memory(error)
+        memory: Any = done.memory_analysis()  # exists for every platform of a plan
         facts = empty | {
             "peak": memory.peak_memory_in_bytes,
             "needs": memory.peak_memory_in_bytes,
@@ -165,16 +165,16 @@ class Compiler:
         if not name:
             return facts
         text = done.as_text() or ""
-        moved = traffic.read(text, self._layout.topology.chips)
+        self._inspect(name, text)
+        moved = hlo_text.read(text, self._layout.topology.chips)
         return facts | {
-            "contents": contents(self._layout, name, text),
             "sent": {kind: dataclasses.asdict(times) for kind, times in moved.sent.items()},
             "written": dataclasses.asdict(moved.written),
         }
 
 
-def _missing(error: RuntimeError) -> dict[str, Any]:
-    """Memory that a program which does not fit would take; raises an error about anything else."""
+def missing_memory(error: RuntimeError) -> dict[str, Any]:
+    """Return the memory that an out-of-memory error names. Raises any other error again."""
     text = str(error)
     match = _TEMPORARIES.search(text) or _ALL.search(text)
     if "RESOURCE_EXHAUSTED" not in text or not match:
@@ -185,39 +185,7 @@ def _missing(error: RuntimeError) -> dict[str, Any]:
     }
 
 
-def contents(layout: Layout, name: str, text: str, count: int = 5) -> dict[str, list[str]]:
-    """Contents of a compiled text, as lists of short lines.
-
-    Args:
-        count: how many of the largest arrays.
-    """
-    made, config, decoder = hlo_text.instructions(text), layout.config, layout.decoder
-    sampling = name in ("load", "prefill", "insert", "decode")
-    mesh = layout.sampling_mesh if sampling else layout.mesh
-    column = DECODING if sampling else TRAINING
-    row, prompt = config.rows().row_tokens, config.data.max_prompt_tokens
-    vocab = {decoder.vocab, decoder.vocab // shards(mesh, "vocab", column)}
-    rows = config.packing.rows_per_microbatch // shards(layout.mesh, "batch")
-    lists = {
-        "largest": hlo_text.largest(made, count),
-        "T x T": hlo_text.square(made, row),
-        "P x P": hlo_text.square(made, prompt),
-        "V x T": hlo_text.over(made, vocab, {row, rows * row}),
-        "kernels": hlo_text.kernels(text),
-    }
-    if not sampling:
-        return lists | {
-            "head exchanges": hlo_text.collectives(made, "head"),
-            "vocabulary exchanges": hlo_text.collectives(made, sizes=vocab),
-        }
-    if name in ("insert", "decode"):
-        lists["copies of a cache"] = hlo_text.copies(made, cache_elements(layout))
-    if name in ("load", "decode"):
-        lists["exchanges"] = hlo_text.collectives(made, looped=name == "decode")
-    return lists
-
-
 def limit(layout: Layout) -> int:
-    """Bytes of a chip that programs may use."""
+    """Return the bytes of a chip that programs may use."""
     reserved = RESERVED_GIB if layout.topology.chip.platform == "tpu" else 0.0
     return int((layout.topology.chip.hbm_gib - reserved) * GIB)

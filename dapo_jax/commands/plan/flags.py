@@ -1,4 +1,4 @@
-"""Flags of a plan, beside the config that it plans."""
+"""Flags of a plan, in addition to the config that it plans."""
 
 from dapo_jax.commands.plan.chips import check_flag
 from dapo_jax.commands.plan.roofline import Efficiency
@@ -6,12 +6,12 @@ from dapo_jax.commands.plan.workload import (
     AssumedWorkload,
     RecordedWorkload,
     Workload,
-    right_from_kept,
+    beta_from_kept,
 )
 from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import section, setting
 
-MEDIAN_SHARE = 0.145  # of the limit: with a spread of 0.9, 1.6 % of responses reach it
+MEDIAN_FRACTION = 0.145  # of the limit: with a spread of 0.9, 1.6 % of responses reach it
 
 
 @section
@@ -19,51 +19,48 @@ class PlanSettings:
     """Flags of `dapo-jax plan`."""
 
     topology: str = setting("", "KIND:SHAPE, as in v5p:4x4x4, v5e:2x4, v6e:16x16 or h100:8.")
-    slices: int = setting(1, "So many slices of that topology; mesh.data is a multiple of it.")
-    model: str = setting("", "A folder with a config.json or a published name; else the config's.")
+    slices: int = setting(1, "Number of slices of that topology; mesh.data is a multiple of it.")
+    model: str = setting("", "Folder with a config.json or a published name; empty: the config's.")
     search: bool = setting(False, "Find mesh, rows and slots that fit, the cheapest first.")
-    simulate: bool = setting(False, "What slots, dynamic sampling and a lag do to a step.")
-    json: bool = setting(False, "Print one JSON object in place of tables.")
+    simulate: bool = setting(False, "Show how slots, dynamic sampling and a lag change a step.")
+    json: bool = setting(False, "Print one JSON object instead of tables.")
     cache: str = setting("auto", "Folder of earlier results; 'none': compile everything again.")
-    price: float = setting(0.0, "Dollars of a chip for an hour; 0: no dollars are shown.")
-    flops: float = setting(0.75, "Assumed share of peak FLOP/s; MFU is it times useful / executed.")
-    hbm: float = setting(0.8, "The same of memory bandwidth.")
-    ici: float = setting(0.7, "The same of the links between chips, and between slices.")
-    law: str = setting("", "A run's folder whose lengths and verdicts are taken; empty: assumed.")
+    price: float = setting(0.0, "Dollars per chip-hour; 0: show no dollars.")
+    flops: float = setting(0.75, "Assumed fraction of peak FLOP/s; MFU is it x useful / executed.")
+    hbm: float = setting(0.8, "Assumed fraction of peak memory bandwidth.")
+    ici: float = setting(0.7, "Assumed fraction of peak bandwidth between chips and slices.")
+    law: str = setting("", "Folder of a run to take lengths and verdicts from; empty: assumed.")
     median_tokens: float = setting(
-        0.0, f"Assumed median length of a response; 0: {MEDIAN_SHARE} of the limit."
+        0.0, f"Assumed median length of a response; 0: {MEDIAN_FRACTION} of the limit."
     )
-    spread: float = setting(0.9, "Assumed deviation of the length's logarithm.")
-    accuracy: float = setting(0.4, "Assumed share of right responses.")
-    kept: float = setting(0.5, "Assumed share of groups that are neither all right nor all wrong.")
+    spread: float = setting(0.9, "Assumed standard deviation of the logarithm of the length.")
+    accuracy: float = setting(0.4, "Assumed fraction of correct responses.")
+    kept: float = setting(0.5, "Assumed fraction of groups neither all correct nor all wrong.")
 
     def check(self) -> None:
-        """Raises `ConfigError` for flags that are out of range or contradict each other."""
+        """Raise `ConfigError` for flags that are out of range or contradict each other."""
         check_flag(self.topology != "", "topology", self.topology, "KIND:SHAPE, as in v5p:4x4x4")
         check_flag(self.price >= 0, "price", self.price, "at least 0")
         for name in ("flops", "hbm", "ici"):
-            check_flag(
-                0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, at most 1"
-            )
+            value = getattr(self, name)
+            check_flag(0 < value <= 1, name, value, "above 0, at most 1")
         check_flag(not (self.search and self.simulate), "search", True, "alone, without --simulate")
 
     @property
     def efficiency(self) -> Efficiency:
-        """Assumed shares of peaks."""
         return Efficiency(self.flops, self.hbm, self.ici)
 
     def make_workload(self, config: Config) -> Workload:
-        """Workload that the flags name. Raises `ConfigError`."""
+        """Return the workload that the flags name. Raises `ConfigError`."""
         if self.law:
             return RecordedWorkload(self.law)
         limit = config.sampler.max_response_tokens
-        right = right_from_kept(self.accuracy, self.kept, config.rollout.samples_per_prompt)
         return AssumedWorkload(
-            median_tokens=self.median_tokens or MEDIAN_SHARE * limit,
+            median_tokens=self.median_tokens or MEDIAN_FRACTION * limit,
             spread=self.spread,
             max_response_tokens=limit,
             max_prompt_tokens=config.data.max_prompt_tokens,
             prompt_median_tokens=min(150.0, config.data.max_prompt_tokens / 2),
-            right=right,
+            beta=beta_from_kept(self.accuracy, self.kept, config.rollout.samples_per_prompt),
             seed=config.seed,
         )

@@ -1,28 +1,39 @@
-"""Reader of a compiled program's text: what it keeps in memory, and what devices exchange."""
+"""Reader of a compiled program's text: the bytes that it sends and writes to memory.
 
-import collections
+The text has the body of a loop once. The loop's condition or a note at the loop says how often it
+runs; a loop without either is the loop over microbatches.
+"""
+
+import dataclasses
+import functools
 import math
 import re
 from typing import NamedTuple
 
+VERSION = 3  # of the reader; cached results of another version are ignored
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# They name memory that exists already, or hold none.
+BETWEEN_SLICES = "between slices"  # over the data centre's network
+# Operations without memory of their own.
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional")
 FREE += ("send", "send-done", "recv-done")
-# An array with its layout: S(1) and above are on the chip itself, not in its memory.
+# An array and its layout: S(1) and above is memory on the chip itself, not HBM.
 ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"\b(body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-# [groups, devices of one]; a mesh and which of its axes; or the first group itself.
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+# [groups, devices per group]; a mesh and its axes; or the first group itself.
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}")
 _FIRST = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
 class Line(NamedTuple):
-    """Instruction as written: `name = shapes operation(rest`."""
+    """An instruction as written: `name = shapes operation(rest`."""
 
     root: str
     name: str
@@ -37,7 +48,7 @@ class Line(NamedTuple):
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """Computations that it runs, each as (role, name); branches by number are left out."""
+        """Computations that it runs as (role, name), without numbered branches."""
         return _CALLED.findall(self.rest)
 
 
@@ -47,7 +58,7 @@ class HloText:
     Attributes:
         computations: lines by name, by computation.
         entry: the computation that runs first.
-        fused: computations that are the insides of a fusion.
+        fused: computations inside a fusion.
     """
 
     def __init__(self, text: str):
@@ -69,26 +80,30 @@ class HloText:
         }
 
 
-class Instruction(NamedTuple):
-    """Array that a program writes to memory."""
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """An amount per call of a program: `once`, plus `each` for every microbatch."""
 
-    operation: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: str  # the path of names in the Python program
-    group: int  # devices that exchange; 0: all, or none
-    looped: bool  # in the body of a loop
+    once: float = 0.0
+    each: float = 0.0
 
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+    def __add__(self, other: "Times") -> "Times":
+        return Times(self.once + other.once, self.each + other.each)
 
-    def __str__(self) -> str:
-        return f"{self.operation} {self.dtype}[{','.join(map(str, self.shape))}]"
+    def scaled(self, factor: float) -> "Times":
+        return Times(self.once * factor, self.each * factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of one chip: `sent` by operation or `BETWEEN_SLICES`; `written` to its memory."""
+
+    sent: dict[str, Times]
+    written: Times
 
 
 def group_size(line: str) -> int:
-    """Number of devices in a collective, in each of the forms that XLA writes; 0: all."""
+    """Return the number of devices in a collective; 0 means all."""
     if match := _IOTA.search(line):
         return int(match[1])
     if match := _AXES.search(line):
@@ -99,93 +114,140 @@ def group_size(line: str) -> int:
 
 
 def shape_of(dimensions: str) -> tuple[int, ...]:
-    """Shape as written: `8,64`."""
+    """Parse a shape such as `8,64`."""
     return tuple(int(size) for size in dimensions.split(",") if size)
 
 
-def instructions(text: str) -> list[Instruction]:
-    """Arrays of a compiled program's text that are written to memory, so outside of fusions."""
-    hlo, made = HloText(text), []
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    for computation, lines in hlo.computations.items():
+def _trips(condition: dict[str, Line]) -> int | None:
+    """Return a loop's number of iterations from its condition; None if no constant gives it."""
+    for line in condition.values():
+        for name in line.operands[:2] if line.operation == "compare" else ():
+            constant = condition.get(name)
+            if constant and constant.operation == "constant" and "s32[]" in constant.shapes:
+                return int(constant.rest.split(")")[0])
+    return None
+
+
+def _multiplicity(hlo: HloText) -> dict[str, Times]:
+    """Return how often each computation runs."""
+    callers: dict[str, list[tuple[str, int | None]]] = {name: [] for name in hlo.computations}
+    for name, lines in hlo.computations.items():
         for line in lines.values():
-            if computation in hlo.fused or line.operation in FREE:
-                continue
-            operation = line.operation
-            if operation == "fusion" and "all-reduce-scatter" in line.name:
-                operation = "reduce-scatter"  # TPU's form of one
-            source = re.search(r'op_name="([^"]*)"', line.rest)
-            path, group = source[1] if source else "", group_size(line.rest)
-            for dtype, dimensions, _ in ARRAY.findall(line.shapes):
-                shape, looped = shape_of(dimensions), computation in bodies
-                made.append(Instruction(operation, dtype, shape, path, group, looped))
-    return made
+            condition = _CONDITION.search(line.rest)
+            for role, called in line.called:
+                trips: int | None = 1
+                if role == "body" and condition:
+                    known = _KNOWN_TRIPS.search(line.rest)
+                    trips = int(known[1]) if known else _trips(hlo.computations[condition[1]])
+                if called in callers:
+                    callers[called].append((name, trips))
+            branches = _BRANCHES.search(line.rest)
+            for called in re.findall(r"[\w.\-]+", branches[1]) if branches else ():
+                callers[called].append((name, 1))
+
+    @functools.cache
+    def times(name: str) -> Times:
+        total = Times(1.0) if name == hlo.entry else Times()
+        for caller, trips in callers[name]:
+            outer = times(caller)
+            if trips is None:
+                total += Times(0.0, outer.once + outer.each)
+            else:
+                total += outer.scaled(trips)
+        return total
+
+    return {name: times(name) for name in hlo.computations}
 
 
-def kernels(text: str) -> list[str]:
-    """Pallas kernels of a program, each with the number of its calls."""
-    calls = re.findall(r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", text)
-    return [f"{count} x {name}" for name, count in sorted(collections.Counter(calls).items())]
-
-
-def largest(made: list[Instruction], count: int) -> list[str]:
-    """Largest arrays of a program, by shape, each with where one comes from."""
-    kinds = {str(array): array for array in made}
-    first = sorted(kinds.values(), key=lambda array: -array.bytes)[:count]
+def _sizes(shapes: str, *, in_memory: bool) -> list[int]:
+    """Return the bytes of a shape's arrays; `in_memory` leaves out those on the chip itself."""
     return [
-        f"{array} {array.bytes / 2**30:.2f} GiB ({'/'.join(array.source.split('/')[-3:])})"
-        for array in first
+        math.prod(shape_of(dimensions)) * BYTES.get(dtype, 1)
+        for dtype, dimensions, layout in ARRAY.findall(shapes)
+        if not (in_memory and re.search(r"S\([1-9]", layout))
     ]
 
 
-def square(made: list[Instruction], length: int) -> list[str]:
-    """Arrays with two dimensions of that length."""
-    return sorted({str(array) for array in made if array.shape.count(length) > 1})
+def _sent(operation: str, result: int, group: int) -> float:
+    """Return the bytes that a chip sends in a ring of `group` chips for a result of that size."""
+    fraction = (group - 1) / group
+    return {
+        "all-gather": result * fraction,
+        "all-reduce": 2 * result * fraction,
+        "reduce-scatter": result * (group - 1),
+        "all-to-all": result * fraction,
+        "collective-permute": result,
+    }[operation]
 
 
-def over(made: list[Instruction], sizes: set[int], lengths: set[int]) -> list[str]:
-    """Arrays with a dimension in `sizes` and another in `lengths`."""
-
-    def crosses(shape: tuple[int, ...]) -> bool:
-        return bool(sizes & set(shape)) and bool(lengths & (set(shape) - sizes))
-
-    return sorted({str(array) for array in made if crosses(array.shape)})
+def _updated(lines: dict[str, Line], line: Line, *, in_memory: bool) -> int:
+    """Return the bytes that an in-place update writes."""
+    update = lines.get(line.operands[1])
+    return sum(_sizes(update.shapes, in_memory=in_memory)) if update else 0
 
 
-def copies(made: list[Instruction], elements: int) -> list[str]:
-    """Copies and other layouts of arrays of at least so many elements, with how many.
-
-    Matrices are left out: those are weights, fetched ahead.
-    """
-    moved = ("copy", "copy-start", "transpose")
-    counts = collections.Counter(
-        str(array)
-        for array in made
-        if array.operation in moved and len(array.shape) > 2 and math.prod(array.shape) >= elements
-    )
-    return [f"{count} x {name}" for name, count in sorted(counts.items())]
+def _written(hlo: HloText, computation: str, line: Line) -> int:
+    """Return the bytes that an instruction writes to memory."""
+    if line.operation == "dynamic-update-slice":
+        return _updated(hlo.computations[computation], line, in_memory=True)
+    if line.operation == "fusion":
+        called = next((name for role, name in line.called if role == "calls"), None)
+        updated = _updated_by_fusion(hlo.computations[called]) if called else None
+        if updated is not None:
+            return updated
+    return sum(_sizes(line.shapes, in_memory=True))
 
 
-def collectives(
-    made: list[Instruction],
-    within: str = "",
-    *,
-    sizes: set[int] | None = None,
-    looped: bool = False,
-) -> list[str]:
-    """Collectives between devices, by shape, each with how many.
+def _updated_by_fusion(lines: dict[str, Line]) -> int | None:
+    """Return the bytes that a fusion with in-place updates at its end writes; None without any."""
+    root = next((line for line in lines.values() if line.root), None)
+    if root is None:
+        return None
+    total, in_place = 0, False
+    for name in root.operands if root.operation == "tuple" else [root.name]:
+        line = lines.get(name)
+        while line is not None and line.operation in ("bitcast", "convert", "copy"):
+            line = lines.get(line.operands[0])
+        if line is not None and line.operation == "dynamic-update-slice":
+            in_place = True
+            total += _updated(lines, line, in_memory=False)
+        elif line is not None:
+            total += sum(_sizes(line.shapes, in_memory=True))
+    return total if in_place else None
 
-    Args:
-        within: a word in the name of its source.
-        sizes: only arrays with one of these dimensions.
-        looped: only what is in the body of a loop.
-    """
-    counts: collections.Counter = collections.Counter()
-    for array in made:
-        name = array.operation.removesuffix("-start")
-        named = not within or re.search(rf"\b{within}\b", array.source)
-        sized = sizes is None or sizes & set(array.shape)
-        if name in COLLECTIVES and named and sized and array.looped >= looped:
-            group = f" over {array.group}" if array.group else ""
-            counts[f"{array._replace(operation=name)}{group}"] += 1
-    return [f"{count} x {name}" for name, count in sorted(counts.items())]
+
+def _moved(computation: str, line: Line, devices: int) -> tuple[str, float]:
+    """Return the kind of a collective, and the bytes that a chip sends in it."""
+    kind = line.operation.removesuffix("-start")
+    group, sizes = group_size(line.rest) or devices, _sizes(line.shapes, in_memory=False)
+    # A started collective lists its operands beside its results.
+    result = max(sizes, default=0) if line.operation.endswith("-start") else sum(sizes)
+    if kind == "all-reduce" and "all-reduce-scatter" in computation:
+        # A TPU writes a reduce-scatter as a fusion that reduces and slices.
+        kind = "reduce-scatter"
+        result //= group
+    return kind, _sent(kind, result, group)
+
+
+def read(text: str, devices: int) -> Traffic:
+    """Return the traffic of a program, from its text as compiled for `devices` chips."""
+    hlo = HloText(text)
+    times = _multiplicity(hlo)
+    sent: dict[str, Times] = {}
+    written, channels = Times(), set()
+    for name, lines in hlo.computations.items():
+        for line in lines.values():
+            if line.operation not in FREE and name not in hlo.fused:
+                written += times[name].scaled(_written(hlo, name, line))
+            operation = line.operation.removesuffix("-start")
+            channel = _CHANNEL.search(line.rest)
+            if operation == "send" and "megascale" in line.rest:
+                kind, size = BETWEEN_SLICES, max(_sizes(line.shapes, in_memory=False))
+            elif operation in COLLECTIVES and not (channel and channel[1] in channels):
+                # One collective may be split over several fusions, with the same channel.
+                channels |= {channel[1]} if channel else set()
+                kind, size = _moved(name, line, devices)
+            else:
+                continue
+            sent[kind] = sent.get(kind, Times()) + times[name].scaled(size)
+    return Traffic(sent, written)

@@ -1,12 +1,12 @@
-"""Plan of a run on devices that are not here: whether it fits, and what it takes.
+"""Plan a run for devices that this machine lacks: whether it fits, and what a step takes.
 
     dapo-jax plan dapo_qwen2p5_32b --topology=v5p:4x4x4
     dapo-jax plan FILE --topology=v6e:2x4 --search
     dapo-jax plan FILE --topology=v5p:4x4x4 --simulate
 
-The programs are the run's own; the compiler of the device compiles them without one. Exit code 0:
+The compiler of the device compiles the run's own programs, without the device. Exit code 0:
 everything fits; 1: something does not, with how much is missing and what to change; 2: wrong
-settings. Memory is the compiler's word; seconds are a roofline's, and nothing has run. Flags:
+settings. Memory is the compiler's figure; seconds are a roofline's, since nothing runs. Flags:
 """
 
 import sys
@@ -19,7 +19,7 @@ from dapo_jax.runtime.settings import ConfigError, leaves
 
 
 def read_flags() -> PlanSettings:
-    """Reads the flags of a plan; what else is on the command line is left there for the config."""
+    """Read the flags of a plan, and leave the rest of the command line for the config."""
     parser = command_line.FlagParser(add_help=False, allow_abbrev=False)
     for name, _, default in leaves(PlanSettings()):
         if isinstance(default, bool):
@@ -32,7 +32,7 @@ def read_flags() -> PlanSettings:
 
 
 def usage() -> str:
-    """Help text, with every flag."""
+    """Return the help text with every flag."""
     flags = "\n".join(
         f"  --{name}={default!r}\n      {field.metadata['explanation']}"
         for name, field, default in leaves(PlanSettings())
@@ -41,7 +41,7 @@ def usage() -> str:
 
 
 def load() -> tuple[Any, PlanSettings]:
-    """Reads config and flags; ends the program with a line where they are wrong."""
+    """Read config and flags. Exits with code 2 and one line if they are wrong."""
     settings = read_flags()
     config = command_line.load(Config, usage())
     if settings.model:
@@ -55,13 +55,13 @@ def load() -> tuple[Any, PlanSettings]:
 
 
 def main() -> int:
-    """Runs the command; returns the exit code."""
+    """Run the command; return the exit code."""
     config, settings = load()
     from dapo_jax.commands.checks import guarded
     from dapo_jax.commands.plan import plan, search, tables
 
     if config.environment.used:
-        plan.say(f"warning: {tables.ONE_TURN}")
+        plan.print_progress(f"warning: {tables.ONE_TURN}")
     return guarded(lambda: (search.search if settings.search else plan.plan)(config, settings))
 
 

@@ -1,4 +1,4 @@
-"""Plan of a run: compile, add up, simulate, print."""
+"""Plan of a run: compile its programs, simulate a step, print the result."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ from dapo_jax.commands.plan.programs import Layout, lay_out, programs
 from dapo_jax.commands.plan.simulate import Simulation, Step
 from dapo_jax.commands.plan.step_estimate import (
     Lengths,
-    estimate,
     measure_lengths,
     step_costs,
     training_mfu,
@@ -30,11 +29,9 @@ class Plan:
     """Programs, costs and a simulated step of a run on a topology.
 
     Attributes:
-        measured: every program that was compiled, by name.
         limit: bytes of a chip that programs may use.
-        step: a simulated step, the second of a run; None where not everything fits.
-        mfu: of the updates.
-        seconds, host_bytes: that planning took, and the most memory of this machine.
+        costs, step, mfu: None and 0 if not everything fits; the step is the second of a run.
+        seconds, host_bytes: time and peak memory that planning took on this machine.
     """
 
     layout: Layout
@@ -52,13 +49,12 @@ class Plan:
         return all(program.fits(self.limit) for program in self.measured.values())
 
 
-def say(text: str) -> None:
-    """Prints progress to standard error."""
+def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
-    """Compiler with the folder of earlier results that the settings name."""
+    """Return a compiler with the cache folder that the settings name."""
     folders = {"auto": cache_folder(), "none": None}
     folder = folders[settings.cache] if settings.cache in folders else pathlib.Path(settings.cache)
     try:
@@ -72,47 +68,46 @@ def compiler(layout: Layout, settings: PlanSettings) -> Compiler:
 def measure_all(
     layout: Layout, settings: PlanSettings, microbatches: int
 ) -> dict[str, CompiledProgram]:
-    """Compiles every program of the run."""
-    compile_it, measured = compiler(layout, settings), {}
+    """Compile every program of the run."""
+    layout_compiler, measured = compiler(layout, settings), {}
     for program in programs(layout, microbatches):
-        compiled = measured[program.name] = compile_it.measure(program)
+        compiled = measured[program.name] = layout_compiler.measure(program)
         peak = f"{compiled.needs / GIB:.2f} GiB" if compiled.peak is not None else "does not fit"
-        say(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
+        print_progress(f"compiled {program.name}: {peak}, {compiled.compile_seconds:.0f} s")
     return measured
 
 
 def simulate_step(layout: Layout, workload: Workload, costs: Costs) -> Step:
-    """Simulates the second step of a run: the first does not know how many groups are kept."""
-    say("simulating a step")
+    """Simulate the second step of a run; the first lacks an estimate of the kept groups."""
+    print_progress("simulating a step")
     simulation = Simulation(layout.config, layout.decoder, layout.sampling_mesh, workload, costs)
     simulation.step()
     return simulation.step()
 
 
 def make(config: Config, settings: PlanSettings) -> Plan:
-    """Makes the plan of a config: compiles and simulates."""
+    """Make the plan of a config."""
     started, topology = time.perf_counter(), parse(settings.topology, settings.slices)
     workload = settings.make_workload(config)
-    say(f"describing {topology}")
+    print_progress(f"describing {topology}")
     layout = lay_out(config, topology)
     lengths = measure_lengths(config, layout.decoder, workload)
     measured = measure_all(layout, settings, lengths.microbatches)
     plan = Plan(layout, lengths, measured, limit(layout))
     if plan.fits:
         costs = step_costs(layout, measured, settings.efficiency, lengths)
-        step = simulate_step(layout, workload, costs)
-        update = estimate(layout, measured["update"], lengths)
-        chip = topology.chip
-        seconds = lengths.microbatches * update.each.bound(chip, settings.efficiency)[1]
-        seconds += update.once.bound(chip, settings.efficiency)[1]
-        mfu = training_mfu(layout, lengths, seconds)
-        plan = dataclasses.replace(plan, costs=costs, step=step, mfu=mfu)
+        plan = dataclasses.replace(
+            plan,
+            costs=costs,
+            step=simulate_step(layout, workload, costs),
+            mfu=training_mfu(layout, lengths, costs),
+        )
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return dataclasses.replace(plan, seconds=time.perf_counter() - started, host_bytes=host)
 
 
 def plan(config: Config, settings: PlanSettings) -> int:
-    """Prints the plan; returns the exit code."""
+    """Print the plan; return the exit code."""
     made = make(config, settings)
     if settings.json:
         print(json.dumps(tables.record(made, settings)))

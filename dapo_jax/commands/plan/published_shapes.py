@@ -1,7 +1,7 @@
-"""Published shapes of Qwen2.5, Qwen3, Llama 3.x, Gemma 3 and gpt-oss: a plan needs no weights.
+"""Published shapes of Qwen2.5, Qwen3, Llama 3.x, Gemma 3 and gpt-oss, for plans without weights.
 
-Values are those of each model's own config.json (huggingface.co/Qwen, huggingface.co/meta-llama,
-huggingface.co/google, huggingface.co/openai); of Gemma with images, those of the text part.
+The values are those of each model's config.json (huggingface.co/Qwen, huggingface.co/meta-llama,
+huggingface.co/google, huggingface.co/openai); for multimodal Gemma, those of its text part.
 """
 
 import difflib
@@ -10,10 +10,11 @@ import re
 from typing import Any
 
 from dapo_jax.data.policies import model_path
-from dapo_jax.model import families, load_huggingface
+from dapo_jax.model import load_huggingface
+from dapo_jax.model.config_json import decoder_from_json
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.ownership import is_remote
+from dapo_jax.runtime.storage.paths import is_remote
 
 _COLUMNS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
@@ -75,15 +76,15 @@ _SHAPES: dict[str, tuple[dict[str, Any], tuple]] = {
     "gpt-oss-120b": (_GPT_OSS_120B, (2_880, 36, 64, 8, 2_880, 201_088, False)),
 }
 NAMES = tuple(_SHAPES)
-# Versions of a model that share its shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.
+# Parts of a name that do not change the shape: Qwen2.5-Math-7B, Meta-Llama-3.1-8B-Instruct.
 _VERSIONS = re.compile(r"^meta-|-(math|coder|instruct|base|it)(?=-|$)", re.IGNORECASE)
 
 
 def config_values(model: str) -> dict[str, Any] | None:
-    """Shape of a published model as in its config.json; None for a model not known here.
+    """Return the config.json values of a published model; None if the model is unknown.
 
     Args:
-        model: its name, or a path that ends in it; `-Instruct`, `-Base` and `-Math` may be in it.
+        model: its name, or a path that ends in it; may contain `-Instruct`, `-Base` or `-Math`.
     """
     name = _VERSIONS.sub("", pathlib.PurePath(model).name)
     known = {model.lower(): model for model in NAMES}.get(name.lower())
@@ -94,13 +95,14 @@ def config_values(model: str) -> dict[str, Any] | None:
 
 
 def read_shape(model: str, **numerics: Any) -> DecoderConfig:
-    """Decoder of a folder with a config.json, or of a published model of that name.
+    """Return the decoder of a folder with a config.json, or of a published model.
 
-    Raises `ConfigError` naming what is near where it is neither.
+    Raises `ConfigError`, with the nearest names, if it is neither.
     """
     values = config_values(model)
-    known = values is not None and is_remote(model)  # and is not downloaded for a plan
-    if not known and (model_path(model) / "config.json").exists():
+    # A plan does not download the config.json of a published model.
+    published = values is not None and is_remote(model)
+    if not published and (model_path(model) / "config.json").exists():
         return load_huggingface.read_config(model, **numerics)
     if values is None:
         near = difflib.get_close_matches(pathlib.PurePath(model).name, NAMES, n=3, cutoff=0.3)
@@ -109,4 +111,4 @@ def read_shape(model: str, **numerics: Any) -> DecoderConfig:
             f"config.model.folder = {model!r}: must be a folder with a config.json, or one of "
             f"{', '.join(NAMES)}{hint}"
         )
-    return families.decoder_config(values, model, "model.folder", **numerics)
+    return decoder_from_json(values, model, "model.folder", **numerics)

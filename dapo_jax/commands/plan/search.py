@@ -1,4 +1,4 @@
-"""Search for meshes, rows and slots that fit a topology, the fastest and so the cheapest first."""
+"""Search for the meshes, rows and slots that fit a topology, the cheapest first."""
 
 import dataclasses
 import json
@@ -19,13 +19,14 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.runtime.settings import ConfigError
 
 REMATS = ("none", "dots", "attention", "full", "offload")  # from the fastest to the smallest
-MAX_ROWS = 4  # of a chip, in a microbatch
-FEWEST_SLOTS = 1  # of a replica
+MORE_ROWS = (2, 4)  # per shard in a microbatch
+SIZES = (1, 2, 4, 8, 16)
+HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Config that fits, with the seconds of a step and the memory of its programs."""
+    """A config that fits, with the seconds of a step and the memory of its programs."""
 
     config: Config
     seconds: float
@@ -33,21 +34,21 @@ class Candidate:
     decode_gib: float
 
     def row(self) -> list[Any]:
-        mesh = self.config.mesh
-        sizes = f"fsdp={mesh.fsdp},decode_tensor={mesh.decode_tensor},tensor={mesh.tensor}"
-        rows, slots = self.config.packing.rows_per_microbatch, self.config.sampler.slots
-        parts = [sizes, self.config.compute.remat, rows, slots]
-        return [*parts, f"{self.update_gib:.1f}", f"{self.decode_gib:.1f}", f"{self.seconds:,.1f}"]
+        compute, packing = self.config.compute, self.config.packing
+        parts = [describe(self.config.mesh), compute.remat, packing.rows_per_microbatch]
+        sizes = [f"{self.update_gib:.1f}", f"{self.decode_gib:.1f}", f"{self.seconds:,.1f}"]
+        return [*parts, self.config.sampler.slots, *sizes]
 
 
-HEADER = ["mesh", "remat", "rows a microbatch", "slots", "update GiB", "decode GiB", "step s"]
+def describe(mesh: Any) -> str:
+    return f"fsdp={mesh.fsdp},decode_tensor={mesh.decode_tensor},tensor={mesh.tensor}"
 
 
 def meshes(config: Config, topology: Topology, kv_heads: int) -> Iterator[Config]:
-    """Configs of every mesh: shards while training, and as many or more while decoding."""
+    """Yield configs of every mesh; decoding has as many tensor shards as training, or more."""
     chips = topology.chips // topology.slices
-    for decoding in (1, 2, 4, 8, 16):
-        for training in (1, 2, 4, 8, 16):
+    for decoding in SIZES:
+        for training in SIZES:
             fits = (
                 decoding % training == 0
                 and chips % (decoding * config.mesh.context) == 0
@@ -60,104 +61,106 @@ def meshes(config: Config, topology: Topology, kv_heads: int) -> Iterator[Config
 
 
 class Search:
-    """Trial of configs on a topology; everything is compiled once."""
+    """Trial of configs on a topology."""
 
     def __init__(self, config: Config, settings: PlanSettings):
         self._config, self._settings = config, settings
         self._topology = parse(settings.topology, settings.slices)
-        self._devices, self._workload = (
-            target_devices(self._topology),
-            settings.make_workload(config),
-        )
+        self._devices = target_devices(self._topology)
+        self._workload = settings.make_workload(config)
 
     def _lay_out(self, config: Config) -> Layout:
         return lay_out(config, self._topology, self._devices)
 
     def _measure(self, layout: Layout, programs: Any, name: str) -> CompiledProgram:
-        compiler = plan.compiler(layout, self._settings)
         (program,) = (program for program in programs if program.name == name)
-        return compiler.measure(program)
+        return plan.compiler(layout, self._settings).measure(program)
 
     def _update(self, config: Config) -> CompiledProgram | None:
-        """Compiled update of a config; None where it does not fit."""
+        """Compile the update of a config; None if it does not fit."""
         try:
             layout = self._lay_out(config)
         except ConfigError:
             return None
         lengths = measure_lengths(config, layout.decoder, self._workload)
         update = self._measure(layout, training_programs(layout, lengths.microbatches), "update")
-        room = update.fits(limit(layout))
-        memory = f"{update.together / GIB:.1f} GiB" + ("" if room else ": too much")
-        plan.say(f"{Candidate(config, 0, 0, 0).row()[:3]} update {memory}")
-        return update if room else None
+        fits = update.fits(limit(layout))
+        plan.print_progress(
+            f"{describe(config.mesh)}, remat {config.compute.remat}, "
+            f"{config.packing.rows_per_microbatch} rows: update {update.together / GIB:.1f} GiB"
+            + ("" if fits else ", too much")
+        )
+        return update if fits else None
 
     def train(self, config: Config) -> tuple[Config, CompiledProgram] | None:
-        """Config with the least recomputed, and then the most rows of a chip, with its update."""
-        shards_of_rows = config.mesh.fsdp * config.mesh.decode_tensor
-        config = changed(config, "packing", rows_per_microbatch=shards_of_rows)
+        """Find the least recomputation, and then the most rows, that fit; None if nothing does."""
+        shards = config.mesh.fsdp * config.mesh.decode_tensor
+        config = changed(config, "packing", rows_per_microbatch=shards)
         for remat in REMATS:
-            tried = changed(config, "compute", remat=remat)
-            update = self._update(tried)
+            config = changed(config, "compute", remat=remat)
+            update = self._update(config)
             if update:
                 break
         else:
             return None
-        for rows in (2, MAX_ROWS):
-            more = changed(tried, "packing", rows_per_microbatch=rows * shards_of_rows)
-            fitting = self._update(more)
-            if not fitting:
+        for rows in MORE_ROWS:
+            more = changed(config, "packing", rows_per_microbatch=rows * shards)
+            larger = self._update(more)
+            if not larger:
                 break
-            tried, update = more, fitting
-        return tried, update
+            config, update = more, larger
+        return config, update
 
     def sample(self, config: Config) -> tuple[Config, CompiledProgram] | None:
-        """Config with the most slots of full length that fit, with its decoding."""
+        """Find the most slots of full length that fit; None if not even one per replica does."""
         replicas = config.mesh.fsdp * config.mesh.context
-        fewest = changed(config, "sampler", slots=FEWEST_SLOTS * replicas, pages=0)
-        layout = self._lay_out(fewest)
-        decode = self._measure(layout, sampling_programs(layout), "decode")
-        free = limit(layout) - decode.together
-        more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
-        rollout = config.rollout  # slots for more responses than a batch has would stand idle
-        batch = rollout.prompts_per_step * rollout.samples_per_prompt
-        more = min(more, -(-batch // replicas) - FEWEST_SLOTS)
-        while decode.peak is not None and free > 0:
-            slots = (FEWEST_SLOTS + more) * replicas
-            tried = changed(config, "sampler", slots=slots, pages=0)
+
+        def measured(slots: int) -> tuple[Config, Layout, CompiledProgram]:
+            tried = changed(config, "sampler", slots=slots * replicas, pages=0)
             layout = self._lay_out(tried)
-            decode = self._measure(layout, sampling_programs(layout), "decode")
-            plan.say(f"{slots} slots: {decode.together / GIB:.1f} GiB")
+            return tried, layout, self._measure(layout, sampling_programs(layout), "decode")
+
+        _, layout, decode = measured(1)
+        free = limit(layout) - decode.together
+        if decode.peak is None or free <= 0:
+            return None
+        rollout = config.rollout  # slots beyond the responses of a batch would be idle
+        batch = rollout.prompts_per_step * rollout.samples_per_prompt
+        more = int(free / (token_bytes(layout) * layout.engine.cache_tokens))
+        more = min(more, -(-batch // replicas) - 1)
+        while True:
+            tried, layout, decode = measured(1 + more)
+            plan.print_progress(f"{(1 + more) * replicas} slots: {decode.together / GIB:.1f} GiB")
             if decode.fits(limit(layout)):
                 return tried, decode
-            if not more:
-                break
+            if decode.peak is None or not more:
+                return None
             more = more * 9 // 10
-        return None
 
     def try_mesh(self, config: Config) -> Candidate | None:
-        """Best config of a mesh; None where nothing fits."""
+        """Find the best config of a mesh; None if nothing fits."""
         trained = self.train(config)
         sampled = self.sample(trained[0]) if trained else None
         if not trained or not sampled:
             return None
-        config, decode = sampled
+        update, (config, decode) = trained[1], sampled
         layout = self._lay_out(config)
-        measured = {"update": trained[1], "decode": decode}
+        measured = {"update": update, "decode": decode}
         lengths = measure_lengths(config, layout.decoder, self._workload)
         costs = step_costs(layout, measured, self._settings.efficiency, lengths)
         step = plan.simulate_step(layout, self._workload, costs)
         seconds = step.rollout_seconds + step.update_seconds
-        return Candidate(config, seconds, trained[1].together / GIB, decode.together / GIB)
+        return Candidate(config, seconds, update.together / GIB, decode.together / GIB)
 
     def __call__(self) -> list[Candidate]:
-        """Candidates that fit, the fastest first."""
+        """Return the candidates that fit, the fastest first."""
         kv_heads = read_shape(self._config.model.folder).kv_heads
         tried = map(self.try_mesh, meshes(self._config, self._topology, kv_heads))
         return sorted(filter(None, tried), key=lambda candidate: candidate.seconds)
 
 
 def search(config: Config, settings: PlanSettings) -> int:
-    """Prints the configs that fit; returns the exit code."""
+    """Print the configs that fit; return the exit code."""
     rows = [candidate.row() for candidate in Search(config, settings)()]
     if settings.json:
         records = [dict(zip(HEADER, row, strict=True)) for row in rows]

@@ -1,15 +1,15 @@
-"""Simulated training steps: the real schedule on a virtual clock, responses from a workload.
+"""Simulated training steps: the run's schedule on a virtual clock, with responses of a workload.
 
-`dynamic_sampling.collect`, `Scheduler`, `PolicyEngine`, its page table and the packing are those of
-a run. Replaced are the compiled programs, by what they would have drawn and cost, and the judge's
-workers. So the counts are those of a run with the same responses.
+`dynamic_sampling.collect`, the scheduler, the engine, its page table and the packing are those of a
+run. The compiled programs and the reward workers are replaced by their costs. So the counts are
+those of a run with the same responses.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -24,6 +24,7 @@ from dapo_jax.commands.plan.cost_model import (
 )
 from dapo_jax.commands.plan.simulated_engine import (
     Burst,
+    RolloutRecord,
     SimulatedJudge,
     SimulatedPrograms,
     SimulatedPrompts,
@@ -34,17 +35,19 @@ from dapo_jax.config.experiment import Config
 from dapo_jax.learner.packing import assign_rows
 from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rollout.carry_over import open_collection
-from dapo_jax.rollout.dynamic_sampling import collect
+from dapo_jax.rollout.dynamic_sampling import (
+    INITIAL_KEPT_FRACTION,
+    CollectionHooks,
+    collect,
+    seek,
+)
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.run.compute import open_engine
+from dapo_jax.run.compute import open_engine, open_sampler
 from dapo_jax.structs import CollectedGroups, Group, SamplerCounts, SamplingRule
-
-FIRST_KEPT_FRACTION = 0.5  # as of a run that begins
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
-    """Copy of a config with other values in one section."""
+    """Return a copy of a config with other values in one section."""
     part = dataclasses.replace(getattr(config, section), **values)
     return dataclasses.replace(config, **{section: part})
 
@@ -53,14 +56,15 @@ def changed(config: Config, section: str, **values: Any) -> Config:
 class Step:
     """Counts and virtual seconds of a simulated step. Slots are those of all replicas.
 
+    Its 13 attributes are the independent figures of a step; nothing else groups them.
+
     Attributes:
-        seconds: by what was used (the fields of `Costs`), and `judge`: waiting for verdicts.
-        counts: how much of each was used.
-        bursts: of decoding, in order.
-        surplus: groups judged beyond the last one that is used; asked again in the next step.
-        rounds: prompts asked for, per prompt that is wanted.
-        rows, fill: packed rows of all updates; the share of trained microbatches' places in them
-            that holds a token.
+        seconds: by field of `Costs`, and `judge`: waiting for verdicts.
+        counts: amounts by field of `Costs`.
+        surplus: groups judged beyond the last used one; the next step samples them again.
+        rounds: prompts requested per prompt of a batch.
+        rows: packed rows of all updates.
+        fill: fraction of the positions of all microbatches that hold a token.
     """
 
     seconds: Counts
@@ -83,35 +87,33 @@ class Step:
 
     @property
     def update_seconds(self) -> float:
-        """Seconds of learning, scoring included."""
+        """Seconds of score passes and updates."""
         return sum(self.seconds.get(name, 0.0) for name in LEARNING)
 
     @property
     def utilisation(self) -> float:
-        """Share of decode-slot steps that drew a token, the tail included."""
+        """Fraction of decode steps times slots that sampled a token."""
         steps = self.slots * sum(burst.steps for burst in self.bursts)
         return sum(burst.busy_slot_steps for burst in self.bursts) / steps if steps else 0.0
 
     @property
     def tail_seconds(self) -> float:
-        """Seconds of bursts in which less than half of the slots drew, on average."""
+        """Seconds of bursts with fewer than half of the slots busy, on average."""
         half = self.slots / 2
         return sum(b.seconds for b in self.bursts if b.busy_slot_steps < half * b.steps)
 
     @property
     def drawn_tokens(self) -> int:
-        """Tokens of all responses, also of those that were stopped or drawn again."""
+        """Tokens of all responses, including those stopped or sampled again."""
         return self.sampled.drawn_tokens
 
 
 class Simulation:
-    """Simulated run: steps, one after the other.
+    """A run of simulated steps.
 
     Args:
-        config: of the run; its sections rollout, sampler, packing, algorithm and data's and
-            reward's limits are read.
         decoder: the policy's shape, for its cache.
-        mesh: only named devices will do (`named_mesh`).
+        mesh: may have only named devices (`named_mesh`).
         reads: as for `SimulatedPrograms`.
     """
 
@@ -129,20 +131,20 @@ class Simulation:
         programs = functools.partial(
             SimulatedPrograms,
             workload=workload,
-            meter=Meter(costs),
+            record=RolloutRecord(Meter(costs)),
             samples=config.rollout.samples_per_prompt,
             reads=reads,
         )
         engine = open_engine(config, decoder, mesh, mesh, Text(), programs=programs)
-        self._programs: SimulatedPrograms = engine.programs
-        self.sampler = Scheduler(engine, Text(), config.seed)
+        self._programs = cast(SimulatedPrograms, engine.programs)
+        self.sampler = open_sampler(engine, Text(), config.seed)
         self._prompts, self._carried = SimulatedPrompts(workload), ()
-        self._number, self._kept_fraction = 0, FIRST_KEPT_FRACTION
+        self._number, self._kept_fraction = 0, INITIAL_KEPT_FRACTION
 
     def _begin(self) -> Meter:
-        programs, meter = self._programs, Meter(self._costs)
-        programs.step, programs.bursts, programs.meter = self._number, [], meter
-        programs.begun = {group.prompt.index: group.step for group in self._carried if group.tokens}
+        meter = Meter(self._costs)
+        first_steps = {group.prompt.index: group.step for group in self._carried if group.tokens}
+        self._programs.record = RolloutRecord(meter, self._number, first_steps)
         keyed = {"purpose": SAMPLE_FOR_TRAINING, "step": self._number}
         self.sampler.begin(None, rule=SamplingRule(), **keyed)
         self._number += 1
@@ -150,34 +152,33 @@ class Simulation:
 
     @property
     def position(self) -> int:
-        """Place in the data from which the next step asks."""
+        """Index of the next prompt in the data."""
         return self._prompts.position
 
     def step(self, on_burst: Callable[[Any], None] = lambda _: None) -> Step:
-        """The next step. Raises as `dynamic_sampling.collect` does."""
+        """Simulate the next step. Raises as `dynamic_sampling.collect` does."""
         meter, number = self._begin(), self._number - 1
-        judge = SimulatedJudge(self._config, self._workload, meter, self._programs.begun)
+        judge = SimulatedJudge(self._config, self._workload, self._programs.record)
         before = self._kept_fraction, number, self._carried, self._prompts.position
         collection = open_collection(self._config, *before)
-        calls = {"on_judged": SimulatedJournal(meter).add, "on_burst": on_burst}
-        collected = collect(collection, self._prompts, self.sampler, judge, **calls)
+        hooks = CollectionHooks(SimulatedJournal(meter).add, on_burst)
+        collected = collect(collection, self._prompts, self.sampler, judge, hooks)
         meter.add_behind(host_listed=_tokens([*collected.judged, *collected.surplus]))
-        self._prompts.position = collected.next_position
+        seek(self._prompts, collected.next_position)
         self._kept_fraction, self._carried = collected.kept_fraction, collected.carried
-        return self._summary(meter, collected.groups, collected)
+        return self._summary(meter, collected)
 
     def sample(self, prompts: int) -> Step:
-        """Draws every response to so many prompts, without filter and update."""
+        """Sample all responses to a number of prompts, without filter and update."""
         meter = self._begin()
         for _ in range(prompts):
             self.sampler.submit(next(self._prompts), self._config.rollout.samples_per_prompt)
         while not self.sampler.idle:
             self.sampler.decode_burst()
-        return self._summary(meter, [], None)
+        return self._summary(meter, None)
 
-    def _summary(
-        self, meter: Meter, groups: list[Group], collected: CollectedGroups | None
-    ) -> Step:
+    def _summary(self, meter: Meter, collected: CollectedGroups | None) -> Step:
+        groups = collected.groups if collected else []
         rows, fill = learn(self._config, groups, meter)
         meter.wait(BACKGROUND, meter.background_free)
         asked = collected.asked_prompts if collected else 0
@@ -186,7 +187,7 @@ class Simulation:
             counts=dict(meter.counts),
             sampled=dataclasses.replace(self.sampler.counts),
             slots=self._config.sampler.slots,
-            bursts=self._programs.bursts,
+            bursts=self._programs.record.bursts,
             asked=asked,
             judged=len(collected.judged) if collected else 0,
             kept=len(groups),
@@ -203,13 +204,13 @@ def _tokens(groups: Sequence[Group]) -> int:
 
 
 class SimulatedJournal:
-    """Books files of judged groups, as `RolloutJournal` writes them in the background."""
+    """Files of judged groups, written in the background as `RolloutJournal` does."""
 
     def __init__(self, meter: Meter):
         self._meter, self._file_begins = meter, 0.0
 
     def add(self, groups: list[Group]) -> None:
-        """Groups for the file that has not begun, else for a new one."""
+        """Add groups to the file that is not being written yet, or start another."""
         meter = self._meter
         if groups and meter.now >= self._file_begins:
             self._file_begins = max(meter.now, meter.background_free)
@@ -218,26 +219,25 @@ class SimulatedJournal:
 
 
 def learn(config: Config, groups: list[Group], meter: Meter) -> tuple[int, float]:
-    """Books score pass and updates of groups; returns packed rows and their fill."""
+    """Add the costs of score passes and updates; return packed rows and their fill."""
     packing, algorithm, rollout = config.rows(), config.algorithm, config.rollout
-    share, models = rollout.prompts_per_step // rollout.updates_per_rollout, 1 + algorithm.critic
-    old = algorithm.old_logprobs == "recompute" and (
-        len(groups) > share
-        or algorithm.kl == "reward"
-        or algorithm.trained_responses == "pairs"
-        or algorithm.distillation == "reverse"
-    )
-    passes, rows, places, tokens = old + algorithm.reference + algorithm.critic, 0, 0, 0
-    for i in range(0, len(groups), share):
-        part = groups[i : i + share]
-        lengths = [len(g.prompt.tokens) + len(c) for g in part for c in g.completions]
+    size = rollout.prompts_per_step // rollout.updates_per_rollout
+    old = algorithm.scores_old_policy(math.ceil(len(groups) / size))
+    passes = old + algorithm.reference + algorithm.critic
+    models = 1 + algorithm.critic
+    rows = places = tokens = 0
+    for i in range(0, len(groups), size):
+        minibatch = groups[i : i + size]
+        lengths = [len(g.prompt.tokens) + len(c) for g in minibatch for c in g.completions]
         packed = len(assign_rows(lengths, packing.row_tokens))
         microbatches = math.ceil(packed / packing.rows_per_microbatch)
         used = microbatches * packing.rows_per_microbatch * packing.row_tokens
-        rows, places, tokens = rows + packed, places + used, tokens + sum(lengths)
+        rows += packed
+        places += used
+        tokens += sum(lengths)
         meter.add(score_pass=passes, score_token=passes * used)
         meter.add(update=models, update_token=models * used, host_packed=sum(lengths))
-    for name, beside in (("host_weighed", SCORE), ("host_measured", UPDATE)):
-        hidden = sum(meter.seconds.get(part, 0.0) for part in beside)
+    for name, overlapped in (("host_weighed", SCORE), ("host_measured", UPDATE)):
+        hidden = sum(meter.seconds.get(part, 0.0) for part in overlapped)
         meter.wait(name, meter.now + tokens * getattr(meter.costs, name) - hidden)
     return rows, tokens / places if places else 0.0

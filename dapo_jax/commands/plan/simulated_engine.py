@@ -10,10 +10,11 @@ import numpy as np
 from dapo_jax.commands.plan.cost_model import Meter
 from dapo_jax.commands.plan.workload import Workload
 from dapo_jax.config.compute import Mesh
-from dapo_jax.config.experiment import Config, Reward, Sampler
+from dapo_jax.config.experiment import Config, Reward
 from dapo_jax.model.caches import DecodeState, PageCache, Prefix, PromptCache
-from dapo_jax.model.decoder import DecoderConfig
 from dapo_jax.rewards.group_rewards import reward_group
+from dapo_jax.rollout.decode_step import Starts
+from dapo_jax.rollout.engine_programs import EngineShape
 from dapo_jax.run.compute import mesh_sizes
 from dapo_jax.runtime import sharding
 from dapo_jax.structs import Completion, Group, Prompt, SamplingRule, Verdict
@@ -57,42 +58,55 @@ class Text:
         return [""] * len(rows)
 
 
-class SimulatedPrograms:
-    """Programs that only count: `EnginePrograms` whose arrays are the host's and caches shapes.
-
-    A simulated prompt's tokens are its place in the data.
-
-    Args:
-        config, mesh, layout, settings: as for `EnginePrograms`.
-        samples: responses of a group.
-        reads: what attention reads of the cache in a decode step: 'window' (all places of all
-            slots), 'existing' (tokens that are there), or 'auto': as the layout's attention does.
+@dataclasses.dataclass
+class RolloutRecord:
+    """Simulated rollout step that the programs read and write.
 
     Attributes:
-        step: of the rollout, for the workload.
-        begun: the step that began a group, by its place in the data, where that was an earlier one.
-        bursts: since it was last emptied.
-        meter: the clock; replaced at every step.
+        meter: the clock.
+        step: number of the step, for the workload.
+        first_steps: the step that started a group, by position in the data, if it was earlier.
+        bursts: of decoding, in order.
     """
 
-    held = None
+    meter: Meter
+    step: int = 0
+    first_steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    bursts: list[Burst] = dataclasses.field(default_factory=list)
+
+
+class SimulatedPrograms:
+    """`rollout.engine_programs.Programs` that only count, with host arrays and shapes of caches.
+
+    A simulated prompt's tokens are its position in the data.
+
+    Args:
+        shape, mesh, layout, trainer: as for `EnginePrograms`.
+        samples: responses of a group.
+        reads: part of the cache that attention reads in a decode step: 'window' (all positions of
+            all slots), 'existing' (only stored tokens), or 'auto': as the layout's attention.
+
+    Attributes:
+        record: the current step; a simulation replaces it before each step.
+    """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        shape: EngineShape,
         mesh: jax.sharding.Mesh,
         layout: Any,
-        settings: Sampler,
+        trainer: Any,
         *,
         workload: Workload,
-        meter: Meter,
+        record: RolloutRecord,
         samples: int,
         reads: str,
-        **_: Any,
     ):
-        self.step, self.begun, self.bursts, self.meter = 0, {}, [], meter
-        self._config, self._layout, self._settings = config, layout, settings
-        self._workload, self._samples, self._slots = workload, samples, settings.slots
+        self.record = record
+        self._config = shape.config
+        self._layout = layout
+        self._settings = shape.settings
+        self._workload, self._samples, self._slots = workload, samples, shape.settings.slots
         self._replicas = sharding.shards(mesh, "batch", sharding.DECODING)
         self._lengths = np.zeros(self._slots, np.int64)
         self._ends = np.zeros(self._slots, bool)
@@ -100,8 +114,11 @@ class SimulatedPrograms:
         self._reads_window = reads == "window" or (reads == "auto" and not kernel)
         self._reads_existing = reads == "existing"  # rings of sliding layers too
 
+    def resident(self) -> None:
+        """Return None: nothing is loaded."""
+
     def load(self, params: Any) -> None:
-        self.meter.add(load=1)
+        self.record.meter.add(load=1)
 
     def calibrate(self, params: Any) -> None:
         """Costs as little as it takes beside a rollout: nothing."""
@@ -130,26 +147,30 @@ class SimulatedPrograms:
         return state.replace(caches=jax.eval_shape(lambda: self._layout.empty(window)))
 
     def prefill(self, params: Any, tokens: Any, lengths: Any, keys: Any, drawn: Any) -> Prefix:
-        self.meter.add(prefill_call=1, prefill_token=tokens.size / self._replicas)
+        self.record.meter.add(prefill_call=1, prefill_token=tokens.size / self._replicas)
         shape = (*tokens.shape, self._config.kv_heads, self._config.head_dim)
         kept: Any = jax.ShapeDtypeStruct(shape, self._config.dtype)
         return Prefix((PromptCache(kept, kept),), tokens[:, 0], lengths, keys, drawn)
 
-    def insert(self, prefix, state, slots, rows, samples, fills) -> DecodeState:
-        real = slots < self._slots
-        slots, rows, samples = slots[real], rows[real], samples[real]
-        self.meter.add(insert_call=1, insert=len(slots))
+    def insert(self, prefix: Prefix, state: DecodeState, starts: Starts) -> DecodeState:
+        real = starts.slots < self._slots
+        slots, rows, samples = (array[real] for array in starts[:3])
+        self.record.meter.add(insert_call=1, insert=len(slots))
         length, generated, active = (
             array.copy() for array in (state.length, state.generated, state.active)
         )
         for slot, row, sample in zip(slots, rows, samples, strict=True):
             index = int(prefix.last_token[row])
-            drawn = self._workload.draw(self.begun.get(index, self.step), index, self._samples)
+            step = self.record.first_steps.get(index, self.record.step)
+            drawn = self._workload.draw(step, index, self._samples)
             self._lengths[slot] = drawn.tokens[sample]
             self._ends[slot] = not drawn.truncated[sample]
         length[slots], active[slots] = prefix.true_length[rows] - 1, True
         generated[slots] = prefix.drawn[rows]
         return state.replace(length=length, generated=generated, active=active)
+
+    def feed(self, state: DecodeState, slots: Any, tokens: Any, known: Any) -> DecodeState:
+        raise NotImplementedError("simulated trajectories have one turn")
 
     def stop(self, state: DecodeState, stopped: np.ndarray) -> DecodeState:
         active = state.active.copy()
@@ -174,7 +195,8 @@ class SimulatedPrograms:
 
     def _book(self, state: DecodeState, steps: int, drawn: np.ndarray, columns: Any) -> None:
         """Books a burst: every replica waits for the one that reads most."""
-        each, self.meter.launched = self._slots // self._replicas, self.meter.now
+        meter = self.record.meter
+        each, meter.launched = self._slots // self._replicas, meter.now
         # With the i-th token, i - 1 drawn ones and what was there before.
         tokens = drawn * state.length + drawn * (drawn + 1) // 2
         existing = tokens.reshape(self._replicas, each).sum(axis=1).max()
@@ -187,11 +209,11 @@ class SimulatedPrograms:
             return steps * each * window
 
         read = sum(map(read_of, state.caches, self._config.reaches)) / len(state.caches)
-        self.meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
+        meter.add(burst=1, slot_step=steps * each, read_token=read, host_slot=self._slots)
         phases = "decode_step decode_products decode_exchange decode_draw".split()
-        self.meter.add(**dict.fromkeys(phases, steps))
-        running, seconds = int(state.active.sum()), self.meter.now - self.meter.launched
-        self.bursts.append(Burst(steps, running, int(drawn.sum()), seconds))
+        meter.add(**dict.fromkeys(phases, steps))
+        running, seconds = int(state.active.sum()), meter.now - meter.launched
+        self.record.bursts.append(Burst(steps, running, int(drawn.sum()), seconds))
 
     def rows(self, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Rows of a drawn token: the one that the response ends with, over and over."""
@@ -225,11 +247,12 @@ class PendingVerdicts(NamedTuple):
 class SimulatedJudge:
     """Verdicts from the workload, by workers that take their time beside decoding."""
 
-    def __init__(self, config: Config, workload: Workload, meter: Meter, begun: dict[int, int]):
+    def __init__(self, config: Config, workload: Workload, record: RolloutRecord):
         # Right or wrong is all that a workload says.
         self._config = dataclasses.replace(config, reward=Reward())
         self._workers = config.reward.workers
-        self._workload, self._meter, self._begun, self._free = workload, meter, begun, 0.0
+        self._workload, self._meter, self._record = workload, record.meter, record
+        self._free = 0.0
 
     def submit(self, prompt: Prompt, completions: tuple[Completion, ...]) -> PendingVerdicts:
         self._meter.add(response=len(completions))
@@ -244,7 +267,7 @@ class SimulatedJudge:
         return [self._judged(group.prompt, group.completions) for group in pending]
 
     def _judged(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:
-        step = self._begun.get(prompt.index, completions[0].policy_step)
+        step = self._record.first_steps.get(prompt.index, completions[0].policy_step)
         drawn = self._workload.draw(step, prompt.index, len(completions))
         verdicts = tuple(Verdict(bool(right), None) for right in drawn.correct)
         return reward_group(self._config, prompt, completions, verdicts)

@@ -1,6 +1,8 @@
-"""Devices that are not here, as their compilers describe them."""
+"""Devices that this machine lacks, as their compilers describe them, and compiler options."""
 
 import os
+import pathlib
+import subprocess
 from typing import Any
 
 import jax
@@ -9,7 +11,11 @@ from jax.experimental import topologies
 from dapo_jax.commands.plan.chips import Topology, check_flag
 from dapo_jax.runtime.settings import ConfigError
 
-# H100 and H200, which differ in memory alone (NVIDIA's data sheets; CUDA programming guide, compute
+# The environment variable that holds a compiler's flags. Only these variables are passed to
+# `launch/env.sh`: the user's own XLA_FLAGS are for this machine's devices.
+_FLAG_VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "cuda": "XLA_FLAGS"}
+_PASSED_VARIABLES = ("PATH", "LIBTPU_INIT_ARGS")
+# H100 and H200 differ in memory only (NVIDIA's data sheets; CUDA programming guide, compute
 # capability 9.0).
 _HOPPER = """
 gpu_device_info {{
@@ -51,15 +57,14 @@ _MEMORY = {"h100": 84_942_979_072, "h200": 151_397_597_184}  # bytes of a device
 
 
 def target_devices(topology: Topology) -> list[Any]:
-    """Devices of a topology, which jax can compile for and nothing else.
+    """Return the devices of a topology; JAX can compile for them and do nothing else.
 
-    Raises `ConfigError` where the compiler is not installed or knows no such topology.
+    Raises `ConfigError` if the compiler is not installed or does not know the topology.
     """
     return {"tpu": _tpus, "cuda": _gpus, "cpu": _cpus}[topology.chip.platform](topology)
 
 
 def _cpus(topology: Topology) -> list[Any]:
-    """Devices of this machine's processor."""
     devices = jax.devices("cpu")
     flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.chips}"
     allowed = f"at most cpu:{len(devices)} here; {flag} makes more"
@@ -69,12 +74,12 @@ def _cpus(topology: Topology) -> list[Any]:
 
 def _tpus(topology: Topology) -> list[Any]:
     multiple, sizes = topology.chip.ring_multiple, topology.shape
-    # Dimensions that are rings: of v4 and v5p multiples of 4, of v5e and v6e 16 alone.
+    # A dimension is a ring if its size is a multiple of 4 (v4, v5p), or 16 (v5e, v6e).
     rings = tuple(size % multiple == 0 for size in sizes)
     if topology.chip.dimensions == 2:
         rings = (*(size == multiple for size in sizes), False)
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nobody answers where there is no TPU
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # without a TPU nothing answers the query
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_WORKER_ID", "0")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -85,19 +90,19 @@ def _tpus(topology: Topology) -> list[Any]:
             num_slices=topology.slices,
             chip_config_name=topology.chip.config_name,
             chips_per_host_bounds=(*(min(2, size) for size in sizes[:2]), 1),
-            wrap=rings,  # without it there are no links back to the first chip
+            wrap=rings,  # else the last chip has no link to the first
         ).devices
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
             f"--topology = {topology.name!r}: the TPU's compiler does not describe it: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    except RuntimeError as error:  # jax finds no plugin for the platform
+    except RuntimeError as error:  # JAX finds no plugin for the platform
         raise _no_compiler(topology, "TPU", "tpu", error) from None
 
 
 def _gpus(topology: Topology) -> list[Any]:
-    """GPUs, 8 to a host. Raises `ConfigError` also for hosts that are not whole."""
+    """Return GPUs, 8 per host. Raises `ConfigError` if a host would have fewer."""
     kind, count = topology.name.partition(":")[0], topology.chips
     whole = count <= _GPUS_PER_HOST or count % _GPUS_PER_HOST == 0
     allowed = f"at most {_GPUS_PER_HOST} GPUs or a multiple, as in {kind}:{_GPUS_PER_HOST}"
@@ -113,7 +118,7 @@ def _gpus(topology: Topology) -> list[Any]:
         return topologies.get_topology_desc(
             platform="cuda", topology_name=shape, topology=shape, target_config=target
         ).devices
-    except RuntimeError as error:  # jax's own, and NotImplementedError without the plugin, are such
+    except RuntimeError as error:  # also NotImplementedError, if the plugin is missing
         raise _no_compiler(topology, "GPU", "cuda", error) from None
 
 
@@ -122,3 +127,40 @@ def _no_compiler(topology: Topology, device: str, extra: str, error: Exception) 
         f"--topology = {topology.name!r}: needs the {device}'s compiler: "
         f"pip install 'dapo_jax[{extra}]' ({str(error).splitlines()[0]})"
     )
+
+
+def _environment_script() -> pathlib.Path:
+    """Return the path of `launch/env.sh` in the installed package or the checkout."""
+    package = pathlib.Path(__file__).parents[2]
+    installed = package / "launch" / "env.sh"
+    return installed if installed.exists() else package.parent / "launch" / "env.sh"
+
+
+def compiler_options(topology: Topology) -> dict[str, Any] | None:
+    """Return the options of `lowered.compile` that equal a run's flags on that topology.
+
+    A flag that the user has set in `LIBTPU_INIT_ARGS` keeps its value, as it does in a run.
+    """
+    variable = _FLAG_VARIABLES.get(topology.chip.platform)
+    if variable is None:
+        return None
+    generation = topology.name.partition(":")[0]
+    kind = f"tpu-{generation}" if topology.chip.platform == "tpu" else "gpu"
+    printed = subprocess.run(
+        [
+            "bash",
+            "-c",
+            'source "$0" "$1" && printf %s "${!2}"',
+            _environment_script(),
+            kind,
+            variable,
+        ],
+        env={name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    pairs = (flag.removeprefix("--").partition("=") for flag in printed.split())
+    # XLA:GPU accepts only Python's booleans, libtpu only the words.
+    values: dict[str, Any] = {"true": True, "false": False} if kind == "gpu" else {}
+    return {name: values.get(value, value) for name, _, value in pairs}

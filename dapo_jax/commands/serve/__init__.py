@@ -1,1 +1,1 @@
-"""Generation server: JetStream's gRPC and OpenAI's HTTP protocol over one engine."""
+"""Generation server: OpenAI's HTTP API and JetStream's gRPC API over one engine."""

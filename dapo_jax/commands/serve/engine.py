@@ -1,7 +1,7 @@
-"""Engine of a server: every response has a sampling rule of its own, and perhaps a seed.
+"""Engine of the server: every response has a separate sampling rule and an optional seed.
 
-Training draws all responses by one rule, which its programs know; here rules are data beside the
-keys, so that one program serves all of them.
+Training compiles one rule into its programs. Here rules are data, like the random keys, so that
+one program serves all requests.
 """
 
 from typing import Any, NamedTuple, cast
@@ -16,13 +16,13 @@ from dapo_jax.rollout.sampling import SAMPLE_BY_SEED, repeat_rule, sample_key
 from dapo_jax.structs import SamplingRule
 
 
-class Draws(NamedTuple):
-    """Sampling rule and key of a response.
+class ResponseSampling(NamedTuple):
+    """Sampling rule and random key of a response.
 
     Attributes:
-        seed: from 0 to 2^64 - 1; the same one, prompt and rule give the same response. None: the
-            engine's seed and the order of arrival.
-        number: of the response, among those to one seed.
+        seed: from 0 to 2^64 - 1; the same seed, prompt and rule give the same response. None: the
+            key depends on the engine's seed and the order of arrival.
+        number: index of the response among those with this seed.
     """
 
     rule: SamplingRule
@@ -30,55 +30,61 @@ class Draws(NamedTuple):
     number: int = 0
 
     def key(self) -> jax.Array | None:
-        """Key of the response; None: the engine makes one."""
+        """Return the key of the response, or None if the engine makes it."""
         if self.seed is None:
             return None
         high, low = divmod(self.seed, 2**32)
         return sample_key(low, SAMPLE_BY_SEED, np.uint32(high), self.number)
 
 
-class DrawnPrompt(NamedTuple):
-    """Prompt with its `Draws`, handed through JetStream as if it were the tokens."""
+class PromptWithSampling(NamedTuple):
+    """Padded prompt with its sampling, passed through JetStream in place of the tokens."""
 
     tokens: jax.Array | np.ndarray
-    draws: Draws
+    sampling: ResponseSampling
 
 
 class ServedEngine(PolicyEngine):
-    """Engine whose `rule` is only for prompts that come without one.
+    """Engine with a sampling rule per slot; `rule` is the default.
 
     Attributes:
-        longest_prompt: most tokens of a prompt; padded, it may be longer.
-        context: most tokens of a prompt and its response together.
-        fullest: most tokens that a slot has in its cache now.
+        longest_prompt: maximum tokens of a prompt, without padding.
+        context: maximum tokens of a prompt and its response together.
+        fullest: number of tokens in the fullest cache slot; the decode loop sets it.
     """
 
     RULE_PER_SLOT = True
+    rule = SamplingRule()
     longest_prompt: int
     context: int
     fullest = 0
 
     def generate(
-        self, params: Any, decode_state: DecodeState, *, longest: int | None = None
+        self,
+        params: Any,
+        decode_state: DecodeState,
+        *,
+        rule: SamplingRule = SamplingRule(),  # noqa: B008
+        longest: int | None = None,
     ) -> tuple[DecodeState, ResultTokens]:
-        """`generate` of `PolicyEngine`; JetStream does not say how full slots are: `fullest` does.
+        """Decode one step for all slots, with caches that hold `fullest` tokens.
 
-        A slot that is free may run past the cache: what it would write there is dropped.
+        A free slot may decode past its cache: the cache drops what that slot writes there.
         """
         longest = None if self.pages else self.fullest
-        return super().generate(params, decode_state, longest=longest)
+        return super().generate(params, decode_state, rule=rule, longest=longest)
 
     def shrink(self, state: DecodeState) -> DecodeState:
-        """State with caches as short as at the beginning; for one without a taken slot."""
+        """Return a state without occupied slots, its caches as short as initially."""
         first = self.layout.window(1)
-        grown = not self.pages and self.layout.longest(cast(Any, state.caches)) > first
-        return self.init_decode_state() if grown else state
+        has_grown = not self.pages and self.layout.longest(cast(Any, state.caches)) > first
+        return self.init_decode_state() if has_grown else state
 
     def prefill(self, *, padded_tokens: Any, **options: Any) -> Prefix:
-        """Prefill of `PolicyEngine`; a `DrawnPrompt` brings a rule and a key."""
-        draws = Draws(self.rule)
-        if isinstance(padded_tokens, DrawnPrompt):
-            padded_tokens, draws = padded_tokens
-            options["key"] = draws.key()
+        """Prefill a prompt; `PromptWithSampling` overrides the default rule and key."""
+        sampling = ResponseSampling(self.rule)
+        if isinstance(padded_tokens, PromptWithSampling):
+            padded_tokens, sampling = padded_tokens
+            options["key"] = sampling.key()
         prefix = super().prefill(padded_tokens=padded_tokens, **options)
-        return prefix.replace(rules=repeat_rule(draws.rule, len(prefix.true_length)))
+        return prefix.replace(rules=repeat_rule(sampling.rule, len(prefix.true_length)))

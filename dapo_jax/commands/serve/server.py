@@ -1,13 +1,12 @@
-"""Serves a model folder: OpenAI's protocol over HTTP, JetStream's over gRPC.
+"""Serves a model folder: OpenAI's API over HTTP, JetStream's API over gRPC.
 
     dapo-jax serve --model=FOLDER --http_port=8000 --port=9000
 
-The engine is the one that samples in training. SIGTERM and Ctrl-C let running requests end, and
-the exit code is 0. Short flags:
+The server uses the engine that samples in training. After SIGTERM or Ctrl-C, running requests
+finish, and the exit code is 0. Short flags:
 """
 
 import asyncio
-import contextlib
 import errno
 import os
 import resource
@@ -15,10 +14,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapo_jax.commands import checks, command_line
-from dapo_jax.commands.serve.access import Access, exposure, read_key
+from dapo_jax.commands.serve.access import Access, exposure_warning, read_key
 from dapo_jax.config.experiment import Compute, ServeConfig
 from dapo_jax.data.policies import model_path
 from dapo_jax.runtime import processes
@@ -26,30 +25,32 @@ from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
 
 SHORT_NAMES = {name: name for name, _, _ in leaves(ServeConfig()) if "." not in name}
-CHECK_SECONDS = 0.1
-SPARE_FILES = 64  # for all that is no connection
-WAITING_CLIENTS = 2048  # that are not accepted yet; of more the kernel drops some for a second
+POLL_SECONDS = 0.1
+RESERVED_FILES = 64  # open files other than connections
+BACKLOG = 2048
 
 
 class ServingFailed(RuntimeError):
     """Failure of one of JetStream's threads."""
 
 
-def rule_of(config: ServeConfig) -> Any:
-    """Sampling rule of requests that have none."""
-    from dapo_jax.rollout.sampling import SamplingRule
+class ServedPolicy(NamedTuple):
+    """Engine, decoding weights and tokenizer of a model folder."""
 
-    return SamplingRule(config.temperature, config.top_p, config.top_k)
+    engine: Any
+    params: Any
+    tokenizer: Any
 
 
-def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
-    """Engine, decoding weights and tokenizer of a model folder. Raises `ConfigError`."""
+def load_served(config: ServeConfig) -> ServedPolicy:
+    """Load a model folder. Raise `ConfigError` if it can't be served."""
     from dapo_jax.commands.serve import budgets
     from dapo_jax.commands.serve.engine import ServedEngine
     from dapo_jax.data.prompts.tokenizer import Tokenizer
     from dapo_jax.model import load_huggingface
     from dapo_jax.run.compute import check_divisible, check_rotations, mesh_sizes, numerics
     from dapo_jax.runtime.sharding import make_mesh
+    from dapo_jax.structs import SamplingRule
 
     mesh = make_mesh(**mesh_sizes(config.mesh), devices=None)
     compute = Compute(dtype=config.dtype)
@@ -66,19 +67,20 @@ def load_served(config: ServeConfig) -> tuple[Any, Any, Any]:
     engine = ServedEngine(
         decoder,
         mesh,
-        budgets.sampler_of(config),
+        budgets.sampler_settings(config),
         max_prompt_tokens=budgets.prefill_tokens(config.max_prompt_tokens),
         tokenizer=tokenizer,
         seed=config.seed,
     )
-    engine.rule, engine.longest_prompt = rule_of(config), config.max_prompt_tokens
+    engine.rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+    engine.longest_prompt = config.max_prompt_tokens
     engine.context = context
     params = load_huggingface.load_params(config.model, decoder, mesh, field="model", cast=True)
-    return engine, engine.load_params(params), tokenizer
+    return ServedPolicy(engine, engine.load_params(params), tokenizer)
 
 
 def warm_up(engine: Any, params: Any) -> None:
-    """Compiles the programs for prompts up to `FIRST_TOKENS`, so that these wait for nothing."""
+    """Compile the programs for prompts up to `FIRST_TOKENS`."""
     import jax
     import numpy as np
 
@@ -95,71 +97,64 @@ def warm_up(engine: Any, params: Any) -> None:
 
 
 def bind(config: ServeConfig, field: str) -> socket.socket:
-    """Socket that listens on the port of setting `field`. Raises `ConfigError`."""
-    port, host = getattr(config, field), config.host.strip("[]")
+    """Return a socket that listens on the port of setting `field`. Raise `ConfigError`."""
+    port = getattr(config, field)
+    host = config.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=WAITING_CLIENTS)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        reason, number = str(error.strerror).partition(" (")[0], error.errno or 0
+        is_unknown = (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL  # < 0: DNS
+        reason = str(error.strerror).partition(" (")[0]
         allowed = "a name or an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-        unknown = number < 0 or number == errno.EADDRNOTAVAIL  # of getaddrinfo
-        require(not unknown, "host", config.host, f"{allowed}: {reason}")
+        require(not is_unknown, "host", config.host, f"{allowed}: {reason}")
         raise ConfigError(f"config.{field} = {port}: on {config.host}: {error}") from None
 
 
-def connections_within(wanted: int) -> int:
-    """Number of connections for each protocol, at most `wanted`; raises the soft limit of files.
+def limit_connections(wanted: int) -> int:
+    """Return the number of connections for each API, and raise the soft limit of open files.
 
     Raises:
-        ConfigError: the limit of open files leaves room for none.
+        ConfigError: the limit of open files allows no connection.
     """
-    used = len(os.listdir("/dev/fd")) + SPARE_FILES
+    used = len(os.listdir("/dev/fd")) + RESERVED_FILES
+    needed = used + 2 * wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < used + 2 * wanted:
-        soft = used + 2 * wanted if hard < 0 else min(hard, used + 2 * wanted)
+    if 0 <= soft < needed:
+        soft = needed if hard < 0 else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    room = wanted if soft < 0 else min(wanted, (soft - used) // 2)
-    limit = f"the limit of open files, {soft}, leaves room for {max(room, 0)}"
-    require(room > 0, "max_connections", wanted, f"smaller: {limit} (ulimit -n)")
-    if room < wanted:
-        processes.print_error(f"warning: max_connections = {wanted}: {limit} of each protocol")
-    return room
+    allowed = wanted if soft < 0 else min(wanted, max((soft - used) // 2, 0))
+    reason = f"the limit of open files, {soft}, allows {allowed}"
+    require(allowed > 0, "max_connections", wanted, f"smaller: {reason} (ulimit -n)")
+    if allowed < wanted:
+        processes.print_error(f"warning: max_connections = {wanted}: {reason} for each API")
+    return allowed
 
 
 def served_name(config: ServeConfig) -> str:
-    """Name of the model for clients."""
+    """Return the model's name for clients."""
     folder = os.path.abspath(model_path(config.model, "model"))
     return config.served_name or os.path.basename(folder)
 
 
-async def answer(
+async def _answer_requests(
     config: ServeConfig,
-    generator: Any,
-    engine: Any,
-    params: Any,
-    tokenizer: Any,
+    policy: ServedPolicy,
     key: str,
-    *,
-    leave: Callable[[], bool],
+    should_stop: Callable[[], bool],
     ready: Callable[[int, int], None],
 ) -> str:
-    """Answers requests until `leave()` is true; returns the generator's failure or "".
-
-    Args:
-        generator: a `Generator`, with its `ServedEngine` and that one's `params`.
-        key: that clients must send; empty: none.
-        ready: called with the ports of gRPC and HTTP (0: none) once requests are answered.
-    """
+    """Answer requests until `should_stop()`; return the failure of a thread, or empty."""
     from prometheus_client import make_asgi_app
 
-    from dapo_jax.commands.serve.generator import Limits
-    from dapo_jax.commands.serve.grpc_api import Servicer, start_grpc
-    from dapo_jax.commands.serve.http_connections import HttpServer
-    from dapo_jax.commands.serve.openai_api import HttpApi
-    from dapo_jax.commands.serve.openai_requests import ServedModel
-    from dapo_jax.commands.serve.scoring import Scorer
+    from dapo_jax.commands.serve.app import HttpApi, start_http
+    from dapo_jax.commands.serve.generator import Generator
+    from dapo_jax.commands.serve.jetstream_server import Driver, Servicer, start_grpc
+    from dapo_jax.commands.serve.logprobs import Scorer
+    from dapo_jax.commands.serve.requests import Limits, ServedModel
+    from dapo_jax.structs import SamplingRule
 
+    engine, params, tokenizer = policy
     limits = Limits(
         prompt_tokens=engine.longest_prompt,
         prompt_bytes=engine.longest_prompt * tokenizer.longest_token,
@@ -168,86 +163,57 @@ async def answer(
         vocab=tokenizer.backend.get_vocab_size(),
         waiting=config.waiting,
     )
-    rule, seconds = rule_of(config), config.shutdown_seconds
-    access, connections = Access(config, key), connections_within(config.max_connections)
-    servicer = Servicer(
-        generator,
-        tokenizer,
-        limits=limits,
-        rule=rule,
-        access=access,
-        request_seconds=config.request_seconds,
-    )
-    most_bytes = int(config.max_body_mb * 1e6)
-    address = f"{config.host}:{config.port}"
-    grpc, port = await start_grpc(servicer, address, most_bytes, connections)
-
-    async def stop_grpc() -> None:
-        servicer.drop_unread()
-        await grpc.stop(seconds)
-
-    stops = [stop_grpc]
-
-    def open_http(app: Any, field: str) -> None:
-        server = HttpServer(
-            app,
-            bind(config, field),
-            connections=connections,
-            request_seconds=config.request_seconds,
-            idle_seconds=config.idle_seconds,
-            most_bytes=most_bytes,
-            shutdown_seconds=seconds,
-        )
-        stops.append(server.stop)
-
-    if config.http_port:
-        model = ServedModel(served_name(config), tokenizer, limits, rule)
-        scorer = Scorer(engine.config, params)
-        open_http(HttpApi(generator, scorer, model, access, most_bytes).app, "http_port")
-    if config.metrics_port:
-        open_http(make_asgi_app(), "metrics_port")
-    ready(port, config.http_port)
-    while not leave() and not generator.broken():
-        await asyncio.sleep(CHECK_SECONDS)
-    await asyncio.gather(*(stop() for stop in stops))
-    await asyncio.to_thread(generator.close)  # before the event loop that it writes to ends
+    rule = SamplingRule(config.temperature, config.top_p, config.top_k)
+    model = ServedModel(served_name(config), tokenizer, limits, rule)
+    access = Access(config, key)
+    connections = limit_connections(config.max_connections)
+    driver = Driver(engine, params, metrics=config.metrics_port > 0)
+    generator = Generator(driver, config.waiting)
+    try:
+        stop_grpc, port = await start_grpc(Servicer(generator, model, access), config, connections)
+        stops = [stop_grpc]
+        if config.http_port:
+            scorer = Scorer(engine.config, params)
+            api = HttpApi(generator, scorer, model, access, config)
+            stops.append(start_http(api, bind(config, "http_port"), config, connections))
+        if config.metrics_port:
+            listening = bind(config, "metrics_port")
+            stops.append(start_http(make_asgi_app(), listening, config, connections))
+        ready(port, config.http_port)
+        while not should_stop() and not generator.check_threads():
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.gather(*(stop() for stop in stops))
+    finally:
+        await asyncio.to_thread(generator.close)  # its threads write to the event loop
     return generator.failure
 
 
 def serve(
-    config: ServeConfig, *, leave: Callable[[], bool], ready: Callable[[int, int], None]
+    config: ServeConfig, *, should_stop: Callable[[], bool], ready: Callable[[int, int], None]
 ) -> None:
-    """Serves until `leave()` is true.
+    """Serve until `should_stop()` returns True.
 
     Args:
-        ready: called with the ports of gRPC and HTTP (0: none) once requests are answered.
+        ready: called with the gRPC and HTTP ports (0: none) once the server answers.
 
     Raises:
         ConfigError: a setting is wrong, or a port is taken.
         ServingFailed: one of JetStream's threads failed.
     """
     for field in ("port", "http_port", "metrics_port"):
-        bind(config, field).close()  # a taken port is reported before a model is loaded
+        bind(config, field).close()  # report a taken port before the model is loaded
     key = read_key(config)
-    if warning := exposure(config, key):
+    if warning := exposure_warning(config, key):
         processes.print_error(warning)
-    engine, params, tokenizer = load_served(config)
-    warm_up(engine, params)
-    # Imported after the engine, which prepares the import of JetStream.
-    from dapo_jax.commands.serve.generator import Generator
-
-    metrics = config.metrics_port > 0
-    generator = Generator(engine, params, waiting=config.waiting, metrics=metrics)
-    with contextlib.closing(generator):
-        failure = asyncio.run(
-            answer(config, generator, engine, params, tokenizer, key, leave=leave, ready=ready)
-        )
+    policy = load_served(config)
+    warm_up(policy[0], policy[1])
+    failure = asyncio.run(_answer_requests(config, policy, key, should_stop, ready))
     if failure:
         raise ServingFailed(failure)
 
 
 def main() -> int:
-    """Runs the command; exit code 0: stopped by a signal, 1: a thread failed, 2: wrong settings."""
+    """Run the command; exit code 0: stopped by a signal, 1: a thread failed, 2: wrong settings."""
     config = command_line.load(ServeConfig, __doc__, SHORT_NAMES, needs_file=False)
     started = time.time()
 
@@ -259,7 +225,7 @@ def main() -> int:
 
     try:
         with processes.as_command(), Signals() as signals:
-            return checks.guarded(lambda: serve(config, leave=signals, ready=ready))
+            return checks.guarded(lambda: serve(config, should_stop=signals, ready=ready))
     except ServingFailed as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

@@ -5,7 +5,7 @@ import pathlib
 
 from dapo_jax.runtime.settings import ConfigError, nearest
 from dapo_jax.runtime.storage.downloads import local_folder
-from dapo_jax.runtime.storage.ownership import is_remote
+from dapo_jax.runtime.storage.paths import is_remote
 
 SHIPPED = "dapo_jax:"
 

@@ -23,7 +23,7 @@ class TemplateFails(Exception):
         self.line, self.late = line, late
 
 
-_worker = RestartingWorker(WORKER, longest_reply=LONGEST_REPLY)
+_worker = RestartingWorker(WORKER, max_reply_bytes=LONGEST_REPLY)
 
 
 def _ask(template: str, strict: bool, **job: Any) -> dict:

@@ -1,12 +1,12 @@
-"""Comparison of runs: seeds of one experiment, headline numbers, settings that differ."""
+"""Comparison of runs: seeds of an experiment, headline numbers, differences between settings."""
 
 import dataclasses
 import os.path
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit  # comes with jax
+from scipy.special import stdtrit  # a dependency of jax
 
 from dapo_jax.algorithms import PRESETS
 from dapo_jax.config.experiment import Config
@@ -15,13 +15,14 @@ from dapo_jax.reporting.page.recorded_run import RecordedRun, heldout_shares
 from dapo_jax.reporting.scores import estimate_over_seeds, estimates, wilson
 from dapo_jax.runtime.settings import leaves, require
 
-# Beginnings of settings that may differ between two seeds of one experiment.
-OF_A_SEED = ("seed", "run_dir", "log.")
+# Prefixes of settings that may differ between two seeds of an experiment.
+SEED_SETTINGS = ("seed", "run_dir", "log.")
+Interval = list[float | None]  # [mean, low, high]
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Runs whose settings differ only in the seed."""
+    """Runs with settings that differ only in the seed."""
 
     name: str
     runs: list[RecordedRun]
@@ -31,11 +32,11 @@ class Experiment:
         return self.runs[0].settings
 
 
-def _decisive(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if not name.startswith(OF_A_SEED)}
+def _shared_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if not name.startswith(SEED_SETTINGS)}
 
 
-def _name(runs: list[RecordedRun]) -> str:
+def _experiment_name(runs: list[RecordedRun]) -> str:
     names = [run.name for run in runs]
     if len(names) == 1:
         return names[0]
@@ -44,26 +45,29 @@ def _name(runs: list[RecordedRun]) -> str:
 
 
 def experiments(runs: Sequence[RecordedRun]) -> list[Experiment]:
-    """Groups runs that are seeds of one experiment, in the order given; no name comes twice."""
-    together: list[list[RecordedRun]] = []
+    """Group runs that are seeds of one experiment, in the order given, under unique names."""
+    groups: list[list[RecordedRun]] = []
     for run in runs:
-        seeds = (r for r in together if _decisive(r[0].settings) == _decisive(run.settings))
-        if (others := next(seeds, None)) is None:
-            together.append([run])
+        shared = _shared_settings(run.settings)
+        matching = (group for group in groups if _shared_settings(group[0].settings) == shared)
+        group = next(matching, None)
+        if group is None:
+            groups.append([run])
         else:
-            others.append(run)
+            group.append(run)
     named: list[Experiment] = []
-    for number, members in enumerate(together, 1):
-        name = _name(members)
+    for number, group in enumerate(groups, 1):
+        name = _experiment_name(group)
         is_taken = any(name == experiment.name for experiment in named)
-        named.append(Experiment(f"{name} [{number}]" if is_taken else name, members))
+        named.append(Experiment(f"{name} [{number}]" if is_taken else name, group))
     return named
 
 
-def mean_interval(samples: np.ndarray, are_shares: bool = False) -> list[float | None]:
-    """[mean, low, high] of independent values: 95 % by Student's t, no interval below 2 values.
+def mean_interval(samples: np.ndarray, are_shares: bool = False) -> Interval:
+    """Return the mean of independent values with its 95 % interval by Student's t.
 
-    Shares that are all equal, such as 1, have Wilson's interval of so many units.
+    There is no interval for fewer than 2 values. Equal shares have Wilson's interval of as many
+    units.
     """
     if not samples.size:
         return [None, None, None]
@@ -77,76 +81,88 @@ def mean_interval(samples: np.ndarray, are_shares: bool = False) -> list[float |
     return [mean, mean - half, mean + half]
 
 
-# Name, metric, rows that count (the first, the last, the run's end), form of the number.
+class Headline(NamedTuple):
+    """A headline number: the metric in the first row, the last row, or the last `LAST` rows."""
+
+    name: str
+    metric: str
+    rows: Literal["first", "last", "end"]
+    form: Literal["share", "number"]
+
+
 HEADLINES = (
-    ("Held-out accuracy before", "heldout_accuracy", "first", "share"),
-    ("Held-out accuracy after", "heldout_accuracy", "last", "share"),
-    (f"Sampled accuracy, last {LAST} steps", "accuracy", "end", "share"),
-    (f"Reward, last {LAST} steps", "reward", "end", "number"),
-    (f"Entropy, last {LAST} steps", "entropy", "end", "number"),
-    (f"Response tokens, last {LAST} steps", "response_tokens_mean", "end", "number"),
-    (f"Seconds per step, last {LAST} steps", "seconds_step", "end", "number"),
+    Headline("Held-out accuracy before", "heldout_accuracy", "first", "share"),
+    Headline("Held-out accuracy after", "heldout_accuracy", "last", "share"),
+    Headline(f"Sampled accuracy, last {LAST} steps", "accuracy", "end", "share"),
+    Headline(f"Reward, last {LAST} steps", "reward", "end", "number"),
+    Headline(f"Entropy, last {LAST} steps", "entropy", "end", "number"),
+    Headline(f"Response tokens, last {LAST} steps", "response_tokens_mean", "end", "number"),
+    Headline(f"Seconds per step, last {LAST} steps", "seconds_step", "end", "number"),
 )
+ROWS = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}
+EVALUATION = {"first": 0, "last": -1}
 
 
-PARTS = {"first": slice(0, 1), "last": slice(-1, None), "end": slice(-LAST, None)}
+def _samples(experiment: Experiment, headline: Headline) -> np.ndarray:
+    """Return independent values: means of the seeds, or the steps of the only run."""
+    rows = ROWS[headline.rows]
+    values = [finite_values(run.rows, headline.metric)[rows] for run in experiment.runs]
+    if len(values) == 1:
+        return values[0]
+    return np.array([numbers.mean() for numbers in values if numbers.size])
 
 
-def _samples(experiment: Experiment, metric: str, at: str) -> np.ndarray:
-    """Independent values of a headline number: means of the seeds, or steps of the only run."""
-    numbers = [finite_values(run.rows, metric)[PARTS[at]] for run in experiment.runs]
-    chosen = [values for values in numbers if values.size]
-    return np.array([values.mean() for values in chosen]) if len(numbers) > 1 else numbers[0]
-
-
-def _headline(experiment: Experiment, metric: str, at: str) -> tuple[list[float | None], str]:
-    """[mean, low, high] of a headline number, and what the interval is over."""
-    which, runs, are_shares = 0 if at == "first" else -1, experiment.runs, "accuracy" in metric
-    samples = _samples(experiment, metric, at)
+def _headline_interval(experiment: Experiment, headline: Headline) -> tuple[Interval, str]:
+    """Return a headline number, and a text that tells what its interval is over."""
+    runs = experiment.runs
+    metric = headline.metric
+    samples = _samples(experiment, headline)
     if len(runs) > 1 and metric == "heldout_accuracy":
-        shares = [share for run in runs if (share := heldout_shares(run, which)) is not None]
+        recorded = [heldout_shares(run, EVALUATION[headline.rows]) for run in runs]
+        shares = [values for values in recorded if values is not None]
         if len(shares) == len(runs):
-            estimate = dataclasses.astuple(estimate_over_seeds(shares, 0))
-            return list(estimate), f"over {len(runs)} seeds and their problems"
+            estimate = estimate_over_seeds(shares, 0)
+            return list(dataclasses.astuple(estimate)), f"over {len(runs)} seeds and their problems"
     if len(runs) > 1:
-        return mean_interval(samples, are_shares), f"over {samples.size} seeds"
-    if at == "end":
-        return mean_interval(samples, are_shares), "over these steps"
+        return mean_interval(samples, "accuracy" in metric), f"over {samples.size} seeds"
+    if headline.rows == "end":
+        return mean_interval(samples, "accuracy" in metric), "over these steps"
     rows = [row for row in runs[0].rows if finite_values([row], metric).size] or [{}]
     names = (metric, f"{metric}_low", f"{metric}_high")
-    return [rows[which].get(name) for name in names], "over problems"
+    return [rows[EVALUATION[headline.rows]].get(name) for name in names], "over problems"
 
 
 def headlines(experiment: Experiment) -> list[dict[str, Any]]:
-    """Headline numbers of an experiment, each with a 95 % interval where there is one."""
+    """Return the headline numbers of an experiment, with 95 % intervals if there are any."""
     lines = []
-    for name, metric, at, form in HEADLINES:
-        numbers, over = _headline(experiment, metric, at)
-        if form == "share":  # a t interval does not end at 0 and 1
+    for headline in HEADLINES:
+        numbers, over = _headline_interval(experiment, headline)
+        if headline.form == "share":  # a t interval can leave [0, 1]
             numbers = [x and min(1.0, max(0.0, x)) for x in numbers]
         if numbers[0] is not None:
-            lines.append({"name": name, "form": form, "value": numbers, "over": over})
+            line = {"name": headline.name, "form": headline.form, "value": numbers, "over": over}
+            lines.append(line)
     return lines
 
 
-def welch_interval(ones: np.ndarray, others: np.ndarray) -> list[float | None]:
-    """[difference of means, low, high] of independent values: 95 % by Welch's t.
+def welch_interval(left: np.ndarray, right: np.ndarray) -> Interval:
+    """Return the difference of two means of independent values, with 95 % by Welch's t.
 
-    Without an interval where a side has fewer than two values, or no side has a spread.
+    There is no interval if a side has fewer than two values or no side has a spread.
     """
-    if not (ones.size and others.size):
+    if not (left.size and right.size):
         return [None, None, None]
-    difference = float(ones.mean() - others.mean())
-    if min(ones.size, others.size) < 2 or not (ones.std() or others.std()):
+    difference = float(left.mean() - right.mean())
+    if min(left.size, right.size) < 2 or not (left.std() or right.std()):
         return [difference, None, None]
-    errors = np.array([side.var(ddof=1) / side.size for side in (ones, others)])
-    freedom = errors.sum() ** 2 / sum(errors**2 / [ones.size - 1, others.size - 1])
+    errors = np.array([side.var(ddof=1) / side.size for side in (left, right)])
+    freedom = errors.sum() ** 2 / sum(errors**2 / [left.size - 1, right.size - 1])
     half = float(stdtrit(freedom, 0.975) * np.sqrt(errors.sum()))
     return [difference, difference - half, difference + half]
 
 
-def _paired_shares(ones: Experiment, others: Experiment, which: int) -> list[np.ndarray]:
-    """Differences of held-out shares by seed and problem; empty where the two differ in either."""
+def _paired_shares(left: Experiment, right: Experiment, which: int) -> list[np.ndarray]:
+    """Return differences of held-out shares by seed and problem; none if these differ."""
 
     def by_seed(experiment: Experiment) -> dict[Any, np.ndarray | None]:
         return {run.settings.get("seed"): heldout_shares(run, which) for run in experiment.runs}
@@ -154,25 +170,27 @@ def _paired_shares(ones: Experiment, others: Experiment, which: int) -> list[np.
     def problems(experiment: Experiment) -> dict[str, Any]:
         return {name: v for name, v in experiment.settings.items() if name.startswith("data.")}
 
-    mine, theirs = by_seed(ones), by_seed(others)
-    are_alike = mine.keys() == theirs.keys() and problems(ones) == problems(others)
-    if not are_alike or not len(mine) == len(ones.runs) == len(others.runs):
+    left_shares = by_seed(left)
+    right_shares = by_seed(right)
+    if left_shares.keys() != right_shares.keys() or problems(left) != problems(right):
         return []
-    pairs = [(mine[seed], theirs[seed]) for seed in mine]
-    shares = [
-        one - other
-        for one, other in pairs
-        if one is not None and other is not None and len(one) == len(other)
-    ]
-    return shares if len(shares) == len(pairs) else []
+    if not len(left_shares) == len(left.runs) == len(right.runs):
+        return []
+    differences = []
+    for seed, shares in left_shares.items():
+        others = right_shares[seed]
+        if shares is None or others is None or len(shares) != len(others):
+            return []
+        differences.append(shares - others)
+    return differences
 
 
 def _heldout_difference(
-    ones: Experiment, others: Experiment, which: int
-) -> tuple[list[float | None], str] | None:
-    """Difference of held-out accuracy by problem; None where seeds and problems don't match."""
-    pairs = _paired_shares(ones, others, which)
-    if pairs and not np.ptp(np.concatenate(pairs)):  # as of one policy that both begin with
+    left: Experiment, right: Experiment, which: int
+) -> tuple[Interval, str] | None:
+    """Return the difference of held-out accuracy by problem; None if there are no such records."""
+    pairs = _paired_shares(left, right, which)
+    if pairs and not np.ptp(np.concatenate(pairs)):  # such as one initial policy
         return [float(pairs[0][0]), None, None], "by problem"
     if len(pairs) > 1:
         estimate = estimate_over_seeds(pairs, 0)
@@ -180,100 +198,104 @@ def _heldout_difference(
     if pairs:
         (estimate,) = estimates(pairs[0][:, None], np.ones(len(pairs[0])), 0)
         return list(dataclasses.astuple(estimate)), "by problem"
-    lone = [heldout_shares(one.runs[0], which) for one in (ones, others) if len(one.runs) == 1]
-    known = [shares for shares in lone if shares is not None]
-    if len(known) == 2:
-        return welch_interval(*known), "of different problems (Welch)"
+    if len(left.runs) == len(right.runs) == 1:
+        shares = [heldout_shares(side.runs[0], which) for side in (left, right)]
+        if shares[0] is not None and shares[1] is not None:
+            return welch_interval(shares[0], shares[1]), "of different problems (Welch)"
     return None
 
 
 def differences(experiment: Experiment, first: Experiment) -> dict[str, dict[str, Any]]:
-    """Differences of headline numbers to another experiment's, with 95 % intervals, by name."""
-    found: dict[str, dict[str, Any]] = {}
-    is_one_to_many = (len(experiment.runs) > 1) != (len(first.runs) > 1)
-    for name, metric, at, _ in HEADLINES:
-        told = None
-        if metric == "heldout_accuracy":
-            told = _heldout_difference(experiment, first, 0 if at == "first" else -1)
-        sides = [_samples(one, metric, at) for one in (experiment, first)]
-        if is_one_to_many:  # steps of a run say nothing of its seeds' spread
+    """Return differences to another experiment's headline numbers with 95 % intervals, by name."""
+    by_name: dict[str, dict[str, Any]] = {}
+    has_lone_run = (len(experiment.runs) > 1) != (len(first.runs) > 1)
+    for headline in HEADLINES:
+        heldout = None
+        if headline.metric == "heldout_accuracy":
+            heldout = _heldout_difference(experiment, first, EVALUATION[headline.rows])
+        sides = [_samples(side, headline) for side in (experiment, first)]
+        if has_lone_run:  # the steps of a run do not show the spread of its seeds
             sides = [side.mean(keepdims=True) if side.size else side for side in sides]
-        numbers, over = told or (welch_interval(*sides), "of independent samples (Welch)")
+        independent = welch_interval(sides[0], sides[1]), "of independent samples (Welch)"
+        numbers, over = heldout or independent
         if numbers[0] is not None:
-            found[name] = {"value": numbers, "over": over}
-    return found
+            by_name[headline.name] = {"value": numbers, "over": over}
+    return by_name
 
 
-def _changed(settings: dict[str, Any], others: dict[str, Any]) -> list[list[Any]]:
-    """[name, value, other value] of every setting that both have and that differs."""
-    both = [name for name in settings if name in others]
-    return [[n, settings[n], others[n]] for n in both if settings[n] != others[n]]
+def _changed(settings: Mapping[str, Any], others: Mapping[str, Any]) -> list[list[Any]]:
+    """Return [name, value, other value] of settings that both have and that differ."""
+    shared = [name for name in settings if name in others]
+    return [[n, settings[n], others[n]] for n in shared if settings[n] != others[n]]
 
 
 def from_preset(settings: dict[str, Any], preset: str = "") -> tuple[str, list[list[Any]]]:
-    """Name of a preset, the nearest by default, and the settings of `algorithm` that differ.
+    """Return the name of the given or nearest preset and the algorithm settings that differ.
 
-    Raises `ConfigError` for a name that no preset has.
+    Raises:
+        ConfigError: there is no such preset.
     """
     require(not preset or preset in PRESETS, "preset", preset, f"one of {', '.join(PRESETS)}")
-    differences = {
+    changes = {
         name: _changed(settings, {f"algorithm.{n}": v for n, _, v in leaves(PRESETS[name]())})
         for name in ([preset] if preset else PRESETS)
     }
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    return nearest, differences[nearest]
+    nearest = min(changes, key=lambda name: len(changes[name]))
+    return nearest, changes[nearest]
 
 
 def from_defaults(settings: dict[str, Any]) -> list[list[Any]]:
-    """[name, value, default] of every setting that differs from its default."""
+    """Return [name, value, default] of settings that differ from their defaults."""
     return _changed(settings, {name: value for name, _, value in leaves(Config())})
 
 
-def apart(shown: Sequence[Experiment]) -> list[list[Any]]:
-    """[name, value in each experiment, ...] of every setting that sets experiments apart."""
-    tables = [_decisive(experiment.settings) for experiment in shown]
-    names = list(dict.fromkeys(name for table in tables for name in table))
+def differing_settings(shown: Sequence[Experiment]) -> list[list[Any]]:
+    """Return [name, value in each experiment, ...] of settings that differ between experiments."""
+    tables = [_shared_settings(experiment.settings) for experiment in shown]
+    names = dict.fromkeys(name for table in tables for name in table)
     lines = [[name, *(table.get(name) for table in tables)] for name in names]
     return [line for line in lines if any(value != line[1] for value in line[2:])]
 
 
-# Metrics from which the trained tokens of a step follow.
-OF_TOKENS = (
-    "sampled_tokens_per_second seconds_rollout abandoned_tokens put_back_tokens "
-    "sampled_to_kept_tokens trained_groups"
-).split()
-
-
 def spent(experiment: Experiment) -> dict[str, dict[str, float]]:
-    """Seconds and tokens of all runs together, by what they were spent on."""
+    """Return the seconds and tokens of all runs by their use."""
     rows = [row for run in experiment.runs for row in run.rows]
 
     def total(name: str) -> float:
         return float(finite_values(rows, name).sum())
 
-    rollout, update = total("seconds_rollout"), total("seconds_update")
+    rollout = total("seconds_rollout")
     decode = min(total("seconds_decode"), rollout)
     seconds = {
         "decoding": decode,
-        "rest of the rollout (prefill, judging)": rollout - decode,
+        "rest of the rollout (prefill, scoring)": rollout - decode,
         "score pass": total("seconds_score"),
-        "update": update,
+        "update": total("seconds_update"),
         "evaluation": total("seconds_evaluation"),
     }
-    kept = dropped = 0.0
-    for row in rows:
-        # A metric may be missing, or null where it was not finite.
-        speed, took, lost, back, ratio, groups = (row.get(name) or 0.0 for name in OF_TOKENS)
-        drawn = speed * took
-        trained = min(drawn, (drawn + lost + back) / ratio) if ratio and groups else 0.0
-        kept, dropped = kept + trained, dropped + drawn - trained
+    sampled = [_sampled_tokens(row) for row in rows]
+    trained = [_trained_tokens(row) for row in rows]
     tokens = {
-        "kept: trained on": kept,
-        "dropped: no signal, or surplus": dropped,
+        "kept: trained on": sum(trained),
+        "dropped: no signal, or surplus": sum(sampled) - sum(trained),
         "abandoned: stopped when the batch was full": total("abandoned_tokens"),
-        "put back: drawn again, pages had run out": total("put_back_tokens"),
+        "put back: sampled again, pages had run out": total("put_back_tokens"),
     }
     return {
         part: {name: round(x, 1) for name, x in table.items() if x > 0}
         for part, table in (("seconds", seconds), ("tokens", tokens))
     }
+
+
+def _sampled_tokens(row: Mapping[str, Any]) -> float:
+    speed = row.get("sampled_tokens_per_second") or 0.0  # may be null: not finite
+    return speed * (row.get("seconds_rollout") or 0.0)
+
+
+def _trained_tokens(row: Mapping[str, Any]) -> float:
+    ratio = row.get("sampled_to_kept_tokens") or 0.0
+    if not ratio or not row.get("trained_groups"):
+        return 0.0
+    sampled = _sampled_tokens(row)
+    lost = (row.get("abandoned_tokens") or 0.0) + (row.get("put_back_tokens") or 0.0)
+    return min(sampled, (sampled + lost) / ratio)

@@ -1,132 +1,156 @@
-// Draws the report from the JSON beside it. Text becomes text nodes, never markup.
+"use strict";
+// Draws the report from the JSON in the page. Texts become text nodes, never markup.
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
-let rollouts = []; // read after the first picture
+let rollouts = []; // parsed after the first chart
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f"];
+const DASHES = [["solid", "solid"], ["dashed", "dash"], ["dotted", "dot"]]; // names in CSS and in plotly
 const CLIPS = ["", "cut by the lower clip", "cut by the upper clip", "cut by the dual clip"];
-const runs = data.experiments.flatMap((one) => one.runs);
-const several = data.experiments.length > 1; // a plot then shows one metric of all
+const OPTIONS = { displayModeBar: false, responsive: true };
+const runs = data.experiments.flatMap((experiment) => experiment.runs);
+const several = data.experiments.length > 1; // each plot then compares one metric
 
 function make(tag, properties = {}, ...children) {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
-    if (name in made) made[name] = value;
-    else made.setAttribute(name, value);
+    if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
   }
-  made.append(...children.filter((one) => one !== null && one !== undefined));
-  return made;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
-// Escapes tags, which the plotting library reads in labels.
-const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+const plain = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly reads tags in labels
 const colourOf = (number) => COLOURS[number % COLOURS.length];
-const dashOf = (number) => ["solid", "dashed", "dotted"][Math.floor(number / COLOURS.length) % 3];
+const dashOf = (number) => DASHES[Math.floor(number / COLOURS.length) % 3];
 const shorten = (text, most) => (text.length > most ? `${text.slice(0, most / 2)}…${text.slice(1 - most / 2)}` : text);
+const box = (label, ...children) => make("pre", { tabIndex: 0, role: "region", "aria-label": label, dir: "auto" }, ...children);
 
-function show(value, form = "number") {
+function show(value) {
   if (value === null || value === undefined) return "–";
-  if (form === "share") return (100 * value).toFixed(1) + "\u00a0%";
-  if (form === "points") return (100 * value).toFixed(1);
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return size !== 0 && size < 0.0001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
 
-function table(heads, rows, numeric = false) {
-  const kind = (place) => (numeric && place ? "number" : "");
-  const head = make("tr", {}, ...heads.map((text, i) => make("th", { scope: "col", className: kind(i) }, text)));
-  const body = rows.map((row) => make("tr", {}, ...row.map((text, i) => make("td", { className: kind(i) }, text))));
-  return make("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": heads.join(", ") },
-    make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)));
-}
-
-// --- headline numbers and warnings -------------------------------------------------------------
-
-const written = (value) => (value === null ? "not there" : JSON.stringify(value));
-
-function interval([mean, low, high], form) {
-  return low === null || low === undefined ? "" : `${show(low, form)} to ${show(high, form)}`;
-}
-
-function drawNumbers(one) {
-  const cards = one.headlines.map(({ name, form, value, over }) => make("div", {}, make("dt", {}, name),
-    make("dd", {}, show(value[0], form), make("small", {}, interval(value, form) ? `${interval(value, form)}, 95 % ${over}` : "no interval"))));
-  byId("headlines").append(make("dl", { className: "numbers" }, ...cards));
-}
-
-// A row for each experiment: number, interval, difference to the first experiment with its interval.
-function drawComparison() {
-  const names = [...new Set(data.experiments.flatMap((one) => one.headlines.map(({ name }) => name)))];
-  const cellOf = (one, name) => {
-    const found = one.headlines.find((line) => line.name === name);
-    if (!found) return "–";
-    const [difference, form] = [one.differences[name], found.form === "share" ? "points" : found.form];
-    const small = [make("small", { title: `95 % ${found.over}` }, interval(found.value, found.form))];
-    if (difference) {
-      const [by, range] = [difference.value[0], interval(difference.value, form)];
-      small.push(make("small", { className: "difference", title: range ? `95 % ${difference.over}` : "" },
-        `${by > 0 ? "+" : ""}${show(by, form)}${form === "points" ? " points" : ""} `, range ? make("span", {}, `(${range})`) : null));
-    }
-    return make("span", {}, show(found.value[0], found.form), ...small);
+function layout(title) {
+  const style = getComputedStyle(document.documentElement);
+  const [ink, line, card] = ["--ink", "--line", "--card"].map((name) => style.getPropertyValue(name).trim());
+  const axis = { gridcolor: line, zerolinecolor: line, automargin: true };
+  return {
+    margin: { l: 48, r: 10, t: 8, b: 36 }, paper_bgcolor: card, plot_bgcolor: card,
+    font: { color: ink, size: 12, family: "system-ui, sans-serif" },
+    xaxis: { ...axis }, yaxis: { ...axis, title: { text: title }, exponentformat: "e", minexponent: 5, hoverformat: ".4~g" },
+    legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: 11 }, traceorder: "normal" },
+    hovermode: data.experiments.length > 8 ? "closest" : "x unified",
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink }, namelength: 40 },
+    dragmode: window.innerWidth < 700 ? false : "zoom",
   };
-  const rows = data.experiments.map((one, i) => [make("span", {}, swatch(i), one.name), ...names.map((name) => cellOf(one, name))]);
-  byId("headlines").append(make("h2", {}, "Comparison"), table(["run", ...names], rows, true),
-    make("p", { className: "note" }, "Below a number stands its 95 % interval: over seeds, or of a single run over its problems or last steps. "
-      + `Then comes the difference to ${data.experiments[0].name} with its 95 % interval: by problem where both were asked the same problems, else by Welch's t. `
-      + "One run against several seeds has none."));
-  const apart = make("details", { open: data.apart.length <= 20 }, make("summary", {}, `Settings that differ: ${data.apart.length}`),
-    table(["setting", ...data.experiments.map((one) => one.name)], data.apart.map(([name, ...values]) => [name, ...values.map(written)])));
-  byId("headlines").append(apart);
 }
 
-function drawHeadlines() {
-  if (several) drawComparison();
-  else drawNumbers(data.experiments[0]);
-  const warnings = data.experiments.flatMap((one) => one.runs.flatMap((run) => run.warnings.map((text) => [run.name, text])));
-  byId("warnings").hidden = !warnings.length;
-  for (const [name, text] of warnings) {
-    byId("warnings").querySelector("ul").append(make("li", {}, runs.length > 1 ? `${name}: ${text}` : text));
+function smoothed(values, width) {
+  return values.map((value, i) => {
+    if (value === null) return null; // keep gaps
+    const part = values.slice(Math.max(0, i - width + 1), i + 1).filter((v) => v !== null);
+    return part.reduce((a, b) => a + b) / part.length;
+  });
+}
+
+// A closed line around each stretch without a gap.
+function bandOf(x, low, high) {
+  const band = { x: [], y: [] };
+  for (let end = 0; end < x.length; end += 1) {
+    const start = end;
+    while (end < x.length && low[end] !== null) end += 1;
+    if (end === start) continue;
+    band.x.push(...x.slice(start, end), ...x.slice(start, end).reverse(), null);
+    band.y.push(...high.slice(start, end), ...low.slice(start, end).reverse(), null);
   }
+  return band;
 }
 
-function swatch(number) {
-  const made = make("span", { className: "swatch", "aria-hidden": "true" });
-  made.style.borderTop = `4px ${dashOf(number)} ${colourOf(number)}`;
-  return made;
+// Lines of the experiments that are shown: i numbers the experiment, place the metric.
+const linesOf = (curve) => [...data.experiments.entries()].filter(([i]) => byId(`experiment-${i}`)?.checked ?? true)
+  .flatMap(([i, { name, curves }]) => Object.entries(curve.metrics).map(([metric, words], place) => ({ i, name, place, words, line: curves.lines[metric], x: curves.x })))
+  .filter(({ line }) => line);
+
+function traces(curve) {
+  const width = Number(byId("smooth").value);
+  return linesOf(curve).flatMap(({ i, name, place, words, line, x: axes }) => {
+    const x = line.at.map((at) => axes[byId("axis").value][at]);
+    const y = smoothed(line.mean, width);
+    const colour = colourOf(several ? i : place);
+    const label = several ? name : words;
+    const known = line.mean.filter((value) => value !== null);
+    const isDot = (at) => y[at] !== null && (known.length < 40 || ((y[at - 1] ?? null) === null && (y[at + 1] ?? null) === null));
+    const sizes = y.map((_, at) => (isDot(at) ? 5 : 0));
+    const band = line.low ? [{ ...bandOf(x, smoothed(line.low, width), smoothed(line.high, width)), mode: "lines", line: { width: 0 },
+      fill: "toself", fillcolor: colour + "30", hoverinfo: "skip", showlegend: false }] : [];
+    return [...band, { x, y, name: plain(shorten(label, 40)), mode: sizes.some(Boolean) ? "lines+markers" : "lines",
+      line: { color: colour, width: 2, dash: dashOf(several ? i : 0)[1] }, marker: { size: sizes, opacity: 1, line: { width: 0 } },
+      summary: `${label} from ${show(known[0])} to ${show(known.at(-1))}` }];
+  });
 }
 
-// --- where time and tokens went ----------------------------------------------------------------
+// The axis has at least the height `span`, so that rounding errors look flat.
+function flatRange(curve, lines) {
+  const values = lines.flatMap(({ y }) => y).filter((value) => value !== null);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const span = Math.max(curve.span, 0.01 * Math.max(Math.abs(low), Math.abs(high)));
+  if (!values.length || high - low >= span) return [undefined, ""];
+  const centred = (low + high - span) / 2;
+  const from = low >= 0 ? Math.max(0, centred) : centred;
+  const note = high > low && high - low < span / 10
+    ? `All values lie within ${show(high - low)} of each other. The axis spans ${show(span)}, so that rounding looks flat.` : "";
+  return [[from - 0.05 * span, from + 1.05 * span], note];
+}
+
+function drawCurve(plot) {
+  const { curve } = plot;
+  const lines = traces(curve);
+  const look = layout(curve.unit);
+  const [range, note] = flatRange(curve, lines);
+  look.xaxis.title = { text: byId("axis").selectedOptions[0].text };
+  if (range) look.yaxis.range = range;
+  plot.nextSibling.textContent = note;
+  look.showlegend = !several && Object.keys(curve.metrics).length > 1; // the check boxes are the legend of experiments
+  plot.setAttribute("aria-label", `${curve.title}, ${curve.unit}: ` + lines.map(({ summary }) => summary).filter(Boolean).join("; "));
+  return Plotly.react(plot, lines, look, OPTIONS);
+}
+
+function drawCurves() {
+  const plots = [...document.querySelectorAll("#charts .plot")];
+  const redraw = () => plots.filter((plot) => plot.data).forEach(drawCurve);
+  const near = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach(({ target }) => {
+    near.unobserve(target);
+    drawCurve(target).then(() => { document.documentElement.dataset.firstPicture ??= Math.round(performance.now()); });
+  }), { rootMargin: "400px" });
+  for (const plot of plots) {
+    const curve = data.curves[Number(plot.dataset.curve)];
+    plot.curve = { ...curve, metrics: Object.fromEntries(plot.dataset.metrics.split(" ").map((name) => [name, curve.metrics[name]])) };
+    near.observe(plot);
+  }
+  for (const id of ["axis", "smooth", "shown"]) byId(id)?.addEventListener("change", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
 
 function drawSpent() {
-  const drawings = [];
-  for (const [part, unit] of [["seconds", "seconds"], ["tokens", "tokens"]]) {
-    const kinds = [...new Set(data.experiments.flatMap((one) => Object.keys(one.spent[part])))];
-    if (!kinds.length) continue;
-    const shareOf = (one, kind) => show(one.spent[part][kind] / Object.values(one.spent[part]).reduce((a, b) => a + b, 0), "share");
-    const cell = (one, kind) => (kind in one.spent[part] ? `${show(one.spent[part][kind])} (${shareOf(one, kind)})` : "–");
-    const bars = kinds.map((kind, i) => ({ type: "bar", orientation: "h", name: kind, marker: { color: colourOf(i) },
-      y: data.experiments.map((_, at) => at), x: data.experiments.map((one) => one.spent[part][kind] ?? 0),
-      hovertemplate: "%{x:,.0f} " + unit }));
+  for (const plot of document.querySelectorAll("#spent .plot")) {
+    const spent = data.experiments.map((experiment) => experiment.spent[plot.dataset.part]);
+    const kinds = [...new Set(spent.flatMap(Object.keys))];
+    const places = spent.map((_, i) => i);
+    const bars = kinds.map((kind, i) => ({ type: "bar", orientation: "h", name: kind, marker: { color: colourOf(i) }, y: places,
+      x: spent.map((table) => table[kind] ?? 0), hovertemplate: `%{x:,.0f} ${plot.dataset.part}` }));
     const look = { ...layout(""), barmode: "stack", hovermode: "closest", dragmode: false };
-    look.xaxis.title = { text: unit };
     const most = window.innerWidth < 700 ? 14 : 28;
+    look.xaxis.title = { text: plot.dataset.part };
     look.yaxis = { ...look.yaxis, autorange: "reversed", showticklabels: several, showgrid: false, zeroline: false,
-      tickvals: data.experiments.map((_, at) => at), ticktext: data.experiments.map((one) => plain(shorten(one.name, most))) };
-    const plot = make("div", { className: "plot", role: "img", "aria-label": `${unit} by what they went into; the table below has the numbers` });
-    plot.style.height = `${220 + 28 * data.experiments.length}px`;
-    const shown = several ? [["run", ...kinds], data.experiments.map((one) => [one.name, ...kinds.map((kind) => cell(one, kind))])]
-      : [["went into", unit], kinds.map((kind) => [kind, cell(data.experiments[0], kind)])];
-    const note = part === "seconds" ? "Over all runs of an experiment. What a lag hides behind an update is counted as well."
-      : "Sampled tokens over all runs: trained on, or paid for and lost.";
-    byId("spent").querySelector(".grid").append(make("article", { className: "card" }, make("h3", {}, part === "seconds" ? "Time" : "Tokens"),
-      plot, make("p", {}, note), table(...shown, true)));
-    drawings.push([plot, bars, look]);
+      tickvals: places, ticktext: data.experiments.map(({ name }) => plain(shorten(name, most))) };
+    plot.style.height = `${220 + 28 * places.length}px`;
+    Plotly.newPlot(plot, bars, look, OPTIONS);
   }
-  for (const one of drawings) Plotly.newPlot(...one, OPTIONS); // once each has the width that the other leaves it
-  byId("spent").hidden = !drawings.length;
 }
-
-// --- rollouts ----------------------------------------------------------------------------------
 
 function colourOfToken(by, value) {
   if (value === null || value === undefined) return "";
@@ -137,48 +161,53 @@ function colourOfToken(by, value) {
 
 function tokensOf(response, text = response.text, first = 0, last = Infinity) {
   const by = byId("colour").value;
-  const box = make("pre", { tabIndex: 0, role: "region", "aria-label": "response", dir: "auto" });
-  if (!response.pieces) return (box.append(text ?? ""), box);
-  response.pieces.slice(first, last).forEach((piece, place) => {
+  if (!response.pieces) return box("response", text ?? "");
+  return box("response", ...response.pieces.slice(first, last).flatMap((piece, place) => {
     const i = first + place;
     const clip = CLIPS[response.clipped?.[i] ?? 0];
-    const said = [`log-probability ${show(response.logprobs?.[i])}`,
-      response.ratios ? `ratio ${show(response.ratios[i])}` : "", clip].filter(Boolean).join(", ");
-    const token = make("span", { title: said, className: clip ? "clip" : "" }, piece || "◦");
+    const facts = [`log-probability ${show(response.logprobs?.[i])}`, response.ratios ? `ratio ${show(response.ratios[i])}` : "", clip];
+    const token = make("span", { title: facts.filter(Boolean).join(", "), className: clip ? "clip" : "" }, piece || "◦");
     if (by && response[by]) token.style.background = colourOfToken(by, response[by][i]);
-    box.append(token, clip ? make("span", { hidden: true }, ` (${clip})`) : "");
-  });
-  return box;
+    return [token, clip ? make("span", { hidden: true }, ` (${clip})`) : ""];
+  }));
 }
 
-// A box for each turn. Only the policy's words have tokens; a reward is for the step that a turn made.
+// A box per turn. Only the policy's turns have tokens and rewards.
 function turnsOf(response) {
-  let drawn = 0;
+  let sampled = 0;
   const rewards = response.rewards?.some(Boolean) ? [...response.rewards] : [];
   return response.turns.map(([speaker, tokens, text]) => {
-    const own = speaker === "policy";
-    const reward = own && rewards.length ? `, reward ${show(rewards.shift())}` : "";
-    const shown = own ? tokensOf(response, text, drawn, drawn + tokens) : make("pre", { tabIndex: 0, role: "region", "aria-label": "observation", dir: "auto" }, text);
-    drawn += own ? tokens : 0;
-    return make("div", { className: own ? "turn" : "turn observed" },
-      make("p", { className: "note" }, make("b", {}, own ? "policy" : "environment"), `, ${tokens} tokens${reward}`), shown);
+    const isPolicy = speaker === "policy";
+    const reward = isPolicy && rewards.length ? `, reward ${show(rewards.shift())}` : "";
+    const shown = isPolicy ? tokensOf(response, text, sampled, sampled + tokens) : box("observation", text);
+    sampled += isPolicy ? tokens : 0;
+    return make("div", { className: isPolicy ? "turn" : "turn observed" },
+      make("p", { className: "note" }, make("b", {}, isPolicy ? "policy" : "environment"), `, ${tokens} tokens${reward}`), shown);
   });
 }
 
 function drawResponse(response, number) {
-  const trained = response.advantage === null ? "not trained on" : `advantage ${show(response.advantage)}`;
-  const facts = [`reward ${show(response.reward)}`, response.advantage === undefined ? "" : trained,
+  const advantage = response.advantage === null ? "not trained on" : `advantage ${show(response.advantage)}`;
+  const facts = [`reward ${show(response.reward)}`, response.advantage === undefined ? "" : advantage,
     `${response.tokens} tokens`, response.truncated ? "cut off by the budget" : "", response.surplus ? "surplus" : ""];
   const parts = Object.entries(response.parts ?? {}).map(([name, value]) => `${name} ${show(value)}`).join(", ");
-  const details = make("details", { open: number === 0 },
-    make("summary", {}, `${number + 1}. `, make("span", { className: response.correct ? "right" : "wrong" },
-      response.correct ? "✓ right" : "✗ wrong"), ` · ${facts.filter(Boolean).join(" · ")}`));
-  const fill = () => details.open && details.replaceChildren(details.firstChild,
-    make("p", { className: "note", dir: "auto" }, `read as ${JSON.stringify(response.extracted ?? null)}; reward parts: ${parts || "none"}`
-      + (response.failure ? `; the verdict failed: ${response.failure}` : "")),
-    ...(response.turns?.length ? turnsOf(response) : [tokensOf(response)]));
-  details.addEventListener("toggle", fill);
+  const failure = response.failure ? `; the verdict failed: ${response.failure}` : "";
+  const verdict = make("span", { className: response.correct ? "right" : "wrong" }, response.correct ? "✓ right" : "✗ wrong");
+  const details = make("details", { open: number === 0 }, make("summary", {}, `${number + 1}. `, verdict, ` · ${facts.filter(Boolean).join(" · ")}`));
+  details.addEventListener("toggle", () => details.open && details.replaceChildren(details.firstChild,
+    make("p", { className: "note", dir: "auto" }, `extracted ${JSON.stringify(response.extracted ?? null)}; reward parts: ${parts || "none"}${failure}`),
+    ...(response.turns?.length ? turnsOf(response) : [tokensOf(response)])));
   return details;
+}
+
+function legendOf(group) {
+  const by = byId("colour").value;
+  const meaning = { logprobs: "The darker a token, the less likely it was to the sampler; full at 1 in 90.",
+    ratios: "Orange: more likely to the policy of the last update than to the old one; blue: less. The gradient of underlined tokens was cut by the clip." };
+  const [name, setting] = by === "ratios" ? ["ratios", "token_ratios"] : ["tokens", "token_groups"];
+  if (!by) return "";
+  return group.responses.some((response) => response[by]) ? `${meaning[by]} ◦ is a token without text, such as the end.`
+    : `No ${name} are stored for this group: see config.log.${setting}.`;
 }
 
 function drawGroup() {
@@ -186,56 +215,34 @@ function drawGroup() {
   const group = rollouts[place];
   byId("previous").disabled = place === 0;
   byId("next").disabled = place === rollouts.length - 1;
-  byId("responses").replaceChildren(
-    make("h3", {}, `Prompt ${group.id}, step ${group.step}, ${group.outcome}`),
-    make("pre", { tabIndex: 0, role: "region", "aria-label": "prompt", dir: "auto" }, group.prompt),
+  byId("responses").replaceChildren(make("h3", {}, `Prompt ${group.id}, step ${group.step}, ${group.outcome}`), box("prompt", group.prompt),
     make("p", { dir: "auto" }, `Answer: ${group.answer}`), ...group.responses.map(drawResponse));
-  const has = (name) => group.responses.some((response) => response[name]);
-  const by = byId("colour").value;
-  const missing = `Of this group no ${by === "ratios" ? "ratios are" : "tokens are"} stored: see config.log.token_${by === "ratios" ? "ratios" : "groups"}.`;
-  const meaning = { logprobs: "The darker a token, the less likely it was to the sampler; full at 1 in 90.",
-    ratios: "Orange: more likely to the policy that the last update saw than to the old one; blue: less. Underlined tokens had their gradient cut by the clip." };
-  byId("legend").textContent = !by ? "" : has(by) ? `${meaning[by]} ◦ is a token without text, such as the end.` : missing;
+  byId("legend").textContent = legendOf(group);
 }
 
 function drawRollouts() {
   rollouts = JSON.parse(byId("rollouts-data").textContent);
-  byId("sample").textContent = rollouts.length ? data.sample : "No rollouts are stored (config.log.rollouts).";
-  if (!rollouts.length) return void document.querySelector("#rollouts .controls").remove();
-  rollouts.forEach((group, i) => {
-    const right = group.responses.filter((response) => response.correct).length;
-    const name = runs.length > 1 ? `${runs[group.run].name}, ` : "";
-    byId("group").append(make("option", { value: i }, `${name}step ${group.step}: ${right} of ${group.responses.length} right`));
-  });
-  const move = (by) => { byId("group").selectedIndex += by; drawGroup(); };
-  byId("previous").addEventListener("click", () => move(-1));
-  byId("next").addEventListener("click", () => move(1));
-  byId("group").addEventListener("change", drawGroup);
-  byId("colour").addEventListener("change", drawGroup);
-  byId("open").addEventListener("click", () => byId("responses").querySelectorAll("details").forEach((one) => { one.open = true; }));
+  if (!rollouts.length) return;
+  byId("group").append(...rollouts.map((group, i) => {
+    const correct = group.responses.filter((response) => response.correct).length;
+    const name = runs.length > 1 ? `${runs[group.run]}, ` : "";
+    return make("option", { value: i }, `${name}step ${group.step}: ${correct} of ${group.responses.length} right`);
+  }));
+  for (const [id, by] of [["previous", -1], ["next", 1]]) {
+    byId(id).addEventListener("click", () => { byId("group").selectedIndex += by; drawGroup(); });
+  }
+  for (const id of ["group", "colour"]) byId(id).addEventListener("change", drawGroup);
+  byId("open").addEventListener("click", () => byId("responses").querySelectorAll("details").forEach((details) => { details.open = true; }));
   byId("group").value = Math.max(0, rollouts.findLastIndex((group) => group.responses[0].pieces));
   drawGroup();
 }
 
-// --- settings ----------------------------------------------------------------------------------
-
-function drawSettings() {
-  const box = byId("settings");
-  const changes = (title, heads, lines) => make("details", {}, make("summary", {}, `${title}: ${lines.length || "nothing"}`),
-    lines.length ? table(heads, lines.map(([name, ...values]) => [name, ...values.map(written)])) : null);
-  for (const one of data.experiments) {
-    const preset = changes(`Differs from the preset ${one.preset}`, ["setting", "here", one.preset], one.fromPreset);
-    preset.open = true;
-    box.append(make("h3", {}, one.name), preset,
-      changes("Differs from the defaults", ["setting", "here", "default"], one.fromDefaults),
-      changes("All settings", ["setting", "value"], one.settings));
-  }
-}
-
-drawHeadlines();
+document.querySelectorAll(".swatch").forEach(({ style, dataset }) => {
+  style.borderTop = `4px ${dashOf(dataset.number)[0]} ${colourOf(dataset.number)}`;
+});
 drawCurves();
 setTimeout(() => {
-  for (const draw of [drawRollouts, drawSettings, drawSpent]) draw();
-  // The plotting library measures texts in it: screen readers pass over it.
-  byId("js-plotly-tester")?.setAttribute("aria-hidden", "true");
+  drawRollouts();
+  drawSpent();
+  byId("js-plotly-tester")?.setAttribute("aria-hidden", "true"); // plotly measures texts in it
 });

@@ -1,9 +1,10 @@
 """Reader of a run's folder for the report: settings, rows, a sample of the rollouts.
 
-The run may still go on, may have been killed, or may be older than a setting or a metric. A line
-that is no JSON object is passed over.
+The run may be unfinished, killed, or older than a setting or a metric. Lines that are no JSON
+objects are skipped.
 """
 
+import collections
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -14,14 +15,17 @@ from flax.traverse_util import flatten_dict
 
 from dapo_jax.runtime.settings import require
 from dapo_jax.runtime.storage.jsonl import objects
-from dapo_jax.runtime.storage.ownership import SECTIONS_OF_A_RUN, Folder, folder_at
+from dapo_jax.runtime.storage.paths import Folder, folder_at
 
-FILES_READ = 24  # rollouts files of a run
-BYTES_READ = 32_000_000  # of each file
-GROUPS_OF_A_STEP = 4
-SHOWN_CHARACTERS = 6000  # of a text; a longer one loses its middle
-A_RUN = "the folder of a run, with config.json and metrics.jsonl"
-# Fields of a response: name in the page by name in the file.
+SECTIONS_OF_A_RUN = {"algorithm", "rollout", "sampler"}  # of its config.json
+
+MAX_FILES = 24  # rollouts files of a run
+MAX_BYTES = 32_000_000  # of each file
+GROUPS_PER_STEP = 4
+SHOWN_CHARACTERS = 6000  # the middle of a longer text is cut
+ALLOWED = "the folder of a run, with config.json and metrics.jsonl"
+TOKEN_FIELDS = ("pieces", "logprobs", "ratios", "clipped")
+# Names of a response's fields in the page, by their names in the file.
 FIELDS = {
     "response": "text",
     "extracted": "extracted",
@@ -44,7 +48,7 @@ FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder tells it: `settings` by dotted name, `rows` in the order of steps."""
+    """The records of a run: `settings` by dotted name, `rows` in the order of steps."""
 
     folder: Folder
     settings: dict[str, Any]
@@ -55,54 +59,58 @@ class RecordedRun:
         return self.folder.name or str(self.folder)
 
 
+def sort_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest row of each step, in the order of steps."""
+    by_step = {row["step"]: row for row in rows if type(row.get("step")) is int}
+    return [by_step[step] for step in sorted(by_step)]
+
+
 def read_run(name: str) -> RecordedRun:
-    """Reads the run in a folder. Raises `ConfigError` where there is none, or none of its steps."""
+    """Read the run in a folder. Raises `ConfigError` if there is none or it has no row."""
     folder = folder_at(name)
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        rows = list(objects(folder / "metrics.jsonl"))
+        rows = sort_rows(list(objects(folder / "metrics.jsonl")))
     except (OSError, ValueError) as error:
-        require(False, "run", name, f"{A_RUN}; {error}")
+        require(False, "run", name, f"{ALLOWED}; {error}")
         raise AssertionError from None
-    known = isinstance(settings, dict) and settings.keys() >= SECTIONS_OF_A_RUN
-    require(known, "run", name, f"{A_RUN}; its config.json is not that of a run")
-    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
-    require(bool(by_step), "run", name, f"{A_RUN}; there is no row in its metrics.jsonl")
-    return RecordedRun(
-        folder, flatten_dict(settings, sep="."), [by_step[step] for step in sorted(by_step)]
-    )
+    is_run = isinstance(settings, dict) and settings.keys() >= SECTIONS_OF_A_RUN
+    require(is_run, "run", name, f"{ALLOWED}; its config.json is not that of a run")
+    require(bool(rows), "run", name, f"{ALLOWED}; there is no row in its metrics.jsonl")
+    return RecordedRun(folder, flatten_dict(settings, sep="."), rows)
 
 
 def heldout_shares(run: RecordedRun, which: int) -> np.ndarray | None:
-    """Shares of right responses to each held-out problem, [P]; None where none were kept.
+    """Return the share of correct responses to each held-out problem, [P]; None if not recorded.
 
     Args:
         which: 0 for the first evaluation of the run, -1 for the last.
     """
     steps = [row["step"] for row in run.rows if "heldout_accuracy" in row]
     path = run.folder / "evaluations" / f"step_{steps[which] if steps else 0:06d}.jsonl"
-    right: dict[Any, list[bool]] = {}
+    correct: dict[Any, list[bool]] = {}
     if path.exists():
         for line in objects(path):
-            right.setdefault(line.get("index"), []).append(bool(line.get("correct")))
-    return np.array([np.mean(right[index]) for index in right]) if right else None
+            correct.setdefault(line.get("index"), []).append(bool(line.get("correct")))
+    return np.array([np.mean(values) for values in correct.values()]) if correct else None
 
 
 def spread_out(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spaced, both ends among them."""
+    """Return at most `most` evenly spaced numbers below `count`, with both ends."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def coarse_to_fine(numbers: Sequence[int]) -> list[int]:
-    """All numbers, reordered: the last, the first, then halves, quarters and so on."""
+    """Reorder numbers: the last, the first, then halves, quarters and so on."""
     count = len(numbers)
     parts = [2**power + 1 for power in range(count.bit_length() + 1)]
     return [numbers[i] for i in dict.fromkeys(i for n in parts for i in spread_out(count, n)[::-1])]
 
 
 def shorten(text: Any) -> str:
-    """A text without its middle where it is too long for a page."""
-    text, half = str(text), SHOWN_CHARACTERS // 2
+    """Return a text without its middle if it is too long for a page."""
+    text = str(text)
+    half = SHOWN_CHARACTERS // 2
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
@@ -110,37 +118,39 @@ def shorten(text: Any) -> str:
 
 def _response(line: dict[str, Any]) -> dict[str, Any]:
     fields = {new: line[name] for name, new in FIELDS.items() if line.get(name) is not None}
-    if "advantage" in line:  # null where no update saw the response; older runs don't say
+    if "advantage" in line:  # null if no update used the response; older runs lack the field
         fields["advantage"] = line["advantage"]
     turns = [[speaker, tokens, str(text)] for speaker, tokens, text in fields.pop("turns", ())]
     text = "".join(text for _, _, text in turns) or str(fields.get("text", ""))
     if turns:
         fields["turns"] = [[speaker, tokens, shorten(text)] for speaker, tokens, text in turns]
     if len(text) > SHOWN_CHARACTERS:
-        for name in ("pieces", "logprobs", "ratios", "clipped"):
+        for name in TOKEN_FIELDS:
             fields.pop(name, None)
-    return fields | {
-        name: shorten(fields[name]) for name in ("text", "extracted", "failure") if name in fields
-    }
+    for name in ("text", "extracted", "failure"):
+        if name in fields:
+            fields[name] = shorten(fields[name])
+    return fields
 
 
 def _outcome(lines: list[dict[str, Any]]) -> str:
-    right = sum(bool(line.get("correct")) for line in lines)
-    return "mixed" if 0 < right < len(lines) else "all right" if right else "all wrong"
+    correct = sum(bool(line.get("correct")) for line in lines)
+    if 0 < correct < len(lines):
+        return "mixed"
+    return "all right" if correct else "all wrong"
 
 
 def groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
-    """A few groups of a rollouts file: those with tokens first, then of every outcome."""
+    """Return a few groups of a rollouts file: first those with tokens, then of every outcome."""
     groups: dict[Any, list[dict[str, Any]]] = {}
-    for line in objects(path, BYTES_READ):
+    for line in objects(path, MAX_BYTES):
         groups.setdefault(line.get("index"), []).append(line)
+    outcomes = collections.Counter[str]()
 
     def rank(group: list[dict[str, Any]]) -> tuple[bool, int]:
-        seen[_outcome(group)] = seen.get(_outcome(group), 0) + 1
-        return "token_texts" not in group[0], seen[_outcome(group)]
+        outcomes[_outcome(group)] += 1
+        return "token_texts" not in group[0], outcomes[_outcome(group)]
 
-    seen: dict[str, int] = {}
-    chosen = sorted(groups.values(), key=rank)[:GROUPS_OF_A_STEP]
     return [
         {
             "step": step,
@@ -150,18 +160,20 @@ def groups_of(path: Folder, step: int) -> list[dict[str, Any]]:
             "outcome": _outcome(lines),
             "responses": [_response(line) for line in lines],
         }
-        for lines in chosen
+        for lines in sorted(groups.values(), key=rank)[:GROUPS_PER_STEP]
     ]
 
 
 def sample_groups(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Groups of evenly spaced steps, ordered so that any beginning is a fair sample."""
+    """Yield groups of evenly spaced steps, ordered so that any prefix is a fair sample."""
     folder = run.folder / "rollouts"
-    paths = folder.glob("step_*.jsonl") if folder.exists() else ()
-    numbers = ((path.stem.removeprefix("step_"), path) for path in paths)
-    files = {int(number): path for number, path in numbers if number.isdigit()}
+    files: dict[int, Folder] = {}
+    for path in folder.glob("step_*.jsonl") if folder.exists() else ():
+        number = path.stem.removeprefix("step_")
+        if number.isdigit():
+            files[int(number)] = path
     steps = sorted(files)
-    chosen = coarse_to_fine([steps[i] for i in spread_out(len(steps), FILES_READ)])
+    chosen = coarse_to_fine([steps[i] for i in spread_out(len(steps), MAX_FILES)])
     groups = [groups_of(files[step], step) for step in chosen]
-    for place in range(GROUPS_OF_A_STEP):
+    for place in range(GROUPS_PER_STEP):
         yield from (of_step[place] for of_step in groups if place < len(of_step))

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, when they are saved, whether they fit."""
+"""Checkpoints: content, schedule, integrity, and the identity of a run."""

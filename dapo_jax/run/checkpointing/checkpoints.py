@@ -1,5 +1,9 @@
-"""Orbax checkpoints: arrays with a typed record of the run. Complete or absent."""
+"""Checkpoints of a run: arrays and a typed record, saved by Orbax, complete or absent.
 
+Reinforcement learning, SFT and DPO share this store. Every process calls every method.
+"""
+
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -17,216 +21,111 @@ from dapo_jax.learner.batches import TrainState
 from dapo_jax.run.checkpointing.integrity import (
     checkpoint_folder,
     damage,
+    find_steps,
     latest_valid,
+    remove_checkpoint,
+    remove_unfinished,
     saved_steps,
     seal,
 )
-from dapo_jax.run.checkpointing.same_run import run_identity, with_defaults
+from dapo_jax.run.checkpointing.same_run import Record
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.nonfinite import check_state
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.runtime.sharding import flatten
-from dapo_jax.runtime.storage.ownership import folder_at, is_remote
+from dapo_jax.runtime.storage.paths import folder_at, is_remote
 from dapo_jax.runtime.storage.retries import (
     NotSaved,
-    let_orbax_use_buckets,
-    print_error,
-    quiet_orbax,
+    Storage,
     reason,
+    silence_orbax,
+    suppress_storage_errors,
 )
-from dapo_jax.structs import present
 
 DAMAGED = "damaged_checkpoints"
 POLL_SECONDS = 0.1
-SETTLING_SECONDS = 0.5  # for threads of a save that failed, which may still make files
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """Progress of a run and what it computes with: JSON beside the arrays of a checkpoint.
-
-    Attributes:
-        step: steps that are done.
-        settings: values by dotted name.
-        inputs: digests of what the run reads, by kind.
-        progress: what else this kind of run goes on with.
-    """
-
-    step: int
-    settings: dict[str, Any]
-    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    progress: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def continues(self, saved: "Record") -> bool:
-        """True if a run of these settings and inputs computes the same as the run of `saved`."""
-        settings = {name: saved.settings.get(name) for name in self.settings}
-        return run_identity(self.settings, self.inputs) == run_identity(settings, saved.inputs)
-
-    def content(self) -> dict[str, Any]:
-        """JSON that `read` takes; entries of `progress` stand beside the others."""
-        return self.progress | {
-            name: getattr(self, name) for name in ("step", "settings", "inputs")
-        }
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> "Record":
-        """Record from a checkpoint's JSON; settings younger than it have their defaults."""
-        progress = dict(content)
-        step, settings = progress.pop("step"), with_defaults(progress.pop("settings"))
-        return cls(step, settings, progress.pop("inputs", {}), progress)
+SETTLING_SECONDS = 0.5  # for threads of a failed save, which may still create files
+MAX_TRIES = 3  # of a save, a step apart
+LAST_PAUSES = (0, 5, 20)  # seconds before each try of the last save
+WAIT_SECONDS = 60.0  # for slow storage, before a save that is due is left out
+CHECKPOINT = "the checkpoint"
 
 
 class Checkpoints:
-    """Checkpoint store of a run: saves and restores arrays and records, on any process count.
+    """Checkpoint store of a run, on any number of processes; a context manager.
 
-    Every process calls every method. A context manager: leaving it closes. The newest sound
-    checkpoint is restored; where this saves, damaged ones after it are moved to
-    `damaged_checkpoints`.
+    The newest valid checkpoint is restored. A store that saves moves damaged newer ones to
+    `damaged_checkpoints`, and keeps the newest `settings.keep`.
 
     Args:
         settings: of the run that saves; None: checkpoints are only read.
-        warn: receives warnings of damaged checkpoints.
+        storage: warns of damaged checkpoints and failed saves.
 
     Raises:
-        ConfigError: there are checkpoints, and none is sound.
+        ConfigError: there are checkpoints, and none is valid.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike,
         settings: Checkpoint | None = None,
-        warn: Callable[[str], None] = print_error,
+        storage: Storage | None = None,
     ):
-        self._folder, self._settings = checkpoint_folder(run_dir), settings
-        self._step = latest_valid(run_dir, warn)
-        self._saving = 0  # the step of the newest save
+        self._run_dir, self._settings = run_dir, settings
+        self._folder = epath.Path(checkpoint_folder(run_dir))
+        self._storage = storage or Storage()
+        self._step = latest_valid(run_dir, self._storage.warn)
+        self._writer: ocp.AsyncCheckpointer | None = None
+        self._saving = 0  # step of the newest save
+        self._finished: concurrent.futures.Future[None] | None = None  # of that save
+        self._failures = 0  # in a row
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if settings is not None:
-            quiet_orbax()
+            silence_orbax()
             later = [step for step in saved_steps(run_dir) if step > (self._step or 0)]
             error = processes.broadcast_from_host0(
-                lambda: self._set_aside(later, run_dir), "damaged checkpoints"
+                lambda: self._prepare(later), "folder of checkpoints"
             )
             require(not error, "run_dir", str(run_dir), f"a folder to write; {error}")
-        self._manager: ocp.CheckpointManager | None = None
-        try:
-            self._manager = self._open()
-        except OSError as error:
-            raise ConfigError(
-                f"config.run_dir = {str(run_dir)!r}: {self._folder}: {reason(error)}"
-            ) from None
 
-    def _set_aside(self, steps: list[int], run_dir: str | os.PathLike) -> str:
-        """Moves checkpoints away, since Orbax saves no step before its newest one.
-
-        Returns an error message; empty where all went well.
-        """
+    def _prepare(self, damaged: list[int]) -> str:
+        """Create the folder, and move damaged checkpoints away; return an error message."""
         try:
-            for step in steps:
-                aside = epath.Path(folder_at(run_dir, DAMAGED)) / str(step)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(self._folder)
+            for step in damaged:
+                aside = epath.Path(folder_at(self._run_dir, DAMAGED)) / str(step)
                 aside.parent.mkdir(parents=True, exist_ok=True)
                 if aside.exists():
                     aside.rmtree()
-                epath.Path(self._folder / str(step)).rename(aside)
+                (self._folder / str(step)).rename(aside)
         except Exception as error:  # of the system or a bucket's client
-            return f"the damaged checkpoint of step {step} can't be moved: {reason(error)}"
+            return f"{self._folder} can't be prepared: {reason(error)}"
         return ""
-
-    def _open(self) -> ocp.CheckpointManager:
-        let_orbax_use_buckets()
-        saves = self._settings is not None
-        # Made in the background, folders that can't be made are waited for, for 5 minutes.
-        background = ocp.AsyncOptions(
-            post_finalization_callback=self._seal,
-            create_directories_asynchronously=False,
-        )
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._settings.keep if self._settings else None,
-            create=saves,
-            cleanup_tmp_directories=saves,  # what a kill during a save left behind
-            async_options=background,
-        )
-        return ocp.CheckpointManager(self._folder, options=options)
-
-    def _seal(self) -> None:
-        """Lists checksums, before Orbax gives a folder its name or, in a store, its mark."""
-        unnamed = list(epath.Path(self._folder).glob(f"{self._saving}.*tmp*"))
-        seal(unnamed[0] if unnamed else epath.Path(self._folder) / str(self._saving))
 
     @staticmethod
     def exist(run_dir: str | os.PathLike) -> bool:
-        """True if a run has ever saved in the folder; creates nothing."""
+        """Return True if a run has ever saved in the folder; create nothing."""
         folder = checkpoint_folder(run_dir)
-        # `is_dir` is False for a bucket that can't be read: a run would begin anew over its own.
+        # `is_dir` is False for a bucket that can't be read: a run would overwrite its own work.
         find = folder.exists if is_remote(run_dir) else folder.is_dir
         return processes.broadcast_from_host0(find, "whether a run has saved")
 
     def latest_step(self) -> int | None:
-        """Step of the newest sound checkpoint; None without one."""
+        """Return the step of the newest valid checkpoint; None without one."""
         return self._step
 
-    def save(self, record: Record, states: Mapping[str, Any]) -> None:
-        """Starts writing in the background; a step that is already there is left alone.
-
-        Args:
-            states: arrays by entry ("state" is the policy's `TrainState`); None has no entry.
-
-        Raises:
-            NotSaved: it could not be begun; later `done` and `wait` say so.
-            NotFinite: such a state would one day be the only one that is kept.
-        """
-        check_state(states, f"step {record.step} is not saved")
-        with contextlib.suppress(NotSaved):  # of whoever saved that, and did not ask
-            self.wait()
-        self._saving = record.step
-        self._try(lambda: self._start(record, states))
-
-    def _start(self, record: Record, states: Mapping[str, Any]) -> None:
-        self._manager = self._manager or self._open()
-        if record.step in self._manager.all_steps():
-            return
-        entries = {name: ocp.args.StandardSave(state) for name, state in states.items() if state}
-        record_args = ocp.args.JsonSave(record.content())
-        self._manager.save(record.step, args=ocp.args.Composite(**entries, record=record_args))
-
-    def _try(self, work: Callable[[], Any]) -> None:
-        """Raises `NotSaved` on every process where one fails; nothing half written stays."""
-        try:
-            work()
-            error = ""
-        except Exception as problem:  # of Orbax, TensorStore or a bucket's client
-            error = reason(problem)
-        errors = list(
-            filter(None, processes.all_gather_json(error, "whether a checkpoint is saved"))
-        )
-        if errors:
-            self._manager = None
-            time.sleep(SETTLING_SECONDS)
-            with contextlib.suppress(Exception):  # else the next save does
-                self._manager = self._open()  # which removes what is half written
-            raise NotSaved(f"step {self._saving}: {errors[0]}")
-
-    def done(self, seconds: float) -> bool:
-        """True if everything is on disk, after so many seconds at most. Raises `NotSaved`."""
-        ends = time.monotonic() + seconds
-        while self._is_saving():
-            if not processes.broadcast_from_host0(lambda: time.monotonic() < ends, "patience"):
-                return False
-            time.sleep(POLL_SECONDS)
-        self.wait()
-        return True
-
-    def _is_saving(self) -> bool:
-        saving = self._manager is not None and self._manager.is_saving_in_progress()
-        return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
-
     def record(self) -> Record:
-        """Record of the newest sound checkpoint."""
-        return Record.read(self._restore("record", ocp.args.JsonRestore()))
+        """Return the record of the newest valid checkpoint."""
+        return Record.read(
+            self._restore("record", ocp.args.JsonRestore()), self._folder / str(self._step)
+        )
 
     def state(self, abstract_state: TrainState, entry: str = "state") -> TrainState:
-        """Arrays of an entry of the newest sound checkpoint, on the mesh of `abstract_state`.
+        """Return the arrays of an entry of the newest valid checkpoint. Raises `NotFinite`.
 
-        Raises `NotFinite`.
+        Args:
+            abstract_state: shapes and shardings.
         """
         restored = self._restore(entry, ocp.args.StandardRestore(abstract_state))
         # Once somebody has moved that folder away, an older one is the newest.
@@ -234,38 +133,150 @@ class Checkpoints:
         return restored
 
     def _restore(self, entry: str, args: Any) -> Any:
-        composite = ocp.args.Composite(**{entry: args})
+        path = self._folder / str(self._step)
         try:
-            return present(self._manager, "checkpoint manager").restore(self._step, args=composite)[
-                entry
-            ]
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+                return reader.restore(path, args=ocp.args.Composite(**{entry: args}))[entry]
         except Exception as error:  # whatever Orbax raises of arrays of other shapes or names
             raise ConfigError(
-                f"config.run_dir: {self._folder / str(self._step)} can't be read "
-                f"({reason(error)}): move it away, and the one before it is used"
+                f"config.run_dir: {path} can't be read ({reason(error)}): "
+                "move it away, and the one before it is used"
             ) from error
+
+    def save(self, record: Record, states: Mapping[str, Any]) -> None:
+        """Start writing in the background; a step that is already saved is left alone.
+
+        Args:
+            states: arrays by entry ("state" is the policy's `TrainState`); None has no entry.
+
+        Raises:
+            NotSaved: it could not be started; later `is_done` and `wait` raise it.
+            NotFinite: such a state would one day be the only one that is kept.
+        """
+        check_state(states, f"step {record.step} is not saved")
+        with contextlib.suppress(NotSaved):  # an earlier save failed; it was reported then
+            self.wait()
+        self._saving = record.step
+        is_saved = record.step in saved_steps(self._run_dir)
+        self._on_all_processes(lambda: is_saved or self._start(record, states))
+
+    def _start(self, record: Record, states: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            # Folders that can't be created in the background are waited for, for 5 minutes.
+            options = ocp.AsyncOptions(
+                post_finalization_callback=self._seal, create_directories_asynchronously=False
+            )
+            handler = ocp.CompositeCheckpointHandler()
+            self._writer = ocp.AsyncCheckpointer(handler, async_options=options)
+        entries: dict[str, Any] = {
+            name: ocp.args.StandardSave(state) for name, state in states.items() if state
+        }
+        entries["record"] = ocp.args.JsonSave(dataclasses.asdict(record))
+        self._writer.save(self._folder / str(record.step), args=ocp.args.Composite(**entries))
+        self._finished = self._thread.submit(self._finish, self._writer)
+
+    def _seal(self) -> None:
+        """List checksums before Orbax gives a folder its name or, in a bucket, its mark."""
+        unnamed = list(self._folder.glob(f"{self._saving}.*tmp*"))
+        seal(unnamed[0] if unnamed else self._folder / str(self._saving))
+
+    def _finish(self, writer: ocp.AsyncCheckpointer) -> None:
+        """Wait until a save is complete, and remove the oldest checkpoints."""
+        writer.wait_until_finished()
+        if processes.is_first() and self._settings and self._settings.keep:
+            with suppress_storage_errors():  # else after the next save
+                for step in find_steps(self._run_dir)[: -self._settings.keep]:
+                    remove_checkpoint(self._folder / str(step))
+
+    def _on_all_processes(self, work: Callable[[], Any]) -> None:
+        """Raise `NotSaved` on every process if one fails; remove what is incomplete."""
+        error = ""
+        try:
+            work()
+        except Exception as problem:  # of Orbax, TensorStore or a bucket's client
+            error = reason(problem)
+        errors = processes.all_gather_json(error, "whether a checkpoint is saved")
+        if not any(errors):
+            return
+        self._writer = self._finished = None
+        time.sleep(SETTLING_SECONDS)
+        if processes.is_first():
+            with contextlib.suppress(Exception):  # else before the next save
+                remove_unfinished(self._folder)
+        raise NotSaved(f"step {self._saving}: {next(filter(None, errors))}")
+
+    def is_saving(self) -> bool:
+        """Return True while a save is being written on any process."""
+        saving = self._finished is not None and not self._finished.done()
+        return any(processes.all_gather_json(saving, "whether a checkpoint is being saved"))
+
+    def is_done(self, seconds: float) -> bool:
+        """Return True if everything is on disk within so many seconds. Raises `NotSaved`."""
+        ends = time.monotonic() + seconds
+        while self.is_saving():
+            if not processes.broadcast_from_host0(lambda: time.monotonic() < ends, "patience"):
+                return False
+            time.sleep(POLL_SECONDS)
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait until everything is on disk. Raises `NotSaved`."""
+        self._on_all_processes(lambda: self._finished and self._finished.result())
+
+    def after_step(self, is_due: bool, save: Callable[[], None]) -> None:
+        """Save after a step if that is due or has just failed; warn of failures."""
+        try:
+            if self._finished is not None:
+                if not self.is_done(WAIT_SECONDS if is_due else 0):
+                    if is_due:
+                        text = f"the one before it takes more than {WAIT_SECONDS:.0f} s"
+                        self._storage.report_failure(CHECKPOINT, text)
+                    return
+                self._finished = None
+                self._failures = 0
+                self._storage.report_recovery(CHECKPOINT)
+        except NotSaved as error:
+            self._report(error)
+        if is_due or 0 < self._failures < MAX_TRIES:
+            try:
+                save()
+            except NotSaved as error:
+                self._report(error)
+
+    def _report(self, error: NotSaved) -> None:
+        self._failures += 1
+        self._storage.report_failure(CHECKPOINT, reason(error))
+
+    def save_last(self, save: Callable[[], None]) -> None:
+        """Save, and wait until that is on disk. Raises `NotSaved` after a few tries."""
+        for number, pause in enumerate(LAST_PAUSES, 1):
+            time.sleep(pause)
+            try:
+                save()
+                return self.wait()
+            except NotSaved:
+                if number == len(LAST_PAUSES):
+                    raise
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is None or processes.count() == 1:  # others may not be here to be waited for
+        if kind is None or processes.count() == 1:  # else other processes may be gone
             self.close()
 
-    def wait(self) -> None:
-        """Returns when everything is on disk. Raises `NotSaved`."""
-        self._try(lambda: self._manager and self._manager.wait_until_finished())
-
     def close(self) -> None:
-        """Waits until everything is on disk, or can't be."""
+        """Wait until everything is on disk, or can't be."""
         with contextlib.suppress(NotSaved):
             self.wait()
-        if self._manager:
-            self._manager.close()
+        if self._writer:
+            self._writer.close()
+        self._thread.shutdown()
 
 
 class SavedPolicy:
-    """Policy of one checkpoint, read parameter by parameter; the run may go on meanwhile.
+    """Policy of one checkpoint, read parameter by parameter while the run may continue.
 
     Args:
         step: 0: the newest.
@@ -276,28 +287,29 @@ class SavedPolicy:
     """
 
     def __init__(self, run_dir: str | os.PathLike, step: int = 0, entry: str = "state"):
-        folder, steps = epath.Path(checkpoint_folder(run_dir)), saved_steps(run_dir)
+        steps = saved_steps(run_dir)
         self._entry = entry
         require(bool(steps), "run", str(run_dir), "the run_dir of a run that has saved")
         self.step = step or latest_valid(run_dir, field="run") or 0
         listed = ", ".join(map(str, steps))
         require(self.step in steps, "step", step, f"0 or one of {listed}")
-        self._folder = folder / str(self.step)
+        self._folder = epath.Path(checkpoint_folder(run_dir)) / str(self.step)
         flaw = damage(self._folder) if step else ""
         require(not flaw, "step", step, f"0 or one of {listed} that is not damaged ({flaw})")
         self._handler = ocp.PyTreeCheckpointHandler()
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the run, by dotted name."""
-        return Record.read(ocp.JsonCheckpointHandler().restore(self._folder / "record")).settings
+        """Return the settings of the run, by dotted name."""
+        content = ocp.JsonCheckpointHandler().restore(self._folder / "record")
+        return Record.read(content, self._folder).settings
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape by path (`layers/query/kernel`) of every parameter."""
+        """Return the shape of every parameter by its path (`layers/query/kernel`)."""
         tree = self._handler.metadata(self._folder / self._entry).tree["params"]
         return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
     def read(self, path: str) -> np.ndarray:
-        """A whole parameter on the host, from whatever mesh it was written."""
+        """Return a whole parameter on the host, from whatever mesh it was written."""
 
         def only(value: Any) -> Any:
             return {"params": traverse_util.unflatten_dict({path: value}, sep="/")}

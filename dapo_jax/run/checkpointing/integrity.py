@@ -1,7 +1,7 @@
 """Integrity of checkpoints: a list with a digest of every file, checked before reading.
 
 The list is the last file that is written before a checkpoint gets its name: a folder without one
-was never complete, or is half deleted.
+is incomplete. Orbax has no checksums unless its default format is changed.
 """
 
 import concurrent.futures
@@ -12,19 +12,19 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.runtime.storage.ownership import Folder, folder_at, is_remote
+from dapo_jax.runtime.storage.paths import Folder, folder_at, is_remote
 from dapo_jax.runtime.storage.retries import print_error, sync_folder, write_text
 
 CHECKSUMS = "checksums.json"
-INCOMPLETE = "incomplete"  # half deleted, or never finished
+INCOMPLETE = "incomplete"  # partly deleted, or never finished
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint on an object store
-# Orbax goes on writing these two, and reading a state or record needs neither.
-OF_ORBAX = ("_CHECKPOINT_METADATA", COMMITTED)
+UNNAMED = ".orbax-checkpoint-tmp"  # in the name of a local checkpoint that is being written
+# Orbax writes these two after the list; reading a state or record needs neither.
+UNLISTED = ("_CHECKPOINT_METADATA", COMMITTED)
 MISSING = "No such file or directory"
 THREADS = 8
 CHUNK_BYTES = 1 << 22
@@ -36,10 +36,10 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def _digest(path: epath.Path, sync: bool = False) -> list[Any]:
-    """[bytes, sha256] of a file; [message] where it can't be read.
+    """Return [bytes, sha256] of a file; [message] if it can't be read.
 
     Args:
-        sync: bring the file to the disk first.
+        sync: flush the file to the disk first.
     """
     size, digest = 0, hashlib.sha256()
     try:
@@ -49,9 +49,9 @@ def _digest(path: epath.Path, sync: bool = False) -> list[Any]:
                 digest.update(chunk)
             if sync:
                 os.fsync(file.fileno())
-    except FileNotFoundError:  # whose text a bucket words in its own way
+    except FileNotFoundError:  # a bucket words it differently
         return [MISSING]
-    except (OSError, ValueError) as error:  # of a name that was damaged, too
+    except (OSError, ValueError) as error:  # ValueError: the name itself was damaged
         return [getattr(error, "strerror", None) or str(error)]
     return [size, digest.hexdigest()]
 
@@ -63,24 +63,21 @@ def _digests(folder: epath.Path, names: list[str], sync: bool = False) -> dict[s
 
 
 def seal(folder: epath.Path) -> None:
-    """Writes the list of all files that this process sees in a folder.
-
-    Raises OSError where a file can't be read: the list would make a sound checkpoint a damaged one.
-    """
+    """Write the list of all files in a folder. Raises OSError if one of them can't be read."""
     names = [str(path.relative_to(folder)) for path in _files(folder)]
-    names = [name for name in names if name not in (CHECKSUMS, *OF_ORBAX)]
+    names = [name for name in names if name not in (CHECKSUMS, *UNLISTED)]
     digests = _digests(folder, names, sync=not is_remote(folder))
     for name, digest in digests.items():
         if len(digest) == 1:
             raise OSError(f"{name}: {digest[0]}")
     write_text(folder / CHECKSUMS, json.dumps(digests, indent=0))
     if not is_remote(folder):
-        for place in {folder, *(path.parent for path in _files(folder))}:
-            sync_folder(pathlib.Path(place))
+        for parent in {folder, *(path.parent for path in _files(folder))}:
+            sync_folder(pathlib.Path(parent))
 
 
-def _damage(name: str, written: Any, digest: list[Any]) -> str:
-    """Damage of a file; empty for a sound one."""
+def _describe_damage(name: str, written: Any, digest: list[Any]) -> str:
+    """Return the damage of a file; empty for a valid one."""
     if digest == written:
         return ""
     if len(digest) == 1:
@@ -91,12 +88,12 @@ def _damage(name: str, written: Any, digest: list[Any]) -> str:
 
 
 def damage(folder: epath.Path) -> str:
-    """Damage of a checkpoint, in a few words; empty for a sound one.
+    """Return the damage of a checkpoint in a few words; empty for a valid one.
 
-    Every process calls it, and each reads a share of the files.
+    Every process calls it, and each reads a part of the files.
     """
 
-    def listed() -> dict[str, Any] | str:
+    def read_list() -> dict[str, Any] | str:
         try:
             digests = json.loads((folder / CHECKSUMS).read_text())
         except FileNotFoundError:
@@ -105,43 +102,59 @@ def damage(folder: epath.Path) -> str:
             return f"{CHECKSUMS} can't be read: {error}"
         return digests if isinstance(digests, dict) and digests else f"{CHECKSUMS} lists no file"
 
-    written = processes.broadcast_from_host0(listed, "what a checkpoint holds")
+    written = processes.broadcast_from_host0(read_list, "files of a checkpoint")
     if isinstance(written, str):
         return written
-    share = sorted(written)[processes.index() :: processes.count()]
-    digests = _digests(folder, share)
-    damages = [text for name in share if (text := _damage(name, written[name], digests[name]))]
-    damages = sum(processes.all_gather_json(damages[:2], "damaged files"), [])
-    return damages[0] + ", and more" * (len(damages) > 1) if damages else ""
+    own = sorted(written)[processes.index() :: processes.count()]
+    digests = _digests(folder, own)
+    texts = [_describe_damage(name, written[name], digests[name]) for name in own]
+    texts = [text for text in texts if text]
+    texts = sum(processes.all_gather_json(texts[:2], "damaged files"), [])
+    return texts[0] + ", and more" * (len(texts) > 1) if texts else ""
 
 
 def checkpoint_folder(run_dir: str | os.PathLike) -> Folder:
-    """Folder of a run's checkpoints, absolute, as Orbax wants it."""
+    """Return the folder of a run's checkpoints, absolute, as Orbax needs it."""
     folder = folder_at(run_dir, "checkpoints")
     return folder if is_remote(run_dir) else folder.absolute()
 
 
 def find_steps(run_dir: str | os.PathLike) -> list[int]:
-    """Steps of all checkpoints, ascending, sound or damaged; this process alone looks."""
+    """Return the steps of all named checkpoints, ascending, as this process sees them."""
     folder = checkpoint_folder(run_dir)
-    if not is_remote(run_dir):
-        return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
-    # A glob fails where the bucket does; `is_dir` would be False.
-    names = [path.parent.name for path in folder.glob(f"*/{COMMITTED}")]
+    if is_remote(run_dir):  # a glob raises if the bucket fails; `is_dir` would be False
+        names = [path.parent.name for path in folder.glob(f"*/{COMMITTED}")]
+    else:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def saved_steps(run_dir: str | os.PathLike) -> list[int]:
-    """Steps of all checkpoints, ascending, sound or damaged. Every process calls it."""
+    """Return the steps of all named checkpoints, ascending. Every process calls it."""
     return processes.broadcast_from_host0(lambda: find_steps(run_dir), "checkpoints")
+
+
+def remove_checkpoint(folder: epath.Path) -> None:
+    """Remove a checkpoint, in a bucket its mark first."""
+    if is_remote(folder):
+        (folder / COMMITTED).unlink(missing_ok=True)
+    folder.rmtree()
+
+
+def remove_unfinished(folder: epath.Path) -> None:
+    """Remove the checkpoints that a kill or a failed save left incomplete."""
+    for path in folder.iterdir():
+        is_unmarked = is_remote(folder) and path.name.isdigit() and not (path / COMMITTED).exists()
+        if UNNAMED in path.name or is_unmarked:
+            path.rmtree()
 
 
 def latest_valid(
     run_dir: str | os.PathLike, warn: Callable[[str], None] = print_error, field: str = "run_dir"
 ) -> int | None:
-    """Step of the newest sound checkpoint; None where there are none at all.
+    """Return the step of the newest valid checkpoint; None if there are no checkpoints.
 
-    Raises `ConfigError` where all are damaged.
+    Raises `ConfigError` if all are damaged.
     """
     folder, damages = epath.Path(checkpoint_folder(run_dir)), dict[int, str]()
     for step in reversed(saved_steps(run_dir)):
@@ -155,6 +168,6 @@ def latest_valid(
         step, text = next(iter(damages.items()))
         raise ConfigError(
             f"config.{field} = {str(run_dir)!r}: {folder / str(step)} is damaged ({text}), and no "
-            "checkpoint before it is sound: bring one back from a copy, or take another folder"
+            "checkpoint before it is valid: restore one from a copy, or choose another folder"
         )
     return None

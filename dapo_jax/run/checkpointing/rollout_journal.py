@@ -1,7 +1,7 @@
-"""Rollout journal: judged groups of an unfinished step on disk, so that a kill costs none.
+"""Journal of the scored groups of an unfinished step, so that a kill loses none of them.
 
-Random draws are keyed, and the order of the data decides what a step trains on: groups read back
-make the same step as groups drawn again. Costs are counted from where the step went on.
+Sampling is keyed, and the order of the data decides what a step trains on: groups that are read
+back make the same step as groups that are sampled again. Costs count from where the step resumed.
 """
 
 import json
@@ -13,7 +13,7 @@ import numpy as np
 from dapo_jax.rollout.carry_over import pack_partial, unpack_partial
 from dapo_jax.rollout.dynamic_sampling import FinishedGroups, digest_tokens
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, replacing, suppress_storage_errors
 from dapo_jax.structs import Group, PartialGroup, Prompt
 
@@ -22,12 +22,10 @@ RECORD = "record"
 
 
 class RolloutJournal:
-    """Journal of the judged groups of a step, until a checkpoint has the step.
+    """Journal of the scored groups of a step, until a checkpoint has the step.
 
-    Every process calls `begin`.
-
-    Files are written in the background: one holds the groups that were judged while the file before
-    it was written, and is whole or absent. A kill costs the groups of the file under way.
+    Files are written in the background: each holds the groups that were scored while the file
+    before it was written, and is complete or absent. Every process calls `begin`.
 
     Args:
         folder: of the run.
@@ -44,42 +42,45 @@ class RolloutJournal:
         decode: Callable[[list[int]], str],
     ):
         self._folder = folder / FOLDER
-        self._identity, self._storage, self._decode = identity, storage, decode
+        self._identity = identity
+        self._storage = storage
+        self._decode = decode
         self._step = 0
-        # Two threads use these; each use is one operation of Python, which no other divides.
+        # Two threads use these; each use is one operation of Python, which is atomic.
         self._unwritten: list[Group] = []
-        self._file_to_come = False
+        self._write_is_queued = False
 
     def begin(self, step: int) -> FinishedGroups:
-        """Groups that an earlier try of a step has finished."""
+        """Return the groups that an earlier try of a step has finished."""
         self._storage.drain()
-        self._step, self._unwritten = step, []
+        self._step = step
+        self._unwritten = []
         folder = self._folder / _name(step)
 
-        def names() -> list[str]:
+        def list_files() -> list[str]:
             with suppress_storage_errors():
                 return sorted(path.name for path in folder.glob("*.npz"))
             return []
 
         groups: dict[int, tuple[str, Group]] = {}
-        for name in processes.broadcast_from_host0(names, "finished groups"):
+        for name in processes.broadcast_from_host0(list_files, "finished groups"):
             groups |= self._read(folder / name)
-        # A file that one process can't read is read by none.
+        # A file that one process can't read is ignored by all.
         readable = map(set, processes.all_gather_json(sorted(groups), "finished groups"))
-        return {place: groups[place] for place in set.intersection(*readable)}
+        return {index: groups[index] for index in set.intersection(*readable)}
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Queues groups that were judged; groups without a reward are left out."""
-        whole = [group for group in groups if not group.broken]
-        if not whole or not processes.is_first():
+        """Queue groups that were scored; groups without a reward are left out."""
+        scored = [group for group in groups if not group.broken]
+        if not scored or not processes.is_first():
             return
-        self._unwritten.extend(whole)
-        if not self._file_to_come:  # else it takes these as well
-            self._file_to_come = True
+        self._unwritten.extend(scored)
+        if not self._write_is_queued:  # else that write takes these as well
+            self._write_is_queued = True
             self._storage.attempt_later(f"{FOLDER}/", self._write)
 
     def forget(self, step: int) -> None:
-        """Removes the groups of steps before `step`, which a checkpoint has, in the background."""
+        """Remove the groups of steps before `step` in the background; a checkpoint has them."""
         if processes.is_first():
             self._storage.attempt_later(f"{FOLDER}/", lambda: self._remove(step))
 
@@ -94,8 +95,8 @@ class RolloutJournal:
                 self._folder.rmdir()
 
     def _write(self) -> None:
-        """Writes a file of the queued groups, unless the file before took them."""
-        self._file_to_come = False
+        """Write the queued groups to a file, unless the file before has them."""
+        self._write_is_queued = False
         groups = self._unwritten[:]
         if not groups:
             return
@@ -119,10 +120,14 @@ class RolloutJournal:
             content: dict[str, Any] = json.loads(arrays.pop(RECORD).tobytes())
             if content["identity"] != self._identity:
                 return {}
-            groups = unpack_partial(arrays, content["groups"], _somewhere, self._decode)
+            groups = unpack_partial(arrays, content["groups"], _unread_prompt, self._decode)
             pairs = zip(content["prompts"], groups, strict=True)
-            return {one.prompt.index: (digest, one.judged) for digest, one in pairs if one.judged}
-        except Exception:  # whatever numpy and zipfile make of an archive that is damaged
+            return {
+                partial.prompt.index: (digest, partial.judged)
+                for digest, partial in pairs
+                if partial.judged
+            }
+        except Exception:  # whatever numpy and zipfile raise for a damaged archive
             return {}
 
 
@@ -130,6 +135,6 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def _somewhere(index: int) -> Prompt:
-    """Stand-in for a prompt, until the data are read."""
+def _unread_prompt(index: int) -> Prompt:
+    """Return a prompt without text, until the data are read."""
     return Prompt(index, "", "", np.zeros(0, np.int32), "", "")

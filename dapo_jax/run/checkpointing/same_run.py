@@ -1,19 +1,85 @@
-"""Identity of a run: the settings that its checkpoints remember, and their comparison."""
+"""Identity of a run: settings, data and code that decide whether a checkpoint can be resumed."""
 
+import dataclasses
 import hashlib
+import inspect
 import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.config.user_code import resolve
+from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.templates import open_template
 from dapo_jax.model import peft_adapters
 from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.runtime.rules import Rule, When
 from dapo_jax.runtime.settings import ConfigError, leaves, require, rules
+from dapo_jax.runtime.workers.pickled_functions import IN_PROCESS_PREFIX, PICKLED_PREFIX
+
+
+@dataclasses.dataclass
+class RunProgress:
+    """State of a run beside its arrays.
+
+    Attributes:
+        heldout_before: held-out accuracy before the first step.
+        seconds: duration of the run, over all its processes.
+        unwritten: metrics of the newest step, if its evaluation has not finished.
+        skipped: steps in a row without an update, by learner (`count_skipped`).
+        position: index of the next prompt in the data.
+        kept_fraction: of groups that carried signal, by which the next step samples ahead.
+        carried: groups that the next step continues; their arrays are an entry of the checkpoint.
+    """
+
+    heldout_before: float | None = None
+    seconds: float = 0.0
+    unwritten: dict[str, float] | None = None
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    position: int = 0
+    kept_fraction: float = 1.0
+    carried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """JSON beside the arrays of a checkpoint: the run's progress, and what decides its results.
+
+    Attributes:
+        step: finished steps.
+        settings: values by dotted name.
+        inputs: digests of the files that the run reads, by kind.
+    """
+
+    step: int
+    settings: dict[str, Any]
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    progress: RunProgress = dataclasses.field(default_factory=RunProgress)
+
+    def continues(self, saved: "Record") -> bool:
+        """Return True if this run computes the same as the run of `saved`."""
+        settings = {name: saved.settings.get(name) for name in self.settings}
+        return run_identity(self.settings, self.inputs) == run_identity(settings, saved.inputs)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], place: os.PathLike) -> "Record":
+        """Return the record in a checkpoint's JSON; settings younger than it get defaults.
+
+        Raises `ConfigError` for the format of an older version.
+        """
+        if "progress" not in content:
+            raise ConfigError(
+                f"config.run_dir: {place} was saved by an older version of dapo_jax: resume with "
+                "that version, or choose another run_dir"
+            )
+        settings, progress = with_defaults(content["settings"]), RunProgress(**content["progress"])
+        return cls(content["step"], settings, content["inputs"], progress)
 
 
 def _rule(name: str) -> Rule:
-    """Rule of a run's setting; of other things that a checkpoint remembers the strictest."""
+    """Return the rule of a run's setting; the strictest for other entries of a checkpoint."""
     return rules(Config).get(name, Rule())
 
 
@@ -22,8 +88,26 @@ def _may_change(name: str, settings: dict[str, Any]) -> bool:
     return may_change(settings) if isinstance(may_change, When) else may_change
 
 
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a run, with the default of every setting that is younger than it."""
+    return {name: value for name, _, value in leaves(Config())} | settings
+
+
+def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
+    """Return a digest of what a run computes: 16 hexadecimal digits.
+
+    Args:
+        settings: by dotted name, of any command; those that may change are left out.
+        inputs: digests of the files that the run reads.
+    """
+    known = with_defaults(settings)
+    fixed = {name: value for name, value in settings.items() if not _may_change(name, known)}
+    text = json.dumps([fixed, inputs], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises `ConfigError` naming every setting that would make this another run.
+    """Raise `ConfigError` with every setting that would make this another run.
 
     Args:
         settings, saved: leaves by dotted name, now and when the run began.
@@ -39,38 +123,34 @@ def check_same_run(settings: dict[str, Any], saved: dict[str, Any]) -> None:
             changed.append(f"config.{name} = {value!r}, but the run was made with {before!r}")
     if changed:
         raise ConfigError(
-            "the run in config.run_dir can't go on with other settings; choose another run_dir:\n  "
-            + "\n  ".join(changed)
+            "the run in config.run_dir can't resume with other settings; choose another run_dir:"
+            "\n  " + "\n  ".join(changed)
         )
 
 
 def can_be_longer(settings: dict[str, Any]) -> bool:
-    """True where `total_steps` decides only when a run ends, not what its steps compute."""
+    """Return True if `total_steps` decides only when a run ends, not what its steps compute."""
     return _may_change("total_steps", settings)
 
 
 def _resolved(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the critic's own number of steps where -1 leaves it to the algorithm."""
-    rest = dict(settings)
-    preset, own = rest.pop("algorithm.critic_pretrain_steps"), rest["critic.pretrain_steps"]
-    return rest | {"critic.pretrain_steps": preset if own < 0 else own}
-
-
-def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a run, with the default of every setting that is younger than it."""
-    return {name: value for name, _, value in leaves(Config())} | settings
+    """Resolve the critic's number of steps: -1 leaves it to the algorithm."""
+    others = dict(settings)
+    preset = others.pop("algorithm.critic_pretrain_steps")
+    steps = others["critic.pretrain_steps"]
+    return others | {"critic.pretrain_steps": preset if steps < 0 else steps}
 
 
 def frozen_content(folder: str) -> str:
-    """Name under which settings remember the content of a frozen model's folder."""
+    """Return the name of the setting that holds the fingerprint of a frozen model."""
     return f"{folder} (content)"
 
 
 def run_settings(config: Config, heldout_problems: int | None = None) -> dict[str, Any]:
-    """Settings that a checkpoint remembers; frozen models and own templates by content.
+    """Return the settings that a checkpoint holds; frozen models and own templates by content.
 
     Args:
-        heldout_problems: their number, where the setting leaves it open.
+        heldout_problems: their number, if the setting leaves it open.
     """
     model, folders = config.model, {"reward.model_folder": config.reward.model_folder}
     if config.lora.rank or model.freeze_layers:
@@ -89,20 +169,79 @@ def run_settings(config: Config, heldout_problems: int | None = None) -> dict[st
     return settings | {frozen_content(name): digest for name, digest in content.items()}
 
 
-def run_identity(settings: dict[str, Any], inputs: dict[str, Any]) -> str:
-    """Digest of what a run computes: 16 hexadecimal digits.
+def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
+    """Raise `ConfigError` if `folder` has other frozen parameters than the run."""
+    content = settings.get(frozen_content("model.folder"))
+    allowed = f"unchanged: the run trains only a part of {settings['model.folder']}"
+    require(content in (None, fingerprint(folder)), field, folder, allowed)
+
+
+def _source_digest(field: str, name: str) -> str:
+    """Return the digest of the file of a user function."""
+    file = inspect.getsourcefile(resolve(field, name))
+    return hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()[:16] if file else ""
+
+
+def gather_inputs(config: Config, prompts: PromptStream) -> dict[str, Any]:
+    """Return digests of the data, by source, and of the user's code, by module:function."""
+    functions = {name: "reward.parts" for name in config.reward.weights() if ":" in name}
+    if config.algorithm.token_weights:
+        functions[config.algorithm.token_weights] = "algorithm.token_weights"
+    code = {
+        name: _source_digest(field, name)
+        for name, field in functions.items()
+        if not name.startswith((IN_PROCESS_PREFIX, PICKLED_PREFIX))
+    }
+    return {"data": prompts.digests, "code": code}
+
+
+def _describe_changes(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """Describe the sources with other problems, answers or solutions than before."""
+    changes = []
+    for name, digest in now.items():
+        before = then.get(name, digest)
+        if digest["problems"] != before["problems"]:
+            counts = f"{digest['problems']:,} problems, it had {before['problems']:,}"
+            changes.append(f"{name} has {counts}")
+        elif digest["texts"] != before["texts"]:
+            changes.append(f"{name} has {digest['problems']:,} problems, as before, but others")
+        elif digest != before:
+            changes.append(f"{name} has the problems it had, but other answers or solutions")
+    return changes
+
+
+def check_record(config: Config, now: Record, saved: Record, warn: Callable[[str], None]) -> None:
+    """Raise `ConfigError` if resuming from a checkpoint would be another run.
 
     Args:
-        settings: by dotted name; those that may change are left out.
-        inputs: digests of the files that the run reads.
+        now: settings and inputs of this run.
+        saved: record of the checkpoint.
+        warn: receives changes of code, and of data if they are allowed.
     """
-    fixed = {name: value for name, value in settings.items() if not _rule(name).may_change}
-    text = json.dumps([fixed, inputs], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    settings = dict(saved.settings)
+    changed = "; ".join(_describe_changes(now.inputs["data"], saved.inputs.get("data", {})))
+    if changed and config.data.heldout_problems < 0:  # a fraction of a small file
+        settings["data.heldout_problems"] = now.settings["data.heldout_problems"]
+    check_same_run(now.settings, settings)
+    if changed and config.data.changed == "refuse":
+        raise ConfigError(
+            f"config.data.changed = 'refuse': the data differ from those the run began with: "
+            f"{changed}. Restore them, choose another run_dir, or pass --config.data.changed=allow"
+        )
+    if changed:
+        warn(f"{changed}. Problems that are held out now may have been trained on")
+    code = saved.inputs.get("code", {})
+    for name, digest in now.inputs["code"].items():
+        if code.get(name, digest) != digest:
+            warn(f"the file of {name} has changed since the run's newest checkpoint")
 
 
-def check_frozen(settings: dict[str, Any], folder: str, field: str) -> None:
-    """Raises `ConfigError` where `folder` has other frozen parameters than the run."""
-    content = settings.get(frozen_content("model.folder"))
-    allowed = f"what it was: the run trains only a part of {settings['model.folder']}"
-    require(content in (None, fingerprint(folder)), field, folder, allowed)
+def warn_about_heldout(
+    config: Config, saved: Record, digests: dict[str, Any], warn: Callable[[str], None]
+) -> None:
+    """Warn if a run's own held-out problems are not those that it held out."""
+    asked = {name: value for name, _, value in leaves(config)}
+    names = ("data.source", "data.heldout_source", "seed")
+    if all(asked[name] == saved.settings[name] for name in names):
+        for change in _describe_changes(digests, saved.inputs.get("data", {})):
+            warn(f"{change}: the run may have been trained on problems of this evaluation")

@@ -19,10 +19,8 @@ from dapo_jax.model.trainable import join
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
 from dapo_jax.reporting.scores import Response
-from dapo_jax.rollout.dynamic_sampling import Interrupted
 from dapo_jax.run.checkpointing.checkpoints import Checkpoints
-from dapo_jax.run.checkpointing.compatibility import warn_about_heldout
-from dapo_jax.run.checkpointing.same_run import check_frozen
+from dapo_jax.run.checkpointing.same_run import check_frozen, warn_about_heldout
 from dapo_jax.run.components import Components, build, check_data, check_processes
 from dapo_jax.run.evaluation.heldout import (
     ResponseFile,
@@ -35,10 +33,10 @@ from dapo_jax.run.evaluation.heldout import (
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError, leaves, require
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.output_folder import claim
-from dapo_jax.runtime.storage.ownership import EVALUATION, RUN, Folder
+from dapo_jax.runtime.storage.output_folder import EVALUATION, RUN, claim
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, write_text
-from dapo_jax.structs import Prompt
+from dapo_jax.structs import Interrupted, Prompt
 
 # Settings that determine responses and verdicts, in addition to policy and problems.
 DECIDING = (
@@ -95,7 +93,7 @@ def open_checkpoints(
     if Checkpoints.exist(config.run_dir):
         warn = Progress(config.log.console).warn
         checkpoints = stack.enter_context(
-            Checkpoints(config.run_dir, warn=lambda text: warn(escape(text)))
+            Checkpoints(config.run_dir, storage=Storage(lambda text: warn(escape(text))))
         )
         if checkpoints.latest_step() is not None:
             return checkpoints
@@ -189,7 +187,7 @@ def evaluate(config: Config, *, from_folder: bool = False) -> dict[str, Any] | N
         check_processes(config)
         checkpoints = open_checkpoints(config, from_folder, stack)
         folder = claim_folder(config, checkpoints, stack)
-        components = build(config, training=False, should_abort=signals.here)
+        components = build(config, training=False, should_abort=signals.received_locally)
         stack.callback(components.close)
         stack.enter_context(components.progress.compilation(config.model.folder))
         with components.progress.working("loading the policy"):

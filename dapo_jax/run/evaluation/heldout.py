@@ -8,16 +8,16 @@ from concurrent import futures
 from typing import Any
 
 from dapo_jax.config.experiment import Config
+from dapo_jax.contracts import Sampler
 from dapo_jax.reporting.scores import REFLECTION, Report, Response, make_report
-from dapo_jax.reporting.writers import trajectory_fields
+from dapo_jax.reporting.sinks import trajectory_fields
 from dapo_jax.rewards.group_rewards import repetition
 from dapo_jax.rewards.judge import Judge, Pending
 from dapo_jax.rollout.sampling import SAMPLE_FOR_EVALUATION
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.runtime import processes
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.runtime.storage.jsonl import AppendFile, read_object, spell
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import Storage, reason, replacing, write_text
 from dapo_jax.structs import Group, Interrupted, Prompt, SamplingRule
 from dapo_jax.verifier.algebra_process import same_answer
@@ -48,7 +48,7 @@ def split_scored(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
 def sample_responses(
     params: Any,
     wanted: Sequence[tuple[Prompt, Sequence[int]]],
-    sampler: Scheduler,
+    sampler: Sampler,
     judge: Judge,
     rule: SamplingRule,
     interrupted: Callable[[], bool] = lambda: False,
@@ -87,7 +87,7 @@ def sample_heldout(
     config: Config,
     params: Any,
     prompts: list[Prompt],
-    sampler: Scheduler,
+    sampler: Sampler,
     judge: Judge,
     interrupted: Callable[[], bool],
 ) -> list[Response]:

@@ -1,4 +1,4 @@
-"""Supervised examples and start of training, for `sft` and `dpo` alike."""
+"""Examples and initial policy of `sft` and `dpo`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ from dapo_jax.structs import Completion, Prompt
 
 
 class Start(NamedTuple):
-    """Policy to train: shape, tokenizer, mesh, and how it begins.
+    """Policy to train: shape, tokenizer, mesh, and initial parameters.
 
     Attributes:
         load: loads or makes the parameters to train.
@@ -45,7 +45,7 @@ class Start(NamedTuple):
 
 
 def own_segments(examples: Sequence[Example]) -> list[Segment]:
-    """Responses of the examples, to be packed; an example's turns share the number of a prompt."""
+    """Return the responses of examples; the turns of an example share the index of a prompt."""
     segments: list[Segment] = []
     for number, example in enumerate(examples):
         for turns in example.turns:
@@ -58,7 +58,7 @@ def own_segments(examples: Sequence[Example]) -> list[Segment]:
 
 
 def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
-    """The policy of `config.start`, or a new one of `config.architecture`.
+    """Return the policy of `config.start`, or a new one of `config.architecture`.
 
     Raises `ConfigError`.
     """
@@ -73,11 +73,12 @@ def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
         tokenizer.check_fits(decoder.vocab, "start", folder)
 
         def load() -> Any:
-            start = config.seed, config.lora.folder
-            return load_trained(folder, decoder, mesh, *start, field="start")
+            return load_trained(
+                folder, decoder, mesh, config.seed, config.lora.folder, field="start"
+            )
 
         if config.lora.folder:
-            read_adapters(config.lora.folder, decoder)  # refuses it before the base is loaded
+            read_adapters(config.lora.folder, decoder)  # raises before the base is loaded
         frozen = load_frozen(folder, decoder, mesh, "start")
         return Start(decoder, tokenizer, mesh, load, frozen)
     shape, tokenizer = config.architecture, arithmetic_tokenizer()
@@ -100,12 +101,12 @@ def open_start(config: SftConfig | DpoConfig, mesh: jax.sharding.Mesh) -> Start:
 def open_examples(
     config: SftConfig | DpoConfig, tokenizer: Tokenizer, forms: Forms, per_step: str
 ) -> tuple[Examples, int, Callable[[int], list[int]]]:
-    """Examples of the files, steps of the run, and numbers of the examples by step.
+    """Return the examples of the files, steps of the run, and example numbers by step.
 
     Args:
         per_step: name of the setting that holds the examples of a step.
 
-    Raises `ConfigError` where a step takes more than there are.
+    Raises `ConfigError` if a step takes more than there are.
     """
     data, progress = config.data, Progress()
     examples = read_examples(data, tokenizer, config.packing.row_tokens, forms)
@@ -114,7 +115,7 @@ def open_examples(
     for warning in examples.warnings:
         progress.warn(escape(warning))
     count, size = len(examples.training), getattr(config, per_step)
-    require(size <= count, per_step, size, f"at most {count}, all that there are to train on")
+    require(size <= count, per_step, size, f"at most {count}, the number of training examples")
     order = endless_order(count, config.seed)
 
     def numbers(step: int) -> list[int]:
@@ -131,19 +132,19 @@ def score_responses(
     packing: Packing,
     signals: Signals,
 ) -> Iterable[tuple[Segment, np.ndarray]]:
-    """Yields every response of the examples with the log-probs of its tokens.
+    """Yield every response of the examples with the log-probs of its tokens.
 
     Args:
         at_once: examples that are packed and scored together.
 
-    Raises `Stopped` on every process where one received a signal.
+    Raises `Stopped` on every process if one received a signal.
     """
     for start in range(0, len(examples), at_once):
         if signals():
             raise Stopped(signals.received)
         segments = own_segments(examples[start : start + at_once])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        scores = to_host(learner.score(params, rollouts, used))
+        scores = to_host(learner.score(params, rollouts, used).values)
         yield from zip(
             segments, take_tokens(scores, np.asarray(rollouts.response_index)), strict=True
         )

@@ -1,7 +1,7 @@
-"""DPO on offline pairs (arXiv 2305.18290): the online preset's update, a file's answers.
+"""DPO on offline pairs (arXiv 2305.18290), by the update of the online preset.
 
-The reference's log-probs are computed once, before the first step, and the reference is then freed:
-memory holds one policy, and a pass costs no second model.
+The log-probs of the reference are computed once, before the first step, and the reference is then
+freed: memory holds one policy.
 """
 
 import dataclasses
@@ -18,16 +18,17 @@ from dapo_jax.data.supervised_examples import Examples
 from dapo_jax.data.supervised_rows import PAIRS, Example
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, make_batch, pack, place_tokens
+from dapo_jax.learner.minibatches import make_batch
+from dapo_jax.learner.packing import Segment, pack, place_tokens
 from dapo_jax.learner.update import Learner
+from dapo_jax.model.load_huggingface import fingerprint
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.run.components import check_same_model, load_whole
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
-from dapo_jax.run.supervised.resume import model_digests
 from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.sharding import to_host
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.ownership import PREFERRING
+from dapo_jax.runtime.storage.output_folder import PREFERRING
 
 MEASURED_PAIRS = 256  # of the training pairs, before and after
 LABELS = {
@@ -39,18 +40,20 @@ LABELS = {
 
 
 def algorithm_of(config: DpoConfig) -> Algorithm:
-    """Preset `dpo` with the beta of the run."""
+    """Return the preset `dpo` with the beta of the run."""
     return dataclasses.replace(dpo(), preference_beta=config.beta)
 
 
 def pair_segments(pairs: Sequence[Example]) -> list[Segment]:
-    """Chosen and rejected responses in turn; the chosen one counts as correct."""
+    """Return chosen and rejected responses in turn; the chosen one counts as correct."""
     segments = own_segments(pairs)
     return [segment._replace(correct=i % 2 == 0) for i, segment in enumerate(segments)]
 
 
-def weigh(rollouts: PackedRows, policy: np.ndarray, reference: Sequence[np.ndarray]) -> Feedback:
-    """Feedback on packed pairs: log-ratios of policy to reference.
+def pair_feedback(
+    rollouts: PackedRows, policy: np.ndarray, reference: Sequence[np.ndarray]
+) -> Feedback:
+    """Return the feedback on packed pairs: log-ratios of policy to reference.
 
     Args:
         policy: log-probs of the policy, as packed.
@@ -69,19 +72,19 @@ def weigh(rollouts: PackedRows, policy: np.ndarray, reference: Sequence[np.ndarr
 def preference_batch(
     algorithm: Algorithm, segments: Sequence[Segment], rollouts: PackedRows, feedback: Feedback
 ) -> TrainBatch:
-    """Minibatch whose gradient is that of the mean of -log sigmoid(beta margin) over pairs."""
-    advantages, _ = estimate(algorithm, feedback)
-    scored, budget = ScoredBatch(rollouts, None), rollouts.tokens.shape[-1]
-    return make_batch(scored, segments, advantages, None, algorithm, budget)
+    """Return a minibatch of the mean of -log sigmoid(beta margin) over pairs."""
+    scored = ScoredBatch(rollouts, None)
+    budget = rollouts.tokens.shape[-1]
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget)
 
 
 def prefer(config: DpoConfig) -> pathlib.Path:
-    """Trains a policy on pairs; errors as for `train_supervised`."""
+    """Train a policy on pairs; errors as for `train_supervised`."""
     return train_supervised(config, "dpo", PREFERRING, algorithm_of(config), _open)
 
 
 class PreferenceEvaluator:
-    """Preferences of a policy on pairs, against a reference that is asked once, at construction.
+    """Preferences of a policy on pairs, against a reference that is scored at construction.
 
     Args:
         logprobs: from parameters and pairs to log-probs of every token, by response: chosen and
@@ -98,26 +101,29 @@ class PreferenceEvaluator:
         beta: float,
         sample: int,
     ):
-        self._logprobs, self._pairs, self._beta, self._sample = logprobs, pairs, beta, sample
+        self._logprobs = logprobs
+        self._pairs = pairs
+        self._beta = beta
+        self._sample = sample
         self._training = logprobs(reference, pairs.training)
         self._heldout = logprobs(reference, pairs.heldout)
 
     def reference_logprobs(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        """Log-probs of the reference on the responses of these training pairs."""
+        """Return the log-probs of the reference on the responses of these training pairs."""
         return [logprobs for i in numbers for logprobs in self._training[2 * i : 2 * i + 2]]
 
     def measure_training(self, params: Any) -> dict[str, float]:
-        """DPO's loss and accuracy on the first training pairs."""
+        """Return DPO's loss and accuracy on the first training pairs."""
         return self._measure(params, self._pairs.training[: self._sample], self._training, "")
 
     def measure_heldout(self, params: Any) -> dict[str, float]:
-        """DPO's loss and accuracy on the held-out pairs; empty without any."""
+        """Return DPO's loss and accuracy on the held-out pairs; empty without any."""
         return self._measure(params, self._pairs.heldout, self._heldout, "heldout_")
 
     def _measure(
         self, params: Any, pairs: Sequence[Example], reference: Sequence[np.ndarray], prefix: str
     ) -> dict[str, float]:
-        """Mean loss, and the share of pairs told right, in which a margin of 0 counts half."""
+        """Return mean loss and accuracy; a margin of 0 counts half."""
         if not pairs:
             return {}
         both = zip(self._logprobs(params, pairs), reference, strict=False)
@@ -130,33 +136,43 @@ class PreferenceEvaluator:
 
 
 def _open(config: DpoConfig, start: Start, learner: Learner, signals: Signals) -> Task:
-    """Task of DPO on the pairs of files."""
+    """Return the task of DPO on the pairs of files."""
     size, packing, algorithm = config.pairs_per_step, config.packing, algorithm_of(config)
     if config.reference:
         check_same_model("reference", config.reference, config.start, lambda shape: shape)
     pairs, steps, numbers = open_examples(config, start.tokenizer, PAIRS, "pairs_per_step")
     params = reference = start.load()
     if config.reference:
-        model = config.reference, start.decoder, start.mesh
-        reference = load_whole(*model, config.seed, field="reference")
+        reference = load_whole(
+            config.reference, start.decoder, start.mesh, config.seed, field="reference"
+        )
 
     def logprobs(params: Any, pairs: Sequence[Example]) -> list[np.ndarray]:
         scored = score_responses(learner, params, pairs, size, packing, signals)
         return [logprobs for _, logprobs in scored]
 
-    # Whole parts, so that what is scored again is scored as it was: equal to the last bit.
+    # A multiple of `size`: the pairs are packed as before, so scores repeat bit for bit.
     sample = size * math.ceil(MEASURED_PAIRS / size)
     evaluator = PreferenceEvaluator(logprobs, pairs, reference, config.beta, sample)
 
     def batch(step: int, params: Any) -> tuple[TrainBatch, int, dict[str, float]]:
         segments = pair_segments([pairs.training[i] for i in numbers(step)])
         rollouts, used = pack(segments, packing.row_tokens, packing.rows_per_microbatch)
-        policy = to_host(learner.score(params, rollouts, used))
-        feedback = weigh(rollouts, policy, evaluator.reference_logprobs(numbers(step)))
+        policy = to_host(learner.score(params, rollouts, used).values)
+        feedback = pair_feedback(rollouts, policy, evaluator.reference_logprobs(numbers(step)))
         batch = preference_batch(algorithm, segments, rollouts, feedback)
         advantages = np.asarray(batch.advantages)
         return batch, used, feedback_metrics(algorithm, feedback, advantages, None)
 
-    digests = {"data": pairs.digest()} | model_digests(config.reference)
-    measures = evaluator.measure_heldout, evaluator.measure_training
-    return Task(steps, lambda: params, batch, LABELS, digests, *measures)
+    digests = {"data": pairs.digest()}
+    if config.reference:
+        digests[config.reference] = fingerprint(config.reference)
+    return Task(
+        steps,
+        lambda: params,
+        batch,
+        LABELS,
+        digests,
+        evaluator.measure_heldout,
+        evaluator.measure_training,
+    )

@@ -14,19 +14,20 @@ from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.data.supervised_rows import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
-from dapo_jax.learner.packing import Segment, make_batch, pack
+from dapo_jax.learner.minibatches import make_batch
+from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.learner.update import Learner
 from dapo_jax.run.supervised.common import Start, open_examples, own_segments, score_responses
 from dapo_jax.run.supervised.training import Task, train_supervised
 from dapo_jax.runtime.signals import Signals
-from dapo_jax.runtime.storage.ownership import TRAINED
+from dapo_jax.runtime.storage.output_folder import TRAINED
 from dapo_jax.structs import Completion, Prompt, Turn
 
 
 def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list[Segment]:
-    """Worked examples of one step; example i of the run is drawn from (seed, i) alone.
+    """Return the worked examples of one step; example i depends on (seed, i) alone.
 
-    An example beyond the budget is cut and so never shows its end token.
+    An example that exceeds the budget is cut, so it has no end token.
     """
     segments, examples = [], config.examples
     for i in range(config.examples_per_step):
@@ -44,28 +45,34 @@ def example_segments(config: SftConfig, tokenizer: Tokenizer, step: int) -> list
 
 
 def _worked(turns: Sequence[str], tokenizer: Tokenizer, budget: int) -> Completion:
-    """Response of turns, every second one observed; those of the policy end with the end token."""
-    drawn, tokens = [], []
+    """Return a response of turns; every second one is observed, the others have an end token."""
+    parts: list[Turn] = []
+    tokens: list[int] = []
     for number, text in enumerate(turns):
-        own = number % 2 == 0
-        ids = [*tokenizer.encode(text), *tokenizer.end_ids[:1] * own]
+        is_sampled = number % 2 == 0
+        ids = [*tokenizer.encode(text), *tokenizer.end_ids[:1] * is_sampled]
         ids = ids[: budget - len(tokens)]
-        drawn.append(Turn(own, len(ids), text))
+        parts.append(Turn(is_sampled, len(ids), text))
         tokens += ids
-    cut, found = tokens[-1] not in tokenizer.end_ids, np.asarray(tokens, np.int32)
-    several = tuple(drawn) if len(drawn) > 1 else ()
-    return Completion(found, np.zeros(len(found)), cut, 0, "", turns=several)
+    return Completion(
+        np.asarray(tokens, np.int32),
+        np.zeros(len(tokens)),
+        tokens[-1] not in tokenizer.end_ids,
+        0,
+        "",
+        turns=tuple(parts) if len(parts) > 1 else (),
+    )
 
 
 def make_base(config: SftConfig) -> pathlib.Path:
-    """Trains a policy on examples; arguments and errors as for `train_supervised`."""
+    """Train a policy on examples; errors as for `train_supervised`."""
     return train_supervised(config, "sft", TRAINED, sft(), _open)
 
 
 def imitation_batch(
     segments: Sequence[Segment], packing: Packing, budget: int
 ) -> tuple[TrainBatch, int]:
-    """Minibatch of the mean cross-entropy over trained tokens, and its microbatches in use.
+    """Return a minibatch of the mean cross-entropy over trained tokens, and its microbatches.
 
     Args:
         budget: tokens of the longest response.
@@ -78,13 +85,12 @@ def imitation_batch(
         groups=np.arange(len(segments)),
         correct=np.ones(len(segments), bool),
     )
-    advantages, _ = estimate(algorithm, feedback)
     scored = ScoredBatch(rollouts, None)
-    return make_batch(scored, segments, advantages, None, algorithm, budget), used
+    return make_batch(scored, segments, estimate(algorithm, feedback), algorithm, budget), used
 
 
 def _open(config: SftConfig, start: Start, learner: Learner, signals: Signals) -> Task:
-    """Task of supervised training: generated examples, or examples of files."""
+    """Return the task of SFT: generated examples, or examples of files."""
     labels = {"policy_nll": "nll", "heldout_nll": "held-out nll"}
     if config.data.source in GENERATED:
 

@@ -1,4 +1,4 @@
-"""JSON lines: reading damaged files, rewinding to a step, appending with retries."""
+"""JSON lines: reading damaged files, cutting back to a step, appending with retries."""
 
 import contextlib
 import json
@@ -9,16 +9,16 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dapo_jax.runtime.storage.ownership import Folder
+from dapo_jax.runtime.storage.paths import Folder
 from dapo_jax.runtime.storage.retries import replacing
 
 BROKEN = ".broken"  # suffix of a file with unreadable lines
 SHOWN_STEPS = 5
-MAX_OF_THE_TIME = 0.05  # share that rare appends take on an object store
+MAX_TIME_FRACTION = 0.05  # of the run, for rare appends to an object store
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:
-    """JSON object of a line; None for anything else."""
+    """Return the JSON object of a line; None for anything else."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -27,7 +27,7 @@ def read_object(line: bytes) -> dict[str, Any] | None:
 
 
 def objects(path: Folder, max_bytes: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file of lines, from at most `max_bytes` bytes."""
+    """Yield the JSON objects of a file of lines, from at most `max_bytes` bytes."""
     with path.open("rb") as file:
         for line in file:
             max_bytes -= len(line)
@@ -39,9 +39,9 @@ def objects(path: Folder, max_bytes: float = float("inf")) -> Iterator[dict[str,
 
 
 def rewind(path: Folder, step: int) -> list[int]:
-    """Removes the rows after `step`, and a line that a kill cut off.
+    """Remove the rows after `step`, and a line that a kill cut off.
 
-    Returns the numbers of other lines that are no row; these move to a file beside it.
+    Returns the numbers of other lines that are not rows; these move to a file beside it.
     """
     if not path.exists():
         return []
@@ -65,7 +65,7 @@ def rewind(path: Folder, step: int) -> list[int]:
 
 
 def spell(numbers: Iterable[int]) -> str:
-    """Numbers as text, such as `1 to 3, 7, 9 to 12`."""
+    """Return numbers as text, such as `1 to 3, 7, 9 to 12`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][1] == number - 1:
@@ -80,53 +80,56 @@ def spell(numbers: Iterable[int]) -> str:
 class AppendFile:
     """File that is appended to; after a failed write, the next one repeats its content.
 
-    An object of a store can't be appended to: it is written whole each time, from memory.
+    An object of a store can't be appended to: it is rewritten from memory each time.
     """
 
     def __init__(self, path: Folder):
-        self.path, self._waiting, self._sound = path, [], -1
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._valid_bytes = -1  # before a write that failed; -1: no write failed
         self._content: bytes | None = None  # of an object
-        self._next = -math.inf  # when one that is written rarely may be
+        self._next_write = -math.inf  # of an object that is rewritten rarely
 
     def add(self, content: bytes) -> None:
-        """Queues content for `write`."""
+        """Queue content for `write`."""
         self._waiting.append(content)
 
     def write(self, rarely: bool = False) -> None:
-        """Appends all that is queued, whole or not at all. Raises what the storage raises.
+        """Append all that is queued, completely or not at all. Raises storage errors.
 
         Args:
-            rarely: an object may wait, so that writing takes little of the time.
+            rarely: an object may wait, so that writing takes a small fraction of the time.
         """
         content = b"".join(self._waiting)
         if isinstance(self.path, pathlib.Path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._append(self.path, content)
-        elif not rarely or time.monotonic() >= self._next:
-            self._replace(content)
+        elif not rarely or time.monotonic() >= self._next_write:
+            self._rewrite(content)
         else:
             return
-        self._waiting, self._sound = [], -1
+        self._waiting = []
+        self._valid_bytes = -1
 
-    def _replace(self, content: bytes) -> None:
+    def _rewrite(self, content: bytes) -> None:
         started = time.monotonic()
         if self._content is None:
             self._content = self.path.read_bytes() if self.path.exists() else b""
         self.path.write_bytes(self._content + content)
         self._content += content
         ended = time.monotonic()
-        self._next = ended + (ended - started) / MAX_OF_THE_TIME
+        self._next_write = ended + (ended - started) / MAX_TIME_FRACTION
 
     def _append(self, path: pathlib.Path, content: bytes) -> None:
         with path.open("ab", buffering=0) as file:
-            if self._sound >= 0:  # of a write that failed a part may stand
-                file.truncate(min(file.tell(), self._sound))
-            self._sound = file.seek(0, os.SEEK_END)
+            if self._valid_bytes >= 0:  # a failed write may have left a part
+                file.truncate(min(file.tell(), self._valid_bytes))
+            self._valid_bytes = file.seek(0, os.SEEK_END)
             try:
                 while content:  # a full disk may take a part first
                     content = content[file.write(content) :]
                 os.fsync(file.fileno())
             except OSError:
                 with contextlib.suppress(OSError):
-                    file.truncate(self._sound)
+                    file.truncate(self._valid_bytes)
                 raise

@@ -1,5 +1,6 @@
-"""Storage errors: one-line descriptions, retries, and writes that do not end a run."""
+"""Storage errors: one-line descriptions, retries, atomic files, and writes that may fail."""
 
+import collections
 import contextlib
 import errno
 import io
@@ -11,14 +12,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
 from dapo_jax.runtime import processes
-from dapo_jax.runtime.storage.background import Background
-from dapo_jax.runtime.storage.ownership import Folder, is_remote
+from dapo_jax.runtime.storage.paths import Folder, is_remote
 
 PAUSES = (0.0, 0.1, 0.5)  # seconds before each try of a write
 REPEAT_SECONDS = 600.0  # between two warnings of the same kind
+MAX_WAITING = 4  # background writes; each may hold a step's responses in memory
 SHOWN_CHARACTERS = 200
 UNSAVED = 74  # EX_IOERR of sysexits.h, a run's exit code
 REFUSALS = (
@@ -28,44 +30,49 @@ REFUSALS = (
     "InvalidArgumentError",
 )
 # Errors of storage; no mistake of the program has these numbers.
-TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 class NotSaved(OSError):
-    """Raised where a checkpoint could not be written; older ones are as they were."""
+    """Raised if a checkpoint could not be written; older ones are unchanged."""
 
 
 def is_bucket_error(error: BaseException) -> bool:
-    """True for an error of TensorFlow's, which reads and writes buckets.
+    """Return True for an error of TensorFlow, the client of buckets.
 
-    TensorFlow's errors are no OSErrors; it has retried for a minute or two before it raises them.
+    These are not OSErrors. TensorFlow retries for a minute or two before it raises them.
     """
     return "tensorflow" in type(error).__module__
 
 
 def is_refusal(error: BaseException) -> bool:
-    """True if a bucket refused: no permission, or no such bucket."""
+    """Return True if a bucket refused: no permission, or no such bucket."""
     return is_bucket_error(error) and type(error).__name__ in REFUSALS
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Return True for an error of the file system or of a bucket."""
+    return isinstance(error, OSError) or is_bucket_error(error)
 
 
 @contextlib.contextmanager
 def suppress_storage_errors() -> Iterator[None]:
-    """Suppresses storage errors."""
+    """Suppress storage errors."""
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, OSError) or is_bucket_error(error)):
+        if not is_storage_error(error):
             raise
 
 
 def reason(error: BaseException) -> str:
-    """Cause of an error of the system, of TensorStore or of a bucket, in one line."""
+    """Return the cause of an error of the system, of TensorStore or of a bucket, in one line."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if is_bucket_error(error):  # the answer's body says in many lines what its status does
+    if is_bucket_error(error):  # drop the response body: the status already says it
         text = re.sub(r" with body '.*'", "", str(error), flags=re.DOTALL)
         text = re.sub(r"^.*Error executing an HTTP request: ", "", text)
         return " ".join(text.split())[:SHOWN_CHARACTERS]
@@ -74,21 +81,21 @@ def reason(error: BaseException) -> str:
 
 
 def storage_fault(error: BaseException) -> str:
-    """Fault of the storage that caused an error; empty for errors of another cause."""
-    # Rust's libraries, such as safetensors, have the number in their text.
+    """Return the storage fault that caused an error; empty for errors of another cause."""
+    # Rust libraries, such as safetensors, have the number in their text.
     match = re.search(r"\(os error (\d+)\)", str(error))
     number = int(match[1]) if match else getattr(error, "errno", None)
-    return os.strerror(number) if number in TROUBLE else ""
+    return os.strerror(number) if number in FAULTS else ""
 
 
 def print_error(text: str) -> None:
-    """Prints a warning on the first process, where there is no `Progress` yet."""
+    """Print a warning on the first process, for use before there is a console."""
     if processes.is_first():
         processes.print_error(f"warning: {text}")
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Brings the names in a folder to the disk, where a loss of power leaves them."""
+    """Flush directory entries so that they survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,11 +105,11 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Folder) -> Iterator[IO[bytes]]:
-    """Temporary file that replaces `path` when the block ends well, and is removed otherwise.
+    """Yield a temporary file that replaces `path` when the block succeeds.
 
-    The content is on the disk before the name is: a loss of power leaves the old or the new file.
+    Its content is flushed before it is renamed: a power loss leaves the old or the new file.
     """
-    if is_remote(path):  # an object is whole or absent by itself, and renaming would copy it
+    if is_remote(path):  # an object is complete or absent, and renaming would copy it
         with io.BytesIO() as file:
             yield file
             path.write_bytes(file.getvalue())
@@ -122,13 +129,16 @@ def replacing(path: Folder) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Folder, text: str) -> None:
-    """Replaces a file by a text, whole or not at all."""
+    """Replace a file by a text, completely or not at all."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 class Storage:
-    """Writes that may fail without ending a run, with a warning at once and then rarely.
+    """Writes that may fail without ending a run; failures are warned about, each kind rarely.
+
+    `attempt_later` writes in one background thread, in order. When the program ends, what was
+    queued is written first.
 
     Args:
         warn: receives the warnings.
@@ -137,99 +147,83 @@ class Storage:
     def __init__(self, warn: Callable[[str], None] = print_error):
         self.warn = warn
         self._warned: dict[str, float] = {}  # time of the newest warning, by what failed
-        self._rests_until = -math.inf  # of a bucket that did not answer
-        self._background = Background()
+        self._backoff_until = -math.inf  # for a bucket that did not answer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background")
+        self._queue: collections.deque[Future[Any]] = collections.deque()
 
     def attempt(self, what: str, work: Callable[[], Any]) -> bool:
-        """Calls `work` up to three times, and returns whether one succeeded.
+        """Call `work` up to three times, and return True if one call succeeded.
 
         A bucket that did not answer is left alone for as long as that took. Raises errors that are
-        not the storage's.
+        not storage errors.
         """
-        why, started = "", time.monotonic()
-        if started < self._rests_until:
+        cause, started = "", time.monotonic()
+        if started < self._backoff_until:
             return False
         for pause in PAUSES:
             time.sleep(pause)
             try:
                 work()
             except Exception as error:
-                if not (isinstance(error, OSError) or is_bucket_error(error)):
+                if not is_storage_error(error):
                     raise
-                why = reason(error)
+                cause = reason(error)
                 if is_bucket_error(error):
                     now = time.monotonic()
-                    self._rests_until = now + (now - started)
+                    self._backoff_until = now + (now - started)
                     break
             else:
-                self.works(what)
+                self.report_recovery(what)
                 return True
-        self.failed(what, why)
+        self.report_failure(what, cause)
         return False
 
     def attempt_later(self, what: str, work: Callable[[], Any]) -> None:
-        """Attempts `work` in the background, after what was given before.
+        """Attempt `work` in the background, after earlier work.
 
-        Raises errors of earlier pieces of work that are not the storage's.
+        Waits if `MAX_WAITING` pieces of work wait already. Raises errors of earlier pieces that are
+        not storage errors.
         """
-        self._background.give(lambda: self.attempt(what, work))
+        while self._queue and (len(self._queue) > MAX_WAITING or self._queue[0].done()):
+            self._queue.popleft().result()
+        self._queue.append(self._thread.submit(self.attempt, what, work))
 
     def drain(self) -> None:
-        """Returns when everything has been attempted. Raises as `attempt_later`."""
-        self._background.drain()
+        """Wait until everything has been attempted. Raises as `attempt_later`."""
+        while self._queue:
+            self._queue.popleft().result()
 
     def clear_backoff(self) -> None:
-        """Ends a pause: the next write is tried at once."""
-        self._rests_until = -math.inf
+        """Try the next write at once, even if a bucket has just failed."""
+        self._backoff_until = -math.inf
 
-    def failed(self, what: str, why: str) -> None:
-        """Warns of a failed write, unless there was such a warning a short while ago."""
+    def report_failure(self, what: str, cause: str) -> None:
+        """Warn of a failed write, unless a recent warning says so already."""
         if time.monotonic() - self._warned.get(what, -math.inf) > REPEAT_SECONDS:
             self._warned[what] = time.monotonic()
-            self.warn(f"{what} could not be written: {why}. The run goes on without")
+            self.warn(f"{what} could not be written: {cause}. The run continues without it")
 
-    def works(self, what: str) -> None:
-        """Reports that a write works again."""
+    def report_recovery(self, what: str) -> None:
+        """Tell the user that a write works again."""
         if what in self._warned:
             del self._warned[what]
             self.warn(f"{what} can be written again")
 
 
-def quiet_orbax() -> None:
-    """Silences what Orbax logs in each of its threads and then raises once."""
-    logging.getLogger("absl").addFilter(_is_news)
-    if not getattr(sys.unraisablehook, "passes_on", False):
+def silence_orbax() -> None:
+    """Silence errors that Orbax logs in each of its threads before it raises them once."""
+    logging.getLogger("absl").addFilter(_is_not_orbax_error)
+    if not hasattr(sys.unraisablehook, "shows_others"):
         before = sys.unraisablehook
 
         def hook(event: Any) -> None:
-            # TensorStore reports results that nobody waits for any more to a closed loop.
+            # TensorStore reports results that nobody awaits to a closed event loop.
             if str(event.exc_value) != "Event loop is closed":
                 before(event)
 
-        hook.passes_on = True  # type: ignore[attr-defined]
+        hook.shows_others = True  # type: ignore[attr-defined]
         sys.unraisablehook = hook
 
 
-def let_orbax_use_buckets() -> None:
-    """Makes Orbax take a bucket for a flat one where it can't find out whether it has folders.
-
-    Orbax asks by the package google-cloud-storage, which it does not install, and which needs the
-    right to look at the bucket; the answer matters for removing empty folders only.
-    """
-    from orbax.checkpoint._src.path import gcs_utils  # the one place that asks
-
-    asked = gcs_utils.is_hierarchical_namespace_enabled
-    if getattr(asked, "passes_on", False):
-        return
-
-    def ask(path: Any) -> bool:
-        with contextlib.suppress(Exception):  # ImportError, no account, no right
-            return bool(asked(path))
-        return False
-
-    ask.passes_on = True  # type: ignore[attr-defined]
-    gcs_utils.is_hierarchical_namespace_enabled = ask
-
-
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_orbax_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname

@@ -1,4 +1,4 @@
-"""The child's side of a worker process: one JSON line per job, one JSON line per reply."""
+"""Child side of a worker process: one JSON line per job, one JSON line per reply."""
 
 import json
 import os
@@ -9,30 +9,37 @@ import threading
 import time
 from collections.abc import Callable
 
-READY = b'{"ready": true}\n'
-MEMORY_BYTES = 2 << 30  # of addresses; what is resident stays far below
+READY_LINE = b'{"ready": true}\n'
+MAX_MEMORY_BYTES = 2 << 30  # address space; resident memory is far smaller
 PARENT_CHECK_SECONDS = 1.0
 
 
 def limit_process() -> None:
-    """No large memory, no file: what text could make a parser do, it can't do here."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    """Limit memory and forbid writing files, since the process parses untrusted text."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_computing(seconds: int) -> None:
-    """Lets the process compute for so many more seconds; the kernel ends it at the next whole one.
+    """Limit further CPU time; the kernel kills the process at the next whole second.
 
-    A machine that is busy with others does not count.
+    CPU time, unlike wall time, does not depend on the load of the machine.
     """
     spent = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(spent.ru_utime + spent.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
+def discard_output() -> None:
+    """Send everything that the process prints to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
 def exit_with_parent() -> None:
-    """A worker that is busy when its trainer dies does not outlive it."""
+    """Exit soon after the parent dies, even if the worker is busy."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -44,22 +51,22 @@ def exit_with_parent() -> None:
 
 
 def serve(make_answer: Callable[[], Callable[[dict], dict]]) -> None:
-    """Answers standard input, line by line, until it closes.
+    """Answer the lines of standard input until it closes.
+
+    Signals to the process group are ignored: the trainer handles them, and a worker that died of
+    one would turn pending verdicts into wrong ones.
 
     Args:
         make_answer: prepares the process and returns the function from a job to its reply.
-
-    A signal to the whole process group is the trainer's to handle: a worker that died of it would
-    turn the verdicts under way into wrong ones.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A reward function may print; the line to the trainer must stay clean.
+    # Replies use a copy of stdout: user code may print, which must not mix with them.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answer = make_answer()
     exit_with_parent()
-    output.write(READY)
+    output.write(READY_LINE)
     output.flush()
     for line in sys.stdin.buffer:
         output.write(json.dumps(answer(json.loads(line))).encode() + b"\n")

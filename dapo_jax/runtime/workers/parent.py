@@ -12,39 +12,32 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any
 
-LONGEST_WAIT_SECONDS = 3600.0  # a later deadline was never set
-START_SECONDS = 60.0  # for an interpreter to come up on a busy machine
-LONGEST_REPLY = 1 << 20  # bytes; a worker that writes on and on is broken
+MAX_WAIT_SECONDS = 3600.0  # bounds the argument of poll(), which is an int of milliseconds
+START_SECONDS = 60.0  # for an interpreter to start on a busy machine
+MAX_REPLY_BYTES = 1 << 20  # a worker that writes more is broken
 
 
 class WorkerProcess:
-    """Process of `python -m MODULE ARGUMENTS`, which answers as `child.serve` does.
+    """Process `python -m MODULE ARGUMENTS` that runs `child.serve`.
 
-    Args:
-        environment: variables; None: those of this process.
-        longest_reply: bytes.
+    It imports modules from the same paths as this process.
     """
 
-    def __init__(
-        self,
-        module: str,
-        *arguments: str,
-        environment: dict[str, str] | None = None,
-        longest_reply: int = LONGEST_REPLY,
-    ):
-        self._longest, self._prepared = longest_reply, set()
+    def __init__(self, module: str, *arguments: str, max_reply_bytes: int = MAX_REPLY_BYTES):
+        self._max_reply_bytes = max_reply_bytes
+        self._prepared: set[str] = set()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=environment,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
+        assert self._process.stdin and self._process.stdout
+        self._to = self._process.stdin
+        self._from = self._process.stdout
         os.set_blocking(self._to.fileno(), False)
         try:
             self._read_line(time.monotonic() + START_SECONDS)
@@ -52,52 +45,54 @@ class WorkerProcess:
             self.kill()
             raise
 
-    def ask(self, job: dict, deadline: float) -> dict:
-        """Reply to a job, by `deadline` of time.monotonic().
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
 
-        Raises TimeoutError, OSError or ValueError; the process is then of no more use.
+    def ask(self, job: dict, deadline: float) -> dict:
+        """Return the reply to a job, by `deadline` of time.monotonic().
+
+        Raises:
+            TimeoutError, OSError, ValueError: the process is unusable afterwards.
         """
-        message, pipe = json.dumps(job).encode() + b"\n", self._to.fileno()
+        message = json.dumps(job).encode() + b"\n"
+        pipe = self._to.fileno()
         while message:
-            self._wait([], [pipe], deadline)
+            self._wait(pipe, select.POLLOUT, deadline)
             message = message[os.write(pipe, message[:65_536]) :]
         return json.loads(self._read_line(deadline))
 
     def prepare(self, job: dict) -> None:
-        """Has a job done that others need first, once: its time is not theirs. Raises as `ask`."""
+        """Run a job that others need first, once, without counting its time as theirs."""
         name = json.dumps(job)
         if name not in self._prepared:
             self.ask(job, time.monotonic() + START_SECONDS)
             self._prepared.add(name)
 
     def _read_line(self, deadline: float) -> bytes:
-        reply, pipe = b"", self._from.fileno()
+        reply = b""
+        pipe = self._from.fileno()
         while not reply.endswith(b"\n"):
-            self._wait([pipe], [], deadline)
+            self._wait(pipe, select.POLLIN, deadline)
             piece = os.read(pipe, 65_536)
             if not piece:
                 raise OSError("the worker died")
             reply += piece
-            if len(reply) > self._longest:
-                raise ValueError("no reply is that long")
+            if len(reply) > self._max_reply_bytes:
+                raise ValueError(f"the reply has over {self._max_reply_bytes} bytes")
         return reply
 
     @staticmethod
-    def _wait(readable: list[int], writable: list[int], deadline: float) -> None:
-        waiting = select.poll()  # unlike select(), for any number of open files
-        for pipe in readable:
-            waiting.register(pipe, select.POLLIN)
-        for pipe in writable:
-            waiting.register(pipe, select.POLLOUT)
-        seconds = min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT_SECONDS)
-        if not waiting.poll(1000 * seconds):
+    def _wait(pipe: int, event: int, deadline: float) -> None:
+        poll = select.poll()  # unlike select(), it has no limit on file numbers
+        poll.register(pipe, event)
+        seconds = min(max(0.0, deadline - time.monotonic()), MAX_WAIT_SECONDS)
+        if not poll.poll(1000 * seconds):
             raise TimeoutError("no answer in time")
 
     def kill(self) -> int:
-        """Kills the process and returns its exit code; one that had ended keeps its own.
-
-        Processes that it has forked, which are of its group, are killed with it.
-        """
+        """Kill the process and its forked children, and return its exit code."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -108,41 +103,42 @@ class WorkerProcess:
 
 
 class ComputedTooLong(TimeoutError):
-    """End of a process that spent the computing time it may spend on a job."""
+    """A job used up the CPU time of its process."""
 
 
 class RestartingWorker:
-    """Worker process that the first job starts, and that a new one replaces where it fails.
+    """Worker process that starts with the first job and is replaced after a failure.
 
-    Threads ask in turn. A forked child starts a process of its own.
-
-    Args:
-        options: keyword arguments of `WorkerProcess`.
+    It is safe to share between threads. A forked child starts a process of its own.
 
     Attributes:
-        kills: processes that failed and were killed.
+        kills: number of failed processes that were killed.
         start_seconds: time spent on starting processes.
     """
 
-    def __init__(self, module: str, *arguments: str, **options: Any):
-        self._start = functools.partial(WorkerProcess, module, *arguments, **options)
-        self._closed, self.kills, self.start_seconds = False, 0, 0.0
+    def __init__(self, module: str, *arguments: str, max_reply_bytes: int = MAX_REPLY_BYTES):
+        self._start = functools.partial(
+            WorkerProcess, module, *arguments, max_reply_bytes=max_reply_bytes
+        )
+        self._closed = False
+        self.kills = 0
+        self.start_seconds = 0.0
         self.forget()
         _workers.add(self)
 
     def ask(
         self, job: dict, seconds: float, *, retry_late: bool = False, first: dict | None = None
     ) -> dict:
-        """Reply to a job. It is tried again once, in a new process, where the first one fails.
+        """Return the reply to a job; retry once in a new process if the process fails.
 
         Args:
-            seconds: limit of one try, without the start of a process.
-            retry_late: whether the job is also tried again where the first process was late. One
-                that spent its computing time would spend it again.
-            first: job that a process does before others, once, and that does not count as theirs.
+            seconds: limit of one attempt, without the start of a process.
+            retry_late: whether to retry also if the process was late. A job that exceeded its CPU
+                time is never retried, since it would exceed it again.
+            first: job that a process runs once before others; its time does not count as theirs.
 
         Raises:
-            TimeoutError: the reply is late, or the process spent the computing time it may spend.
+            TimeoutError: the reply is late, or the process used up its CPU time.
             OSError, ValueError: the process died, or its reply can't be read.
         """
         with self._lock:
@@ -165,7 +161,8 @@ class RestartingWorker:
                 process.prepare(first)
             return process.ask(job, time.monotonic() + seconds)
         except (OSError, ValueError):
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
             if process is not None:
                 self.kills += 1
                 if process.kill() == -signal.SIGXCPU:
@@ -177,17 +174,19 @@ class RestartingWorker:
             began = time.monotonic()
             self._process = self._start()
             self.start_seconds += time.monotonic() - began
-        if self._closed or self._process is None:  # also: closed while it was starting
+        if self._closed or self._process is None:  # closed before or during the start
             raise OSError("closed")
         return self._process
 
     def forget(self) -> None:
-        """Leaves the process to the parent that this one was forked from."""
-        self._lock, self._process = threading.Lock(), None
+        """Leave the process to the parent that this process was forked from."""
+        self._lock = threading.Lock()
+        self._process: WorkerProcess | None = None
 
     def close(self) -> None:
-        """Ends the process, also while another thread waits for its reply."""
-        self._closed, process = True, self._process
+        """End the process, even while another thread waits for its reply."""
+        self._closed = True
+        process = self._process
         if process is not None:
             process.kill()
 

@@ -1,0 +1,239 @@
+"""Sinks for what a run reports: console, metrics.jsonl, TensorBoard, rollouts/, curves.png.
+
+Failed writes are warnings and are repeated with the next row.
+"""
+
+import io
+import json
+import math
+import os
+import socket
+import time
+from typing import Any
+
+import numpy as np
+
+# Protobuf creates these classes when the modules are imported.
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from dapo_jax.config.outputs import Log
+from dapo_jax.data.prompts.tokenizer import Tokenizer
+from dapo_jax.reporting.console import Progress
+from dapo_jax.reporting.page.curves import plot_run
+from dapo_jax.reporting.records import read_rows, rollouts_name
+from dapo_jax.reporting.scores import ENVIRONMENT, POLICY
+from dapo_jax.reporting.sink import Sink
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.storage.jsonl import BROKEN, AppendFile, rewind, spell
+from dapo_jax.runtime.storage.paths import Folder
+from dapo_jax.runtime.storage.retries import Storage, reason, replacing
+from dapo_jax.structs import CollectedGroups, Completion, Group, Trace
+
+TOKEN_DECIMALS = 3
+
+
+class StepLines(Sink):
+    """The console lines of each step."""
+
+    def __init__(self, progress: Progress, total_steps: int):
+        self._progress = progress
+        self._total_steps = total_steps
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        if step > 0:
+            self._progress.step(step, self._total_steps, values)
+
+
+class MetricRows(Sink):
+    """The rows of metrics.jsonl.
+
+    Args:
+        last_row: step of the last row to keep; later ones are removed.
+        storage: warns about unreadable lines and failed writes.
+
+    Raises:
+        ConfigError: metrics.jsonl cannot be cut.
+    """
+
+    def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
+        self._storage = storage or Storage()
+        self._file = AppendFile(run_dir / "metrics.jsonl")
+        path = self._file.path
+        try:
+            broken = rewind(path, last_row)
+        except OSError as error:
+            raise ConfigError(
+                f"config.run_dir = {str(run_dir)!r}: metrics.jsonl can't be cut back to step "
+                f"{last_row}: {reason(error)}"
+            ) from None
+        if broken:
+            self._storage.warn(
+                f"lines {spell(broken)} of {path} are no rows: they were moved to "
+                f"{path.name}{BROKEN}, and nothing else is lost"
+            )
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        line = {"step": step, "time": round(time.time(), 3)}
+        line |= {name: _number(value) for name, value in values.items()}
+        self._file.add(json.dumps(line).encode() + b"\n")
+        self._storage.attempt(self._file.path.name, self._file.write)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows so far."""
+        return read_rows(self._file.path)
+
+
+class TensorBoardEvents(Sink):
+    """An event file of TensorBoard in `tensorboard/`."""
+
+    def __init__(self, run_dir: Folder, last_row: int, storage: Storage | None = None):
+        self._storage = storage or Storage()
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(run_dir / "tensorboard" / name)
+        self._add(file_version="brain.Event:2")
+        # TensorBoard then drops earlier events of the steps that are repeated.
+        self._add(step=last_row + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def on_row(self, step: int, values: dict[str, float]) -> None:
+        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step=step, summary=Summary(value=entries))
+
+    def _add(self, **fields: Any) -> None:
+        packed = io.BytesIO()
+        event = Event(wall_time=time.time(), **fields)
+        RecordWriter(packed).write(event.SerializeToString())
+        self._file.add(packed.getvalue())
+        self._storage.attempt("TensorBoard's file", self._file.write)
+
+
+class CurvesPicture(Sink):
+    """The picture curves.png, drawn when the run is finished."""
+
+    def __init__(self, run_dir: Folder, rows: MetricRows, storage: Storage):
+        self._run_dir = run_dir
+        self._rows = rows
+        self._storage = storage
+
+    def on_summary(self, summary: dict[str, Any]) -> None:
+        picture = self._run_dir / "curves.png"
+        rows = self._rows.read()
+        title = str(self._run_dir)
+        self._storage.attempt(picture.name, lambda: plot_run(rows, picture, title))
+
+
+class RolloutFiles(Sink):
+    """The files of rollouts/, written in the background."""
+
+    def __init__(self, run_dir: Folder, log: Log, tokenizer: Tokenizer, storage: Storage):
+        self._run_dir = run_dir
+        self._log = log
+        self._tokenizer = tokenizer
+        self._storage = storage
+
+    def on_rollouts(self, step: int, collected: CollectedGroups) -> None:
+        def write() -> None:
+            log = self._log
+            write_rollouts(self._run_dir, step, collected, log.token_groups, self._tokenizer)
+            for path in (self._run_dir / "rollouts").glob("step_*.jsonl"):
+                if log.rollouts_keep and path.name <= rollouts_name(step - log.rollouts_keep):
+                    path.unlink(missing_ok=True)
+
+        self._storage.attempt_later("rollouts/", write)
+
+
+def _number(value: float) -> float | None:
+    """Return a finite float; None for NaN and infinity: JSON lacks them."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """Round numbers for a file, as float64: a rounded float32 has many decimals."""
+    return values.astype(float).round(TOKEN_DECIMALS).tolist()
+
+
+def token_fields(
+    completion: Completion, trace: Trace | None, tokenizer: Tokenizer
+) -> dict[str, list]:
+    """Return texts, log-probs, ratios and clips of the sampled tokens of a response."""
+    texts = tokenizer.split(completion.drawn_tokens.tolist())
+    logprobs = completion.sampler_logprobs[completion.drawn]
+    fields = {"token_texts": texts, "token_logprobs": _rounded(logprobs)}
+    if trace and trace.ratios is not None and trace.clipped is not None:
+        fields["token_ratios"] = _rounded(trace.ratios)
+        fields["token_clipped"] = trace.clipped.astype(int).tolist()
+    return fields
+
+
+def trajectory_fields(completion: Completion) -> dict[str, list]:
+    """Return turns as (speaker, tokens, text), and rewards and failures of the environment."""
+    if not (completion.turns or completion.rewards):
+        return {}
+    turns = [[POLICY if t.drawn else ENVIRONMENT, t.tokens, t.text] for t in completion.turns]
+    fields = {"environment_rewards": list(completion.rewards), "turns": turns}
+    if failures := list(filter(None, completion.failures)):
+        fields["environment_failures"] = failures
+    return fields
+
+
+def _rollout_line(group: Group, sample: int, trace: Trace | None, surplus: bool) -> dict[str, Any]:
+    """Return the fields of a response; those of its tokens are added by `write_rollouts`."""
+    completion = group.completions[sample]
+    verdict = group.verdicts[sample]
+    line = {
+        "source": group.prompt.source,
+        "prompt_id": group.prompt.id,
+        "index": group.prompt.index,
+        "sample": sample,
+        "surplus": surplus,
+        "prompt": group.prompt.text,
+        "prompt_tokens": len(group.prompt.tokens),
+        "response": completion.text,
+        "answer": group.prompt.answer,
+        "extracted": verdict.extracted,
+        "correct": bool(group.correct[sample]),
+        "truncated": completion.truncated,
+        "tokens": len(completion),
+        "policy_step": completion.policy_step,
+        "reward": _number(group.rewards[sample]),
+        "reward_parts": {k: _number(v[sample]) for k, v in group.reward_parts.items()},
+        "failure": verdict.broken or verdict.failure,
+        "advantage": trace and _number(trace.advantage),
+    }
+    if verdict.token_rewards is not None:
+        line["token_rewards"] = verdict.token_rewards
+    line |= trajectory_fields(completion)
+    if len(completion.drawn_by) > 1:
+        line["drawn_by"] = completion.drawn_by
+    return line
+
+
+def write_rollouts(
+    run_dir: Folder,
+    step: int,
+    collected: CollectedGroups,
+    token_groups: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write rollouts/step_NNNNNN.jsonl atomically, a line per scored response.
+
+    Args:
+        token_groups: number of trained groups, the last ones, whose tokens are written as well.
+        tokenizer: decodes those tokens; None: write no tokens.
+    """
+    first = max(0, len(collected.groups) - token_groups)
+    with_tokens = {group.prompt.index for group in collected.groups[first:]}
+    surplus = {group.prompt.index for group in collected.surplus}
+    path = run_dir / "rollouts" / rollouts_name(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        for group in collected.judged + collected.surplus + collected.broken:
+            index = group.prompt.index
+            is_surplus = index in surplus or index >= collected.next_position
+            traces = collected.traces.get(index) or [None] * len(group.completions)
+            for sample, completion in enumerate(group.completions):
+                line = _rollout_line(group, sample, traces[sample], is_surplus)
+                if tokenizer and index in with_tokens:
+                    line |= token_fields(completion, traces[sample], tokenizer)
+                file.write(json.dumps(line).encode() + b"\n")

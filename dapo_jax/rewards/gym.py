@@ -1,0 +1,208 @@
+"""Tasks of the package reasoning-gym (an extra), with their own scorers.
+
+Answers are untrusted text. Scorers of nine tasks evaluate the answer, and two tasks are won by a
+constant answer: both lists were made by reading and probing the release `RELEASE`, so no other
+release is accepted. Other scorers get only answers of bounded size and finite numbers.
+
+A few tasks (isomorphic_strings, ransom_note, word_ladder, knight_swap) follow the order of Python
+sets, so their items differ between processes. Items are sent to workers whole.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import math
+import re
+import zlib
+from typing import Any, NamedTuple
+
+from dapo_jax.runtime.settings import ConfigError
+
+PREFIX = "gym:"
+RELEASE = "0.1.25"
+EVALUATING = frozenset(
+    "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 "
+    "simple_integration spiral_matrix string_insertion".split()
+)
+WON_BY_CONSTANTS = frozenset({"coin_flip", "game_of_life_halting"})
+_TUPLE = "__tuple__"
+
+# --- answers that reach a scorer ------------------------------------------------------------
+
+MAX_NESTING = 20  # brackets within brackets; the package's own answers nest 3 deep
+MAX_CALLS = 20  # names before a bracket, as in exp(
+MAX_PIECES = 300  # pieces between blanks, commas and line ends: numbers, words, moves
+MAX_MOVES = 1000  # sum of all numbers if the task has no answer: they count moves
+GOLD_FACTOR = 4  # an answer may have this many times the calls and pieces of the gold answer
+
+_OPENING = "([{"
+_CLOSING = ")]}"
+_CALL = re.compile(r"[^\W\d_][(\[{]")
+_PIECE = re.compile(r"[^\s,;]+")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_OTHER_LETTER = re.compile(r"[^\W\d_eij]", re.IGNORECASE)  # than those in 1e5 and 2 + 3i
+_NOT_FINITE = re.compile(
+    r"(?<![^\W\d_])s?(?:nan|inf(?:inity)?)\d*[ij]?(?![^\W_])|∞|\\infty|\de[+-]?\d{3}", re.IGNORECASE
+)
+_DIGITS = re.compile(r"\d+")
+
+
+def _nesting(text: str) -> int:
+    """Return the depth of the deepest bracket, closed or not."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def answer_error(answer: str, gold: str | None) -> str | None:
+    """Return why an answer gets no score, since no correct answer looks like it; None if it may.
+
+    Args:
+        gold: the item's answer; None for a task that accepts many.
+    """
+    if gold is not None and answer.strip() == gold.strip():
+        return None
+    known = gold or ""
+    is_numeric = gold is not None and not _OTHER_LETTER.search(_COMMAND.sub("", gold))
+    if is_numeric and _NOT_FINITE.search(answer):
+        return "it is not a finite number"
+    if _nesting(answer) > max(MAX_NESTING, _nesting(known)):
+        return f"its brackets nest deeper than {MAX_NESTING}"
+    if len(_CALL.findall(answer)) > max(MAX_CALLS, GOLD_FACTOR * len(_CALL.findall(known))):
+        return f"it calls more than {MAX_CALLS} functions"
+    if len(_PIECE.findall(answer)) > max(MAX_PIECES, GOLD_FACTOR * len(_PIECE.findall(known))):
+        return f"it has more than {MAX_PIECES} pieces"
+    # The first digits of a long number suffice.
+    if gold is None and sum(int(digits[:9]) for digits in _DIGITS.findall(answer)) > MAX_MOVES:
+        return f"its numbers add up to more than {MAX_MOVES}"
+    return None
+
+
+# --- tasks ----------------------------------------------------------------------------------
+
+
+def _factory(setting: str) -> Any:
+    """Return the package's registry of tasks.
+
+    Raises:
+        ConfigError: the package is missing or of another release. It begins with `setting`.
+    """
+    install = f"pip install 'reasoning-gym=={RELEASE}'"
+    try:
+        from reasoning_gym import factory  # pyright: ignore[reportMissingImports]: an extra
+
+        installed = importlib.metadata.version("reasoning-gym")
+    except ImportError as error:
+        raise ConfigError(f"{setting}: needs reasoning-gym: {install} ({error})") from None
+    if installed != RELEASE:
+        raise ConfigError(
+            f"{setting}: reasoning-gym {installed} has scorers that were not reviewed: {install}"
+        )
+    return factory
+
+
+def _refusal(task: str) -> str:
+    """Return why a task can't be used; empty if it can."""
+    if task in EVALUATING:
+        return "its scorer evaluates the answer, and text that a model wrote is never evaluated"
+    return "its scorer rewards a constant answer" if task in WON_BY_CONSTANTS else ""
+
+
+def open_task(field: str, task: str, seed: int, size: int) -> Any:
+    """Return the items 0 to size - 1 of a task, at its default difficulty.
+
+    The package seeds item i by seed + i, so neighbouring seeds would share nearly all items. It is
+    therefore given a hash of the seed.
+
+    Args:
+        field: the setting that names the task.
+
+    Raises:
+        ConfigError: the package is missing or has no such task, or the task is refused.
+    """
+    setting = f"config.{field} = {PREFIX + task!r}"
+    factory = _factory(setting)
+    names = factory.DATASETS.keys() - EVALUATING - WON_BY_CONSTANTS
+    allowed = f"reasoning-gym has {', '.join(sorted(names))}"
+    if reason := _refusal(task):
+        raise ConfigError(f"{setting}: {reason}; {allowed}")
+    try:
+        seed = zlib.crc32(f"{task} {seed}".encode()) // 2
+        return factory.create_dataset(task, seed=seed, size=size)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{setting}: {error}; {allowed}") from None
+
+
+# --- items and scores, in workers -----------------------------------------------------------
+
+
+class ScoreRequest(NamedTuple):
+    """An answer to score; without metadata, only the task's scorer is loaded."""
+
+    source: str
+    metadata: str | None = None
+    answer: str | None = None
+
+
+class ScoreReply(NamedTuple):
+    """The score of an answer, and why there is none."""
+
+    score: float = 0.0
+    failure: str | None = None
+
+
+def _mark_tuples(value: Any) -> Any:
+    """Mark tuples, since JSON would turn them into lists and some scorers compare with tuples."""
+    if isinstance(value, tuple):
+        return {_TUPLE: [_mark_tuples(part) for part in value]}
+    if isinstance(value, list):
+        return [_mark_tuples(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _mark_tuples(part) for name, part in value.items()}
+    return value
+
+
+def _unmark_tuples(value: dict) -> Any:
+    return tuple(value[_TUPLE]) if value.keys() == {_TUPLE} else value
+
+
+def pack_item(item: dict[str, Any]) -> str:
+    """Return the JSON of an item; values without a JSON form become text, unread by scorers."""
+    return json.dumps(_mark_tuples(item), default=str)
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(task: str) -> Any:
+    if reason := _refusal(task):
+        raise ConfigError(reason)
+    return _factory(PREFIX + task).create_dataset(task)
+
+
+def prepare(task: str) -> None:
+    """Load the scorer of a task; that may take seconds."""
+    with contextlib.suppress(Exception):  # the request for a score reports it
+        _scorer(task)
+
+
+def gym_score(task: str, metadata: str, answer: str | None) -> float:
+    """Return the score of the task's own scorer: 1 if correct, less for some other answers.
+
+    Args:
+        task: the name after `gym:`.
+        metadata: `Problem.metadata` of one of its problems.
+        answer: extracted from the response; None if it has none.
+
+    Raises:
+        Exception: the scorer may raise anything.
+    """
+    if answer is None:
+        return 0.0
+    scorer = _scorer(task)
+    item = json.loads(metadata, object_hook=_unmark_tuples)
+    if answer_error(answer, item.get("answer")) is not None:
+        return 0.0
+    score = float(scorer.score_answer(answer, item))
+    return score if math.isfinite(score) else 0.0

@@ -1,1 +1,0 @@
-"""Tasks of reasoning-gym: problems and scorers."""

@@ -1,0 +1,203 @@
+"""Python functions as settings: their names, and their copies for worker processes.
+
+Workers import a module's function by name. Any other function (a lambda, a function of a notebook)
+is copied with cloudpickle into a private folder that only this process writes.
+"""
+
+import functools
+import importlib
+import inspect
+import io
+import linecache
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import cloudpickle
+
+from dapo_jax.runtime.settings import ConfigError, require
+
+IN_PROCESS_PREFIX = "in_process:"  # of functions that the trainer's process calls
+PICKLED_PREFIX = "given:"  # of functions that workers receive as copies
+MAX_COPY_BYTES = 64 << 20  # every worker process reads and keeps its own copy
+
+_functions: dict[str, Callable] = {}  # by name
+_copies: dict[str, bytes] = {}
+
+
+class _LimitedFile(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > MAX_COPY_BYTES:
+            raise ValueError(f"its copy has over {MAX_COPY_BYTES:,} bytes")
+        return super().write(data)
+
+
+def _is_importable(function: Callable) -> bool:
+    """Return whether a worker can import the function."""
+    module = getattr(function, "__module__", None) or "__main__"
+    name = getattr(function, "__qualname__", "")
+    is_attribute = getattr(sys.modules.get(module), name, None) is function
+    return module != "__main__" and name.isidentifier() and is_attribute
+
+
+def _cached(function: Callable, parameters: dict[str, Any]) -> Callable:
+    return functools.lru_cache(**parameters)(function)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickler that rejects arrays on devices, since a worker would occupy the trainer's device.
+
+    It copies the code of a function with a cache; `pickle` would send only the name.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper) and not _is_importable(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)  # a subclass, as dapo_jax is
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(obj, jax.Array):
+            raise TypeError("a JAX array is on a device of the trainer; use numpy.asarray")
+        return super().reducer_override(obj)
+
+
+def _copy(value: Any) -> bytes:
+    """Return a copy that a worker can load. Raises whatever the value's pickling raises."""
+    file = _LimitedFile()
+    _Pickler(file).dump(value)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # a worker has another one
+    try:
+        cloudpickle.loads(file.getvalue())
+    finally:
+        sys.modules["__main__"] = main
+    return file.getvalue()
+
+
+def _copy_error(value: Any) -> str:
+    """Return why a value can't be copied; empty if it can."""
+    try:
+        _copy(value)
+    except RecursionError:
+        return "it is nested too deeply"
+    except Exception as error:  # methods of the object may raise anything
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _variable_error(function: Callable) -> str:
+    """Return the name of a variable that can't be copied, and why; empty if unknown."""
+    if not inspect.isfunction(function):
+        return ""
+    variables = inspect.getclosurevars(function)
+    for name, value in {**variables.nonlocals, **variables.globals}.items():
+        if error := _copy_error(value):
+            return f"its variable `{name}`: {error}"
+    return ""
+
+
+def _unique_name(prefix: str, function: Callable, taken: Collection[str]) -> str:
+    own = getattr(function, "__qualname__", type(function).__name__).split("<locals>.")[-1]
+    base = prefix + (re.sub(r"\W+", "_", own).strip("_") or "function")
+    name = base
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    return name
+
+
+def register_function(
+    function: Callable,
+    in_process: bool,
+    taken: Collection[str] = (),
+    field: str = "reward.parts",
+) -> str:
+    """Return a name for a function: `module:function`, `given:NAME` or `in_process:NAME`.
+
+    Args:
+        in_process: whether this process calls it, rather than a worker.
+        taken: names of other functions in the same setting.
+        field: the setting.
+
+    Raises:
+        ConfigError: the function can't be copied to a worker.
+    """
+    require(callable(function), field, function, "a function, or the name of one")
+    if _is_importable(function) and not in_process:
+        return f"{function.__module__}:{function.__qualname__}"
+    prefix = IN_PROCESS_PREFIX if in_process else PICKLED_PREFIX
+    name = _unique_name(prefix, function, taken)
+    if not in_process:
+        try:
+            _copies[name] = _copy(function)
+        except Exception:
+            reason = _variable_error(function) or _copy_error(function)
+            hint = ", or pass in_process=True" if field == "reward.parts" else ""
+            raise ConfigError(
+                f"config.{field} = {function!r}: can't be sent to a worker process: {reason}. "
+                f"Create it inside the function or move it to a module{hint}"
+            ) from None
+    _functions[name] = function  # replaces an earlier one: a notebook cell may run again
+    return name
+
+
+def find_registered(field: str, name: str) -> Callable | None:
+    """Return the function that `register_function` named; None for a name `module:function`.
+
+    Raises:
+        ConfigError: the name has a prefix and is not registered.
+    """
+    if not name.startswith((PICKLED_PREFIX, IN_PROCESS_PREFIX)):
+        return None
+    option = ", in_process=True" * name.startswith(IN_PROCESS_PREFIX)
+    allowed = f"given by the program: dapo_jax.train(config, reward=function{option})"
+    require(name in _functions, field, name, allowed)
+    return _functions[name]
+
+
+class FunctionCopies:
+    """File with copies of the pickled functions among some names, for `load_copies`.
+
+    Attributes:
+        path: empty if no name needs a copy.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.path = ""
+        pickled = [name for name in names if name.startswith(PICKLED_PREFIX)]
+        if pickled:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="dapo_jax_", ignore_cleanup_errors=True
+            )
+            self.path = os.path.join(self._folder.name, "functions")
+            _write_copies(pickled, pathlib.Path(self.path))
+
+    def close(self) -> None:
+        """Delete the file."""
+        if self.path:
+            self._folder.cleanup()
+
+
+def _write_copies(names: Iterable[str], path: pathlib.Path) -> None:
+    # Source lines of notebook cells are sent too, so that a worker can show the line that raised.
+    codes = [getattr(_functions[name], "__code__", None) for name in names]
+    files = {code.co_filename for code in codes if code}
+    lines = {file: linecache.getlines(file) for file in files if not os.path.exists(file)}
+    copies = {name: _copies[name] for name in names}
+    path.write_bytes(cloudpickle.dumps((copies, lines)))
+
+
+def load_copies(path: str) -> None:
+    """Register the functions that `FunctionCopies` of the parent wrote; none if it is empty."""
+    if not path:
+        return
+    copies, lines = cloudpickle.loads(pathlib.Path(path).read_bytes())
+    for file, texts in lines.items():
+        linecache.cache[file] = (sum(map(len, texts)), None, texts, file)
+    _functions.update({name: cloudpickle.loads(copy) for name, copy in copies.items()})

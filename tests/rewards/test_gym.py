@@ -1,0 +1,226 @@
+"""Tasks and answers that are rejected, and scorers that misbehave; without reasoning-gym itself."""
+
+import time
+
+import pytest
+from gym_items import write_package
+
+from dapo_jax.config.experiment import Reward
+from dapo_jax.rewards import gym
+from dapo_jax.rewards.pool import RewardPool
+from dapo_jax.runtime.settings import ConfigError
+from dapo_jax.runtime.workers.parent import WorkerProcess
+
+HONEST = """
+class Task:
+    def score_answer(self, answer, item):
+        return 99.0
+
+class factory:
+    DATASETS = {"honest": Task, "countdown": Task, "coin_flip": Task}
+
+    def create_dataset(task, **settings):
+        return Task()
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [(task, "its scorer evaluates the answer") for task in sorted(gym.EVALUATING)]
+    + [(task, "its scorer rewards a constant answer") for task in sorted(gym.WON_BY_CONSTANTS)],
+)
+def test_a_listed_task_is_rejected_by_name(task, reason, tmp_path, monkeypatch):
+    write_package(tmp_path, HONEST)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = rf"config.data.source = 'gym:{task}': {reason}.*; reasoning-gym has honest$"
+    with pytest.raises(ConfigError, match=message):
+        gym.open_task("data.source", task, 0, 10)
+    with pytest.raises(ConfigError, match=reason):  # in the worker too
+        gym.gym_score(task, "{}", "1")
+    assert gym.open_task("data.source", "honest", 0, 10) is not None
+
+
+def test_another_release_is_rejected(tmp_path, monkeypatch):
+    write_package(tmp_path, HONEST, "0.1.26")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = "'gym:honest': reasoning-gym 0.1.26 .* not reviewed: pip install 'reasoning-gym==0.1"
+    with pytest.raises(ConfigError, match=message):
+        gym.open_task("data.source", "honest", 0, 10)
+
+
+# --- answers --------------------------------------------------------------------------------
+
+UNFIT = [  # answer, gold, why
+    ("NaN", "-10.0 - 4.0i", "not a finite number"),
+    ("nan+nanj", "-10.0 - 4.0i", "not a finite number"),
+    ("(naNj)", "3i", "not a finite number"),
+    ("[NaN, NaN]", "['-24.1', '3']", "not a finite number"),
+    ("-Infinity", "0.5", "not a finite number"),
+    ("sNaN", "12", "not a finite number"),
+    ("NaN123", "12", "not a finite number"),
+    ("1e999", "3/4", "not a finite number"),
+    ("1e-999999999", "0.25", "not a finite number"),
+    ("\\infty", "$\\dfrac{54}{275}$", "not a finite number"),
+    ("inf", "", "not a finite number"),
+    ("exp(" * 30 + "9" + ")" * 30, "42", "brackets nest deeper than 20"),
+    ("[" * 4000, "[[1]]", "brackets nest deeper than 20"),
+    ("exp(1)+" * 30, "42", "more than 20 functions"),
+    ("R U " * 1200, None, "more than 300 pieces"),
+    ("w,A1,B3;" * 400, "['w,A1,B3']", "more than 300 pieces"),
+    ("R99999999", None, "numbers add up to more than 1000"),
+    ("A+" + "9" * 9000, None, "numbers add up to more than 1000"),
+    ("R500 L600", None, "numbers add up to more than 1000"),
+]
+FIT = [
+    ("-10 - 4i", "-10.0 - 4.0i"),
+    ("5 bananas", "5"),
+    ("nancy", "nancy"),
+    ("infeasible", "infeasible"),
+    ("NAN,NAB", "FAN,FAB"),
+    ("1e5", "100000"),
+    ("0x1e99999", "0x1e99999"),
+    ("[[1, 2], [3, 4]]", "[[1, 2], [3, 5]]"),
+    ("(((A ∧ B) → C) ∨ ¬(A ∧ C))", None),
+    ("F+1 K+1 M-1 C+3 H+2", None),
+    ("R U' R2 B3", None),
+    ("Move disk 1 from Peg 1 to Peg 3\n" * 127, "Move disk 1 from Peg 1 to Peg 2\n" * 127),
+    ("[" * 40 + "]" * 40, "[" * 40 + "0" + "]" * 40),
+    ("", "1"),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold", "why"), UNFIT)
+def test_an_answer_unlike_any_correct_one_reaches_no_scorer(
+    answer, gold, why, tmp_path, monkeypatch
+):
+    assert why in (gym.answer_error(answer, gold) or "")
+    write_package(tmp_path, HONEST)
+    monkeypatch.syspath_prepend(tmp_path)
+    item = gym.pack_item({"answer": gold})
+    assert gym.gym_score("honest", item, answer) == 0.0
+    assert gym.gym_score("honest", item, "7") == 99.0
+
+
+@pytest.mark.parametrize(("answer", "gold"), FIT)
+def test_an_answer_that_may_be_correct_reaches_the_scorer(answer, gold):
+    assert gym.answer_error(answer, gold) is None
+
+
+def test_checking_an_answer_is_fast():
+    began = time.monotonic()
+    texts = ("(" * 10_000, "a(" * 5_000, "1" * 10_000, "e" * 10_000, " \n,;" * 2_500, "\\a" * 5000)
+    for text in texts:
+        for gold in ("1", None, "word"):
+            gym.answer_error(text, gold)
+    assert time.monotonic() - began < 1.0
+
+
+# --- scorers that misbehave -----------------------------------------------------------------
+
+PACKAGE = """
+import signal, sys
+
+
+class Task:
+    def score_answer(self, answer, entry):
+        if answer == "hang":
+            while True:
+                pass
+        if answer == "eat":
+            return len(bytearray(1 << 40))
+        if answer == "die":
+            signal.raise_signal(signal.SIGKILL)
+        if answer == "leave":
+            sys.exit(1)
+        print("a line for nobody", flush=True)
+        return float(answer)
+
+
+class factory:
+    DATASETS = {"odd": Task}
+
+    def create_dataset(task):
+        return Task()
+"""
+
+
+def test_a_scorer_that_hangs_or_dies_costs_its_own_response(tmp_path, monkeypatch):
+    write_package(tmp_path, PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = RewardPool(Reward(verifier="math", parts="gym=1", workers=1, timeout_seconds=1.0))
+    texts = ["1", "hang", "1", "eat", "1", "die", "leave", "1", "nan", "0.5", "1"]
+    pending = [pool.submit("", f"#### {text}", "1", "gym:odd", "{}") for text in texts]
+    verdicts = [future.result(timeout=60) for future in pending]
+    pool.close()
+    assert [verdict.correct for verdict in verdicts] == [text == "1" for text in texts]
+    failures = {text: verdict.failure for text, verdict in zip(texts, verdicts, strict=True)}
+    assert failures["hang"].startswith("TimeoutError") and failures["eat"].startswith("MemoryError")
+    assert "died" in failures["die"] and "died" in failures["leave"] and failures["nan"] is None
+    assert pool.kills == 6 and verdicts[-2].parts == {"gym": 0.5}
+
+
+SLOW_TO_START = """
+import time
+
+
+class Task:
+    def score_answer(self, answer, entry):
+        while answer == "compute":
+            pass
+        return float(answer)
+
+
+class factory:
+    DATASETS = {"slow": Task}
+
+    def create_dataset(task):
+        time.sleep(2.5)
+        return Task()
+"""
+
+
+@pytest.fixture
+def slow_pool(tmp_path, monkeypatch):
+    """Pool for a package whose task takes longer to make ready than a response may take."""
+    write_package(tmp_path, SLOW_TO_START)
+    monkeypatch.syspath_prepend(tmp_path)
+    pools = []
+
+    def make(seconds: float) -> RewardPool:
+        reward = Reward(verifier="math", parts="gym=1", workers=1, timeout_seconds=seconds)
+        pools.append(RewardPool(reward))
+        return pools[-1]
+
+    yield make
+    pools[-1].close()
+
+
+def test_a_scorer_is_made_ready_before_its_clock_starts(slow_pool):
+    """So rearc, whose sources take seconds to parse, and its worker would die before the end."""
+    pool = slow_pool(1.0)
+    pending = [pool.submit("", "#### 1", "1", "gym:slow", "{}") for _ in range(3)]
+    verdicts = [future.result(timeout=60) for future in pending]
+    assert [verdict.failure for verdict in verdicts] == [None] * 3
+    assert all(verdict.correct for verdict in verdicts) and pool.kills == 0
+
+
+def test_an_answer_that_computes_without_end_costs_seconds_once(slow_pool):
+    """Not the whole limit of a response, and not again: it would compute again."""
+    pool = slow_pool(30.0)
+    assert pool.submit("", "#### 1", "1", "gym:slow", "{}").result(timeout=60).correct
+    began = time.monotonic()
+    verdict = pool.submit("", "#### compute", "1", "gym:slow", "{}").result(timeout=60)
+    assert time.monotonic() - began < 15 and "computed for too long" in verdict.failure
+    assert not verdict.correct and pool.kills == 1
+
+
+def test_the_scorers_process_is_limited():
+    worker = WorkerProcess("dapo_jax.rewards.worker", "gym")
+    try:
+        job = {"source": "gym:", "metadata": "{}", "answer": "1"}
+        assert worker.ask(job, time.monotonic() + 60)["score"] == 0.0
+        limits = open(f"/proc/{worker.pid}/limits").read().splitlines()
+        bounded = {line.split("  ")[0]: line.split()[-3] for line in limits[1:]}
+        assert (bounded["Max file size"], bounded["Max address space"]) == ("0", str(2 << 30))
+    finally:
+        worker.kill()

@@ -1,0 +1,156 @@
+"""Arrays, kernels and collectives in the text of a compiled program."""
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+import jax
+
+from dapo_jax.commands.plan.hlo_text import (
+    ARRAY,
+    BYTES,
+    COLLECTIVES,
+    FREE,
+    HloText,
+    group_size,
+    shape_of,
+)
+from dapo_jax.commands.plan.programs import SAMPLING, Layout, Program
+from dapo_jax.runtime.sharding import DECODING, TRAINING, shards
+
+
+class Instruction(NamedTuple):
+    """An array that a program writes to memory."""
+
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str  # path of names in the Python program
+    group: int  # devices that exchange; 0: all, or none
+    looped: bool  # in the body of a loop
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def instructions(text: str) -> list[Instruction]:
+    """Return the arrays that a program writes to memory, so those outside of fusions."""
+    hlo, arrays = HloText(text), []
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    for computation, lines in hlo.computations.items():
+        for line in lines.values():
+            if computation in hlo.fused or line.operation in FREE:
+                continue
+            operation = line.operation
+            if operation == "fusion" and "all-reduce-scatter" in line.name:
+                operation = "reduce-scatter"  # as TPUs write one
+            source = re.search(r'op_name="([^"]*)"', line.rest)
+            path, group = source[1] if source else "", group_size(line.rest)
+            for dtype, dimensions, _ in ARRAY.findall(line.shapes):
+                shape, looped = shape_of(dimensions), computation in bodies
+                arrays.append(Instruction(operation, dtype, shape, path, group, looped))
+    return arrays
+
+
+def _counted(names: list[str]) -> list[str]:
+    counts = collections.Counter(names)
+    return [f"{count} x {name}" for name, count in sorted(counts.items())]
+
+
+def kernels(text: str) -> list[str]:
+    """Return the Pallas kernels of a TPU's program with the number of calls."""
+    return _counted(
+        re.findall(r"%([\w\-]+?)[.\d]* = .*custom_call_target=\"tpu_custom_call\"", text)
+    )
+
+
+def largest(arrays: list[Instruction], count: int) -> list[str]:
+    """Return the largest arrays, by shape, with the source of one."""
+    kinds = {str(array): array for array in arrays}
+    return [
+        f"{array} {array.bytes / 2**30:.2f} GiB ({'/'.join(array.source.split('/')[-3:])})"
+        for array in sorted(kinds.values(), key=lambda array: -array.bytes)[:count]
+    ]
+
+
+def square(arrays: list[Instruction], length: int) -> list[str]:
+    """Return the arrays with two dimensions of that length."""
+    return sorted({str(array) for array in arrays if array.shape.count(length) > 1})
+
+
+def over(arrays: list[Instruction], sizes: set[int], lengths: set[int]) -> list[str]:
+    """Return the arrays with a dimension in `sizes` and another in `lengths`."""
+    shapes = {str(array): set(array.shape) for array in arrays}
+    return sorted(name for name, of in shapes.items() if sizes & of and lengths & (of - sizes))
+
+
+def copies(arrays: list[Instruction], elements: int) -> list[str]:
+    """Count copies and transposes of arrays of at least so many elements, but of no matrices."""
+    moved = ("copy", "copy-start", "transpose")
+    return _counted(
+        [
+            str(array)
+            for array in arrays
+            if array.operation in moved
+            and len(array.shape) > 2
+            and math.prod(array.shape) >= elements
+        ]
+    )
+
+
+def collectives(
+    arrays: list[Instruction],
+    within: str = "",
+    *,
+    sizes: set[int] | None = None,
+    looped: bool = False,
+) -> list[str]:
+    """Count collectives by shape.
+
+    Args:
+        within: a word in the name of the source.
+        sizes: only arrays with one of these dimensions.
+        looped: only the bodies of loops.
+    """
+    names = []
+    for array in arrays:
+        operation = array.operation.removesuffix("-start")
+        named = not within or re.search(rf"\b{within}\b", array.source)
+        sized = sizes is None or sizes & set(array.shape)
+        if operation in COLLECTIVES and named and sized and array.looped >= looped:
+            group = f" over {array.group}" if array.group else ""
+            names.append(f"{array._replace(operation=operation)}{group}")
+    return _counted(names)
+
+
+def contents(layout: Layout, program: Program, text: str) -> dict[str, list[str]]:
+    """Return what matters in the compiled text of a program, as lists of short lines."""
+    arrays, config = instructions(text), layout.config
+    sampling = program.name in SAMPLING
+    mesh = layout.sampling_mesh if sampling else layout.mesh
+    pieces = shards(mesh, "vocab", DECODING if sampling else TRAINING)
+    vocab = {layout.decoder.vocab, layout.decoder.vocab // pieces}
+    row = config.rows().row_tokens
+    rows = config.packing.rows_per_microbatch // shards(layout.mesh, "batch")
+    lists = {
+        "largest": largest(arrays, 5),
+        "T x T": square(arrays, row),
+        "P x P": square(arrays, config.data.max_prompt_tokens),
+        "V x T": over(arrays, vocab, {row, rows * row}),
+        "kernels": kernels(text),
+    }
+    if not sampling:
+        lists["head exchanges"] = collectives(arrays, "head")
+        lists["vocabulary exchanges"] = collectives(arrays, sizes=vocab)
+    if program.name in ("insert", "decode"):
+        cache = jax.tree.leaves(program.alive["cache"].caches)[0]
+        elements = math.prod(cache.sharding.shard_shape(cache.shape))
+        lists["copies of a cache"] = copies(arrays, elements)
+    if program.name in ("load", "decode"):
+        lists["exchanges"] = collectives(arrays, looped=program.name == "decode")
+    return lists
