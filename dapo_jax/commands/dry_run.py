@@ -66,7 +66,7 @@ def _show(
 ) -> None:
     prompts = open_prompts(config, tokenizer, environments)
     _say(f"data: {prompts.describe()}")
-    for complaint in prompts.complaints():
+    for complaint in prompts.warnings():
         _say(f"warning: {complaint}")
     shown = list(itertools.islice(prompts, SHOWN_PROMPTS))
     problems = [

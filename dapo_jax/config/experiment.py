@@ -8,20 +8,29 @@ import dataclasses
 from typing import Annotated, Literal
 
 from dapo_jax.config.algorithm import IF_TEACHER, Algorithm
-from dapo_jax.config.compute import Compute, Mesh, OneMesh, Packing
-from dapo_jax.config.inputs import GENERATED, Data, Examples, OwnData
-from dapo_jax.config.outputs import Checkpoint, Evaluation, Log, Watch
 from dapo_jax.config.sections import (
+    GENERATED,
     Architecture,
+    Checkpoint,
+    Compute,
     Critic,
+    Data,
     Environment,
+    Evaluation,
+    Examples,
+    Log,
     Lora,
+    Mesh,
     Model,
+    OneMesh,
     Optimizer,
+    OwnData,
+    Packing,
     Reward,
     Rollout,
     Sampler,
     Teacher,
+    Watch,
 )
 from dapo_jax.runtime.rules import (
     Count,

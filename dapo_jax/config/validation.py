@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_jax.config.combinations import Check, check_combinations
 from dapo_jax.config.experiment import Config, DpoConfig, ServeConfig, SftConfig
-from dapo_jax.config.inputs import GENERATED
+from dapo_jax.config.sections import GENERATED
 from dapo_jax.runtime.settings import check_read, check_types, check_values, leaves, require
 
 

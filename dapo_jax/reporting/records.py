@@ -1,6 +1,6 @@
 """Records of a run folder, looked through before a run goes on."""
 
-from dapo_jax.config.outputs import Log
+from dapo_jax.config.sections import Log
 from dapo_jax.reporting.writers import rollouts_name
 from dapo_jax.runtime.storage.jsonl import objects, read_object, spell
 from dapo_jax.runtime.storage.ownership import Folder

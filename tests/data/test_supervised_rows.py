@@ -11,12 +11,12 @@ from served import byte_tokenizer
 from tokenizers import processors
 
 from dapo_jax.config.experiment import Data, OwnData
+from dapo_jax.data.files import MalformedRow
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts.chat_template import ChatTemplate
+from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.data.row_formats import MalformedRow, parse_fields
-from dapo_jax.data.supervised_examples import endless_order, read_examples
-from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, Writer
+from dapo_jax.data.row_formats import parse_fields
+from dapo_jax.data.supervised import EXAMPLES, PAIRS, Writer, endless_order, read_examples
 from dapo_jax.runtime.settings import ConfigError
 
 PLAIN_CHAT = (
@@ -191,7 +191,12 @@ USER = TALK[1]
 MALFORMED = {  # row, forms, settings, words
     "no object": (3, EXAMPLES, {}, "is int, not an object"),
     "other fields": ({"a": 1}, EXAMPLES, {}, "has the fields a, not messages, prompt+response"),
-    "no field": (ROW, EXAMPLES, {"fields": "prompt=prompt,response=x.y"}, "has no x.y; its fields"),
+    "no field": (
+        ROW,
+        EXAMPLES,
+        {"fields": "prompt=prompt,response=x.y"},
+        "has no field 'x.y'; it has",
+    ),
     "empty": (ROW | {"prompt": " "}, EXAMPLES, {}, "prompt is empty"),
     "number": (ROW | {"response": 4}, EXAMPLES, {}, "response is 4, neither text nor messages"),
     "surrogate": (ROW | {"response": "\ud800"}, EXAMPLES, {}, "half of a surrogate pair"),
@@ -243,7 +248,10 @@ def test_templates_that_can_not_show_an_answer_make_malformed_rows():
     for chat, words in (
         ("", "the model folder has no chat template"),
         ("{{ raise_exception('no') }}", "chat template fails: no"),
-        ("{{ messages | length }}{{ add_generation_prompt }}", "elsewhere than behind its prompt"),
+        (
+            "{{ messages | length }}{{ add_generation_prompt }}",
+            "does not put the answer right after its prompt",
+        ),
     ):
         with pytest.raises(MalformedRow, match=words):
             write({"messages": TALK}, tokenizer=tokenizer_with(chat))

@@ -8,9 +8,14 @@ from row_files import CHATML
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts import template_process
-from dapo_jax.data.prompts.chat_template import ChatTemplate, read_chat_template
-from dapo_jax.data.prompts.templates import TEMPLATES, VERIFIERS_OF, Beside
+from dapo_jax.data.prompts import templates
+from dapo_jax.data.prompts.templates import (
+    TEMPLATES,
+    VERIFIERS_OF,
+    Beside,
+    ChatTemplate,
+    read_chat_template,
+)
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
@@ -105,7 +110,7 @@ def test_a_template_that_computes_for_ever_is_stopped():
     with pytest.raises(ConfigError, match="^model: the model's chat template fails: .* over 2 s"):
         ChatTemplate(loop).check("model")
     assert ChatTemplate("{{ messages[0].content }}").render(ask("Hi")) == "Hi"
-    template_process._worker._process._process.kill()  # by whoever
+    templates._worker._process._process.kill()  # by whoever
     assert ChatTemplate("{{ messages[0].content }}").render(ask("你" * 400_000)) == "你" * 400_000
 
 

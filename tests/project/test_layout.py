@@ -28,7 +28,7 @@ FLOORS = (
 # What only reinforcement learning reads does not count.
 OFFLINE_ROOMS = (
     "run.supervised.common run.supervised.training run.supervised.resume "
-    "data.supervised_rows data.supervised_examples run.compute learner.update learner.policy "
+    "data.supervised run.compute learner.update learner.policy "
     "learner.optimizer runtime.sharding "
     "model.training_attention model.decoder model.trainable"
 ).split()
