@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from dapo_jax.config.algorithm import IF_CRITIC
 from dapo_jax.runtime.rules import (
     AutoCount,
     Below1,
@@ -28,7 +29,6 @@ BY_VALUE = When("reward.verifier", "math math_box math_label")
 PAGED = When("sampler.cache", "auto paged")
 # With carry-over, these settings decide which responses the next step gets.
 ON_POLICY = When("rollout.carry_over", "none")
-IF_CRITIC = When("algorithm.critic")
 IF_LORA = When("lora.rank")
 IF_ROLLOUTS = When("log.rollouts")
 # All ratios are 1 in the first update of a step.
@@ -74,9 +74,7 @@ class Lora:
     rank: CountOr0 = setting(0, "Rank of the adapters; only they are trained; 0: no adapters.")
     alpha: Positive = setting(32.0, "Adapters add x A B times alpha / rank.", read=IF_LORA)
     targets: str = setting(
-        "query,key,value,out,gate,up,down",
-        "Matrices with an adapter, comma-separated.",
-        read=IF_LORA,
+        "query,key,value,out,gate,up,down", "Matrices with adapters, comma-separated.", read=IF_LORA
     )
     folder: str = setting("", "Adapters to start from, in PEFT's format; empty: new ones.")
 
@@ -178,7 +176,7 @@ class Examples:
 
     errors: bool = setting(
         True,
-        "Whether examples contain wrong steps and ramble.",
+        "Examples contain errors.",
         read=When("examples.direct_share", lambda share: share == 0),
     )
     direct_share: Annotated[float, Range(at_least=0, below=1)] = setting(
@@ -237,9 +235,7 @@ class Data:
         "truncate_left", "'truncate_left' keeps the end of a longer prompt, 'drop' skips it."
     )
     changed: Literal["refuse", "allow"] = setting(
-        "refuse",
-        "If a run resumes with other problems or answers: 'refuse' or 'allow'.",
-        may_change=True,
+        "refuse", "On resume with other problems or answers: 'refuse' or 'allow'.", may_change=True
     )
 
     def heldout_count(self) -> int:
@@ -273,9 +269,7 @@ class OwnData:
         -1, "Taken for evaluation, never trained on; -1: one in 20, at most 256; 0: none."
     )
     passes: Positive = setting(
-        3.0,
-        "Over the examples, each in a new order.",
-        read=When("total_steps", lambda steps: steps == 0),
+        3.0, "Passes over the examples.", read=When("total_steps", lambda steps: steps == 0)
     )
     overlong: Literal["drop", "cut"] = setting(
         "drop", "Examples longer than packing.row_tokens: 'drop' them, or 'cut' their end."
@@ -337,23 +331,17 @@ class Environment:
     )
     rewards: Literal["sum", "last", "steps"] = setting(
         "sum",
-        "Part 'environment': their sum, the last one, or each on the last token of its turn.",
+        "Part 'environment': 'sum', 'last', or 'steps', each at its turn's end.",
         read=IF_ENVIRONMENT,
     )
     step_seconds: Positive = setting(
-        5.0,
-        "A longer step is killed; its observation reports that.",
-        read=IF_ENVIRONMENT,
-        may_change=True,
+        5.0, "A longer step is killed and reported.", read=IF_ENVIRONMENT, may_change=True
     )
     workers: Count = setting(
         4, "Processes that run steps in parallel.", read=IF_ENVIRONMENT, may_change=True
     )
     wait_bursts: Count = setting(
-        1,
-        "Bursts of decoding before decoding waits for a step.",
-        read=IF_ENVIRONMENT,
-        may_change=ON_POLICY,
+        1, "Bursts before decoding waits for a step.", read=IF_ENVIRONMENT, may_change=ON_POLICY
     )
 
     @property
@@ -369,7 +357,7 @@ class Sampler:
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
     keep_turns: bool = setting(
         False,
-        "Keep slot and cache of a trajectory between turns; else each turn prefills all of it.",
+        "Keep a trajectory's slot and cache between turns; else prefill again.",
         read=IF_ENVIRONMENT,
     )
     burst_tokens: Count = setting(8, "Tokens decoded per call of the host.", may_change=ON_POLICY)
@@ -395,10 +383,7 @@ class Sampler:
         may_change=ON_POLICY,
     )
     page_tokens: Count = setting(
-        128,
-        "Tokens in a page of the paged cache; a multiple of 8 on TPU.",
-        read=PAGED,
-        may_change=ON_POLICY,
+        128, "Tokens per cache page; a multiple of 8 on TPU.", read=PAGED, may_change=ON_POLICY
     )
     pages: CountOr0 = setting(
         0,
@@ -414,9 +399,7 @@ class Sampler:
         may_change=True,
     )
     prefill_chunk_tokens: CountOr0 = setting(
-        2048,
-        "Longer prompts are prefilled in chunks of this many tokens; 0: never.",
-        may_change=True,
+        2048, "Longer prompts are prefilled in chunks of this length; 0: never.", may_change=True
     )
     cache_dtype: Literal["auto", "int8", "int8_per_head"] = setting(
         "auto",
@@ -444,9 +427,7 @@ class Reward:
         read=BY_VALUE,
     )
     percent: Literal["exact", "as_asked"] = setting(
-        "exact",
-        "'exact': 20% is 0.2; 'as_asked': also 20 if the problem asks for percent.",
-        read=BY_VALUE,
+        "exact", "'exact': 20% is 0.2; 'as_asked': 20 if the problem asks for %.", read=BY_VALUE
     )
     parts: str = setting(
         "rule=1",
@@ -460,14 +441,10 @@ class Reward:
         "'spread' of raw rewards inside the group.",
     )
     threshold: float = setting(
-        0.5,
-        "correct = 'threshold': the smallest raw reward of a correct response.",
-        read=When("reward.correct", "threshold"),
+        0.5, "Smallest raw reward of a correct response.", read=When("reward.correct", "threshold")
     )
     min_spread: PositiveOr0 = setting(
-        1e-6,
-        "correct = 'spread': largest - smallest must exceed it.",
-        read=When("reward.correct", "spread"),
+        1e-6, "Largest - smallest must exceed it.", read=When("reward.correct", "spread")
     )
     workers: Count = setting(
         1, "Threads that compute rewards, each with worker processes.", may_change=True
@@ -513,9 +490,7 @@ class Optimizer:
         1.0, "Gradients are scaled down to this global norm."
     )
     max_skipped_steps: int = setting(
-        3,
-        "Consecutive steps without any finite update before the run stops (exit code 4); 0: never.",
-        may_change=True,
+        3, "Steps in a row without finite updates before exit code 4; 0: never.", may_change=True
     )
 
 
@@ -527,8 +502,7 @@ class Critic:
         "", "Folder of a policy or a reward model; empty: model.folder.", read=IF_CRITIC
     )
     pretrain_steps: AutoCount = setting(
-        -1,
-        "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps.",
+        -1, "First rollout steps that train only the critic; -1: algorithm.critic_pretrain_steps."
     )
     optimizer: Optimizer = part(lambda: Optimizer(learning_rate=2e-6), read=IF_CRITIC)
 
@@ -572,8 +546,7 @@ class Log:
     console: bool = setting(True, "Print to the console; false: nothing, not even warnings.")
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     wandb: str = setting(
-        "",
-        "Weights & Biases project, needs its package; empty: none. WANDB_MODE=offline sends later.",
+        "", "Weights & Biases project (needs its package); empty: none. See also WANDB_MODE."
     )
     rollouts: bool = setting(
         True, "Write every scored response to rollouts/ and evaluations/, step_*.jsonl."
@@ -582,13 +555,11 @@ class Log:
         0, "Number of newest files of rollouts/ to keep; 0: all.", read=IF_ROLLOUTS
     )
     token_groups: CountOr0 = setting(
-        1,
-        "Number of trained groups per step, the last ones, with tokens and log-probs in rollouts/.",
-        read=IF_ROLLOUTS,
+        1, "Trained groups per step with tokens and log-probs in rollouts/.", read=IF_ROLLOUTS
     )
     token_ratios: bool = setting(
         False,
-        "Also their ratios and clips in the step's last update: one more forward pass of it.",
+        "Also their ratios and clips in the last update: one more forward pass.",
         read=SHOWS_RATIOS,
     )
     report: bool = setting(True, "Write report.html at the end.")

@@ -19,14 +19,7 @@ from etils import epath
 from dapo_jax.config.experiment import Data
 from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
-from dapo_jax.data.row_formats import (
-    FIELDS,
-    KNOWN,
-    MISSING,
-    look_up,
-    parse_fields,
-    read_row,
-)
+from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row
 from dapo_jax.rewards.gym import tasks
 from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require

@@ -41,7 +41,7 @@ BAD = [
     (["--config.data.min_terms=1"], ["min_terms", "1", "from 2"]),
     (["--config.mesh.fsdp=0"], ["mesh.fsdp", "0", "-1"]),
     (["--config.mesh.data=0"], ["mesh.data", "0", "-1"]),
-    (["--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["mesh.fsdp", "where mesh.data is not"]),
+    (["--config.mesh.data=-1", "--config.mesh.fsdp=-1"], ["mesh.fsdp", "if mesh.data is above 0"]),
     (
         ["--config.algorithm.old_logprobs=sampler", "--config.sampler.top_k=5"],
         ["old_logprobs", "sampler", "recompute"],

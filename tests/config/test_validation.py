@@ -167,11 +167,7 @@ REFUSED = {
         "algorithm.rejection=token",
         "algorithm.rejection 'token' 'none' 'one'",
     ),
-    "sets larger than the group": (
-        "pass_at_k",
-        "algorithm.pass_k=17",
-        "algorithm.pass_k 17 16",
-    ),
+    "sets larger than the group": ("pass_at_k", "algorithm.pass_k=17", "algorithm.pass_k 17 16"),
     "a ratio times a biased estimate": (
         "grpo",
         "algorithm.kl_importance=true algorithm.kl_estimator=k2",
