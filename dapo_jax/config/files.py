@@ -84,7 +84,7 @@ def read_config(kind: type, name: str) -> Any:
     if path.suffix not in (".py", ".json"):
         raise ConfigError(f"--config={name}: must be a .py file, a run's config.json or its folder")
     file = short_path(path)
-    config = read_json(path, "") if path.suffix == ".json" else _run_file(path, argument)
+    config: Any = read_json(path, "") if path.suffix == ".json" else _run_file(path, argument)
     if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
         config = config.to_dict()
     if isinstance(config, dict):

@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from dapo_jax.config.experiment import Data, Examples
+from dapo_jax.config.experiment import Examples
 from dapo_jax.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)
@@ -46,23 +46,6 @@ def make_problem(split: str, seed: int, index: int, min_terms: int, max_terms: i
         text = "+".join(map(str, operands)) + "="
         if is_heldout(text) == (split == "heldout"):
             return Problem(f"{split}-{index}", text, str(sum(operands) % 10), "arithmetic")
-
-
-class Problems:
-    """Problems of a split, by index: a random-access source of grain."""
-
-    def __init__(self, data: Data, split: str, seed: int):
-        self._data = data
-        self._split = split
-        self._seed = seed
-
-    def __len__(self) -> int:
-        heldout = self._split == "heldout"
-        return self._data.heldout_count() if heldout else self._data.train_problems
-
-    def __getitem__(self, index: int) -> Problem:
-        data = self._data
-        return make_problem(self._split, self._seed, int(index), data.min_terms, data.max_terms)
 
 
 def _work_chain(

@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 
-from dapo_jax.config.experiment import Data, Examples
+from dapo_jax.config.experiment import Examples
 from dapo_jax.data.arithmetic import is_heldout
 from dapo_jax.structs import Problem
 
@@ -27,24 +27,8 @@ def make_problem(split: str, seed: int, index: int) -> Problem:
             return Problem(f"{split}-{index}", text, str(numbers.sum()), "multi_digit_sums")
 
 
-class Problems:
-    """Problems of a split, by index: a random-access source of grain."""
-
-    def __init__(self, data: Data, split: str, seed: int):
-        self._split = split
-        self._seed = seed
-        heldout = split == "heldout"
-        self._length = data.heldout_count() if heldout else data.train_problems
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Problem:
-        return make_problem(self._split, self._seed, int(index))
-
-
 def make_worked_example(seed: int, index: int, examples: Examples) -> tuple[str, list[str]]:
-    """Return a worked example of the training split: problem text and turns, even ones written."""
+    """Return (problem text, turns) of the training split; every second turn is an observation."""
     problem = make_problem("train", seed, index)
     answer = f"#### {problem.answer}"
     rng = np.random.default_rng([seed, zlib.crc32(b"worked sums"), index])

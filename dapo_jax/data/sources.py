@@ -12,11 +12,12 @@ import math
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 
 from dapo_jax.config.experiment import Data
+from dapo_jax.config.sections import GENERATED
 from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
 from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row
@@ -32,12 +33,20 @@ DIGEST_PROBLEMS = 8  # of a generated source
 HELDOUT_SHARE = 5  # by default at most one in 5 problems of a file is held out
 
 
-class Generated(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Generated:
     """Random-access problems that are made on demand."""
 
-    def __len__(self) -> int: ...
+    length: int
+    make: Callable[[int], Problem]
 
-    def __getitem__(self, index: int) -> Problem: ...
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.make(int(index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,52 +182,41 @@ def _named_rows(
             yield f"{path} {place}", row, fields if named else {}
 
 
-class GymProblems:
-    """Problems of a reasoning-gym task by index; the held-out ones follow the training ones."""
+def _gym_problems(field: str, task: str, data: Data, heldout: bool, seed: int) -> Generated:
+    """Return the problems of a reasoning-gym task; the held-out ones follow the training ones."""
+    source = tasks.PREFIX + task
+    items = tasks.open_task(field, task, seed, data.train_problems + data.heldout_count())
+    first = data.train_problems if heldout else 0
 
-    def __init__(self, field: str, task: str, data: Data, split: str, seed: int):
-        heldout = split == "heldout"
-        self._source = tasks.PREFIX + task
-        self._first = data.train_problems if heldout else 0
-        self._length = data.heldout_count() if heldout else data.train_problems
-        size = data.train_problems + data.heldout_count()
-        self._items = tasks.open_task(field, task, seed, size)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        number = self._first + int(index)
-        item = self._items[number]
+    def make(index: int) -> Problem:
+        number = first + index
+        item = items[number]
         return Problem(
-            id=f"{self._source}-{number}",
+            id=f"{source}-{number}",
             text=item["question"].strip(),
             answer=str(item["answer"]),
-            source=self._source,
-            subject=self._items.category,
+            source=source,
+            subject=items.category,
             metadata=tasks.pack_item(item),
         )
 
-
-# (data settings, split 'train' or 'heldout', seed) -> problems by index
-Generator = Callable[[Data, str, int], Generated]
-GENERATORS: dict[str, Generator] = {
-    "arithmetic": arithmetic.Problems,
-    "multi_digit_sums": multi_digit_sums.Problems,
-}
+    return Generated(data.heldout_count() if heldout else data.train_problems, make)
 
 
-def _generator(field: str, name: str) -> Generator | None:
+def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Generated:
+    heldout = split == "heldout"
     if name.startswith(tasks.PREFIX):
-        return functools.partial(GymProblems, field, name.removeprefix(tasks.PREFIX))
-    return GENERATORS.get(name)
+        return _gym_problems(field, name.removeprefix(tasks.PREFIX), data, heldout, seed)
+    length = data.heldout_count() if heldout else data.train_problems
+    if name == "arithmetic":
+        terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
+        return Generated(length, functools.partial(arithmetic.make_problem, split, seed, **terms))
+    return Generated(length, functools.partial(multi_digit_sums.make_problem, split, seed))
 
 
 def is_generated(name: str) -> bool:
     """Return True for the name of a generated source."""
-    return name.startswith(tasks.PREFIX) or name in GENERATORS
+    return name.startswith(tasks.PREFIX) or name in GENERATED
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:
@@ -321,9 +319,10 @@ class Sources:
         weights = parse_sources(field, data.source if is_shared else data.heldout_source)
         sources = []
         for name, count in _shares(data.heldout_count(), weights).items():
-            if generator := _generator(field, name):
+            if is_generated(name):
                 share = dataclasses.replace(data, heldout_problems=count)
-                sources.append(Source(name, generator(share, "heldout", self._seed)))
+                problems = _generate(field, name, share, "heldout", self._seed)
+                sources.append(Source(name, problems))
             elif is_shared:
                 sources.append(self._split_off(self._load(field, name, "train"), count))
             else:
@@ -358,8 +357,9 @@ class Sources:
         sources = []
         taken = set(heldout)
         for name, weight in parse_sources(field, self._data.source).items():
-            if generator := _generator(field, name):
-                sources.append(Source(name, generator(self._data, "train", self._seed), weight))
+            if is_generated(name):
+                generated = _generate(field, name, self._data, "train", self._seed)
+                sources.append(Source(name, generated, weight))
                 continue
             source = self._load(field, name, "train")
             prints = {problem: problem.fingerprint for problem in every_problem([source])}

@@ -224,6 +224,7 @@ def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
     [
         ("t.csv", b'question,answer\n"1+1?,2\n', "unexpected end of data"),
         ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8"),
+        ("t.parquet", b"hello", ".*[Pp]arquet"),
         ("t.jsonl.gz", b"hello", "Not a gzipped file"),
         ("t.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-9], ".*ended before"),
     ],

@@ -10,12 +10,11 @@ import types
 import pytest
 from conftest import heldout_prompts
 
-from dapo_jax.config.experiment import Data, Reward
+from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.data.sources import Sources, parse_sources
 from dapo_jax.rewards.gym import tasks
-from dapo_jax.rewards.pool import RewardPool
 from dapo_jax.runtime.settings import ConfigError
 
 TOKENIZER = arithmetic_tokenizer()
@@ -286,19 +285,3 @@ def test_a_task_whose_real_scorer_evaluates_is_refused_by_name(settings):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match="'gym:countdown': its scorer evaluates the answer"):
         read(settings("gym:countdown", train_problems=20), 1)
-
-
-@pytest.mark.slow
-def test_a_worker_scores_a_gym_problem_by_its_own_scorer(settings):
-    pytest.importorskip("reasoning_gym")
-    data = settings("gym:leg_counting", heldout_problems=1, train_problems=20)
-    prompt, other = read(data, 2)
-    pool = RewardPool(Reward(verifier="math", parts="gym=1"))
-    where = prompt.source, prompt.metadata
-    texts = [f"\\boxed{{{prompt.answer}}}", "\\boxed{-1}", "no answer\nat all"]
-    found = [pool.submit("", text, prompt.answer, *where).result() for text in texts]
-    plain = pool.submit("", "\\boxed{7}", "7").result()
-    pool.close()
-    assert [one.correct for one in found] == [True, False, False]
-    assert [one.decided for one in found] == ["scorer", "scorer", "no_marker"]
-    assert found[0].parts == plain.parts == {"gym": 1.0} and found[2].parts == {"gym": 0.0}
