@@ -29,13 +29,9 @@ HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
 
 
 class MalformedRow(ValueError):
-    """Row that cannot be read; the message says why.
+    """Row that cannot be read; the message says why."""
 
-    Attributes:
-        hint: advice that is shown once per source.
-    """
-
-    hint = ""
+    hint = ""  # advice that is shown once per source
 
 
 class NoAnswer(Exception):
@@ -43,11 +39,7 @@ class NoAnswer(Exception):
 
 
 class RowLog:
-    """Counts of a source's rows by outcome, and messages about the bad ones.
-
-    Args:
-        limit: the number of malformed rows that are skipped (`data.bad_rows_limit`).
-    """
+    """Counts of a source's rows by outcome, and messages; `limit` malformed rows are skipped."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -191,10 +183,7 @@ def _open(path: epath.Path) -> Iterator[BinaryIO]:
 
 
 def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
-    """Yield (line or row number, row); raise `ConfigError` if the file cannot be read.
-
-    A row that is no valid JSON or CSV is yielded as a `MalformedRow`.
-    """
+    """Yield (line or row number, row or `MalformedRow`); may raise `ConfigError`."""
     try:
         with _open(path) as file:
             yield from READERS[split_suffix(path.name)[1]](file)
@@ -255,9 +244,7 @@ def _matches(field: str, name: str, folder: epath.Path, split: str) -> list[epat
 def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...]:
     """Return the files of a source: a path, a glob, a folder of shards, or a name in `folder`.
 
-    Args:
-        field: the setting, for the error.
-        split: 'train' or 'test', which decides between several files with that name.
+    `split`, 'train' or 'test', decides between several files with that name.
 
     Raises:
         ConfigError: no file matches, or several do; the message lists what there is.

@@ -32,11 +32,7 @@ Opening = Callable[[Problem], Problem]
 def choose_examples(
     sources: Sequence[Source], heldout: set[str], count: int, seed: int
 ) -> tuple[Problem, ...]:
-    """Return `count` different training problems, worked ones first, as few-shot examples.
-
-    Raises:
-        ConfigError: there are too few.
-    """
+    """Return `count` few-shot examples, worked ones first; raise `ConfigError` for too few."""
     rng = np.random.default_rng([seed, zlib.crc32(b"few_shot")])
     ends = np.cumsum([len(source.problems) for source in sources])
     worked, others = [], []
@@ -58,17 +54,11 @@ def choose_examples(
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Lengths of a source's prompts, in tokens, estimated from a sample.
-
-    Attributes:
-        looked_at: prompts in the sample.
-        over: prompts that are longer than `data.max_prompt_tokens`.
-        longest: tokens of the longest prompt.
-    """
+    """Lengths of a source's prompts, in tokens, estimated from a sample."""
 
     name: str
-    looked_at: int
-    over: int
+    looked_at: int  # prompts in the sample
+    over: int  # prompts that are longer than `data.max_prompt_tokens`
     longest: int
 
     def describe(self) -> str:
@@ -94,16 +84,12 @@ class PromptStream:
         position: index of the next prompt in the order; may be set.
         sources: sources of the training prompts.
         heldout: sources of the evaluation; their problems are never trained on.
-        template: template of the prompts; its file is read once.
 
     Args:
         needs_answer: leave out rows of files without an answer.
         training: if False, there are only the prompts of the evaluation.
         opening: an environment's change of a problem's text and messages.
         tools: functions that the policy may call, for the chat template.
-
-    Raises:
-        ConfigError: the data or the template do not fit the settings.
     """
 
     def __init__(
@@ -217,11 +203,7 @@ class PromptStream:
         return self
 
     def __next__(self) -> Prompt:
-        """Return the next prompt that is short enough and not held out.
-
-        Raises:
-            ConfigError: a whole pass has none.
-        """
+        """Return the next prompt; raise `ConfigError` if a whole pass has none."""
         for skipped in range(self._pass):
             prompt = self._prompt(self.position, skipped)
             self.position += 1
@@ -241,9 +223,8 @@ class PromptStream:
     @functools.cached_property
     def digests(self) -> dict[str, dict[str, int | str]]:
         """Digests of the problems of each source, by name and use."""
-        uses = {f"the training data of {source.name}": source for source in self.sources}
-        uses |= {f"what is held out of {source.name}": source for source in self.heldout}
-        return {use: source.digests() for use, source in uses.items()}
+        training = {f"the training data of {s.name}": s.digests() for s in self.sources}
+        return training | {f"what is held out of {s.name}": s.digests() for s in self.heldout}
 
     def _measure(self, source: Source) -> Lengths:
         sample = source.sample(MEASURED_GENERATED if source.generated else MEASURED_PROBLEMS)

@@ -41,20 +41,12 @@ class UnknownFields(MalformedRow):
 
 
 def parse_fields(setting: str, text: str, allowed: Sequence[str]) -> dict[str, str]:
-    """Return fields by key from 'problem=question,answer=meta.gold'; none from an empty text.
-
-    Args:
-        setting: name of the setting, for the `ConfigError`.
-        allowed: the known keys.
-    """
+    """Return fields by key from 'problem=question,answer=meta.gold'; may raise `ConfigError`."""
     pairs = [entry.partition("=") for entry in text.split(",")] if text.strip() else []
     fields = {key.strip(): field.strip() for key, _, field in pairs}
-    require(
-        len(fields) == len(pairs) and all(fields.values()) and fields.keys() <= set(allowed),
-        setting,
-        text,
-        f"KEY=FIELD, comma-separated, each key once; the keys are {', '.join(allowed)}",
-    )
+    fits = len(fields) == len(pairs) and all(fields.values()) and fields.keys() <= set(allowed)
+    keys = f"each key once; the keys are {', '.join(allowed)}"
+    require(fits, setting, text, f"KEY=FIELD, comma-separated, {keys}")
     return fields
 
 
@@ -144,7 +136,7 @@ def _message(message: Any, field: str) -> tuple[str, str]:
 
 
 def _problem(row: Row, field: str) -> dict[str, Any]:
-    """Read a problem from a text or a conversation, of which it is the last user message."""
+    """Read a problem from a text, or from the last user message of a conversation."""
     if not isinstance(row[field], list | tuple):
         return {"text": check_text(row[field], field).strip()}
     messages = [_message(message, field) for message in row[field]]
@@ -202,10 +194,7 @@ def _answer_of_solution(solution: str) -> str | None:
 
 
 def _plain(row: Row, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Read GSM8K, MATH, Minerva, AIME, AMC or a custom row: a problem, and answer or solution.
-
-    An answer that contains `#### 42` is a solution, as in GSM8K.
-    """
+    """Read GSM8K (an answer with `####`), MATH, Minerva, AIME, AMC or a custom row."""
 
     def optional(key: str, *usual: str) -> str:
         return _optional(row, *([fields[key]] if key in fields else usual or [key]))
@@ -260,11 +249,10 @@ def read_row(
         source: name of the data set, for the id.
         number: id of a row that has none.
         fields: names of fields by key; each must exist, and no other format is tried.
-        needs_answer: if False, a problem without an answer gets an empty one.
 
     Raises:
         MalformedRow: the row fits no format, or a field holds a wrong value.
-        NoAnswer: the row has no answer, for example a proof.
+        NoAnswer: `needs_answer`, but the row has no answer, for example a proof.
     """
     fields = fields or {}
     values = take_fields(row, fields)

@@ -51,24 +51,16 @@ class Generated:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Problems of one name; those of files occur once, in the order of the files.
-
-    Attributes:
-        counts: `rows` of the files, and of these `malformed`, `without answer` (proofs),
-            `repeats`, and `conflicts` (a problem with different answers is left out); empty for
-            generated problems.
-        messages: about the first malformed and conflicting rows, by file and line.
-        named: True if a file was read by the fields that `data.fields` names.
-        note: end of the description.
-    """
+    """Problems of one name; those of files occur once, in the order of the files."""
 
     name: str
     problems: tuple[Problem, ...] | Generated
     weight: float = 1.0
+    # Rows of the files: `rows`, and of these `malformed`, `without answer`, `repeats`, `conflicts`.
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    messages: tuple[str, ...] = ()
-    named: bool = False
-    note: str = ""
+    messages: tuple[str, ...] = ()  # about malformed and conflicting rows, by file and line
+    named: bool = False  # True if a file was read by the fields that `data.fields` names
+    note: str = ""  # end of the description
 
     @property
     def generated(self) -> bool:
@@ -88,10 +80,7 @@ class Source:
         return text + self.note
 
     def digests(self) -> dict[str, int | str]:
-        """Return the number of problems, and digests of their texts and answers in order.
-
-        Only the first problems of a generated source are digested.
-        """
+        """Return the number of problems, and digests of (the first generated) texts and answers."""
         texts, answers = hashlib.sha256(), hashlib.sha256()
         count = len(self.problems)
         for i in range(count if self.counts else min(DIGEST_PROBLEMS, count)):
@@ -121,12 +110,10 @@ def read_problems(
     """Return the unique problems of files.
 
     Args:
-        source: source of a problem whose row names none.
-        bad_rows_limit: malformed rows that are skipped; more are an error. If all rows are
-            malformed, reading stops after them.
+        source: source of a problem if its row names none.
+        bad_rows_limit: malformed rows that are skipped; after more without any problem, stop.
         fields: the setting `data.fields`. A file is read by it if one of its first rows has all
             these fields, and then every row must; else by its own format.
-        needs_answer: leave out rows without an answer.
 
     Raises:
         ConfigError: too many malformed rows, named by file and line; or an unreadable file.
@@ -254,15 +241,9 @@ def check_sources(data: Data) -> None:
 
 def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
     """Split `total` by weight into whole numbers."""
-    shares = {}
-    end = 0.0
-    before = 0
-    for name, weight in weights.items():
-        end += weight
-        after = round(total * end / sum(weights.values()))
-        shares[name] = after - before
-        before = after
-    return shares
+    whole = sum(weights.values())
+    ends = [round(total * end / whole) for end in itertools.accumulate(weights.values())]
+    return {name: end - start for name, start, end in zip(weights, [0, *ends], ends, strict=False)}
 
 
 def every_problem(sources: Sequence[Source]) -> list[Problem]:
@@ -271,11 +252,7 @@ def every_problem(sources: Sequence[Source]) -> list[Problem]:
 
 
 class Sources:
-    """Sources of a run; each file is read once. Methods raise `ConfigError`.
-
-    Args:
-        needs_answer: leave out rows of files without an answer.
-    """
+    """Sources of a run; each file is read once. Methods raise `ConfigError`."""
 
     def __init__(self, data: Data, seed: int, needs_answer: bool = True):
         self._data = data
@@ -308,8 +285,7 @@ class Sources:
     def heldout(self) -> list[Source]:
         """Return the sources that are evaluated and never trained on.
 
-        Without `data.heldout_source`, generated sources give problems of their held-out split,
-        and files give some of their problems, in proportion to the weights.
+        Without `data.heldout_source`, each name of `data.source` gives problems by its weight.
         """
         data = self._data
         if data.heldout_problems == 0:
@@ -349,10 +325,7 @@ class Sources:
         return Source(source.name, taken, named=source.named, note=note)
 
     def training(self, heldout: set[str]) -> list[Source]:
-        """Return the sources to train on; files lose problems with fingerprints in `heldout`.
-
-        A problem in the files of several sources stays with the first.
-        """
+        """Return the sources to train on, without held-out problems and repeats in files."""
         field = "data.source"
         sources = []
         taken = set(heldout)

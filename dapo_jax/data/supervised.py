@@ -52,15 +52,10 @@ class Turns(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A row as tokens.
+    """A row as tokens."""
 
-    Attributes:
-        text: the first prompt, as the policy sees it.
-        turns: usually one for an example; for a pair, the chosen and the rejected answer.
-    """
-
-    text: str
-    turns: tuple[Turns, ...]
+    text: str  # the first prompt, as the policy sees it
+    turns: tuple[Turns, ...]  # of a pair: the chosen and the rejected answer
 
     @property
     def length(self) -> int:
@@ -72,8 +67,7 @@ def read_fields(data: OwnData, forms: Forms) -> dict[str, str]:
     """Return the fields by key that data.fields names.
 
     Raises:
-        ConfigError: data.fields names no complete form, or data.template cannot be opened, or
-            shows no system message although there is one.
+        ConfigError: no complete form, or a system message that data.template does not show.
     """
     keys = [*dict.fromkeys(key for form in forms for key in form), SYSTEM]
     fields = parse_fields("data.fields", data.fields, keys)
@@ -107,14 +101,7 @@ def _read_messages(value: Any, field: str, role: str) -> Messages:
 
 
 class Writer:
-    """Writer of rows as tokens.
-
-    Args:
-        forms: `EXAMPLES` or `PAIRS`.
-
-    Raises:
-        ConfigError: the model folder lacks the chat template that the config asks for.
-    """
+    """Writer of rows as tokens; `forms` is `EXAMPLES` or `PAIRS`."""
 
     def __init__(self, data: OwnData, tokenizer: Tokenizer, forms: Forms):
         self._data = data
@@ -159,11 +146,7 @@ class Writer:
         return [{"role": SYSTEM, "content": system}, *messages]
 
     def _encode_answer(self, text: str, content: str) -> np.ndarray:
-        """Return the ids of an answer up to its end token, which is appended if it is missing.
-
-        Args:
-            content: the part of `text` that comes from the row.
-        """
+        """Return the ids of an answer to its end token; `content` is the row's part of it."""
         ids = self._tokenizer.encode(text)
         ends = self._tokenizer.end_ids
         if any(token in ends for token in self._tokenizer.encode(content)[:-1]):
@@ -188,8 +171,7 @@ class Writer:
     def _conversation(self, messages: Messages, first: int) -> Example:
         """Return the example of every answer from message `first` on.
 
-        An answer is appended to the turns before it if the tokens before it are the same there;
-        a template that changes earlier turns makes a separate prompt for each answer.
+        A template that changes earlier turns makes a separate prompt for each answer.
         """
         places = [i for i, m in enumerate(messages) if m["role"] == ASSISTANT and i >= first]
         if not places or not places[0]:
@@ -282,17 +264,12 @@ class Writer:
 
 
 class Examples(NamedTuple):
-    """Examples of the files.
-
-    Attributes:
-        notes: line about the examples.
-        warnings: lines about rows that were left out or cut, and why.
-    """
+    """Examples of the files."""
 
     training: list[Example]
     heldout: list[Example]
-    notes: str
-    warnings: list[str]
+    notes: str  # line about the examples
+    warnings: list[str]  # about rows that were left out or cut
 
     def digest(self) -> str:
         """Return a digest of all examples, with their counts."""
@@ -315,10 +292,7 @@ def _shorten(example: Example, row_tokens: int, is_pair: bool) -> Example | None
 
 
 def _split(examples: list[Example], asked: int, name: str) -> tuple[list[Example], list[Example]]:
-    """Return examples to train on and held-out ones; those of one prompt stay together.
-
-    The smallest hashes are held out, whatever the seed and the order.
-    """
+    """Return examples to train on and held-out ones (smallest hashes of their prompts)."""
     count = min(len(examples) // HELDOUT_SHARE, MAX_HELDOUT) if asked < 0 else asked
     allowed = f"below the {len(examples)} examples of {name!r}, from which they are taken"
     require(count < len(examples), "data.heldout_examples", count, allowed)
@@ -346,11 +320,7 @@ def find_source(data: OwnData) -> tuple[str, ...]:
 
 
 def read_examples(data: OwnData, tokenizer: Tokenizer, row_tokens: int, forms: Forms) -> Examples:
-    """Return the examples, or pairs, of the files that data.source names.
-
-    Args:
-        row_tokens: longer examples are cut or dropped.
-        forms: `EXAMPLES` or `PAIRS`.
+    """Return the examples, or pairs, of data.source; those over `row_tokens` are cut or dropped.
 
     Raises:
         ConfigError: no file, too many malformed rows (named by file and line), nothing to train on.

@@ -3,13 +3,12 @@
 Templates are rendered in a separate process; it is killed if one takes too long.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import pathlib
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -45,38 +44,25 @@ QWEN_MATH = (
 )
 
 
-class TemplateError(Exception):
-    """Failure of a template.
-
-    Attributes:
-        line: line of the template, if it is known.
-        is_timeout: True if the template takes too long, or too much memory.
-    """
-
-    def __init__(self, message: str, line: int | None = None, is_timeout: bool = False):
-        super().__init__(message)
-        self.line = line
-        self.is_timeout = is_timeout
+class TemplateTimeout(ConfigError):
+    """A template takes too long, or too much memory."""
 
 
-def _ask_worker(template: str, strict: bool, **job: Any) -> dict:
-    try:
-        reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
-    except (OSError, ValueError):
-        message = "it computes for over 2 s, or needs too much memory"
-        raise TemplateError(message, is_timeout=True) from None
-    if "error" in reply:
-        raise TemplateError(reply["error"], reply["line"])
-    return reply
-
-
-def _render(template: str, values: dict[str, Any], *, strict: bool = False) -> str:
-    """Return the text of a template for JSON values; raise `TemplateError` if it fails.
+def _ask_worker(subject: str, template: str, strict: bool, **job: Any) -> dict:
+    """Return the worker's reply; raise `ConfigError` about `subject` if the template fails.
 
     Args:
         strict: if True, a name without a value is an error; else it writes nothing.
     """
-    return _ask_worker(template, strict, values=values)["text"]
+    try:
+        reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
+    except (OSError, ValueError):
+        message = f"{subject} fails: it computes for over 2 s, or needs too much memory"
+        raise TemplateTimeout(message) from None
+    if "error" in reply:
+        line = "" if reply["line"] is None else f", line {reply['line']}"
+        raise ConfigError(f"{subject} fails{line}: {' '.join(reply['error'].split())}")
+    return reply
 
 
 class ChatTemplate:
@@ -93,27 +79,18 @@ class ChatTemplate:
         open_answer: bool = True,
         tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        """Return the text of the prompt, up to the beginning of the assistant's turn.
+        """Return the text of the prompt; raise `ConfigError` about `field` if the template fails.
 
         Args:
             messages: each with `role` ('system', 'user' or 'assistant') and `content`.
-            field: the setting that asks for the template, for the error.
-            open_answer: if False, the text ends with the last message.
+            open_answer: end with the beginning of the assistant's turn.
             tools: functions that the model may call, in the format of OpenAI's API.
-
-        Raises:
-            ConfigError: the template is broken, rejects the messages or takes too long.
         """
-        values = {
-            "messages": messages,
-            "tools": tools or None,
-            "documents": None,
-            "add_generation_prompt": open_answer,
-        }
-        try:
-            return _render(self._text, values | self._special_tokens)
-        except TemplateError as error:
-            raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
+        values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
+        values["add_generation_prompt"] = open_answer
+        values |= self._special_tokens
+        subject = f"{field}: the model's chat template"
+        return _ask_worker(subject, self._text, False, values=values)["text"]
 
     @property
     def writes_tools(self) -> bool:
@@ -123,18 +100,15 @@ class ChatTemplate:
     def check(self, field: str) -> None:
         """Raise `ConfigError` if the shortest conversation takes too long."""
         try:
-            _render(self._text, {"messages": [{"role": "user", "content": "1+1"}]})
-        except TemplateError as error:
-            if error.is_timeout:
-                raise ConfigError(f"{field}: the model's chat template fails: {error}") from None
+            self.render([{"role": "user", "content": "1+1"}], field)
+        except TemplateTimeout:
+            raise
+        except ConfigError:
+            pass  # some templates need more than a single message
 
 
 def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
-    """Read the template in chat_template.jinja, else in tokenizer_config.json; else return None.
-
-    Raises:
-        ConfigError: a file cannot be read, or a value is not text.
-    """
+    """Read the template in chat_template.jinja, else in tokenizer_config.json; else return None."""
     path = folder / "tokenizer_config.json"
     settings = read_json(path, field) if path.exists() else {}
     text = settings.get("chat_template")
@@ -157,25 +131,20 @@ def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> Cha
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """Parts that a template may show next to the problem.
-
-    Attributes:
-        examples: one more than `shots`, so that the problem itself can be left out.
-        tools: functions that the policy may call, for the chat template.
-    """
+    """Parts that a template may show next to the problem."""
 
     chat: ChatTemplate | None = None
     system_prompt: str = ""
-    examples: tuple[Problem, ...] = ()
+    examples: tuple[Problem, ...] = ()  # one more than `shots`: the problem itself is left out
     shots: int = 0
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # functions that the policy may call
 
 
 Write = Callable[[Problem, Beside], str]
 
 
 def _wording(text: str) -> Write:
-    """Return the writer of a text; other braces, also in the problem, are left alone."""
+    """Return the writer of a text; other braces are left alone."""
     return lambda problem, _: text.replace("{problem}", problem.text)
 
 
@@ -230,17 +199,11 @@ MAX_SHOWN_CHARACTERS = 60
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Prompt template.
-
-    Attributes:
-        write: makes the prompt of a problem.
-        reads: names of `READABLE` that the template shows.
-        digest: digest of a user's text; empty for a named template.
-    """
+    """Prompt template."""
 
     write: Write
-    reads: frozenset[str]
-    digest: str = ""
+    reads: frozenset[str]  # names of `READABLE` that it shows
+    digest: str = ""  # of a user's text; empty for a named template
 
     @property
     def shows_system(self) -> bool:
@@ -257,11 +220,7 @@ def check_chat(setting: str, chat_template: ChatTemplate | None) -> None:
 
 
 def open_template(setting: str) -> Template:
-    """Return the template of `data.template`: a name, a text, or a file with a text.
-
-    Raises:
-        ConfigError: the setting is none of these, or the text is broken or shows no problem.
-    """
+    """Return the template of `data.template`: a name, a text, or a file with a text."""
     if setting in TEMPLATES:
         reads = {"problem", "system", "messages"} if setting == "chat" else {"problem"}
         return Template(TEMPLATES[setting], frozenset(reads))
@@ -303,18 +262,8 @@ def _read(setting: str) -> str:
 def _jinja(text: str, shown: str) -> tuple[Write, frozenset[str]]:
     """Return the writer of a jinja text, and the names it reads, after a trial."""
 
-    @contextlib.contextmanager
-    def explained() -> Iterator[None]:
-        try:
-            yield
-        except TemplateError as error:
-            line = "" if error.line is None else f", line {error.line}"
-            reason = " ".join(str(error).split())
-            message = f"config.data.template = {shown!r}: the jinja fails{line}: {reason}"
-            raise ConfigError(message) from None
-
-    with explained():
-        reads = frozenset(_ask_worker(text, True)["reads"])
+    subject = f"config.data.template = {shown!r}: the jinja"
+    reads = frozenset(_ask_worker(subject, text, True)["reads"])
     unknown = ", ".join(sorted(reads - READABLE))
     allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
     require(not unknown, "data.template", shown, allowed)
@@ -327,8 +276,7 @@ def _jinja(text: str, shown: str) -> tuple[Write, frozenset[str]]:
             "level": problem.level,
             "messages": _messages(problem, beside),
         }
-        with explained():
-            return _render(text, values, strict=True)
+        return _ask_worker(subject, text, True, values=values)["text"]
 
     write(Problem("", "1+1", "", ""), Beside())
     return write, reads

@@ -97,10 +97,7 @@ class Tokenizer:
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def split(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each token of a response adds; joined they are its text.
-
-        A character of several tokens belongs to the last of them.
-        """
+        """Return the text of each token of a response; a split character is its last token's."""
         stream = TextStream(self)
         texts = [stream.add([token]) for token in ids]
         texts[-1:] = [text + stream.rest() for text in texts[-1:]]
@@ -118,11 +115,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | pathlib.Path, field: str = "model.folder") -> "Tokenizer":
-        """Read tokenizer.json of a folder, and the end ids in its config files.
-
-        Raises:
-            ConfigError: the folder lacks a file or an id; the message names the setting `field`.
-        """
+        """Read tokenizer.json and the end ids of a folder; may raise `ConfigError`."""
         named = f"config.{field} = {str(folder)!r}"
         folder = model_path(folder, field)
         path = folder / "tokenizer.json"
@@ -136,10 +129,9 @@ class Tokenizer:
         end = settings.get("eos_token_id", [])
         end_ids = tuple(end) if isinstance(end, list) else (end,)
         if not end_ids or not all(type(end_id) is int for end_id in end_ids):
-            raise ConfigError(
-                f"{named}: eos_token_id = {end!r} in generation_config.json or else config.json: "
-                "must be an id or a list of ids, or no response could end"
-            )
+            place = "in generation_config.json or else config.json"
+            allowed = "must be an id or a list of ids, or no response could end"
+            raise ConfigError(f"{named}: eos_token_id = {end!r} {place}: {allowed}")
         pad_id = settings.get("pad_token_id", NO_PAD)
         if type(pad_id) is not int:
             raise ConfigError(f"{named}: pad_token_id = {reprlib.repr(pad_id)}: must be an id")
@@ -162,8 +154,7 @@ class Tokenizer:
 class TextStream:
     """Incremental decoder of a response; the pieces joined are its text.
 
-    A character is shown once all its tokens are there. The text of a token may depend on the token
-    before it, so each piece is decoded together with the piece before it.
+    The text of a token may depend on the one before, so two pieces are decoded together.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -190,16 +181,12 @@ class TextStream:
 
 
 class UntilStop:
-    """Filter of a text up to the first stop string; a possible start of one is held back.
-
-    Attributes:
-        stopped: True after a stop string.
-    """
+    """Filter of a text up to the first stop string; a possible start of one is held back."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""
-        self.stopped = False
+        self.stopped = False  # True after a stop string
 
     def add(self, text: str, *, last: bool = False) -> str:
         """Return the text that may be shown now; with `last`, nothing is held back."""
