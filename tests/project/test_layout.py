@@ -110,7 +110,7 @@ CALLED = {"architecture": ("shape",)}
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_setting_has_a_reader(kind):
     # A setting that its own config resolves is read; one that is only checked is not.
-    checkers = ("config.algorithm", "config.combinations", "config.validation", "algorithms")
+    checkers = ("config.algorithm", "config.validation", "algorithms")
     readers = [path for path in SOURCES if not room(path).startswith(checkers)]
     if kind in ROOMS_OF:
         readers = [path for path in readers if room(path) in ROOMS_OF[kind]]
