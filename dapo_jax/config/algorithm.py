@@ -102,9 +102,7 @@ class Algorithm:
     )
     whiten: bool = setting(False, "Advantages get mean 0 and variance 1 over trained tokens.")
     gamma: Share = setting(
-        1.0,
-        "Discount per token (reward_to_go and gae estimators).",
-        read=_if_advantage("per_token"),
+        1.0, "Discount per token (reward_to_go and gae).", read=_if_advantage("per_token")
     )
     lambda_policy: Unit = setting(
         1.0, "GAE's lambda of the advantages.", read=When("algorithm.advantage", "gae")
@@ -171,9 +169,7 @@ class Algorithm:
         "none", "KL to another policy: 'none', in the 'loss' or in the 'reward'."
     )
     kl_to: Literal["reference", "old", "sampler"] = setting(
-        "reference",
-        "The 'reference', the 'old' policy before the step, or the 'sampler'.",
-        read=IF_KL_LOSS,
+        "reference", "'reference', 'old' (before the step) or 'sampler'.", read=IF_KL_LOSS
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = setting(
         "k3", "A key of losses.KL_ESTIMATORS.", read=IF_KL
@@ -205,9 +201,7 @@ class Algorithm:
         0.0, "Weight of the mean negative log-prob of the tokens of correct responses (VAPO)."
     )
     old_logprobs: Literal["recompute", "sampler"] = setting(
-        "recompute",
-        "Of the policy before the step: 'recompute', or the 'sampler's.",
-        read=READS_OLD_LOGPROBS,
+        "recompute", "Before the step: 'recompute', or from the 'sampler'.", read=READS_OLD_LOGPROBS
     )
     router_replay: Literal["none", "old", "sampler"] = setting(
         "none",

@@ -175,9 +175,7 @@ class Examples:
     """Worked examples of the embedded tasks."""
 
     errors: bool = setting(
-        True,
-        "Examples contain errors.",
-        read=When("examples.direct_share", lambda share: share == 0),
+        True, "Examples with errors.", read=When("examples.direct_share", lambda share: share == 0)
     )
     direct_share: Annotated[float, Range(at_least=0, below=1)] = setting(
         0.0,
@@ -257,11 +255,7 @@ class OwnData:
         "", "Names of a row's fields, as prompt=question,response=meta.target; empty: known names."
     )
     bad_rows_limit: CountOr0 = setting(10, "Malformed rows that are skipped.")
-    template: str = setting(
-        "none",
-        "Of prompts that are plain text: as for problems, without few_shot; messages always use "
-        "the model's template.",
-    )
+    template: str = setting("none", "Of plain prompts: as for problems, without few_shot.")
     system_prompt: str = setting(
         "", "System message (chat or jinja) of rows without one; empty: none."
     )
@@ -330,9 +324,7 @@ class Environment:
         256, "Tokens of an observation; longer ones lose their end.", read=IF_ENVIRONMENT
     )
     rewards: Literal["sum", "last", "steps"] = setting(
-        "sum",
-        "Part 'environment': 'sum', 'last', or 'steps', each at its turn's end.",
-        read=IF_ENVIRONMENT,
+        "sum", "Part 'environment': 'sum', 'last' or 'steps' (per turn).", read=IF_ENVIRONMENT
     )
     step_seconds: Positive = setting(
         5.0, "A longer step is killed and reported.", read=IF_ENVIRONMENT, may_change=True
@@ -356,9 +348,7 @@ class Sampler:
 
     slots: Count = setting(128, "Responses decoded in parallel.", may_change=ON_POLICY)
     keep_turns: bool = setting(
-        False,
-        "Keep a trajectory's slot and cache between turns; else prefill again.",
-        read=IF_ENVIRONMENT,
+        False, "Keep slot and cache between turns; else prefill again.", read=IF_ENVIRONMENT
     )
     burst_tokens: Count = setting(8, "Tokens decoded per call of the host.", may_change=ON_POLICY)
     first_window_tokens: Count = setting(
@@ -558,9 +548,7 @@ class Log:
         1, "Trained groups per step with tokens and log-probs in rollouts/.", read=IF_ROLLOUTS
     )
     token_ratios: bool = setting(
-        False,
-        "Also their ratios and clips in the last update: one more forward pass.",
-        read=SHOWS_RATIOS,
+        False, "Also ratios and clips in the last update: one more forward.", read=SHOWS_RATIOS
     )
     report: bool = setting(True, "Write report.html at the end.")
 

@@ -1,4 +1,4 @@
-"""Bad settings stop at the door, with the field, its value and what is allowed."""
+"""Bad settings stop a command, with the field, its value and what is allowed."""
 
 import dataclasses
 import subprocess

@@ -230,7 +230,7 @@ def test_the_choices_of_a_setting_are_the_keys_of_its_table(name):
     assert rules(Config)[name].allowed == tuple(CHOICES[name])
 
 
-def test_conditions_name_what_the_rooms_below_have():
+def test_conditions_name_what_lower_packages_define():
     asked = rules(Config)
     by_value = {
         name for name in VERIFIERS if asked["reward.percent"].read({"reward.verifier": name})

@@ -116,12 +116,12 @@ def test_missing_memory_is_one_line_that_names_the_file(name, tmp_path):
     else:
         texts = [f"{i} " + "x" * 4000 for i in range(30_000)]
         parquet.write_table(pa.table({"problem": texts, "answer": texts}), path)
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(path), "60"],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert told.returncode == 0 and told.stderr == "", told.stderr[-2000:]
-    assert str(path) in told.stdout and len(told.stdout.splitlines()) == 1, told.stdout
-    assert "memory" in told.stdout or "alloc" in told.stdout
+    assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
+    assert str(path) in done.stdout and len(done.stdout.splitlines()) == 1, done.stdout
+    assert "memory" in done.stdout or "alloc" in done.stdout

@@ -77,7 +77,7 @@ def test_a_row_s_own_system_message_and_earlier_turns_come_first():
         ("{{ problem }}{% include 'x' %}", "the jinja fails: no loader"),
     ],
 )
-def test_a_template_that_is_none_stops_at_the_door(tmp_path, text, reason, capsys):
+def test_a_template_that_is_none_stops_before_the_run(tmp_path, text, reason, capsys):
     (tmp_path / "empty.txt").write_text("Solve:\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff{problem}")
     text = text.replace("{tmp}", str(tmp_path))

@@ -28,7 +28,7 @@ def test_fields_are_named_by_key():
 @pytest.mark.parametrize(
     "text", ["question", "problem=", "gold=x", "answer=a,answer=b", "answer=a,"]
 )
-def test_fields_that_name_nothing_are_refused_at_the_door(text, capsys):
+def test_fields_that_name_nothing_are_rejected_before_the_run(text, capsys):
     with pytest.raises(SystemExit) as stopped:
         load(Config, RL, f"--config.data.fields={text}", "--config.data.source=mine.csv")
     message = capsys.readouterr().err

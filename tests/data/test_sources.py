@@ -143,7 +143,7 @@ def test_shares_of_several_sources_add_up_to_the_held_out_problems(settings):
         ("two", {"template": "few_shot", "few_shot": 9, "heldout_problems": 1}, "below the 9"),
     ],
 )
-def test_impossible_sources_stop_at_the_door(settings, source, more, message):
+def test_impossible_sources_stop_before_the_run(settings, source, more, message):
     settings.write("empty.jsonl", [])
     with pytest.raises(ConfigError, match=message):
         PromptStream(settings(source, **more), 0, TOKENIZER)

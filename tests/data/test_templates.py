@@ -8,7 +8,6 @@ from row_files import CHATML
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts import templates
 from dapo_jax.data.prompts.templates import (
     TEMPLATES,
     VERIFIERS_OF,
@@ -110,8 +109,6 @@ def test_a_template_that_computes_for_ever_is_stopped():
     with pytest.raises(ConfigError, match="^model: the model's chat template fails: .* over 2 s"):
         ChatTemplate(loop).check("model")
     assert ChatTemplate("{{ messages[0].content }}").render(ask("Hi")) == "Hi"
-    templates._worker._process._process.kill()  # by whoever
-    assert ChatTemplate("{{ messages[0].content }}").render(ask("你" * 400_000)) == "你" * 400_000
 
 
 def test_the_folder_says_which_template_and_tokens(tmp_path):
