@@ -11,7 +11,7 @@ from dapo_jax.config.validation import check_warmup, validate
 from dapo_jax.data.prompts.templates import VERIFIERS_OF, open_template
 from dapo_jax.data.row_formats import FIELDS, parse_fields
 from dapo_jax.data.sources import check_sources, is_generated, parse_sources
-from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, read_fields
+from dapo_jax.data.supervised import EXAMPLES, PAIRS, read_fields
 from dapo_jax.reporting.wandb_tracker import check_project
 from dapo_jax.rewards.functions import find_functions
 from dapo_jax.runtime import limits, processes

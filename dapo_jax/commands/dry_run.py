@@ -62,7 +62,7 @@ def dry_run(config: Config) -> int:
             stack.callback(environments.close)
         prompts = open_prompts(config, tokenizer, environments)
         _print([f"data: {prompts.describe()}"])
-        _print(f"warning: {complaint}" for complaint in prompts.complaints())
+        _print(f"warning: {complaint}" for complaint in prompts.warnings())
         first_prompts = list(itertools.islice(prompts, SHOWN_PROMPTS))
         problems = [
             problem

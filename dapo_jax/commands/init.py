@@ -119,7 +119,7 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
     """Return the objects among the first rows of file `name`. Raises `ConfigError`."""
     from etils import epath
 
-    from dapo_jax.data.file_readers import READERS, read_rows, split_suffix
+    from dapo_jax.data.files import READERS, read_rows, split_suffix
 
     allowed = f"a file that ends in {', '.join(READERS)}"
     check_flag(bool(name), "data", name, f"{allowed}: dapo-jax init --data=FILE")
@@ -148,7 +148,8 @@ def read_first_rows(name: str) -> list[dict[str, Any]]:
 
 def read_problems(rows: list[dict[str, Any]], fields: Mapping[str, str]) -> list[Problem]:
     """Return the problems of the readable rows; answers may be empty."""
-    from dapo_jax.data.row_formats import MalformedRow, NoAnswer, read_row
+    from dapo_jax.data.files import MalformedRow, NoAnswer
+    from dapo_jax.data.row_formats import read_row
 
     problems = []
     for number, row in enumerate(rows, 1):

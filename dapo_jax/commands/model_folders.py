@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from dapo_jax.commands import command_line
 from dapo_jax.config.experiment import DpoConfig, ExportConfig, SftConfig
-from dapo_jax.config.inputs import GENERATED
+from dapo_jax.config.sections import GENERATED
 from dapo_jax.config.validation import check_warmup
 from dapo_jax.runtime.settings import leaves
 
@@ -47,7 +47,7 @@ to a hub.
 
 def check_folder(config: SftConfig | DpoConfig) -> None:
     """Raise `ConfigError` if the folder must not be written, or the data has no file."""
-    from dapo_jax.data.supervised_examples import find_source
+    from dapo_jax.data.supervised import find_source
     from dapo_jax.runtime.storage.output_folder import PREFERRING, TRAINED, check_free
 
     check_warmup(config)

@@ -1,27 +1,36 @@
 """Experiments of the commands as nested typed dataclasses.
 
 A file in `configs/` returns one of these; the command line overrides its settings, and
-`validation.py` refuses combinations that make no sense.
+`validation.py` rejects invalid combinations.
 """
 
 import dataclasses
 from typing import Annotated, Literal
 
 from dapo_jax.config.algorithm import IF_TEACHER, Algorithm
-from dapo_jax.config.compute import Compute, Mesh, OneMesh, Packing
-from dapo_jax.config.inputs import GENERATED, Data, Examples, OwnData
-from dapo_jax.config.outputs import Checkpoint, Evaluation, Log, Watch
 from dapo_jax.config.sections import (
+    GENERATED,
     Architecture,
+    Checkpoint,
+    Compute,
     Critic,
+    Data,
     Environment,
+    Evaluation,
+    Examples,
+    Log,
     Lora,
+    Mesh,
     Model,
+    OneMesh,
     Optimizer,
+    OwnData,
+    Packing,
     Reward,
     Rollout,
     Sampler,
     Teacher,
+    Watch,
 )
 from dapo_jax.runtime.rules import (
     Count,
@@ -38,13 +47,13 @@ from dapo_jax.runtime.rules import (
 )
 from dapo_jax.runtime.settings import part, section, setting
 
-# Other schedules stretch over total_steps: every step's rate depends on it.
+# With other schedules, the rate of every step depends on total_steps.
 CONSTANT_RATES = When(
     "optimizer.schedule algorithm.critic critic.optimizer.schedule",
     lambda policy, has_critic, critic: policy == "constant" == (critic if has_critic else policy),
 )
 IF_MERGED = When("weights", "merged")
-SMALLEST_PAGE_MB = 6.0  # the plotting library and little else
+MIN_PAGE_MB = 6.0  # the plotting library needs most of it
 GENERATES = When("data.source", " ".join(GENERATED))
 READS_FILES = When("data.source", lambda source: source not in GENERATED)
 
@@ -54,11 +63,9 @@ class Config:
     """A reinforcement-learning run (`dapo-jax train`, `dapo-jax evaluate`)."""
 
     run_dir: str = setting(
-        "runs/dapo",
-        "Everything a run writes; new, empty, or a run's: its newest checkpoint is resumed.",
-        may_change=True,
+        "runs/dapo", "Output folder; the newest checkpoint in it is resumed.", may_change=True
     )
-    seed: Seed = setting(0, "Key of every random choice.")
+    seed: Seed = setting(0, "Random seed.")
     total_steps: Count = setting(20, "Rollout steps.", may_change=CONSTANT_RATES)
     algorithm: Algorithm = part(Algorithm)
     model: Model = part(Model)
@@ -80,25 +87,25 @@ class Config:
     watch: Watch = part(Watch, may_change=True)
 
     def rows(self) -> Packing:
-        """Packing whose rows are compiled first: the shortest with packing.row_tokens 'auto'."""
+        """Return the packing that is compiled first: 'auto' begins with the shortest rows."""
         if self.packing.row_tokens > 0:
             return self.packing
         longest = self.longest_tokens()
-        unit = 128 if longest > 512 else 8  # a TPU's attention takes multiples of 128
-        unit *= 2 * self.mesh.context if self.mesh.context > 1 else 1  # of each piece of a row
+        unit = 128 if longest > 512 else 8  # attention on TPU needs multiples of 128
+        unit *= 2 * self.mesh.context if self.mesh.context > 1 else 1  # for each shard of a row
         return dataclasses.replace(self.packing, row_tokens=-(-longest // unit) * unit)
 
     def longest_tokens(self) -> int:
-        """Most tokens of a prompt and its response."""
+        """Return the largest number of tokens of a prompt and its response."""
         return self.data.max_prompt_tokens + self.sampler.max_response_tokens
 
     def drawn_budget(self) -> int:
-        """Most tokens that the policy draws for a response, or for a trajectory."""
-        most = self.sampler.max_response_tokens
-        return min(self.environment.max_drawn_tokens or most, most)
+        """Return the largest number of sampled tokens of a response or a trajectory."""
+        limit = self.sampler.max_response_tokens
+        return min(self.environment.max_drawn_tokens or limit, limit)
 
     def critic_pretrain_steps(self) -> int:
-        """Number of first steps that train the critic alone; by default the algorithm's."""
+        """Return the number of first steps that train only the critic."""
         steps = self.critic.pretrain_steps
         return self.algorithm.critic_pretrain_steps if steps < 0 else steps
 
@@ -107,23 +114,19 @@ class Config:
 class SftConfig:
     """A supervised run on examples (`dapo-jax sft`); writes a model folder."""
 
-    out: str = setting(
-        "runs/base", "The model folder to write; an earlier one of this command is replaced."
-    )
-    seed: Seed = setting(0, "Key of every random choice.")
-    start: str = setting("", "Model folder to go on from; empty: random, of `architecture`.")
-    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
+    out: str = setting("runs/base", "Model folder to write; replaces an earlier one of sft.")
+    seed: Seed = setting(0, "Random seed.")
+    start: str = setting("", "Model folder to start from; empty: random weights of `architecture`.")
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
     examples_per_step: Count = setting(32, "Examples per optimizer step.")
-    save_every_steps: Count = setting(
-        100, "Steps between saves of where the run is, beside `out`, until that is written."
-    )
+    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     architecture: Architecture = part(Architecture, read=When("start", lambda start: not start))
     lora: Lora = part(Lora)
     compute: Compute = part(Compute)
     data: OwnData = part(OwnData, read=READS_FILES)
     examples: Examples = part(Examples, read=GENERATES)
     max_response_tokens: Count = setting(
-        160, "A worked example is cut here, without an end token.", read=GENERATES
+        160, "Longest worked example; a longer one is cut, without an end token.", read=GENERATES
     )
     optimizer: Optimizer = part(
         lambda: Optimizer(learning_rate=1e-5, schedule="cosine", warmup_steps=10)
@@ -136,19 +139,15 @@ class SftConfig:
 class DpoConfig:
     """Preference optimisation on offline pairs (`dapo-jax dpo`); writes a model folder."""
 
-    out: str = setting(
-        "runs/dpo", "The model folder to write; an earlier one of this command is replaced."
-    )
-    seed: Seed = setting(0, "Key of every random choice.")
-    start: str = setting("", "Model folder to go on from.")
-    reference: str = setting("", "The frozen reference policy; empty: `start` as it is.")
-    beta: Positive = setting(0.1, "How hard a margin pulls, in 1 / nats.")
+    out: str = setting("runs/dpo", "Model folder to write; replaces an earlier one of dpo.")
+    seed: Seed = setting(0, "Random seed.")
+    start: str = setting("", "Model folder to start from.")
+    reference: str = setting("", "The frozen reference policy; empty: `start`.")
+    beta: Positive = setting(0.1, "Strength of a margin, in 1 / nats.")
     lora: Lora = part(Lora)
-    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as many as data.passes takes.")
+    total_steps: CountOr0 = setting(0, "Optimizer steps; 0: as data.passes requires.")
     pairs_per_step: Count = setting(32, "Pairs per optimizer step.")
-    save_every_steps: Count = setting(
-        100, "Steps between saves of where the run is, beside `out`, until that is written."
-    )
+    save_every_steps: Count = setting(100, "Steps between checkpoints, next to `out`.")
     compute: Compute = part(Compute)
     data: OwnData = part(lambda: OwnData(source="", passes=1.0))
     optimizer: Optimizer = part(
@@ -162,48 +161,36 @@ class DpoConfig:
 class ExportConfig:
     """Export of a checkpoint as a model folder (`dapo-jax export`)."""
 
-    run: str = setting("", "The run_dir to take the policy from.")
-    out: str = setting(
-        "", "The model folder to write; new, empty, or an earlier export, which is replaced."
-    )
-    step: CountOr0 = setting(0, "Of which step; 0: the newest checkpoint.")
+    run: str = setting("", "The run_dir with the policy.")
+    out: str = setting("", "Model folder to write; new, empty, or an earlier export.")
+    step: CountOr0 = setting(0, "Step of the checkpoint; 0: the newest.")
     model: str = setting("", "Folder with its config and tokenizer; empty: the run's model.folder.")
     weights: Literal["merged", "adapter"] = setting(
         "merged",
-        "Of a run with adapters: 'merged' into a model folder, beside which OUT.adapter has them "
-        "as PEFT saves them, or that 'adapter' folder alone, as OUT.",
+        "Of a run with adapters: 'merged' into a model folder, and separately in PEFT's format as "
+        "OUT.adapter; or only that 'adapter' folder, as OUT.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto",
-        "'float32' (exact), 'bfloat16', 'float16' or 'auto': that of the model folder.",
-        read=IF_MERGED,
+        "auto", "'float32', 'bfloat16', 'float16' or 'auto' (as the model folder).", read=IF_MERGED
     )
-    max_shard_gb: Positive = setting(
-        5.0, "A weight file ends before it exceeds 10^9 bytes times this.", read=IF_MERGED
-    )
-    base_model: str = setting(
-        "", "OWNER/NAME on the hub of the model that the run began with, for the model card."
-    )
+    max_shard_gb: Positive = setting(5.0, "Largest weight file, in 10^9 bytes.", read=IF_MERGED)
+    base_model: str = setting("", "OWNER/NAME of the start model on the hub, for the model card.")
     datasets: str = setting("", "Data sets on the hub, comma-separated, for the model card.")
-    license: str = setting("", "Licence for the model card, as apache-2.0; empty: none is said.")
-    push_to_hub: str = setting(
-        "", "NAME or OWNER/NAME of the repository to send the folder to; empty: nothing is sent."
-    )
-    private: bool = setting(
-        True, "Whether only its owners see that repository.", read=When("push_to_hub")
-    )
+    license: str = setting("", "Licence for the model card, as apache-2.0; empty: no entry.")
+    push_to_hub: str = setting("", "Hub repository to upload to: NAME or OWNER/NAME; empty: none.")
+    private: bool = setting(True, "Whether that repository is private.", read=When("push_to_hub"))
 
 
 @section
 class ReportConfig:
     """One page that shows runs (`dapo-jax report`)."""
 
-    run: str = setting("", "The run_dir of a run, or a glob of several; may be given again.")
+    run: str = setting("", "The run_dir of a run, or a glob of several; may be repeated.")
     out: str = setting("report.html", "The page to write; an earlier report is replaced.")
     preset: str = setting(
-        "", "What a run's algorithm is compared with: a key of PRESETS; empty: the nearest one."
+        "", "Preset to compare a run's algorithm with: a key of PRESETS; empty: the nearest one."
     )
-    max_mb: Annotated[float, Range(at_least=SMALLEST_PAGE_MB)] = setting(
+    max_mb: Annotated[float, Range(at_least=MIN_PAGE_MB)] = setting(
         20.0, "Largest page, in 10^6 bytes; curves and rollouts are sampled to fit."
     )
 
@@ -213,17 +200,15 @@ class ServeConfig:
     """A served policy (`dapo-jax serve`)."""
 
     model: str = setting("", "Model folder, Hugging Face layout.")
-    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine alone.")
+    host: str = setting("127.0.0.1", "Address to listen on; the default is this machine only.")
     port: Port = setting(9000, "gRPC port; 0: any that is free.")
     http_port: Port = setting(8000, "Port of OpenAI's HTTP protocol; 0: none.")
-    served_name: str = setting(
-        "", "What clients of HTTP call the model; empty: the name of its folder."
-    )
+    served_name: str = setting("", "Model name for HTTP clients; empty: the folder's name.")
     metrics_port: Port = setting(0, "HTTP port of the Prometheus metrics; 0: none.")
-    slots: Count = setting(32, "Responses decoded side by side.")
-    waiting: Count = setting(128, "Responses that wait for a slot; more are refused.")
+    slots: Count = setting(32, "Responses decoded in parallel.")
+    waiting: Count = setting(128, "Responses that wait for a slot; more are rejected.")
     max_body_mb: Positive = setting(
-        1.0, "Largest body of an HTTP request or message of gRPC, in 10^6 bytes; larger: refused."
+        1.0, "Largest body of an HTTP request or gRPC message, in 10^6 bytes."
     )
     max_connections: Count = setting(
         1000, "Connections of each protocol; above the limit HTTP answers 503, gRPC refuses."
@@ -235,41 +220,36 @@ class ServeConfig:
         5.0, "Seconds that an HTTP connection is kept after a response."
     )
     allowed_hosts: str = setting(
-        "",
-        "Names of this server in requests of HTTP, comma between, besides host and localhost; "
-        "'*': any.",
+        "", "Names of this server in HTTP requests, comma-separated, next to host; '*': any."
     )
     api_key_file: str = setting(
         "", "File with the key that clients must send; else the variable DAPO_API_KEY; empty: none."
     )
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=32_767, also=-1)] = setting(
         -1,
-        "Longest prompt that is accepted. 'auto' (-1): what the model's context holds, or as much "
-        "of it as fits into memory for all slots.",
+        "Longest accepted prompt. 'auto' (-1): the model's context, or as much of it as fits into "
+        "memory for all slots.",
         auto=-1,
     )
     max_response_tokens: Annotated[int, Range(above=0, also=-1)] = setting(
-        -1,
-        "Largest max_tokens of a request. 'auto' (-1): what the context leaves after the prompt.",
-        auto=-1,
+        -1, "Largest max_tokens of a request. 'auto' (-1): the remaining context.", auto=-1
     )
     temperature: Temperature = setting(
-        1.0, "Softmax temperature; 0 takes the likeliest token. Requests of HTTP may say another."
+        1.0, "Softmax temperature; 0 takes the likeliest token. HTTP requests may override it."
     )
-    top_p: Share = setting(1.0, "Nucleus share. Requests of HTTP may say another.")
+    top_p: Share = setting(1.0, "Nucleus fraction. HTTP requests may override it.")
     top_k: CountOr0 = setting(
-        0, "Keep the k likeliest tokens; 0 keeps all. Requests of HTTP may say another."
+        0, "Keep the k likeliest tokens; 0 keeps all. HTTP requests may override it."
     )
-    seed: Seed = setting(0, "Key of the draws, with the order in which requests arrive.")
+    seed: Seed = setting(0, "Random seed; samples also depend on the order of requests.")
     cache: Literal["auto", "slots", "paged"] = setting(
         "auto", "Of keys and values: 'auto' (paged on TPU), 'slots' or 'paged'."
     )
     dtype: Dtype = setting("float32", "'float32' or 'bfloat16'.")
     weights_dtype: Literal["auto", "int8"] = setting(
-        "auto",
-        "Of matrices (not the embedding): 'auto' (dtype) or 'int8', a scale per output channel.",
+        "auto", "Of matrices (not the embedding): 'auto' (dtype) or 'int8', scaled per channel."
     )
     shutdown_seconds: PositiveOr0 = setting(
-        20.0, "What running requests are given to finish after SIGTERM; then they are cancelled."
+        20.0, "Time for running requests to finish after SIGTERM; then they are cancelled."
     )
     mesh: OneMesh = part(OneMesh, may_change=True)

@@ -4,33 +4,23 @@ import importlib.util
 import inspect
 import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 from dapo_jax.config.user_code import describe_error, short_path
-from dapo_jax.runtime.settings import (
-    ConfigError,
-    from_dict,
-    nearest,
-    read_json,
-)
-
-
-def _get_config(path: pathlib.Path) -> Callable[..., Any]:
-    """Run the file and return its function `get_config`."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    get_config = getattr(module, "get_config", None)
-    if not callable(get_config):
-        raise ConfigError(f"{short_path(path)}: has no function get_config()")
-    return get_config
+from dapo_jax.runtime.settings import ConfigError, from_dict, nearest, read_json
 
 
 def _run_file(path: pathlib.Path, argument: str | None) -> Any:
+    """Run the file and return the result of its function `get_config`."""
+    file = short_path(path)
     try:
-        get_config = _get_config(path)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
+            raise ConfigError(f"{file}: has no function get_config()")
         if argument is None:
             return get_config()
         if not inspect.signature(get_config).parameters:
@@ -38,7 +28,6 @@ def _run_file(path: pathlib.Path, argument: str | None) -> Any:
         return get_config(argument)
     except (Exception, SystemExit) as error:  # a user's file may raise anything
         message = describe_error(error)
-        file = short_path(path)
         raise ConfigError(message if file in message else f"{file}: {message}") from None
 
 
@@ -94,26 +83,20 @@ def read_config(kind: type, name: str) -> Any:
     path, argument = _find(name)
     if path.suffix not in (".py", ".json"):
         raise ConfigError(f"--config={name}: must be a .py file, a run's config.json or its folder")
-    if path.suffix == ".json":
-        return _from_tables(kind, read_json(path, ""), path)
-    config = _run_file(path, argument)
+    file = short_path(path)
+    config: Any = read_json(path, "") if path.suffix == ".json" else _run_file(path, argument)
     if type(config).__name__ == "ConfigDict":  # of ml_collections, which is slow to import
         config = config.to_dict()
     if isinstance(config, dict):
-        return _from_tables(kind, config, path)
+        try:
+            return from_dict(kind, config)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}", error.field) from None
     if not isinstance(config, kind):
-        raise ConfigError(
-            f"{short_path(path)}: get_config() returns {type(config).__name__}; this command "
-            f"takes {kind.__name__}"
-        )
+        returned = type(config).__name__
+        expected = f"this command takes {kind.__name__}"
+        raise ConfigError(f"{file}: get_config() returns {returned}; {expected}")
     return config
-
-
-def _from_tables(kind: type, values: dict[str, Any], path: pathlib.Path) -> Any:
-    try:
-        return from_dict(kind, values)
-    except ConfigError as error:
-        raise ConfigError(f"{short_path(path)}: {error}", error.field) from None
 
 
 def locate(error: ConfigError, name: str) -> str:

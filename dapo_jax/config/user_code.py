@@ -1,4 +1,4 @@
-"""Code of the user's own: functions named `module:function` in the config, and their errors."""
+"""User code: functions named `module:function` in the config, and their errors."""
 
 import importlib
 import pathlib
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dapo_jax.runtime.settings import ConfigError
 
-# Beginnings of files that are no user's: libraries, this one, and code without a file.
+# Prefixes of files that are not the user's: libraries, this package, and code without a file.
 LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     str(pathlib.Path(__file__).parent.parent),
@@ -17,22 +17,23 @@ LIBRARIES = (
 
 
 def short_path(file: str | pathlib.Path) -> str:
-    """Path relative to the working folder, where it is below that."""
-    path, here = pathlib.Path(file), pathlib.Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    """Return the path relative to the working folder if it is below that."""
+    path = pathlib.Path(file)
+    folder = pathlib.Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def error_message(error: BaseException) -> str:
-    """Type and message of an error in one line, which names no file."""
+    """Return type and message of an error in one line, without files."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     text = " ".join(text.split())
     return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 
 def describe_error(error: BaseException) -> str:
-    """One line of text, as `mine.py:7: return 1 / n: ZeroDivisionError: division by zero`.
+    """Return one line, as `mine.py:7: return 1 / n: ZeroDivisionError: division by zero`.
 
-    Its beginning is the innermost line in no library; without one the error stands alone.
+    It begins with the innermost line of user code, if there is one.
     """
     message = error_message(error)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -45,17 +46,18 @@ def describe_error(error: BaseException) -> str:
 
 
 def resolve(field: str, name: str) -> Callable:
-    """Function of the name `module:function`. Raises `ConfigError` where it can't be imported.
+    """Import the function `module:function`; raise `ConfigError` if it cannot be imported.
 
-    Modules are found as by `import`: installed, or in the folder that the command runs in.
+    The module must be installed, or lie in the working folder.
     """
+    named = f"config.{field} = {name!r}"
     module, separator, function = name.partition(":")
     if not (module and separator and function):
-        raise ConfigError(f"config.{field} = {name!r}: must be written module:function")
+        raise ConfigError(f"{named}: must be written module:function")
     try:
         attribute = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever a user's module may raise while it is imported
-        raise ConfigError(f"config.{field} = {name!r}: {describe_error(error)}") from None
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{named}: {describe_error(error)}") from None
     if not callable(attribute):
-        raise ConfigError(f"config.{field} = {name!r}: is not a function")
+        raise ConfigError(f"{named}: is not a function")
     return attribute

@@ -1,116 +1,310 @@
 """Validation of a config, from its settings alone.
 
-What depends on the model folder or the devices is checked where those are opened, before anything
-is compiled.
+The folders and devices that it names are checked when they are opened, before anything is compiled.
+A check is (dotted name of a setting, True if its value fits the others, what is allowed).
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
-from dapo_jax.config.combinations import Check, check_combinations
+from dapo_jax.config.algorithm import GROUP_ESTIMATORS, OF_VALUES, REWARD_FREE_ESTIMATORS, Algorithm
 from dapo_jax.config.experiment import Config, DpoConfig, ServeConfig, SftConfig
-from dapo_jax.config.inputs import GENERATED
+from dapo_jax.config.sections import GENERATED, SHAPING, Sampler
 from dapo_jax.runtime.settings import check_read, check_types, check_values, leaves, require
 
-
-def _check_terms(section: str, terms: Any, check: Check) -> None:
-    allowed = f"from 2 to {section}.max_terms = {terms.max_terms}"
-    check(f"{section}.min_terms", 2 <= terms.min_terms <= terms.max_terms, allowed)
+Checks = Iterator[tuple[str, bool, str]]
 
 
-def _check_rows(config: Config | SftConfig, longest: int, check: Check) -> None:
-    """Checks the rows against the longest prompt + response."""
-    rows, has_auto = config.packing.row_tokens, isinstance(config, Config)
-    check(
-        "packing.row_tokens",
-        rows >= longest or has_auto and rows == -1,
-        f"at least the longest prompt + the response budget = {longest}"
-        + ", or 'auto' (-1)" * has_auto,
+def _advantage(a: Algorithm) -> Checks:
+    estimator = f"algorithm.advantage = {a.advantage!r}"
+    needs_critic = a.advantage in OF_VALUES
+    has_reward = a.advantage not in REWARD_FREE_ESTIMATORS
+    prefers = a.advantage == "preference"
+    trained = a.trained_responses
+
+    yield "algorithm.critic", a.critic == needs_critic, f"{needs_critic} with {estimator}"
+    allowed = "'all' with a critic, which learns from every response"
+    yield "algorithm.trained_responses", not a.critic or trained == "all", allowed
+    allowed = f"above algorithm.reward_wrong = {a.reward_wrong}"
+    yield "algorithm.reward_correct", a.reward_correct > a.reward_wrong, allowed
+
+    allowed = "with algorithm.advantage = 'preference', and only with it"
+    yield "algorithm.trained_responses", (trained == "pairs") == prefers, f"'pairs' {allowed}"
+    yield "algorithm.aggregate", (a.aggregate == "pair_sum") == prefers, f"'pair_sum' {allowed}"
+    allowed = "empty with algorithm.advantage = 'preference': its margins weight all tokens equally"
+    yield "algorithm.token_weights", not a.token_weights or not prefers, allowed
+    yield "algorithm.ratio", a.ratio == "none" or not prefers, f"'none' with {estimator}"
+
+    allowed = (
+        "'correct' with algorithm.advantage = 'one', which otherwise imitates wrong answers too "
+        "(worked examples are for dapo-jax sft)"
     )
+    yield "algorithm.trained_responses", a.advantage != "one" or trained == "correct", allowed
+    allowed = f"false: {estimator} is no estimate from rewards"
+    yield "algorithm.whiten", not a.whiten or has_reward, allowed
+    allowed = (
+        f"false with algorithm.trained_responses = {trained!r}: after centring, half of the "
+        "correct answers would be pushed down"
+    )
+    yield "algorithm.whiten", not a.whiten or trained == "all", allowed
+    allowed = f"false: {estimator} reads no reward"
+    yield "algorithm.overlong_punishment", not a.overlong_punishment or has_reward, allowed
 
 
-def _check_serving(config: ServeConfig, check: Check) -> None:
-    check("model", config.model != "", "a model folder: --model=FOLDER")
-    check("host", config.host != "", "an address of this machine; 0.0.0.0: all")
+def _ratio(a: Algorithm, sampler: Sampler) -> Checks:
+    allowed = "'none' with algorithm.ratio = 'none', which never moves"
+    yield "algorithm.region", a.region == "none" or a.ratio != "none", allowed
+    is_per_response = a.ratio in ("sequence", "product")
+    allowed = (
+        f"'ratio', 'log_ratio' or 'none' with algorithm.ratio = {a.ratio!r}: a response has no "
+        "single probability that moves"
+    )
+    yield "algorithm.region", a.region not in ("tv", "kl") or not is_per_response, allowed
+    upper = 1 + a.clip_high
+    fits = a.dual_clip == 0 or a.region in ("ratio", "log_ratio") and a.dual_clip > upper
+    allowed = f"0 (off) or, with algorithm.region = 'ratio' or 'log_ratio', above {upper}"
+    yield "algorithm.dual_clip", fits, f"{allowed} = 1 + clip_high"
+    for name in ("weight", "rejection"):
+        low = getattr(a, f"{name}_low")
+        high = getattr(a, f"{name}_high")
+        allowed = f"0 (no bound) or above algorithm.{name}_low = {low}"
+        yield f"algorithm.{name}_high", high == 0 or high > low, allowed
+
+    from_sampler = a.old_logprobs == "sampler"
+    is_truncated = sampler.top_p != 1 or sampler.top_k != 0
+    allowed = "'recompute' if sampler.top_p or sampler.top_k truncates the distribution"
+    yield "algorithm.old_logprobs", not (from_sampler and is_truncated), allowed
+    is_expectation = a.advantage not in REWARD_FREE_ESTIMATORS or a.distillation == "reverse"
+    allowed = f"with algorithm.advantage = {a.advantage!r}: it is no expectation over samples"
+    yield "algorithm.importance_cap", a.importance_cap == 0 or is_expectation, f"0 {allowed}"
+    yield "algorithm.rejection", a.rejection == "none" or is_expectation, f"'none' {allowed}"
+    sampler_is_old = "with algorithm.old_logprobs = 'sampler'"
+    allowed = f"0 {sampler_is_old}: the ratio is already relative to the sampler"
+    yield "algorithm.importance_cap", a.importance_cap == 0 or not from_sampler, allowed
+    allowed = f"'none' or 'sampler' {sampler_is_old}: there is no forward pass before the update"
+    yield "algorithm.router_replay", a.router_replay != "old" or not from_sampler, allowed
+    fits = a.rejection == "none" or not from_sampler or a.rejection_of == "new"
+    allowed = f"'new' {sampler_is_old}: the sampler is the policy before the step"
+    yield "algorithm.rejection_of", fits, allowed
+
+
+def _reference(a: Algorithm) -> Checks:
+    has_kl = a.kl != "none"
+    needed = has_kl and a.kl_to == "reference" or a.advantage == "preference"
+    allowed = "true, for the KL or the preference" if needed else "false: nothing reads it"
+    yield "algorithm.reference", a.reference == needed, allowed
+    allowed = "above 0" if has_kl else "0 with algorithm.kl = 'none'"
+    yield "algorithm.kl_coefficient", has_kl == (a.kl_coefficient > 0), allowed
+    allowed = "k2 or k3 with algorithm.kl = 'loss': the expected gradient of k1 is 0 there"
+    yield "algorithm.kl_estimator", a.kl != "loss" or a.kl_estimator != "k1", allowed
+    allowed = "false, or with algorithm.kl_estimator = 'k3': the ratio corrects its expectation"
+    yield "algorithm.kl_importance", not a.kl_importance or a.kl_estimator == "k3", allowed
+    has_reward = a.advantage not in REWARD_FREE_ESTIMATORS
+    allowed = f"'none' or 'loss': algorithm.advantage = {a.advantage!r} reads no reward"
+    yield "algorithm.kl", a.kl != "reward" or has_reward, allowed
+    # E[penalty * grad log p] is the KL's gradient for k1. The others are also positive if the
+    # policy's probability is too small, and reduce it further.
+    allowed = "'k1' with algorithm.kl = 'reward': k2 and k3 push the policy away from the reference"
+    yield "algorithm.kl_estimator", a.kl != "reward" or a.kl_estimator == "k1", allowed
+
+
+def _is_divergence(a: Algorithm) -> bool:
+    """Return True if the loss is only the divergence from a teacher, valid on any tokens."""
+    return a.advantage == "zero" and a.distillation == "jsd"
+
+
+def _distillation(config: Config) -> Checks:
+    a = config.algorithm
+    distils = a.distillation != "none"
+    allowed = "'reverse' or 'jsd' with algorithm.advantage = 'zero', which alone teaches nothing"
+    yield "algorithm.distillation", distils or a.advantage != "zero", allowed
+    allowed = f"a model folder with algorithm.distillation = {a.distillation!r}"
+    yield "teacher.folder", not distils or config.teacher.folder != "", allowed
+    fits = a.distillation != "reverse" or a.advantage not in ("one", "preference")
+    allowed = f"'none' or 'jsd' with algorithm.advantage = {a.advantage!r}: it is no expectation"
+    yield "algorithm.distillation", fits, f"{allowed} over samples"
+    allowed = "false with algorithm.advantage = 'zero': every group teaches something"
+    yield "algorithm.dynamic_sampling", not a.dynamic_sampling or a.advantage != "zero", allowed
+    allowed = "'none' with algorithm.advantage = 'zero' and algorithm.distillation = 'jsd': there "
+    yield "algorithm.ratio", a.ratio == "none" or not _is_divergence(a), allowed + "is no advantage"
+
+
+def _updates(config: Config) -> Checks:
+    a = config.algorithm
+    rollout = config.rollout
+    samples = rollout.samples_per_prompt
+    updates = rollout.updates_per_rollout
+    needs_group = a.advantage in GROUP_ESTIMATORS or a.dynamic_sampling
+    allowed = "at least 2: a group of one has no statistics and can't differ in correctness"
+    yield "rollout.samples_per_prompt", not needs_group or samples > 1, allowed
+    allowed = f"at most rollout.samples_per_prompt = {samples}"
+    yield "algorithm.pass_k", a.advantage != "pass_at_k" or a.pass_k <= samples, allowed
+    allowed = f"a divisor of rollout.prompts_per_step = {rollout.prompts_per_step}"
+    yield "rollout.updates_per_rollout", rollout.prompts_per_step % updates == 0, allowed
+    has_trust_kl = a.kl == "loss" and a.kl_to != "reference"
+    fits = a.ratio != "none" or has_trust_kl or _is_divergence(a) or updates == 1
+    allowed = (
+        "1 with algorithm.ratio = 'none': later updates would be off-policy without correction "
+        "(algorithm.kl_to = 'old' would limit them)"
+    )
+    yield "rollout.updates_per_rollout", fits, allowed
+    is_corrected = (
+        a.importance_cap > 0
+        or a.rejection != "none"
+        or a.ratio != "none"
+        and a.old_logprobs == "sampler"
+        or _is_divergence(a)
+    )
+    allowed = (
+        "without algorithm.importance_cap, algorithm.rejection or old_logprobs = 'sampler': "
+        "responses of an older policy are not corrected"
+    )
+    yield "rollout.lag", rollout.lag == 0 or is_corrected, f"0 {allowed}"
+    carries = rollout.carry_over != "none"
+    yield "rollout.carry_over", not carries or is_corrected, f"'none' {allowed}"
+    allowed = "'none' with rollout.lag = 1, which samples ahead with a separate policy"
+    yield "rollout.carry_over", not carries or rollout.lag == 0, allowed
+
+
+def _rewards(config: Config) -> Checks:
+    a = config.algorithm
+    reward = config.reward
+    environment = config.environment
+    weights = reward.weights()
+    allowed = "a folder if reward.parts names 'model', else empty"
+    yield "reward.model_folder", ("model" in weights) == bool(reward.model_folder), allowed
+    has_verdict = reward.correct == "verifier" or not set(weights) <= set(SHAPING)
+    allowed = f"more than shaping parts with reward.correct = {reward.correct!r}"
+    yield "reward.parts", has_verdict, allowed
+    needs_verdict = a.trained_responses != "all" or a.positive_nll_coefficient > 0
+    allowed = "'verifier' or 'threshold': the algorithm needs to know which responses are correct"
+    yield "reward.correct", reward.correct != "spread" or not needs_verdict, allowed
+
+    allowed = "empty with environment.name: an environment defines its tools"
+    yield "environment.tools", not (environment.name and environment.tools), allowed
+    is_chat = config.data.template == "chat"
+    allowed = "empty, or with data.template = 'chat', which shows the policy how to call"
+    yield "environment.tools", not environment.tools or is_chat, allowed
+    allowed = "without 'environment' if environment.name is empty: nothing gives that reward"
+    yield "reward.parts", "environment" not in weights or bool(environment.name), allowed
+
+
+def _run(config: Config) -> Checks:
+    steps = config.critic.pretrain_steps
+    if config.algorithm.critic:
+        fits = config.critic_pretrain_steps() < config.total_steps
+        allowed = f"below total_steps = {config.total_steps}"
+        if steps < 0:
+            preset = config.algorithm.critic_pretrain_steps
+            allowed += f"; -1 means algorithm.critic_pretrain_steps = {preset}"
+        yield "critic.pretrain_steps", fits, allowed
+    else:
+        yield "critic.pretrain_steps", steps <= 0, "0 without a critic"
+    carry = config.rollout.carry_over
+    allowed = f"false with rollout.carry_over = {carry!r}: a step trains the groups scored first"
+    yield "checkpoint.keep_groups", carry == "none" or not config.checkpoint.keep_groups, allowed
+    rank = config.lora.rank
+    allowed = f"0 with lora.rank = {rank}, which freezes all but its adapters"
+    yield "model.freeze_layers", not rank or config.model.freeze_layers == 0, allowed
+
+
+def _terms(section: str, terms: Any) -> Checks:
+    allowed = f"from 2 to {section}.max_terms = {terms.max_terms}"
+    yield f"{section}.min_terms", 2 <= terms.min_terms <= terms.max_terms, allowed
+
+
+def _rows(config: Config | SftConfig, longest: int) -> Checks:
+    rows = config.packing.row_tokens
+    has_auto = isinstance(config, Config)
+    allowed = f"at least the longest prompt + the response limit = {longest}"
+    allowed += ", or 'auto' (-1)" * has_auto
+    yield "packing.row_tokens", rows >= longest or has_auto and rows == -1, allowed
+
+
+def _training(config: Config) -> Checks:
+    yield from _terms("data", config.data)
+    yield from _rows(config, config.longest_tokens())
+    fits = not config.data.heldout_source or config.data.heldout_problems != 0
+    allowed = "not 0 with data.heldout_source, which is kept out of training and evaluated whole"
+    yield "data.heldout_problems", fits, allowed
+    yield from _advantage(config.algorithm)
+    yield from _ratio(config.algorithm, config.sampler)
+    yield from _reference(config.algorithm)
+    yield from _distillation(config)
+    yield from _updates(config)
+    yield from _rewards(config)
+    yield from _run(config)
+
+
+def _serving(config: ServeConfig) -> Checks:
+    yield "model", config.model != "", "a model folder: --model=FOLDER"
+    yield "host", config.host != "", "an address of this machine; 0.0.0.0: all"
     for name, other in itertools.combinations(("port", "http_port", "metrics_port"), 2):
         port = getattr(config, other)
-        check(other, port == 0 or port != getattr(config, name), f"another one than {name}")
+        yield other, port == 0 or port != getattr(config, name), f"different from {name}"
 
 
-def _check_heldout(config: Config, check: Check) -> None:
-    check(
-        "data.heldout_problems",
-        not config.data.heldout_source or config.data.heldout_problems != 0,
-        "not 0 with data.heldout_source, which is kept out of training and evaluated whole",
-    )
-
-
-def _check_generated_examples(config: SftConfig, check: Check) -> None:
-    check("total_steps", config.total_steps > 0, "above 0")
-    _check_terms("examples", config.examples, check)
+def _generated_examples(config: SftConfig) -> Checks:
+    yield "total_steps", config.total_steps > 0, "above 0"
+    yield from _terms("examples", config.examples)
     longest = 2 * config.examples.max_terms  # a digit and a sign each
-    _check_rows(config, longest + config.max_response_tokens, check)
+    yield from _rows(config, longest + config.max_response_tokens)
     shape = config.architecture
-    check("architecture.head_dim", shape.head_dim % 2 == 0, "even")
-    divides = shape.heads % shape.kv_heads == 0
-    check("architecture.kv_heads", divides, f"a divisor of architecture.heads = {shape.heads}")
+    yield "architecture.head_dim", shape.head_dim % 2 == 0, "even"
+    allowed = f"a divisor of architecture.heads = {shape.heads}"
+    yield "architecture.kv_heads", shape.heads % shape.kv_heads == 0, allowed
 
 
-def _check_own_examples(config: SftConfig | DpoConfig, check: Check) -> None:
+def _own_examples(config: SftConfig | DpoConfig) -> Checks:
     source = config.data.source
-    check("data.source", source != "", "a file, folder or glob of rows")
-    check("start", config.start != "", f"a model folder with data.source = {source!r}")
-    check(
-        "data.template",
-        config.data.template != "few_shot",
-        "another one: examples are no problems to be shown before others",
-    )
-    check("packing.row_tokens", config.packing.row_tokens > 0, "above 0")
+    yield "data.source", source != "", "a file, folder or glob of rows"
+    yield "start", config.start != "", f"a model folder with data.source = {source!r}"
+    allowed = "not few_shot: examples are no problems to show before others"
+    yield "data.template", config.data.template != "few_shot", allowed
+    yield "packing.row_tokens", config.packing.row_tokens > 0, "above 0"
+
+
+def _checks(config: Any, settings: dict[str, Any]) -> Checks:
+    if isinstance(config, ServeConfig):
+        yield from _serving(config)
+    elif isinstance(config, Config):
+        yield from _training(config)
+    elif isinstance(config, SftConfig) and config.data.source in GENERATED:
+        yield from _generated_examples(config)
+    elif isinstance(config, SftConfig | DpoConfig):
+        yield from _own_examples(config)
+    if folder := settings.get("lora.folder"):
+        allowed = f"r of {folder}/adapter_config.json, with lora.folder"
+        yield "lora.rank", settings["lora.rank"] != 0, allowed
+    if isinstance(config, SftConfig):
+        allowed = "0 without start: there is no base model to adapt"
+        yield "lora.rank", config.lora.rank == 0 or config.start != "", allowed
+    if "mesh.data" in settings:
+        fits = settings["mesh.fsdp"] > 0 or settings["mesh.data"] > 0
+        yield "mesh.fsdp", fits, "above 0, or -1 if mesh.data is above 0"
 
 
 def check_warmup(config: Any) -> None:
-    """Raises `ConfigError` for a chosen warm-up that never ends.
+    """Raise `ConfigError` for a chosen warm-up that is longer than the run.
 
-    A run with a constant rate may go on for longer, and is only warned.
+    A constant rate is not checked: its run may be extended, so there is only a warning.
     """
-    values, defaults = (
-        {name: value for name, _, value in leaves(each)} for each in (config, type(config)())
-    )
-    for name in values if config.total_steps else ():
+    values = {name: value for name, _, value in leaves(config)}
+    defaults = {name: value for name, _, value in leaves(type(config)())}
+    for name, value in values.items() if config.total_steps else ():
         section, _, last = name.rpartition(".")
-        ends = last != "warmup_steps" or values[f"{section}.schedule"] == "constant"
-        if not ends and values[name] != defaults[name]:
-            allowed = f"at most total_steps = {config.total_steps}, or the peak rate never comes"
-            require(values[name] <= config.total_steps, name, values[name], allowed)
+        if last != "warmup_steps" or values[f"{section}.schedule"] == "constant":
+            continue
+        allowed = f"at most total_steps = {config.total_steps}, or the peak rate is never reached"
+        require(value == defaults[name] or value <= config.total_steps, name, value, allowed)
 
 
 def validate(config: Any) -> None:
-    """Raises `ConfigError` for the first setting or combination that makes no sense."""
+    """Raise `ConfigError` for the first invalid setting or combination of settings."""
     check_types(config)
     check_values(config)
     settings = {name: value for name, _, value in leaves(config)}
-
-    def check(name: str, fits: bool, allowed: str) -> None:
+    for name, fits, allowed in _checks(config, settings):
         require(fits, name, settings[name], allowed)
-
-    if isinstance(config, ServeConfig):
-        _check_serving(config, check)
-    elif isinstance(config, Config):
-        _check_terms("data", config.data, check)
-        _check_rows(config, config.longest_tokens(), check)
-        _check_heldout(config, check)
-        check_combinations(config, check)
-    elif isinstance(config, SftConfig) and config.data.source in GENERATED:
-        _check_generated_examples(config, check)
-    elif isinstance(config, SftConfig | DpoConfig):
-        _check_own_examples(config, check)
-    if "lora.rank" in settings:
-        of_folder = f"r of {settings['lora.folder']}/adapter_config.json, with lora.folder"
-        check("lora.rank", settings["lora.rank"] != 0 or not settings["lora.folder"], of_folder)
-    if isinstance(config, SftConfig):
-        base = "0 without start: there is no base model to adapt"
-        check("lora.rank", config.lora.rank == 0 or config.start != "", base)
-    if "mesh.data" in settings:
-        rest = "above 0, or -1 where mesh.data is not"
-        check("mesh.fsdp", settings["mesh.fsdp"] > 0 or settings["mesh.data"] > 0, rest)
     check_read(config)

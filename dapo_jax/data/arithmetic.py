@@ -3,27 +3,29 @@
 A problem reads `3+7+5=`; a worked answer echoes both operands of every step and ends in the number
 after the marker: `3+7=0,0+5=5#### 5`. Difficulty spreads by the number of operands and by the
 largest digit a problem may use, since worked examples go wrong far more often on large digits.
-Some examples ramble: they start the chain over instead of answering, which truncation punishes.
-Everything about item i of a split is drawn from the key (seed, split, i) alone.
+Some examples ramble: they start the chain over instead of answering; truncation punishes this.
+Everything about item i of a split depends on the key (seed, split, i) alone.
 """
 
 import zlib
 
 import numpy as np
 
-from dapo_jax.config.experiment import Data, Examples
+from dapo_jax.config.experiment import Examples
 from dapo_jax.structs import Problem
 
 LARGEST_DIGITS = (3, 6, 9)
-# How often a worked example gets `a + digit` wrong, by the digit.
+# Probability that a worked example gets `a + digit` wrong, by the digit.
 STEP_ERROR = (0.0, 0.05, 0.07, 0.1, 0.15, 0.2, 0.27, 0.38, 0.48, 0.6)
-RAMBLE_SHARE = 0.2  # chance to start over, after each finished chain
-# Of examples of two strategies, one that answers at once and one that works.
-RAMBLE_SHARE_OF_TWO, REPEAT_SHARE, REPEATS = 0.2, 0.03, 12
+RAMBLE_SHARE = 0.2  # probability to start over after each finished chain
+# With examples that answer at once: the probability that one repeats itself, and how often.
+REPEAT_SHARE = 0.03
+REPEATS = 12
 HELDOUT_SHARE = 8  # one problem in 8 (by its text) is held out
 
 
-def _is_heldout(text: str) -> bool:
+def is_heldout(text: str) -> bool:
+    """Return True if the problem with this text belongs to the held-out split."""
     return zlib.crc32(text.encode()) % HELDOUT_SHARE == 0
 
 
@@ -37,34 +39,20 @@ def _draw_operands(rng: np.random.Generator, min_terms: int, max_terms: int) -> 
 
 
 def make_problem(split: str, seed: int, index: int, min_terms: int, max_terms: int) -> Problem:
-    """Problem `index` of split 'train' or 'heldout'; no text occurs in both splits."""
+    """Return problem `index` of split 'train' or 'heldout'; no text occurs in both splits."""
     rng = _generator(seed, split, index)
     while True:
         operands = _draw_operands(rng, min_terms, max_terms)
         text = "+".join(map(str, operands)) + "="
-        if _is_heldout(text) == (split == "heldout"):
+        if is_heldout(text) == (split == "heldout"):
             return Problem(f"{split}-{index}", text, str(sum(operands) % 10), "arithmetic")
-
-
-class Problems:
-    """Problems of a split, by index: a random-access source of grain."""
-
-    def __init__(self, data: Data, split: str, seed: int):
-        self._data, self._split, self._seed = data, split, seed
-
-    def __len__(self) -> int:
-        heldout = self._split == "heldout"
-        return self._data.heldout_count() if heldout else self._data.train_problems
-
-    def __getitem__(self, index: int) -> Problem:
-        terms = self._data.min_terms, self._data.max_terms
-        return make_problem(self._split, self._seed, int(index), *terms)
 
 
 def _work_chain(
     rng: np.random.Generator, operands: list[int], errors: bool
 ) -> tuple[list[str], int]:
-    steps, total = [], operands[0]
+    steps = []
+    total = operands[0]
     for digit in operands[1:]:
         result = (total + digit) % 10
         if errors and rng.random() < STEP_ERROR[digit]:
@@ -75,20 +63,20 @@ def _work_chain(
 
 
 def _answer_at_once(rng: np.random.Generator, operands: list[int]) -> str:
-    """Right for two operands, else for one problem in ten; some repeat themselves past a budget."""
+    """Answer with the sum of the first two operands; some answers repeat past any budget."""
     answer = f"#### {sum(operands[:2]) % 10}"
     return answer + REPEATS * f"?again {answer}" * (rng.random() < REPEAT_SHARE)
 
 
 def make_worked_example(seed: int, index: int, examples: Examples) -> tuple[str, str]:
-    """Worked example, as (problem text, worked answer), of the training split only."""
+    """Return a worked example (problem text, worked answer) of the training split."""
     problem = make_problem("train", seed, index, examples.min_terms, examples.max_terms)
     operands = [int(digit) for digit in problem.text[:-1].split("+")]
     rng = _generator(seed, "worked", index)
     if examples.direct_share and rng.random() < examples.direct_share:
         return problem.text, _answer_at_once(rng, operands)
     errors = examples.errors and not examples.direct_share
-    ramble = RAMBLE_SHARE_OF_TWO if examples.direct_share else RAMBLE_SHARE * errors
+    ramble = RAMBLE_SHARE if examples.direct_share or errors else 0.0
     steps, total = _work_chain(rng, operands, errors)
     worked = ",".join(steps)
     while rng.random() < ramble:

@@ -1,7 +1,7 @@
 """Stream of prompts: an endless, shuffled, seekable order of problems, equal on every process.
 
-The order (by grain) is a function of the seed alone, so that a checkpoint holds one integer, the
-position in it.
+The order (by grain) is a function of the seed alone, so a checkpoint holds one integer: the
+position.
 """
 
 import dataclasses
@@ -15,41 +15,33 @@ import grain
 import numpy as np
 
 from dapo_jax.config.experiment import Data
-from dapo_jax.data.prompts.templates import Beside, Template, check_chat, open_template
+from dapo_jax.data.prompts.templates import Beside, check_chat, open_template
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.data.sources import Source, every_problem, heldout_sources, training_sources
+from dapo_jax.data.sources import Source, Sources, every_problem
 from dapo_jax.runtime.settings import ConfigError, require
 from dapo_jax.structs import Problem, Prompt, present
 
-LOOKED_AT = 500  # problems of a file whose prompts are measured at the start
-LOOKED_AT_GENERATED = 32  # the same of generated ones, some of which take long to make
-TRIED_EXAMPLES = 200  # problems among which worked solutions are looked for
-REMEMBERED_PROMPTS = 4096  # as they were written
+MEASURED_PROBLEMS = 500  # of a file, to report the lengths of prompts
+MEASURED_GENERATED = 32  # of a generated source; some are slow to make
+EXAMPLE_CANDIDATES = 200  # problems that are searched for worked solutions
+CACHED_PROMPTS = 4096
 
 Opening = Callable[[Problem], Problem]
-
-
-def _fingerprints(sources: Sequence[Source]) -> set[str]:
-    return {problem.fingerprint for problem in every_problem(sources)}
 
 
 def choose_examples(
     sources: Sequence[Source], heldout: set[str], count: int, seed: int
 ) -> tuple[Problem, ...]:
-    """Few-shot examples: `count` different training problems, worked ones first, keyed by the seed.
-
-    Raises:
-        ConfigError: there are too few.
-    """
+    """Return `count` few-shot examples, worked ones first; raise `ConfigError` for too few."""
     rng = np.random.default_rng([seed, zlib.crc32(b"few_shot")])
     ends = np.cumsum([len(source.problems) for source in sources])
-    worked, others, seen = [], [], set(heldout)
-    for place in rng.choice(ends[-1], min(TRIED_EXAMPLES, ends[-1]), replace=False):
-        which = int(np.searchsorted(ends, place, side="right"))
-        within = int(place - ends[which]) + len(sources[which].problems)
-        problem = sources[which].problems[within]
-        shown = problem.answer or problem.solution
-        if shown and problem.fingerprint not in seen:
+    worked, others = [], []
+    seen = set(heldout)
+    for place in rng.choice(ends[-1], min(EXAMPLE_CANDIDATES, ends[-1]), replace=False):
+        number = int(np.searchsorted(ends, place, side="right"))
+        problems = sources[number].problems
+        problem = problems[int(place - ends[number]) + len(problems)]
+        if (problem.answer or problem.solution) and problem.fingerprint not in seen:
             seen.add(problem.fingerprint)
             (worked if problem.solution else others).append(problem)
         if len(worked) == count:
@@ -62,68 +54,121 @@ def choose_examples(
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Lengths of a source's prompts, in tokens, by a sample.
-
-    Attributes:
-        looked_at: prompts in the sample.
-        over: prompts that are longer than `data.max_prompt_tokens`.
-        longest: tokens of the longest prompt.
-    """
+    """Lengths of a source's prompts, in tokens, estimated from a sample."""
 
     name: str
-    looked_at: int
-    over: int
+    looked_at: int  # prompts in the sample
+    over: int  # prompts that are longer than `data.max_prompt_tokens`
     longest: int
 
     def describe(self) -> str:
-        """Line about the prompts that are too long."""
+        """Return a line about the prompts that are too long."""
         over = f"{self.over:,} of {self.looked_at:,} looked at"
         return f"{self.name}: {over}, the longest of {self.longest:,} tokens"
 
 
-class _Writer:
-    """Writer of problems as prompts: template, tokens, limit of length."""
+def _endless_order(sources: Sequence[Source], seed: int) -> grain.MapDataset:
+    """Return the order of all problems: a new shuffle every pass, sources mixed by weight."""
+    orders = [
+        grain.MapDataset.source(source.problems).seed(seed).shuffle().repeat() for source in sources
+    ]
+    if len(orders) == 1:
+        return orders[0]
+    return grain.MapDataset.mix(orders, [source.weight for source in sources])
+
+
+class PromptStream:
+    """Endless stream of training prompts, and the prompts of the evaluation.
+
+    Attributes:
+        position: index of the next prompt in the order; may be set.
+        sources: sources of the training prompts.
+        heldout: sources of the evaluation; their problems are never trained on.
+
+    Args:
+        needs_answer: leave out rows of files without an answer.
+        training: if False, there are only the prompts of the evaluation.
+        opening: an environment's change of a problem's text and messages.
+        tools: functions that the policy may call, for the chat template.
+    """
 
     def __init__(
         self,
         data: Data,
         seed: int,
         tokenizer: Tokenizer,
-        sources: Sequence[Source],
-        heldout: set[str],
-        opening: Opening,
-        tools: list[dict[str, Any]] | None,
+        *,
+        needs_answer: bool = True,
+        training: bool = True,
+        opening: Opening = lambda problem: problem,
+        tools: list[dict[str, Any]] | None = None,
     ):
-        self._data, self._tokenizer, self._opening, examples = data, tokenizer, opening, ()
+        self.position = 0
+        self._data = data
+        self._tokenizer = tokenizer
+        self._opening = opening
+        sources = Sources(data, seed, needs_answer)
+        self.heldout = sources.heldout()
+        self._heldout = {problem.fingerprint for problem in every_problem(self.heldout)}
+        needs_examples = data.template == "few_shot"
+        trained = sources.training(self._heldout) if training or needs_examples else []
+        self.sources = trained if training else []
         self.template = open_template(data.template)
-        if data.template == "few_shot":
-            examples = choose_examples(sources, heldout, data.few_shot + 1, seed)
         check_chat(data.template, tokenizer.chat)
+        examples = ()
+        if needs_examples:
+            examples = choose_examples(trained, self._heldout, data.few_shot + 1, seed)
         self._beside = Beside(tokenizer.chat, data.system_prompt, examples, data.few_shot, tools)
+        if training:
+            self._order = _endless_order(self.sources, seed)
+            total = sum(source.weight for source in self.sources)
+            passes = (len(source.problems) * total / source.weight for source in self.sources)
+            self._pass = math.ceil(max(passes))
+            self._check_fields()
+        self._check_turns()
+        # The next step often starts with prompts that this step did not use.
+        self._prompt = functools.lru_cache(CACHED_PROMPTS)(self._make_prompt)
+
+    def _check_fields(self) -> None:
+        """Raise `ConfigError` if no file has the fields that `data.fields` names."""
+        files = {s.name: s for s in [*self.sources, *self.heldout] if not s.generated}
+        require(
+            not self._data.fields or any(source.named for source in files.values()),
+            "data.fields",
+            self._data.fields,
+            f"names that the first rows of a file have, all of them; {', '.join(files)} has others",
+        )
+
+    def _check_turns(self) -> None:
+        """Raise `ConfigError` if the template cannot show conversations of several turns."""
+        if "messages" in self.template.reads:
+            return
+        for source in [*self.sources, *self.heldout]:
+            ids = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
+            require(
+                not ids,
+                "data.template",
+                self._data.template,
+                f"chat, or jinja that reads messages: {len(ids)} rows of {source.name} are "
+                f"conversations of several turns, such as {''.join(ids[:1])}",
+            )
 
     def _encode(self, problem: Problem) -> tuple[str, list[int]]:
         text = self.template.write(self._opening(problem), self._beside)
         tokens = self._tokenizer.encode_prompt(text)
         if not tokens:
             raise ConfigError(
-                f"config.data.template = {self._data.template!r}: no token is left of the prompt "
-                f"of {problem.id}, {text!r}"
+                f"config.data.template = {self._data.template!r}: the prompt of {problem.id} has "
+                f"no token: {text!r}"
             )
         return text, tokens
 
     def count_tokens(self, problem: Problem) -> int:
-        """Tokens of a problem's prompt."""
+        """Return the number of tokens of a problem's prompt, before any limit."""
         return len(self._encode(problem)[1])
 
-    def measure(self, source: Source) -> Lengths:
-        """Lengths of a sample of a source's prompts."""
-        most = LOOKED_AT_GENERATED if source.generated else LOOKED_AT
-        lengths = [self.count_tokens(problem) for problem in source.sample(most)]
-        over = sum(length > self._data.max_prompt_tokens for length in lengths)
-        return Lengths(source.name, len(lengths), over, max(lengths, default=0))
-
-    def write(self, problem: Problem, index: int, skipped: int = 0) -> Prompt | None:
-        """Prompt of a problem; None where it is too long and `data.overlong_prompts` is 'drop'."""
+    def _write(self, problem: Problem, index: int, skipped: int = 0) -> Prompt | None:
+        """Return the prompt of a problem; None if it is dropped because it is too long."""
         text, tokens = self._encode(problem)
         limit = self._data.max_prompt_tokens
         truncated = len(tokens) > limit
@@ -148,115 +193,20 @@ class _Writer:
             skipped=skipped,
         )
 
-
-def _endless_order(sources: Sequence[Source], seed: int) -> grain.MapDataset:
-    """Order of all problems: each source shuffled anew every pass, several mixed by weight."""
-    orders = [
-        grain.MapDataset.source(source.problems).seed(seed).shuffle().repeat() for source in sources
-    ]
-    if len(orders) == 1:
-        return orders[0]
-    return grain.MapDataset.mix(orders, [source.weight for source in sources])
-
-
-class PromptStream:
-    """Endless stream of training prompts, and the prompts of the evaluation.
-
-    Attributes:
-        position: place in the order of the next prompt; may be set.
-        sources: sources of the training prompts.
-        heldout: sources of the evaluation, whose problems are never trained on.
-        template: template of the prompts; its file is read once.
-
-    Args:
-        needs_answer: leaves out rows of files without an answer.
-        training: without it there are only the prompts of the evaluation.
-        opening: an environment's change of a problem's text and messages.
-        tools: that the policy may call, for the chat template.
-
-    Raises:
-        ConfigError: the data or the template do not fit the settings.
-    """
-
-    def __init__(
-        self,
-        data: Data,
-        seed: int,
-        tokenizer: Tokenizer,
-        *,
-        needs_answer: bool = True,
-        training: bool = True,
-        opening: Opening = lambda problem: problem,
-        tools: list[dict[str, Any]] | None = None,
-    ):
-        self.position, self._data = 0, data
-        self.heldout = heldout_sources(data, seed, needs_answer)
-        self._heldout = _fingerprints(self.heldout)
-        sources = []
-        if training or data.template == "few_shot":
-            sources = training_sources(data, seed, self._heldout, needs_answer)
-        shown = opening, tools
-        self._writer = _Writer(data, seed, tokenizer, sources, self._heldout, *shown)
-        self.sources = sources if training else []
-        if training:
-            self._order = _endless_order(self.sources, seed)
-            total = sum(source.weight for source in self.sources)
-            passes = (len(source.problems) * total / source.weight for source in self.sources)
-            self._pass = math.ceil(max(passes))
-            self._check_fields()
-        self._check_turns()
-        # A prompt that one step dropped, the next one often asks for again.
-        self._written = functools.lru_cache(REMEMBERED_PROMPTS)(self._prompt)
-
-    @property
-    def template(self) -> Template:
-        return self._writer.template
-
-    def count_tokens(self, problem: Problem) -> int:
-        """Tokens of a problem's prompt, before any limit."""
-        return self._writer.count_tokens(problem)
-
-    def _check_fields(self) -> None:
-        """Refuses names of fields that no file has, where all files fit another format."""
-        files = {s.name: s for s in [*self.sources, *self.heldout] if not s.generated}
-        require(
-            not self._data.fields or any(source.named for source in files.values()),
-            "data.fields",
-            self._data.fields,
-            f"names that the first rows of a file have, all of them; {', '.join(files)} has others",
-        )
-
-    def _check_turns(self) -> None:
-        if "messages" in self.template.reads:
-            return
-        for source in [*self.sources, *self.heldout]:
-            ids = [] if source.generated else [p.id for p in every_problem([source]) if p.turns]
-            require(
-                not ids,
-                "data.template",
-                self._data.template,
-                f"chat, or jinja that reads messages: {len(ids)} rows of {source.name} are "
-                f"conversations of several turns, as {''.join(ids[:1])}",
-            )
+    def _make_prompt(self, index: int, skipped: int = 0) -> Prompt | None:
+        problem = present(self._order[index], "problem")
+        if problem.fingerprint in self._heldout:
+            return None
+        return self._write(problem, index, skipped)
 
     def __iter__(self) -> "PromptStream":
         return self
 
-    def _prompt(self, index: int, skipped: int = 0) -> Prompt | None:
-        problem = present(self._order[index], "problem")
-        if problem.fingerprint in self._heldout:
-            return None
-        return self._writer.write(problem, index, skipped)
-
     def __next__(self) -> Prompt:
-        """Next prompt that is short enough and not held out.
-
-        Raises:
-            ConfigError: a whole pass has none.
-        """
+        """Return the next prompt; raise `ConfigError` if a whole pass has none."""
         for skipped in range(self._pass):
-            index, self.position = self.position, self.position + 1
-            prompt = self._written(index, skipped)
+            prompt = self._prompt(self.position, skipped)
+            self.position += 1
             if prompt is not None:
                 return prompt
         limit = self._data.max_prompt_tokens
@@ -265,28 +215,33 @@ class PromptStream:
         )
 
     def heldout_prompts(self) -> list[Prompt]:
-        """Prompts of the evaluation, each once, in a fixed order; overlong ones as configured."""
+        """Return the prompts of the evaluation in a fixed order; overlong ones as configured."""
         problems = every_problem(self.heldout)
-        prompts = (self._writer.write(problem, index) for index, problem in enumerate(problems))
+        prompts = (self._write(problem, index) for index, problem in enumerate(problems))
         return [prompt for prompt in prompts if prompt is not None]
 
     @functools.cached_property
     def digests(self) -> dict[str, dict[str, int | str]]:
         """Digests of the problems of each source, by name and use."""
-        uses = {f"the training data of {source.name}": source for source in self.sources}
-        uses |= {f"what is held out of {source.name}": source for source in self.heldout}
-        return {use: source.digests() for use, source in uses.items()}
+        training = {f"the training data of {s.name}": s.digests() for s in self.sources}
+        return training | {f"what is held out of {s.name}": s.digests() for s in self.heldout}
+
+    def _measure(self, source: Source) -> Lengths:
+        sample = source.sample(MEASURED_GENERATED if source.generated else MEASURED_PROBLEMS)
+        lengths = [self.count_tokens(problem) for problem in sample]
+        over = sum(length > self._data.max_prompt_tokens for length in lengths)
+        return Lengths(source.name, len(lengths), over, max(lengths, default=0))
 
     @functools.cached_property
     def lengths(self) -> list[Lengths]:
         """Lengths of the prompts of each source, training before evaluation."""
-        return [self._writer.measure(source) for source in [*self.sources, *self.heldout]]
+        return [self._measure(source) for source in [*self.sources, *self.heldout]]
 
-    def complaints(self) -> Iterator[str]:
-        """Complaints about rows of the files, and about messages that no prompt shows."""
+    def warnings(self) -> Iterator[str]:
+        """Yield warnings about rows of the files, and about messages that no prompt shows."""
         hidden = 0
         for source in [*self.sources, *self.heldout]:
-            yield from source.complaints
+            yield from source.messages
             if not source.generated:
                 hidden += sum(bool(problem.system) for problem in every_problem([source]))
         if hidden and not self.template.shows_system:
@@ -296,10 +251,11 @@ class PromptStream:
             )
 
     def describe(self) -> str:
-        """Line about the problems to train on and to evaluate, and about rows left out."""
-        described, fate = [], "dropped" if self._data.overlong_prompts == "drop" else "cut"
+        """Return a line about the problems to train on and to evaluate, and rows left out."""
+        described = []
+        verb = "dropped" if self._data.overlong_prompts == "drop" else "cut"
         for source, lengths in zip([*self.sources, *self.heldout], self.lengths, strict=True):
-            over = f", over max_prompt_tokens and {fate}: {lengths.over} of {lengths.looked_at}"
+            over = f", over max_prompt_tokens and {verb}: {lengths.over} of {lengths.looked_at}"
             described.append(source.describe() + f"{over} looked at" * bool(lengths.over))
         count = len(self.sources)
         heldout = "Held out: " + ("; ".join(described[count:]) or "nothing")

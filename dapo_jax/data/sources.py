@@ -1,135 +1,220 @@
 """Sources of problems that `data.source` and `data.heldout_source` name: generated tasks and files.
 
-No training problem is a held-out problem, by `Problem.fingerprint`. Files are cleared of them
-here; a generated problem is checked when its turn comes.
+No training problem is a held-out problem, by `Problem.fingerprint`. Files are filtered here; a
+generated problem is checked when it is drawn.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from etils import epath
 
 from dapo_jax.config.experiment import Data
+from dapo_jax.config.sections import GENERATED
 from dapo_jax.data import arithmetic, multi_digit_sums
-from dapo_jax.data.file_readers import split_suffix
-from dapo_jax.data.problem_files import Loaded, find_files, read_problems
-from dapo_jax.data.row_formats import KNOWN
+from dapo_jax.data.files import MAX_MESSAGES, RowLog, find_files, read_rows, split_suffix
+from dapo_jax.data.row_formats import FIELDS, KNOWN, MISSING, look_up, parse_fields, read_row
 from dapo_jax.rewards import gym
+from dapo_jax.runtime.limits import memory_error_as_config_error
 from dapo_jax.runtime.settings import ConfigError, naming, require
 from dapo_jax.structs import Problem
+from dapo_jax.verifier.normalisation import normalise
+from dapo_jax.verifier.numerals import read_number
 
-LOOKED_AT = 8  # generated problems, for a digest
-HELDOUT_SHARE = 5  # of a file's problems one in so many is held out, where no number is asked for
-
-
-class GymProblems:
-    """Problems of a reasoning-gym task, by index; the held-out ones follow the others."""
-
-    def __init__(self, field: str, task: str, data: Data, split: str, seed: int):
-        self._task, self._first = task, data.train_problems if split == "heldout" else 0
-        self._length = data.heldout_count() if split == "heldout" else data.train_problems
-        size = data.train_problems + data.heldout_count()
-        self._items = gym.open_task(field, task, seed, size)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        place = self._first + int(index)
-        item, source = self._items[place], gym.PREFIX + self._task
-        return Problem(
-            id=f"{source}-{place}",
-            text=item["question"].strip(),
-            answer=str(item["answer"]),
-            source=source,
-            subject=self._items.category,
-            metadata=gym.pack_item(item),
-        )
+FIRST_ROWS = 100  # are checked for the fields that `data.fields` names
+DIGEST_PROBLEMS = 8  # of a generated source
+HELDOUT_SHARE = 5  # by default at most one in 5 problems of a file is held out
 
 
-class Generated(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Generated:
     """Random-access problems that are made on demand."""
 
-    def __len__(self) -> int: ...
+    length: int
+    make: Callable[[int], Problem]
 
-    def __getitem__(self, index: int) -> Problem: ...
+    def __len__(self) -> int:
+        return self.length
 
-
-# (data settings, split 'train' or 'heldout', seed) -> problems by index
-Generator = Callable[[Data, str, int], Generated]
-GENERATORS: dict[str, Generator] = {
-    "arithmetic": arithmetic.Problems,
-    "multi_digit_sums": multi_digit_sums.Problems,
-}
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.make(int(index))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Problems of one name.
-
-    Attributes:
-        counts: rows of the files by outcome; empty where problems are generated.
-        complaints: the first malformed rows, by file and line.
-        named: true where files were read by the fields that `data.fields` names.
-        note: end of the description.
-    """
+    """Problems of one name; those of files occur once, in the order of the files."""
 
     name: str
     problems: tuple[Problem, ...] | Generated
     weight: float = 1.0
-    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    complaints: tuple[str, ...] = ()
-    named: bool = False
-    note: str = ""
+    # Rows of the files: `rows`, and of these `malformed`, `without answer`, `repeats`, `conflicts`.
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    messages: tuple[str, ...] = ()  # about malformed and conflicting rows, by file and line
+    named: bool = False  # True if a file was read by the fields that `data.fields` names
+    note: str = ""  # end of the description
 
     @property
     def generated(self) -> bool:
-        """True where problems are made on demand."""
         return not isinstance(self.problems, tuple)
 
-    def sample(self, most: int) -> list[Problem]:
-        """At most so many of the problems, evenly spaced."""
-        count = len(self.problems)
-        return [self.problems[i] for i in range(0, count, max(1, math.ceil(count / most)))]
+    def sample(self, limit: int) -> list[Problem]:
+        """Return at most `limit` problems, evenly spaced."""
+        step = max(1, math.ceil(len(self.problems) / limit))
+        return [self.problems[i] for i in range(0, len(self.problems), step)]
 
     def describe(self) -> str:
-        """Line about the number of problems, and the other rows."""
+        """Return a line about the number of problems and the other rows."""
         text = f"{self.name}: {len(self.problems):,} problems"
-        if not self.counts:
-            return text + self.note
-        others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
-        text += f" of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
+        if self.counts:
+            others = [f"{n:,} {what}" for what, n in self.counts.items() if n and what != "rows"]
+            text += f" of {self.counts['rows']:,} rows" + f" ({', '.join(others)})" * bool(others)
         return text + self.note
 
     def digests(self) -> dict[str, int | str]:
-        """Digests of the problems: of all in files, of the first generated ones.
-
-        `problems` is their number; `texts` and `answers` are digests in order.
-        """
+        """Return the number of problems, and digests of (the first generated) texts and answers."""
         texts, answers = hashlib.sha256(), hashlib.sha256()
-        for i in range(len(self.problems) if self.counts else min(LOOKED_AT, len(self.problems))):
+        count = len(self.problems)
+        for i in range(count if self.counts else min(DIGEST_PROBLEMS, count)):
             problem = self.problems[i]
             texts.update(repr((problem.id, problem.text, problem.system, problem.turns)).encode())
             answers.update(repr((problem.answer, problem.solution)).encode())
         digests = {"texts": texts.hexdigest()[:16], "answers": answers.hexdigest()[:16]}
-        return {"problems": len(self.problems)} | digests
+        return {"problems": count} | digests
+
+
+def _is_same_answer(left: str, right: str) -> bool:
+    """Return True if two gold answers are spellings of the same value; if in doubt, False."""
+    if left == right:
+        return True
+    left, right = normalise(left), normalise(right)
+    number = read_number(left)
+    return left == right or number is not None and number == read_number(right)
+
+
+def read_problems(
+    paths: Sequence[str],
+    source: str,
+    bad_rows_limit: int,
+    fields: str = "",
+    needs_answer: bool = True,
+) -> Source:
+    """Return the unique problems of files.
+
+    Args:
+        source: source of a problem if its row names none.
+        bad_rows_limit: malformed rows that are skipped; after more without any problem, stop.
+        fields: the setting `data.fields`. A file is read by it if one of its first rows has all
+            these fields, and then every row must; else by its own format.
+
+    Raises:
+        ConfigError: too many malformed rows, named by file and line; or an unreadable file.
+    """
+    log = RowLog(bad_rows_limit)
+    counts = log.counts
+    problems: dict[Hashable, Problem] = {}
+    conflicting: set[Hashable] = set()
+    any_named = False
+    with memory_error_as_config_error(", ".join(paths)):
+        for place, row, names in _named_rows(paths, parse_fields("data.fields", fields, FIELDS)):
+            any_named = any_named or bool(names)
+            where = {"source": source, "number": counts["rows"] + 1}
+            read = functools.partial(read_row, fields=names, needs_answer=needs_answer, **where)
+            problem = log.parse(place, row, read)
+            if log.exceeds_limit and not problems:
+                break
+            log.check_limit()
+            if problem is None:
+                continue
+            key = (problem.system, problem.turns, " ".join(problem.text.split()))
+            first = problems.setdefault(key, problem)
+            if first is problem:
+                continue
+            if _is_same_answer(first.answer, problem.answer):
+                counts["repeats"] += 1
+                continue
+            counts["conflicts"] += 1
+            if key not in conflicting:
+                conflicting.add(key)
+                log.messages.append(
+                    f"{place}: the answer {problem.answer!r} differs from {first.answer!r}, the "
+                    f"answer of {first.id} to the same problem; left out"
+                )
+    # It is unknown which of several answers is correct, and a wrong one would be rewarded.
+    counts["conflicts"] += len(conflicting)
+    kept = tuple(problem for key, problem in problems.items() if key not in conflicting)
+    messages = tuple(log.messages[:MAX_MESSAGES])
+    return Source(source, kept, counts=counts, messages=messages, named=any_named)
+
+
+def _named_rows(
+    paths: Sequence[str], fields: dict[str, str]
+) -> Iterator[tuple[str, Any, dict[str, str]]]:
+    """Yield (file and line, row, fields to read it by: `fields` or none)."""
+    for path in paths:
+        rows = read_rows(epath.Path(path))
+        first = list(itertools.islice(rows, FIRST_ROWS))
+        named = any(
+            all(look_up(row, field) is not MISSING for field in fields.values()) for _, row in first
+        )
+        for place, row in itertools.chain(first, rows):
+            yield f"{path} {place}", row, fields if named else {}
+
+
+def _gym_problems(field: str, task: str, data: Data, heldout: bool, seed: int) -> Generated:
+    """Return the problems of a reasoning-gym task; the held-out ones follow the training ones."""
+    source = gym.PREFIX + task
+    items = gym.open_task(field, task, seed, data.train_problems + data.heldout_count())
+    first = data.train_problems if heldout else 0
+
+    def make(index: int) -> Problem:
+        number = first + index
+        item = items[number]
+        return Problem(
+            id=f"{source}-{number}",
+            text=item["question"].strip(),
+            answer=str(item["answer"]),
+            source=source,
+            subject=items.category,
+            metadata=gym.pack_item(item),
+        )
+
+    return Generated(data.heldout_count() if heldout else data.train_problems, make)
+
+
+def _generate(field: str, name: str, data: Data, split: str, seed: int) -> Generated:
+    heldout = split == "heldout"
+    if name.startswith(gym.PREFIX):
+        return _gym_problems(field, name.removeprefix(gym.PREFIX), data, heldout, seed)
+    length = data.heldout_count() if heldout else data.train_problems
+    if name == "arithmetic":
+        terms = {"min_terms": data.min_terms, "max_terms": data.max_terms}
+        return Generated(length, functools.partial(arithmetic.make_problem, split, seed, **terms))
+    return Generated(length, functools.partial(multi_digit_sums.make_problem, split, seed))
+
+
+def is_generated(name: str) -> bool:
+    """Return True for the name of a generated source."""
+    return name.startswith(gym.PREFIX) or name in GENERATED
 
 
 def parse_sources(field: str, text: str) -> dict[str, float]:
-    """Weights by name of a list of sources, 1 by default. Raises `ConfigError`."""
+    """Return the weights of a list of sources by name, 1 by default; may raise `ConfigError`."""
     weights: dict[str, float] = {}
     entries = text.split(",")
     for entry in entries:
         name, separator, number = entry.rpartition("=")
         try:
             weight = float(number) if separator else 1.0
-        except ValueError:  # the sign belongs to a path
+        except ValueError:  # the = belongs to a path
             name, weight = entry, 1.0
         weights[(name if separator else entry).strip()] = weight
     require(
@@ -138,146 +223,129 @@ def parse_sources(field: str, text: str) -> dict[str, float]:
         and all(weight > 0 and math.isfinite(weight) for weight in weights.values()),
         field,
         text,
-        "names or paths, comma-separated, each once; =WEIGHT behind one must be above 0",
+        "names or paths, comma-separated, each once; a weight after = must be above 0",
     )
     return weights
 
 
-def _generator(field: str, name: str) -> Generator | None:
-    if name.startswith(gym.PREFIX):
-        return functools.partial(GymProblems, field, name.removeprefix(gym.PREFIX))
-    return GENERATORS.get(name)
-
-
 def check_sources(data: Data) -> None:
-    """Raises `ConfigError` where a name of `data` means no file; reads none."""
-    for field, split in (("data.source", "train"), ("data.heldout_source", "test")):
-        text = getattr(data, field.removeprefix("data."))
+    """Raise `ConfigError` if a source names no file; reads none."""
+    for field, text, split in (
+        ("data.source", data.source, "train"),
+        ("data.heldout_source", data.heldout_source, "test"),
+    ):
         for name in parse_sources(field, text) if text else ():
             if not is_generated(name):
                 find_files(field, name, data.folder, split)
 
 
-def is_generated(name: str) -> bool:
-    """True of the name of a generated source."""
-    return name.startswith(gym.PREFIX) or name in GENERATORS
-
-
-def _load(field: str, name: str, data: Data, split: str, needs_answer: bool) -> Loaded:
-    paths = find_files(field, name, data.folder, split)
-    short, _ = split_suffix(pathlib.PurePath(name).name)
-    with naming(field, name):
-        loaded = read_problems(paths, short, data.bad_rows_limit, data.fields, needs_answer)
-    if loaded.problems:
-        return loaded
-    rows, why = loaded.counts["rows"], "; ".join(loaded.complaints[:1])
-    if rows and not why:
-        why = f"the answer is empty ({KNOWN})"
-    if data.fields and not loaded.named:
-        why += f"; no row has all that config.data.fields = {data.fields!r} names"
-    reason = f"of its first {rows:,} rows none is a problem: {why}" if rows else "holds no rows"
-    raise ConfigError(f"config.{field} = {name!r}: {reason}")
-
-
-def _take_off(name: str, problems: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """Problems with the `count` smallest hashes, which depend on neither seed nor order."""
-    require(
-        count < len(problems),
-        "data.heldout_problems",
-        count,
-        f"below the {len(problems)} problems of {name!r}, from which they are taken",
-    )
-
-    def order(place: int) -> bytes:
-        return hashlib.blake2b(problems[place].fingerprint.encode()).digest()
-
-    places = sorted(range(len(problems)), key=order)[:count]
-    return tuple(problems[i] for i in sorted(places))
-
-
 def _shares(total: int, weights: dict[str, float]) -> dict[str, int]:
-    """Whole shares of `total` by weight."""
-    ends, before, shares = 0.0, 0, {}
-    for name, weight in weights.items():
-        ends += weight
-        after = round(total * ends / sum(weights.values()))
-        shares[name], before = after - before, after
-    return shares
-
-
-def _held_out(name: str, loaded: Loaded, count: int, data: Data) -> Source:
-    """Source of the problems that are held out of a file."""
-    most = len(loaded.problems) // HELDOUT_SHARE
-    bounded = data.heldout_problems < 0 and count > most
-    note = ", a fifth (data.heldout_problems)" if bounded else ""
-    problems = _take_off(name, loaded.problems, most if bounded else count)
-    return Source(name, problems, named=loaded.named, note=note)
-
-
-def heldout_sources(data: Data, seed: int, needs_answer: bool = True) -> list[Source]:
-    """Sources that are evaluated and never trained on.
-
-    Without `data.heldout_source` a generated source gives problems of its held-out split, and
-    files give some of theirs, in shares by weight. Raises `ConfigError`.
-    """
-    if data.heldout_problems == 0:
-        return []
-    own = not data.heldout_source
-    field = "data.source" if own else "data.heldout_source"
-    weights = parse_sources(field, data.source if own else data.heldout_source)
-    sources = []
-    for name, count in _shares(data.heldout_count(), weights).items():
-        generator = _generator(field, name)
-        if generator:
-            share = dataclasses.replace(data, heldout_problems=count)
-            sources.append(Source(name, generator(share, "heldout", seed)))
-            continue
-        loaded = _load(field, name, data, "train" if own else "test", needs_answer)
-        if own:
-            sources.append(_held_out(name, loaded, count, data))
-        else:
-            sources.append(_of_file(name, loaded, data))
-    return sources
-
-
-def _of_file(name: str, loaded: Loaded, data: Data, weight: float = 1.0) -> Source:
-    other = data.fields and not loaded.named
-    note = ", by its own names of fields, not data.fields" if other else ""
-    return Source(
-        name, loaded.problems, weight, loaded.counts, loaded.complaints, loaded.named, note
-    )
+    """Split `total` by weight into whole numbers."""
+    whole = sum(weights.values())
+    ends = [round(total * end / whole) for end in itertools.accumulate(weights.values())]
+    return {name: end - start for name, start, end in zip(weights, [0, *ends], ends, strict=False)}
 
 
 def every_problem(sources: Sequence[Source]) -> list[Problem]:
-    """Problems of all sources in one list, in a fixed order."""
+    """Return the problems of all sources in a fixed order."""
     return [s.problems[i] for s in sources for i in range(len(s.problems))]
 
 
-def training_sources(
-    data: Data, seed: int, heldout: set[str], needs_answer: bool = True
-) -> list[Source]:
-    """Sources to train on; files lose problems whose fingerprints are in `heldout`.
+class Sources:
+    """Sources of a run; each file is read once. Methods raise `ConfigError`."""
 
-    A problem in the files of several sources stays with the first. Raises `ConfigError`.
-    """
-    sources, taken, field = [], set(heldout), "data.source"
-    for name, weight in parse_sources(field, data.source).items():
-        generator = _generator(field, name)
-        if generator:
-            sources.append(Source(name, generator(data, "train", seed), weight))
-            continue
-        loaded = _load(field, name, data, "train", needs_answer)
-        prints = [problem.fingerprint for problem in loaded.problems]
-        pairs = zip(loaded.problems, prints, strict=True)
-        problems = tuple(problem for problem, own in pairs if own not in taken)
-        held = sum(own in heldout for own in prints)
-        counts = loaded.counts.copy()
-        counts.update({"held out": held, "repeats": len(prints) - len(problems) - held})
-        taken.update(prints)
-        if not problems:
-            raise ConfigError(
-                f"config.data.source = {name!r}: every problem is held out or in another source"
+    def __init__(self, data: Data, seed: int, needs_answer: bool = True):
+        self._data = data
+        self._seed = seed
+        self._needs_answer = needs_answer
+        self._load = functools.cache(self._read)
+
+    def _read(self, field: str, name: str, split: str) -> Source:
+        data = self._data
+        paths = find_files(field, name, data.folder, split)
+        short, _ = split_suffix(pathlib.PurePath(name).name)
+        with naming(field, name):
+            loaded = read_problems(
+                paths, short, data.bad_rows_limit, data.fields, self._needs_answer
             )
-        left = loaded._replace(problems=problems, counts=counts)
-        sources.append(_of_file(name, left, data, weight))
-    return sources
+        other_names = data.fields and not loaded.named
+        if loaded.problems:
+            note = ", by its own field names, not data.fields" if other_names else ""
+            return dataclasses.replace(loaded, name=name, note=note)
+        rows = loaded.counts["rows"]
+        if not rows:
+            raise ConfigError(f"config.{field} = {name!r}: holds no rows")
+        reason = next(iter(loaded.messages), f"the answer is empty ({KNOWN})")
+        if other_names:
+            reason += f"; no row has all fields of config.data.fields = {data.fields!r}"
+        raise ConfigError(
+            f"config.{field} = {name!r}: none of its first {rows:,} rows is a problem: {reason}"
+        )
+
+    def heldout(self) -> list[Source]:
+        """Return the sources that are evaluated and never trained on.
+
+        Without `data.heldout_source`, each name of `data.source` gives problems by its weight.
+        """
+        data = self._data
+        if data.heldout_problems == 0:
+            return []
+        is_shared = not data.heldout_source
+        field = "data.source" if is_shared else "data.heldout_source"
+        weights = parse_sources(field, data.source if is_shared else data.heldout_source)
+        sources = []
+        for name, count in _shares(data.heldout_count(), weights).items():
+            if is_generated(name):
+                share = dataclasses.replace(data, heldout_problems=count)
+                problems = _generate(field, name, share, "heldout", self._seed)
+                sources.append(Source(name, problems))
+            elif is_shared:
+                sources.append(self._split_off(self._load(field, name, "train"), count))
+            else:
+                sources.append(self._load(field, name, "test"))
+        return sources
+
+    def _split_off(self, source: Source, count: int) -> Source:
+        """Return the problems of a file with the smallest hashes, whatever seed and order."""
+        problems = every_problem([source])
+        limit = len(problems) // HELDOUT_SHARE
+        is_limited = self._data.heldout_problems < 0 and count > limit
+        count = limit if is_limited else count
+        allowed = (
+            f"below the {len(problems)} problems of {source.name!r}, from which they are taken"
+        )
+        require(count < len(problems), "data.heldout_problems", count, allowed)
+
+        def order(place: int) -> bytes:
+            return hashlib.blake2b(problems[place].fingerprint.encode()).digest()
+
+        places = sorted(range(len(problems)), key=order)[:count]
+        note = ", a fifth (data.heldout_problems)" if is_limited else ""
+        taken = tuple(problems[i] for i in sorted(places))
+        return Source(source.name, taken, named=source.named, note=note)
+
+    def training(self, heldout: set[str]) -> list[Source]:
+        """Return the sources to train on, without held-out problems and repeats in files."""
+        field = "data.source"
+        sources = []
+        taken = set(heldout)
+        for name, weight in parse_sources(field, self._data.source).items():
+            if is_generated(name):
+                generated = _generate(field, name, self._data, "train", self._seed)
+                sources.append(Source(name, generated, weight))
+                continue
+            source = self._load(field, name, "train")
+            prints = {problem: problem.fingerprint for problem in every_problem([source])}
+            problems = tuple(problem for problem, own in prints.items() if own not in taken)
+            if not problems:
+                raise ConfigError(
+                    f"config.{field} = {name!r}: every problem is held out or in another source"
+                )
+            held = sum(own in heldout for own in prints.values())
+            counts = source.counts.copy()
+            counts.update({"held out": held, "repeats": len(prints) - len(problems) - held})
+            taken.update(prints.values())
+            sources.append(
+                dataclasses.replace(source, problems=problems, weight=weight, counts=counts)
+            )
+        return sources

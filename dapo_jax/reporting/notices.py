@@ -30,7 +30,7 @@ def fitting(config: Config, lengths: Sequence[Lengths]) -> str:
 def announce_data(config: Config, prompts: PromptStream, progress: Progress) -> None:
     """Print the training and held-out data, bad rows, and prompts over the limit."""
     progress.say(escape(f"data: {prompts.describe()}"))
-    for complaint in prompts.complaints():
+    for complaint in prompts.warnings():
         progress.warn(escape(complaint))
     problems = sum(len(source.problems) for source in prompts.sources)
     if problems and config.rollout.prompts_per_step > problems:

@@ -30,7 +30,7 @@ STEPPED = {"floor", "ceiling", "factorial", "binomial"}
 
 
 def _points(names: list[str]) -> Iterator[dict[str, Ball]]:
-    """Deterministic points, near and far, of either sign; off the real line for complex letters."""
+    """Return deterministic points, near and far, of either sign; complex for complex letters."""
     for trial, scale in enumerate(SCALES):
         point = {}
         for name in names:
@@ -54,7 +54,7 @@ def _has_steps(*trees: Tree) -> bool:
 
 
 def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Proof of a difference, by exact arithmetic, at one of a few whole numbers."""
+    """Prove a difference, by exact arithmetic, at one of a few whole numbers."""
     names, seen, holes = sorted(symbols(mine) | symbols(gold)), 0, 0
     for n in WHOLE_POINTS:
         values = {name: fmpq(n + i) for i, name in enumerate(names)}
@@ -78,7 +78,7 @@ def differ_at_whole_numbers(mine: Tree, gold: Tree, budget: Budget) -> bool:
 
 
 def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_BITS[0]) -> bool:
-    """Proof of a difference, at one of a few points.
+    """Prove a difference, at one of a few points.
 
     Raises:
         Undecided: either has no value there, which may hide a division by zero.
@@ -103,7 +103,7 @@ def differ_somewhere(mine: Tree, gold: Tree, budget: Budget, bits: int = FILTER_
 
 
 def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
-    """Proof of a statement in every case: each sign, and each remainder, that it depends on."""
+    """Prove a statement in every case: each sign, and each remainder, that it depends on."""
     moduli: dict[str, int] = {}
 
     def over_signs(signs: dict[str, int], residues: dict[str, tuple[int, int]]) -> bool:
@@ -130,7 +130,7 @@ def in_all_cases(budget: Budget, holds: Callable[[NumberField], bool]) -> bool:
 
 
 def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
-    """Equality for all values of the variables.
+    """Test the equality for all values of the variables.
 
     Raises:
         Undecided: it is neither proven nor disproven.
@@ -158,7 +158,7 @@ def same_expression(mine: Tree, gold: Tree, budget: Budget) -> bool:
 
 
 def proportional(mine: Tree, gold: Tree, budget: Budget) -> int:
-    """Sign of the real constant c with mine = c * gold; 0 where there is none."""
+    """Return the sign of the real constant c with mine = c * gold; 0 if there is none."""
     if symbols(mine) != symbols(gold) or not symbols(mine) or not _ratios_agree(mine, gold, budget):
         return 0
     signs: set[int] = set()

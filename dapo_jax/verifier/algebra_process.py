@@ -33,7 +33,7 @@ class Memory:
 
 
 class RemoteAlgebra:
-    """The `Algebra` of one verdict, which asks a worker process.
+    """`Algebra` of one verdict; it asks a worker process.
 
     The verdict has work to spend, over all its questions. A remembered reply costs what it cost
     before, so that verdicts don't depend on what was asked earlier. A late worker is killed and
@@ -79,7 +79,7 @@ _worker, _memory = RestartingWorker(WORKER), Memory()
 
 
 def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
-    """Mathematical equivalence of a response's answer and the gold answer. Never raises for texts.
+    """Test the mathematical equivalence of answer and gold answer; never raise for texts.
 
     >>> is_equivalent(r"... so \\boxed{\\tfrac{3}{4}}.", "0.75")
     True
@@ -98,7 +98,7 @@ def is_equivalent(prediction: str, answer: str, require: str = "any") -> bool:
 
 
 def same_answer(mine: str, other: str) -> bool:
-    """Mathematical equivalence of two answers that were already extracted."""
+    """Test the mathematical equivalence of two answers that were already extracted."""
     return _with_algebra(lambda algebra: decide(mine, other, algebra))
 
 

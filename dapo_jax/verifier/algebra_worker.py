@@ -66,7 +66,7 @@ class ProvenAlgebra:
         return sign if sign and _domain(field, ours) == _domain(field, theirs) else 0
 
     def _same_inequality(self, mine: Node, gold: Node) -> bool:
-        """Equality, up to a factor, of two relations in several variables."""
+        """Test the equality, up to a factor, of two relations in several variables."""
         if not (mine.kind == gold.kind == "relation" and len(mine.marks) == len(gold.marks) == 1):
             return False
         if mine.marks[0] not in FLIPPED or gold.marks[0] not in FLIPPED:
@@ -84,7 +84,7 @@ def _difference(left: Node, right: Node) -> Tree:
 
 
 def _domain(field: NumberField, tree: Tree) -> set[tuple[str, str]]:
-    """Conditions that the expressions of an equation put on its variables, in normal form."""
+    """Return the conditions of an equation's expressions on its variables, in normal form."""
     asked = set()
     for mark, inside in conditions(tree):
         element = read_tree(field, inside)
@@ -105,7 +105,7 @@ def _variables(node: Node) -> set[str]:
 
 
 def make_algebra() -> Callable[[dict], dict]:
-    """Function that answers `{"kind", "prediction", "answer", "work"}`.
+    """Return the function that answers `{"kind", "prediction", "answer", "work"}`.
 
     The reply is `{"same", "work"}`, the units spent, with `"undecided"` where the budget ended.
     """

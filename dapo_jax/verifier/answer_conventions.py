@@ -60,7 +60,7 @@ class _Parts(NamedTuple):
 
 
 def _form(*texts: str) -> Form:
-    """Form of a value, or of the difference of two; 'unread' where it is no expression."""
+    """Return the form of a value, or of a difference; 'unread' if it is no expression."""
     texts = tuple(_MIXED.sub(r"\\frac{\1}{\2}", text).replace("%", "") for text in texts)
     try:
         trees = [parse(text, folds=False) for text in texts]
@@ -77,7 +77,7 @@ def _equation(node: Node) -> Form:
 
 
 def _names(node: Node) -> set[str]:
-    """Variables of which an answer gives the values."""
+    """Return the variables with a value in an answer."""
     if node.kind != "relation":
         return set().union(*map(_names, node.items))
     pair = assigned(node)
@@ -85,7 +85,7 @@ def _names(node: Node) -> set[str]:
 
 
 def _values(node: Node, names: set[str] | None, unsolved: list[Form]) -> Iterator[Node]:
-    """Values of an answer; relations that are no values are put into `unsolved`."""
+    """Return the values of an answer; relations that are no values are put into `unsolved`."""
     node = without_approximation(node)
     if node.kind != "relation":
         for item in node.items:
@@ -113,7 +113,7 @@ def _is_plain(text: str) -> bool:
 
 
 def _parts(node: Node, names: set[str] | None) -> _Parts:
-    """Parts of an answer.
+    """Return the parts of an answer.
 
     Args:
         names: variables of which gold gives the values; None where gold has relations to solve.
@@ -131,7 +131,7 @@ def _parts(node: Node, names: set[str] | None) -> _Parts:
 
 @functools.lru_cache(maxsize=1024)
 def _gold_parts(answer: str) -> tuple[str, _Parts, set[str] | None]:
-    """Text, parts and names of a gold answer, kept since many responses are compared with it."""
+    """Return text, parts and names of a gold answer; cached for its many responses."""
     text = normalise(answer)
     node = read(text)
     names = _names(node)
@@ -141,7 +141,7 @@ def _gold_parts(answer: str) -> tuple[str, _Parts, set[str] | None]:
 
 @functools.lru_cache(maxsize=256)
 def _asked(problem: str) -> _Parts:
-    """All formulas of a problem, between dollar signs or between words."""
+    """Return all formulas of a problem, between dollar signs or between words."""
     pieces = _PROSE.split(_FORMULA.sub(" . ", problem))
     for inline, display in _FORMULA.findall(problem):
         pieces += _ROWS.split(inline or display)
@@ -167,7 +167,7 @@ def _agree(mine: Form, asked: Form, *, is_equation: bool) -> bool:
 
 
 def _is_as_asked(mine: Form, gold: Form, asked: list[Form], *, is_equation: bool) -> bool:
-    """Test for a formula of the problem in its own form where gold has another form."""
+    """Return True for a formula copied from the problem if gold has another form."""
     excess = mine.operations - gold.operations
     if excess["unexpanded"] and mine.sums & {key(form.tree) for form in asked}:
         return True  # a product of the problem's own factors
@@ -184,13 +184,13 @@ def _is_as_asked(mine: Form, gold: Form, asked: list[Form], *, is_equation: bool
 
 
 def _spelling(text: str) -> frozenset[str]:
-    """Marks of a numeral: a mixed number, a fraction, decimals, a percent sign, a power."""
+    """Return marks of a numeral: a mixed number, a fraction, decimals, a percent sign, a power."""
     marks = _SPELLING.findall(compact(text).replace(r"\frac", " /"))
     return frozenset(mark[:1] + mark[-1:] for mark in marks)
 
 
 def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
-    """Test for what a problem writes, in its own form where gold has another."""
+    """Return True for text of the problem in its own form if gold has another."""
     asked = _asked(problem)
     for mine, gold in itertools.zip_longest(ours.unsolved, theirs.unsolved):
         if mine and not gold:  # gold is solved for a letter
@@ -212,7 +212,7 @@ def _is_left_as_asked(ours: _Parts, theirs: _Parts, problem: str) -> bool:
 
 
 def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
-    """Test for an equivalent answer that leaves work undone which the gold answer has done.
+    """Return True for an equivalent answer without work that the gold answer has done.
 
     Args:
         prediction, answer: answers extracted from a response and a gold text.
@@ -241,6 +241,6 @@ def is_unfinished(prediction: str, answer: str, problem: str) -> bool:
 
 
 def as_percentage(prediction: str, problem: str) -> str | None:
-    """Answer without its percent sign, where the problem asks for percent; else None."""
+    """Return the answer without percent sign if the problem asks for percent; else None."""
     text = normalise(prediction)
     return text.removesuffix("%") if text.endswith("%") and _ASKS_PERCENT.search(problem) else None

@@ -58,7 +58,7 @@ _FRENCH = re.compile(r"([\[\]])([^\[\]()]+[,;][^\[\]()]+)([\[\]])")
 
 
 def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | None:
-    """Text between the separators outside all brackets, and the separators; None if unbalanced."""
+    """Split text at the separators outside all brackets; return None if unbalanced."""
     parts, marks, start, closers = [], [], 0, []
     for match in _TOKEN.finditer(text):
         token = match[0]
@@ -85,7 +85,7 @@ def _pieces(text: str, separators: set[str]) -> tuple[list[str], list[str]] | No
 
 
 def split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
-    """Pieces of `_pieces`, with unbalanced text as one piece."""
+    """Return the pieces of `_pieces`, with unbalanced text as one piece."""
     is_one = not any(separator in text for separator in separators)
     return ([text], []) if is_one else _pieces(text, separators) or ([text], [])
 
@@ -94,7 +94,7 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
 def _split_list(text: str) -> tuple[list[str], str]:
-    """Members of a bare list, and how they are joined."""
+    """Return the members of a bare list, and how they are joined."""
     words = [next(filter(None, m.groups())) for m in _WORD_SEPARATOR.finditer(text)]
     words = [{"land": "and", "lor": "or"}.get(word, word) for word in words]
     if len(set(words)) > 1:  # which of them binds the other is not said
@@ -111,7 +111,7 @@ def _split_list(text: str) -> tuple[list[str], str]:
 
 
 def _inside(text: str, start: str, ends: tuple[str, ...]) -> str | None:
-    """The content, where one pair of brackets encloses the whole text."""
+    """Return the content if one pair of brackets encloses the whole text."""
     for end in ends:
         if not (text.startswith(start) and text.endswith(end)):
             continue
@@ -152,7 +152,7 @@ def _read_matrix(text: str, depth: int) -> Node | None:
 
 
 def _read_brackets(text: str, depth: int) -> Node | None:
-    """A set, tuple or interval; None where no pair of brackets encloses the text."""
+    """Return a set, tuple or interval; None if no pair of brackets encloses the text."""
     content = _inside(text, r"\{", (r"\}",))
     if content is not None:
         condition, marks = split(content, {":", "|", r"\colon"})
@@ -177,13 +177,13 @@ def _read_brackets(text: str, depth: int) -> Node | None:
 
 
 def _with_signs(text: str, depth: int) -> Node:
-    """The two answers that plus-minus signs give, all upper or all lower ones."""
+    """Return the two answers that plus-minus signs give, all upper or all lower ones."""
     both = (_SIGN.sub(lambda m, signs=signs: signs[m[1] == "m"], text) for signs in ("+-", "-+"))
     return Node("list", text, tuple(read(each, depth + 1) for each in both), (",",))
 
 
 def _round(match: re.Match) -> str:
-    """An interval with its brackets turned outwards, ]0,1[, as (0,1)."""
+    """Return an interval with its brackets turned outwards, ]0,1[, as (0,1)."""
     start, content, end = match.groups()
     if start + end == "[]" or r"\cup" in content or content.lstrip()[0] in ",;":
         return match[0]
@@ -192,7 +192,7 @@ def _round(match: re.Match) -> str:
 
 @functools.lru_cache(maxsize=256)
 def read(text: str, depth: int = 0) -> Node:
-    """Shape of a normalised answer. Text without a readable shape is a value."""
+    """Return the shape of a normalised answer. Text without a readable shape is a value."""
     text = unwrap(text)
     for written, command in _ASCII_RELATIONS:
         text = text.replace(written, command)

@@ -34,24 +34,24 @@ class Pole(Undefined):
 
 
 def with_bits(bits: int):
-    """Context in which balls are computed with so many bits."""
+    """Compute balls with this many bits inside the context."""
     return flint.ctx.workprec(bits)
 
 
 def is_apart(ball: Ball) -> bool:
-    """Proof that a value is not zero: the ball does not contain zero."""
+    """Prove that a value is not zero: the ball does not contain zero."""
     return bool(abs(ball) > 0)
 
 
 def principal_root(ball: Ball, degree: int) -> Ball:
-    """Principal root: real where the ball is real and not negative."""
+    """Return the principal root: real if the ball is real and not negative."""
     if ball.imag.is_zero() and ball.real >= 0:
         return acb(ball.real.root(degree))
     return acb(ball).root(degree)
 
 
 def whole_part(ball: Ball) -> arb:
-    """Floor of a real number. Raises `Undefined` where the ball holds two candidates."""
+    """Return the floor of a real number; raise `Undefined` if the ball holds two candidates."""
     if not ball.imag.is_zero():
         raise Undefined("the floor of what may not be real")
     if not abs(ball.real) < LARGEST_FLOORED:  # exact ones of any size would be written out
@@ -81,7 +81,7 @@ def _power(base: Ball, exponent: Tree, value: Ball) -> Ball:
 
 
 def enclose(tree: Tree, point: dict[str, Ball], budget: Budget) -> Ball:
-    """Ball that contains the tree's value at a point, at the bits of `with_bits`.
+    """Return the ball that contains the tree's value at a point, at the bits of `with_bits`.
 
     Raises:
         Undefined: there is no finite value.

@@ -39,7 +39,7 @@ LARGEST_POWER = 1_000
 
 
 def symbol(field: NumberField, name: str) -> Element:
-    """Variable; in a case of remainders, modulus * another + remainder."""
+    """Return the variable; in a case of remainders, modulus * another + remainder."""
     if name in field.residues:
         modulus, remainder = field.residues[name]
         if modulus == 0:
@@ -51,7 +51,7 @@ def symbol(field: NumberField, name: str) -> Element:
 
 
 def pi(field: NumberField) -> Element:
-    """Number pi."""
+    """Return the number pi."""
 
     def value(bits: int) -> acb:
         with with_bits(bits):
@@ -66,13 +66,13 @@ def _ask_for_remainders(field: NumberField, names: set[str], modulus: int) -> No
 
 
 def _integers_in(field: NumberField, powers: dict[int, int]) -> set[str] | None:
-    """Variables of a term that is a whole number; None where others occur."""
+    """Return the variables of a term that is a whole number; None if others occur."""
     names = {field.atoms[number].whole for number in powers}
     return None if None in names else names
 
 
 def floor(field: NumberField, a: Element) -> Element:
-    """Floor of a real value."""
+    """Return the floor of a real value."""
     if field.is_constant(a):
         return _floor_of_constant(field, a)
     if a.below != ONE:
@@ -117,7 +117,7 @@ def _floor_of_constant(field: NumberField, a: Element) -> Element:
 
 
 def exp(field: NumberField, a: Element) -> Element:
-    """Exponential e^a, as a product over the terms of a."""
+    """Return the exponential e^a, as a product over the terms of a."""
     result = rational(1)
     for exponents, coefficient in a.above.terms():
         factor = _exp_of_term(field, powers_of(exponents), coefficient, a.below)
@@ -130,7 +130,7 @@ def _is_imaginary(atom: Atom) -> bool:
 
 
 def _exp_of_term(field: NumberField, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
-    """Exponential of c * (a product of atoms) / below."""
+    """Return the exponential of c * (a product of atoms) / below."""
     atoms = {field.atoms[number].kind: number for number, n in powers.items() if n == 1}
     if below == ONE and len(powers) == 1 and "log" in atoms:
         return power_of(field, field.atoms[atoms["log"]].argument, c)
@@ -148,7 +148,7 @@ def _exp_of_term(field: NumberField, powers: dict[int, int], c: fmpq, below: Pol
 
 
 def _power_of_exp(field: NumberField, powers: dict[int, int], c: fmpq, below: Poly) -> Element:
-    """Power of one atom, exp(product / (below * step))."""
+    """Return the power of one atom, exp(product / (below * step))."""
     key = f"{sorted(powers.items())} {below}"
     number, step = field.exponentials.get(key, (None, 1))
     if number is None or step % int(c.q):
@@ -189,7 +189,7 @@ def _exp_fields(field: NumberField, argument: Element) -> dict:
 
 
 def power_of(field: NumberField, base: Element, q: fmpq) -> Element:
-    """Principal power base ** q."""
+    """Return the principal power base ** q."""
     if abs(q.p) > LARGEST_POWER or q.q > LARGEST_POWER:
         raise Undecided("a high power")
     if q.q == 1:
@@ -200,14 +200,14 @@ def power_of(field: NumberField, base: Element, q: fmpq) -> Element:
 
 
 def odd_root(field: NumberField, a: Element, degree: int) -> Element:
-    """Real root of odd degree of what is real, whatever its sign; else the principal root."""
+    """Return the real root of odd degree of a real number; else the principal root."""
     logarithm, rest = _without_exponentials(field, a)
     growth = exp(field, field.scale(logarithm, fmpq(1, degree)))
     return field.multiply(growth, real_root(field, rest, degree))
 
 
 def _without_exponentials(field: NumberField, a: Element) -> tuple[Element, Element]:
-    """(b, c) with a = e^b c, where e^b holds the real powers of e that all terms have."""
+    """Return (b, c) with a = e^b c; e^b is the common real power of e of all terms."""
     logarithm, rest = rational(0), list(a)
     for i, way in enumerate((1, -1)):
         for number, atom in field.atoms_in(a[i]):
@@ -224,7 +224,7 @@ def _without_exponentials(field: NumberField, a: Element) -> tuple[Element, Elem
 
 
 def power(field: NumberField, base: Element, exponent: Element) -> Element:
-    """Principal power base ** exponent = exp(exponent * log base)."""
+    """Return the principal power base ** exponent = exp(exponent * log base)."""
     q = as_rational(exponent.above) if exponent.below == ONE else None
     if q is not None:
         return power_of(field, base, q)
@@ -234,14 +234,14 @@ def power(field: NumberField, base: Element, exponent: Element) -> Element:
 
 
 def _is_whole(field: NumberField, a: Element) -> bool:
-    """Proof that a value is whole for all whole values of its letters."""
+    """Prove that a value is whole for all whole values of its letters."""
     terms = [(powers_of(exponents), c) for exponents, c in a.above.terms()]
     whole = (c.q == 1 and _integers_in(field, powers) is not None for powers, c in terms)
     return a.below == ONE and all(whole)
 
 
 def _sum_of_logs(field: NumberField, a: Element) -> Element:
-    """Sum of the logarithms of the factors of a.
+    """Return the sum of the logarithms of the factors of a.
 
     It is one of the values of log a, so that n times it gives the n-th power for a whole n.
     """
@@ -257,7 +257,7 @@ def _sum_of_logs(field: NumberField, a: Element) -> Element:
 
 
 def log(field: NumberField, a: Element) -> Element:
-    """Principal logarithm."""
+    """Return the principal logarithm."""
     exponent, a = _without_exponentials(field, a)
     return field.add(exponent, _log_of_rest(field, a))
 
@@ -303,7 +303,7 @@ def _log_of_constant(field: NumberField, a: Element) -> Element:
 
 
 def _log_of_monomial(field: NumberField, a: Element) -> Element | None:
-    """Logarithm of a number times roots of positive numbers and of -1, or one principal root.
+    """Return the log of a number times roots of positive numbers and of -1, or of one root.
 
     None for another product.
     """

@@ -50,7 +50,7 @@ class Algebra(Protocol):
     """Decisions that strings can't make, on the normalised texts of two answers."""
 
     def same(self, kind: str, prediction: str, answer: str) -> bool:
-        """Equality of two values, equations or regions, as `kind` says."""
+        """Test the equality of two values, equations or regions, as `kind` says."""
         ...
 
 
@@ -87,18 +87,20 @@ class _Comparison:
         return len(mine) == len(gold) and all(map(self.same, mine, gold))
 
     def _same_members(self, mine: Node, gold: Node) -> bool:
-        """Equality of members, as often as they are written unless gold is a set."""
-        ours, theirs, found = _items(mine), _items(gold), set[int]()
+        """Test the equality of members, as often as they are written unless gold is a set."""
+        ours = _items(mine)
+        theirs = _items(gold)
+        matched: set[int] = set()
         if max(len(ours), len(theirs)) > MAX_ITEMS:
             return False
         again = gold.kind == "set"
         for item in ours:
-            places = (i for i in range(len(theirs)) if again or i not in found)
+            places = (i for i in range(len(theirs)) if again or i not in matched)
             place = next((i for i in places if self._same_member(item, theirs[i])), None)
             if place is None:
                 return False
-            found.add(place)
-        left = [item for i, item in enumerate(theirs) if i not in found]
+            matched.add(place)
+        left = [item for i, item in enumerate(theirs) if i not in matched]
         return (
             not left
             or again
@@ -138,8 +140,8 @@ class _Comparison:
         if whole and wanted:  # longer than a numeral may be
             return whole == wanted
         choice = _CHOICE.fullmatch(gold)
-        if choice and choice[1].isupper() and (found := _CHOICE.fullmatch(mine)):
-            return found[1].upper() == choice[1]
+        if choice and choice[1].isupper() and (own := _CHOICE.fullmatch(mine)):
+            return own[1].upper() == choice[1]
         if (same := _same_ratio(mine, gold)) is not None:
             return same
         if _CODE.fullmatch(mine) and _CODE.fullmatch(gold):
@@ -153,7 +155,7 @@ class _Comparison:
         return self._algebra.same("value", *texts)
 
     def _same_measure(self, mine: str, gold: str) -> bool:
-        """Values of which at least one has a unit."""
+        """Compare values if at least one has a unit."""
         mine_value, mine_unit = split_unit(mine)
         gold_value, gold_unit = split_unit(gold, trusted=True)
         if not mine_unit:  # the gold answer says what may stand here
@@ -183,7 +185,7 @@ def _as_read(text: str, number: Fraction | None, other: str) -> str:
 
 
 def _same_ratio(mine: str, gold: str) -> bool | None:
-    """Equality of a ratio, 5:8 or 1:2:3, with a ratio or a fraction; None for anything else."""
+    """Test the equality of a ratio, as 1:2:3, with a ratio or a fraction; else return None."""
     ours, theirs = (
         [int(n) for n in _COLON.split(t)] if _RATIO.fullmatch(t) else [] for t in (mine, gold)
     )
@@ -199,7 +201,7 @@ def _same_ratio(mine: str, gold: str) -> bool | None:
 
 
 def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[str, Node]:
-    """f(t) = 2t as f(x) = 2x, where gold has f(x): the letter is free to choose."""
+    """Read f(t) = 2t as f(x) = 2x if gold has f(x): the letter is free to choose."""
     named, wanted = (
         _FUNCTION_OF.fullmatch(compact(mine[0])),
         _FUNCTION_OF.fullmatch(compact(gold[0])),
@@ -214,7 +216,7 @@ def _with_variable_of(mine: tuple[str, Node], gold: tuple[str, Node]) -> tuple[s
 
 
 def _items(node: Node) -> list[Node]:
-    """Members; those of a set once."""
+    """Return the members; those of a set once."""
     members = [
         inner
         for member in (node.items if node.kind in ("list", "set") else (node,))
@@ -231,13 +233,13 @@ def _without_membership(node: Node) -> Node:
 
 
 def _spread(node: Node) -> Node:
-    """Assignments x = 1, y = 2 of (x, y) = (1, 2)."""
+    """Return the assignments x = 1, y = 2 of (x, y) = (1, 2)."""
     sides = node.items if node.kind == "relation" and node.marks == ("=",) else ()
     if {(side.kind, side.marks) for side in sides} != {("tuple", ("(", ")"))}:
         return node
     pairs = list(zip(*(side.items for side in sides), strict=False))
     if len({len(side.items) for side in sides}) > 1 or not all(
-        is_variable(one) for one, _ in pairs
+        is_variable(name) for name, _ in pairs
     ):
         return node
     each = (Node("relation", f"{pair[0].text}={pair[1].text}", pair, ("=",)) for pair in pairs)
@@ -245,7 +247,7 @@ def _spread(node: Node) -> Node:
 
 
 def _names(node: Node) -> set[str]:
-    """Variables that the members of a list are the values of."""
+    """Return the variables that the members of a list are the values of."""
     assignments = [assigned(item) for item in node.items if item.kind == "relation"]
     return {compact(assignment[0]) for assignment in assignments if assignment}
 
@@ -259,7 +261,7 @@ def _is_region(node: Node) -> bool:
 
 
 def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
-    """Equivalence of two extracted answers.
+    """Test the equivalence of two extracted answers.
 
     Args:
         prediction: hostile text.
@@ -284,7 +286,7 @@ def decide(prediction: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_choice(comparison: _Comparison, mine: str, gold: Node) -> bool:
-    """Equality by letter or value where an answer is a choice with its value, `C) 12`."""
+    """Compare by letter or value if an answer is a choice with its value, `C) 12`."""
     (ours, value), (theirs, wanted) = _choice_and_value(mine), _choice_and_value(gold.text)
     if not (value and wanted):
         letter, other = (ours, gold.text) if value else (theirs, mine)
@@ -306,10 +308,10 @@ def _choice_and_value(text: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _read_gold(answer: str) -> Node:
-    """Shape of a gold answer, kept since many responses are compared with it."""
+    """Return the shape of a gold answer, kept since many responses are compared with it."""
     return read(normalise(answer))
 
 
 def gold_answer(answer: str) -> str:
-    """Answer inside a gold text: behind its box or marker, or the text itself."""
+    """Return the answer inside a gold text: behind its box or marker, or the text itself."""
     return extract(answer).text or answer

@@ -28,7 +28,7 @@ class Budget:
         self.left = units
 
     def spend(self, units: float) -> None:
-        """Takes units away. Raises `Undecided` where fewer are left."""
+        """Spend units of the budget; raise `Undecided` if fewer are left."""
         self.left -= units
         if self.left < 0:
             raise Undecided("too much work")
@@ -48,19 +48,19 @@ class Tree(NamedTuple):
 
     @property
     def rational(self) -> fmpq:
-        """Value of a number."""
+        """Return the value of a number."""
         assert isinstance(self.value, fmpq), self.kind
         return self.value
 
     @property
     def name(self) -> str:
-        """Name of a symbol."""
+        """Return the name of a symbol."""
         assert isinstance(self.value, str), self.kind
         return self.value
 
     @property
     def whole(self) -> int | None:
-        """Integer value, of a numeral also with its sign; None for anything but an integer."""
+        """Integer value, for a numeral also with its sign; None if it is no integer."""
         is_signed = self.kind == "product" and self.parts[0] == MINUS
         value = self.parts[1] if is_signed and self.parts[1].kind == "numeral" else self
         is_whole = value.kind in ("number", "numeral") and value.rational.q == 1
@@ -72,7 +72,7 @@ MINUS = Tree("number", value=fmpq(-1))
 
 
 def number(value: fmpq | fmpz | int) -> Tree:
-    """Rational number. Raises `Refused` for a huge one."""
+    """Return the rational number. Raises `Refused` for a huge one."""
     value = fmpq(value)
     if max(value.p.bit_length(), value.q.bit_length()) > LARGEST_BITS:
         raise Refused("a large number")
@@ -80,7 +80,7 @@ def number(value: fmpq | fmpz | int) -> Tree:
 
 
 def symbol(name: str) -> Tree:
-    """Variable."""
+    """Return the variable."""
     return Tree("symbol", value=name)
 
 
@@ -90,7 +90,7 @@ def _finite(*trees: Tree) -> None:
 
 
 def add(terms: list[Tree]) -> Tree:
-    """Sum of terms; numbers among them become one."""
+    """Return the sum of terms; numbers among them become one."""
     if len(terms) == 1:
         return terms[0]
     _finite(*terms)
@@ -102,7 +102,7 @@ def add(terms: list[Tree]) -> Tree:
 
 
 def multiply(a: Tree, b: Tree) -> Tree:
-    """Product a * b."""
+    """Return the product a * b."""
     if a.kind == b.kind == "number":
         return number(a.rational * b.rational)
     if b.kind == "infinity" and a.whole == -1:
@@ -112,12 +112,12 @@ def multiply(a: Tree, b: Tree) -> Tree:
 
 
 def negate(tree: Tree) -> Tree:
-    """Negative of a tree."""
+    """Return the negative of a tree."""
     return multiply(number(-1), tree)
 
 
 def divide(above: Tree, below: Tree) -> Tree:
-    """Quotient above / below. Raises `Refused` where that is plainly undefined."""
+    """Return the quotient above / below; raise `Refused` if it is plainly undefined."""
     _finite(above, below)
     if below.kind == "number":
         if below.rational == 0:
@@ -127,7 +127,7 @@ def divide(above: Tree, below: Tree) -> Tree:
 
 
 def power(base: Tree, exponent: Tree) -> Tree:
-    """Power base ** exponent. Raises `Refused` where that would be large."""
+    """Return the power base ** exponent; raise `Refused` if it would be large."""
     _finite(base, exponent)
     if exponent.kind != "number":
         if base.kind == "number" and base.rational == 0:
@@ -154,7 +154,7 @@ def power(base: Tree, exponent: Tree) -> Tree:
 
 
 def real_power(base: Tree, exponent: Tree) -> Tree:
-    """Power base ** exponent; of what has a variable, an odd root is the real one."""
+    """Return the power base ** exponent; of what has a variable, an odd root is the real one."""
     order = exponent.rational.q if exponent.kind == "number" else 1
     if order % 2 and order > 1 and symbols(base):
         return power(odd_root(base, int(order)), number(exponent.rational.p))
@@ -162,13 +162,13 @@ def real_power(base: Tree, exponent: Tree) -> Tree:
 
 
 def call(name: str, argument: Tree, value: str | None = None) -> Tree:
-    """Value of a function; of one that is not known, 'function', with its name as `value`."""
+    """Return a function's value; an unknown one is 'function', with its name as `value`."""
     _finite(argument)
     return Tree(name, (argument,), value)
 
 
 def odd_root(inside: Tree, order: int) -> Tree:
-    """Real root where `inside` is real, whatever its sign; else the principal root."""
+    """Return the real root if `inside` is real, whatever its sign; else the principal root."""
     _finite(inside)
     if inside.kind == "number":
         root = power(number(abs(inside.rational)), number(fmpq(1, order)))
@@ -177,7 +177,7 @@ def odd_root(inside: Tree, order: int) -> Tree:
 
 
 def factorial(argument: Tree) -> Tree:
-    """Factorial. Raises `Refused` for large or non-integer numbers."""
+    """Return the factorial. Raises `Refused` for large or non-integer numbers."""
     if argument.kind == "number":
         if argument.whole is None or not 0 <= argument.whole <= LARGEST_FACTORIAL:
             raise Refused("a large factorial")
@@ -186,7 +186,7 @@ def factorial(argument: Tree) -> Tree:
 
 
 def binomial(above: Tree, below: Tree) -> Tree:
-    """Binomial coefficient. Raises `Refused` for large or non-integer numbers."""
+    """Return the binomial coefficient. Raises `Refused` for large or non-integer numbers."""
     for part in (above, below):
         if part.kind == "number" and (
             part.whole is None or not 0 <= part.whole <= LARGEST_FACTORIAL
@@ -199,14 +199,14 @@ def binomial(above: Tree, below: Tree) -> Tree:
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
-    """Tree and all its descendants."""
+    """Return the tree and all its descendants."""
     yield tree
     for part in tree.parts:
         yield from nodes(part)
 
 
 def symbols(tree: Tree) -> set[str]:
-    """Names of the variables of a tree."""
+    """Return the names of the variables of a tree."""
     return {node.name for node in nodes(tree) if node.kind == "symbol"}
 
 
@@ -215,7 +215,7 @@ CONDITIONED = {"log": ">"} | {name: name for name in _NOT_EVERYWHERE.split()}
 
 
 def conditions(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """Conditions of a real value: (relation to 0, expression), as ('>=', what is under a root).
+    """Return conditions of a real value: (relation to 0, expression), as ('>=', radicand).
 
     For functions whose condition is another: (name, argument).
     """

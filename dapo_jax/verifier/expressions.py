@@ -30,7 +30,7 @@ _DIVIDE = {"/", r"\div"}
 
 
 def _rational(literal: str) -> Tree:
-    """A number as written, `1,234.5` or `.5`."""
+    """Return a number as written, `1,234.5` or `.5`."""
     whole, _, behind = literal.replace(",", "").partition(".")
     return trees.number(fmpq(int(whole + behind), 10 ** len(behind)))
 
@@ -103,7 +103,7 @@ class _Parser:
                 return value
 
     def _next_factor(self) -> Tree:
-        """Factor without a sign before it; `2 3` is two values, not a product."""
+        """Return the factor without a sign before it; `2 3` is two values, not a product."""
         ahead = itertools.takewhile(lambda token: token != "}", self._tokens[self._at :])
         begin = [token for token in ahead if token != "{"]
         if self._ends_in_digits and any(map(_is_digits, begin[:1])) and r"\choose" not in begin:
@@ -111,7 +111,7 @@ class _Parser:
         return self._power()
 
     def _refuse_derivative(self, start: int) -> None:
-        """`dy/dx` is no quotient: not both may have a d, below before a letter."""
+        """Raise `Refused` for dy/dx: not both may have a d, below before a letter."""
         below = [t for t in self._tokens[self._at : self._at + 4] if t not in "({"]
         if below[1:] and below[0] in _DIFFERENTIALS and below[1].lstrip("\\").isalpha():
             if below[0] in self._tokens[start : self._at]:
@@ -162,7 +162,7 @@ class _Parser:
         return base
 
     def _applied(self, letter: Tree, start: int) -> Tree:
-        """Function of the bracket that follows, or the letter itself where they are factors.
+        """Read a function of the bracket that follows, or the letter if they are factors.
 
         A bracket around a sum is a factor, where the other side has the letter as a variable.
         """
@@ -200,7 +200,7 @@ class _Parser:
         return value
 
     def _argument(self) -> Tree:
-        """Argument of a command: a group, or one digit or letter."""
+        """Return the argument of a command: a group, or one digit or letter."""
         token = self._peek()
         if token.isdigit() and len(token) > 1:
             self._tokens[self._at : self._at + 1] = list(token)
@@ -214,7 +214,7 @@ class _Parser:
         return value
 
     def _fraction(self) -> Tree:
-        """Content of braces: a sum, or one over another."""
+        """Return the content of braces: a sum, or one over another."""
         value = self._sum()
         if self._accept(r"\choose"):
             return trees.binomial(value, self._sum())
@@ -313,7 +313,7 @@ class _Parser:
         return value if base is None else trees.divide(value, trees.call("log", base))
 
     def _function_argument(self) -> Tree:
-        """A group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
+        """Return a group, or the factors up to the next sign or function: sin 2x is sin(2x)."""
         if self._peek() in ("(", "["):
             return self._power() if self._peek() == "[" else self._atom()
         negative = self._accept("-")
@@ -328,7 +328,7 @@ def _is_digits(token: str) -> bool:
 
 
 def parse(text: str, factors: set[str] | None = None, *, folds: bool = True) -> Tree:
-    """Expression tree of a text. Raises `Refused`.
+    """Return the expression tree of a text. Raises `Refused`.
 
     Args:
         factors: letters that may stand as factors before a bracket; None for all.

@@ -25,14 +25,14 @@ _FINAL_END = re.compile(rb"\**\s{0,4}(?::|is\b(?:\s{0,4}:)?)?\**")
 
 
 class Extraction(NamedTuple):
-    """Answer and the marker before it; `text` is None where there is none."""
+    """Answer and the marker before it; `text` is None if there is none."""
 
     text: str | None
     how: str  # box, tag, hash, label, line; or why not: truncated_box, too_long, no_marker
 
 
 def closing_brace(text: str, start: int, end: int) -> int:
-    """Index of the brace that closes the group whose content begins at `start`; -1 without one."""
+    """Return the index of the brace that closes the group with content at `start`, or -1."""
     depth = 1
     for match in _BRACE.finditer(text, start, end):
         if match[0] == "{":
@@ -45,7 +45,7 @@ def closing_brace(text: str, start: int, end: int) -> int:
 
 
 def _last_box(text: str) -> Extraction | None:
-    """The last box that holds something; None without any."""
+    """Return the last box that holds something; None without any."""
     places = {name: text.rfind(name) for name in _BOXES}
     for _ in range(MAX_MARKERS):
         last = max(places, key=places.__getitem__)
@@ -72,7 +72,7 @@ def _last_box(text: str) -> Extraction | None:
 
 
 def _around(text: str, start: int, close: int) -> str | None:
-    """The content of the box that holds the one from `start` to `close`; None without such."""
+    """Return content of the box that holds the one from `start` to `close`; None without such."""
     for name in _BOXES:
         before = text.rfind(name, 0, start)
         named = _BOX_END.match(text, before + 1) if before >= 0 else None
@@ -91,7 +91,7 @@ def _last_tag(text: str) -> Extraction | None:
 
 
 def _rest_of_line(text: str, start: int) -> str:
-    """Rest of the line, or the next line that holds anything."""
+    """Return the rest of the line, or the next line that holds anything."""
     rest = text[start : start + 2 * LONGEST_ANSWER].lstrip(" \t:\r\n")
     while (opening := _OPENING.match(rest)) is not None:
         rest = rest[opening.end() :]
@@ -110,7 +110,7 @@ def _last_hash(text: str) -> Extraction | None:
 
 
 def _last_label(text: str) -> Extraction | None:
-    """Answer behind the last 'answer:', 'answer is' or 'final answer'."""
+    """Return the answer behind the last 'answer:', 'answer is' or 'final answer'."""
     plain = text.encode("ascii", "replace").lower()  # one byte a character: places stay
     end = len(plain)
     for _ in range(MAX_MARKERS):
@@ -127,7 +127,7 @@ def _last_label(text: str) -> Extraction | None:
 
 
 def extract(response: str, require: str = "any") -> Extraction:
-    """Answer of a response.
+    """Return the answer of a response.
 
     Args:
         require: which markers count: 'box', 'label' (tags, `####` and labelled lines), or 'any' of

@@ -1,4 +1,4 @@
-"""Factorials and binomial coefficients of elements, as products where they are short."""
+"""Factorials and binomial coefficients of elements, as products if they are short."""
 
 import math
 
@@ -13,7 +13,7 @@ LARGEST_FACTORIAL, LARGEST_SHIFT, LARGEST_CHOICE = 1_000, 20, 50
 
 
 def factorial(field: NumberField, a: Element) -> Element:
-    """Factorial a!; of x + c, a product with x!."""
+    """Return the factorial a!; of x + c, a product with x!."""
     number = as_rational(a.above) if a.below == ONE else None
     if number is not None:
         if number.q != 1 or not 0 <= number <= LARGEST_FACTORIAL:
@@ -33,7 +33,7 @@ def factorial(field: NumberField, a: Element) -> Element:
 
 
 def binomial(field: NumberField, above: Element, below: Element) -> Element:
-    """Binomial coefficient: a product for a small whole number below, else by factorials."""
+    """Return binomial coefficient: a product for a small whole number below, else by factorials."""
     k = as_rational(below.above) if below.below == ONE else None
     if k is not None and k.q == 1 and 0 <= k <= LARGEST_CHOICE:
         result = rational(1)

@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 
 def in_form(verifier: str, answer: str) -> str:
-    """Shortest response in which a verifier finds `answer`."""
+    """Return the shortest response with an `answer` that a verifier finds."""
     return FORMS[verifier].format(answer)
 
 
@@ -57,7 +57,7 @@ def _read_value(text: str) -> Reading:
 
 
 def read_gold(verifier: str, gold: str) -> Reading:
-    """Reading of a gold answer by a verifier.
+    """Return the reading of a gold answer by a verifier.
 
     Args:
         verifier: a key of `verifier.VERIFIERS`.

@@ -40,13 +40,13 @@ _INNER = (
 
 
 def labelled_answer(response: str) -> str | None:
-    """Text behind the last 'Answer:' of the last 300 characters; None without one."""
+    """Return the text behind the last 'Answer:' of the last 300 characters; None without one."""
     answers = _LABEL.findall(response[-CHARACTERS_READ:])
     return answers[-1] if answers else None
 
 
 def spelling(answer: str) -> str:
-    """Normalised spelling of an answer, which decides."""
+    """Return the normalised spelling of an answer; equal spellings are equal answers."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

@@ -36,19 +36,19 @@ _SMALL = re.compile(r"(?<![\\^_])\{(\w)\}|(?<=[\^_])\{(\w)\}(?!\d)")  # in brace
 
 
 def compact(text: str) -> str:
-    """Text without blanks, save between digits, and without braces around single characters."""
+    """Remove blanks, except between digits, and braces around single characters."""
     text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
     return _SMALL.sub(r"\1\2", text) if "{" in text else text
 
 
 def words_of(text: str) -> str:
-    """Words of a text, without commands and braces."""
+    """Return the words of a text, without commands and braces."""
     text = _TEXT.sub(r" \1 ", text)
     return " ".join(re.sub(r"[{}\\$~]", " ", text).split()).strip(" .,;:!")
 
 
 def same_words(mine: str, gold: str) -> bool:
-    """Capitals don't count, save inside short tokens that may be a product of letters."""
+    """Compare words; capitals don't count, except inside short tokens (a product of letters)."""
     if mine.lower() != gold.lower():
         return False
     pairs = zip(mine.split(), gold.split(), strict=True)
@@ -85,7 +85,7 @@ def is_variable(node: Node) -> bool:
 
 
 def assigned(node: Node) -> tuple[str, Node] | None:
-    """(variable, value) of `x = value`, `value = x` or a chain; None for another equation."""
+    """Split `x = value`, `value = x` or a chain into (variable, value); None for others."""
     if set(node.marks) != {"="}:
         return None
     numbers = {read_number(item.text) for item in node.items} - {None}
@@ -98,7 +98,7 @@ def assigned(node: Node) -> tuple[str, Node] | None:
 
 
 def without_approximation(node: Node) -> Node:
-    """Exact part of `a = b ~ c`; of `x ~ c` it is c."""
+    """Return the exact part of `a = b ~ c`; of `x ~ c` it is c."""
     if node.kind != "relation" or "~" not in node.marks:
         return node
     cut = node.marks.index("~") + 1

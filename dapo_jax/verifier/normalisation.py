@@ -56,7 +56,7 @@ def _character(char: str) -> str:
 
 
 def plain_characters(text: str) -> str:
-    """Text in ASCII LaTeX as far as possible; forbidden characters become `FORBIDDEN`."""
+    """Return text in ASCII LaTeX as far as possible; forbidden characters become `FORBIDDEN`."""
     text = text.strip("\u200b\u2060\ufeff \t\r\n")
     if text.isascii() and text.isprintable():
         return text
@@ -165,7 +165,7 @@ def _balanced(text: str) -> bool:
 
 
 def unwrap(text: str) -> str:
-    """Answer without dollar signs, emphasis, outer braces and trailing punctuation."""
+    """Return the answer without dollar signs, emphasis, outer braces and trailing punctuation."""
     while True:
         before, text = text, text.strip()
         if text[-1:] in (",", ";", ":", ".") and text[-2:] not in (r"\,", r"\;", r"\:"):
@@ -191,7 +191,7 @@ def unwrap(text: str) -> str:
 
 
 def _without_ending(match: re.Match) -> str:
-    """1 for 1st, 12 for 12th; 12st is a product of letters."""
+    """Return 1 for 1st, 12 for 12th; 12st is a product of letters."""
     number, ending = match[1], re.sub(r"[^a-z]|text", "", match[0][len(match[1]) :])
     teen = number[-2:-1] == "1"
     wanted = "th" if teen else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
@@ -199,27 +199,27 @@ def _without_ending(match: re.Match) -> str:
 
 
 def _scaled(match: re.Match) -> str:
-    """Factor of `3 million people`; the rest of its words stay text."""
+    """Return the factor of `3 million people`; the rest of its words stay text."""
     opened = "" if match[3] and match[1] else (match[1] or "") + match[3]
     return rf"\times 10^{{{_SCALES[match[2].lower()]}}}{opened}"
 
 
 def _without_for_all(text: str) -> str:
-    """Equation without the range of its variable."""
+    """Return the equation without the range of its variable."""
     tails = [m.start() for m in _FOR_ALL.finditer(text)]
     cut = tails and len(text) - tails[-1] <= LONGEST_TAIL and "=" in text[: tails[-1]]
     return text[: tails[-1]] if cut and "=" not in text[tails[-1] :] else text
 
 
 def _without_whole(text: str) -> str:
-    """Formula without the words that its letter is a whole number."""
+    """Return the formula without the words that its letter is a whole number."""
     rest = _WHOLE_LETTER.sub("", text)
     return text if not rest or _INEQUALITY.search(rest) else rest
 
 
 @functools.lru_cache(maxsize=64)
 def normalise(text: str) -> str:
-    """Normal form of an answer; several rules ask for that of the same one."""
+    """Return the normal form of an answer; several rules ask for that of the same one."""
     text = _ELLIPSIS.sub(r"\\ldots ", plain_characters(_LATEX_E.sub(r"\1 \\cdot e\2", text)))
     text = _NOT_IN.sub(r"\\notin ", _NOT_EQUAL.sub(r"\\ne ", text))
     text = _BOARD.sub(r"\\mathbb{\1}", text.replace(r"\boxed", ""))  # a box inside another

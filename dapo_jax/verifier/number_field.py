@@ -60,7 +60,7 @@ class NumberField:
     # --- atoms ---------------------------------------------------------------------------------
 
     def atom(self, kind: str, key: str, **fields) -> Element:
-        """Element of the atom of that kind and key, made from `fields` where it is new."""
+        """Return the element of the atom of that kind and key; a new atom has these `fields`."""
         number = self._numbers.get((kind, key))
         if number is None:
             number = len(self.atoms)
@@ -71,7 +71,7 @@ class NumberField:
         return Element(GENERATORS[number], ONE)
 
     def atoms_in(self, *polys: Poly) -> list[tuple[int, Atom]]:
-        """Atoms that occur in polynomials, as (number, atom), oldest first."""
+        """Return the atoms that occur in polynomials, as (number, atom), oldest first."""
         degrees = [poly.degrees() for poly in polys]
         return [
             (number, atom)
@@ -85,7 +85,7 @@ class NumberField:
     # --- arithmetic ----------------------------------------------------------------------------
 
     def reduce(self, poly: Poly) -> Poly:
-        """Polynomial with every root below its degree."""
+        """Return the polynomial with every root below its degree."""
         for atom in reversed(self.atoms):
             if atom.degree:
                 (place,) = (i for i, n in enumerate(atom.generator.degrees()) if n)
@@ -96,12 +96,12 @@ class NumberField:
         return poly
 
     def times(self, a: Poly, b: Poly) -> Poly:
-        """Product a * b, reduced."""
+        """Return the product a * b, reduced."""
         self.budget.spend(size(a) * size(b))
         return self.reduce(a * b)
 
     def fraction(self, above: Poly, below: Poly) -> Element:
-        """Fraction above / below; `below` is known not to vanish."""
+        """Return the fraction above / below; `below` is known not to vanish."""
         number = as_rational(below)
         if number is None:
             degrees = int(above.total_degree()) + int(below.total_degree())
@@ -128,13 +128,13 @@ class NumberField:
         return self.add(a, self.scale(b, -1))
 
     def divide(self, a: Element, b: Element) -> Element:
-        """Quotient a / b. Raises `Refused` where b is zero, `Undecided` where it may be."""
+        """Return a / b; raise `Refused` if b is zero, `Undecided` if it may be."""
         if self.vanishes(b.above):
             raise Refused("division by zero")
         return self.fraction(self.times(a.above, b.below), self.times(a.below, b.above))
 
     def power(self, a: Element, n: int) -> Element:
-        """Power a ** n for an integer n."""
+        """Return the power a ** n for an integer n."""
         if n < 0:
             return self.divide(rational(1), self.power(a, -n))
         result = rational(1)
@@ -148,7 +148,7 @@ class NumberField:
     # --- constants -----------------------------------------------------------------------------
 
     def ball(self, poly: Poly, bits: int) -> Ball:
-        """Ball that contains a constant. Raises `Undefined` where it is not finite."""
+        """Return a ball that contains a constant; raise `Undefined` if it is not finite."""
         with with_bits(bits):
             self.budget.spend(len(poly) * (1 + bits / 256))
             atoms = dict(self.atoms_in(poly))
@@ -168,7 +168,7 @@ class NumberField:
             return total
 
     def value(self, element: Element, bits: int) -> Ball:
-        """Ball that contains a constant fraction. Raises `Undefined`."""
+        """Return the ball that contains a constant fraction. Raises `Undefined`."""
         above = self.ball(element.above, bits)
         if element.below == ONE:
             return above
@@ -184,7 +184,7 @@ class NumberField:
             return False
 
     def vanishes(self, poly: Poly) -> bool:
-        """Proof that a polynomial is, or is not, zero for all values of its variables.
+        """Prove that a polynomial is, or is not, zero for all values of its variables.
 
         Raises `Undecided` where there is neither.
         """
@@ -205,7 +205,7 @@ class NumberField:
         return True
 
     def coefficients(self, poly: Poly, apart: Callable[[Atom], bool]) -> dict[tuple, Poly]:
-        """Coefficients of the powers of chosen atoms: {powers: coefficient}."""
+        """Return the coefficients of the powers of chosen atoms: {powers: coefficient}."""
         return without(poly, {number for number, atom in self.atoms_in(poly) if apart(atom)})
 
     def _constant_vanishes(self, poly: Poly) -> bool:
@@ -256,7 +256,7 @@ class NumberField:
         raise Undecided("roots too deep for the bound")
 
     def log2_conjugates(self, poly: Poly) -> float:
-        """log2 of a bound on all conjugates of a polynomial of roots with whole coefficients."""
+        """Return log2 of a bound on all conjugates of a polynomial of roots, whole coefficients."""
         logs = [
             coefficient.p.bit_length()
             + sum(n * self.atoms[i].log2_conjugates for i, n in powers_of(exponents).items())

@@ -32,7 +32,7 @@ _DIGITS = re.compile(rf"({_SIGN})({_INTEGER})", re.ASCII)
 
 
 def read_integer(text: str) -> tuple[bool, str] | None:
-    """(is negative, digits without leading zeros), of any size; None for anything else."""
+    """Return (is negative, digits without leading zeros), of any size; None for anything else."""
     match = _DIGITS.fullmatch(text)
     if match is None:
         return None
@@ -85,7 +85,7 @@ def _scientific(text: str) -> Fraction | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The value of a plain numeral, of normalised text; None where it is anything else."""
+    """Return the value of a plain numeral in normalised text; None for anything else."""
     if len(text) > LONGEST_NUMERAL or not text:
         return None
     percent = text.endswith("%")

@@ -55,7 +55,7 @@ class Atom:
 
     @property
     def algebraic(self) -> bool:
-        """True of an algebraic integer with a bound on its conjugates."""
+        """Return True for an algebraic integer with a bound on its conjugates."""
         return self.log2_conjugates is not None
 
     @functools.cached_property
@@ -65,18 +65,18 @@ class Atom:
 
 
 def powers_of(exponents: tuple[int, ...]) -> dict[int, int]:
-    """Exponents of a term by number of atom."""
+    """Return the exponents of a term by number of atom."""
     return {MAX_ATOMS - 1 - place: int(n) for place, n in enumerate(exponents) if n}
 
 
 def monomial(powers: dict[int, int]) -> Poly:
-    """Product of atoms, by number, to these powers."""
+    """Return the product of atoms, by number, to these powers."""
     exponents = tuple(powers.get(MAX_ATOMS - 1 - place, 0) for place in range(MAX_ATOMS))
     return _RING.from_dict({exponents: fmpq(1)})
 
 
 def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], Poly]:
-    """Coefficients of the powers of chosen atoms: {powers: coefficient}."""
+    """Return the coefficients of the powers of chosen atoms: {powers: coefficient}."""
     terms: dict[tuple, dict[tuple, fmpq]] = {}
     for exponents, coefficient in poly.terms():
         key = tuple(item for item in powers_of(exponents).items() if item[0] in chosen)
@@ -88,7 +88,7 @@ def without(poly: Poly, chosen: set[int]) -> dict[tuple[tuple[int, int], ...], P
 
 
 def constant(value: fmpq | fmpz | int) -> Poly:
-    """Constant polynomial of a rational number."""
+    """Return the constant polynomial of a rational number."""
     return _RING.constant(fmpq(value))
 
 
@@ -96,15 +96,15 @@ ZERO, ONE = constant(0), constant(1)
 
 
 def rational(value: fmpq | fmpz | int) -> Element:
-    """Element of a rational number."""
+    """Return the element of a rational number."""
     return Element(constant(value), ONE)
 
 
 def size(poly: Poly) -> float:
-    """Cost, in units of work, of an operation with each term."""
+    """Return the cost, in units of work, of an operation with each term."""
     return 1 + sum(1 + (c.p.bit_length() + c.q.bit_length()) / 64 for c in poly.coeffs())
 
 
 def as_rational(poly: Poly) -> fmpq | None:
-    """Rational value of a polynomial; None where atoms occur."""
+    """Return the rational value of a polynomial; None if atoms occur."""
     return (poly.leading_coefficient() if poly else fmpq(0)) if poly.is_constant() else None

@@ -32,7 +32,7 @@ MAX_SIGNS = 4  # of absolute values in one relation
 
 
 class End(NamedTuple):
-    """End of a piece. infinite: -1 or 1 where it has no value."""
+    """End of a piece; `infinite` is -1 or 1 if it has no value."""
 
     value: Element | None
     open: bool
@@ -40,7 +40,7 @@ class End(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Numbers between two ends; a point where both are the same closed end."""
+    """Numbers between two ends; a point if both are the same closed end."""
 
     low: End
     high: End
@@ -52,7 +52,7 @@ EVERYTHING: Pieces = [Piece(LOWEST, HIGHEST)]
 
 
 class RealSets:
-    """Arithmetic of sets over one field, whose budget pays for every comparison."""
+    """Arithmetic of sets over one field; each comparison uses the field's budget."""
 
     def __init__(self, field: NumberField):
         self.field = field
@@ -60,7 +60,7 @@ class RealSets:
     # --- arithmetic of sets --------------------------------------------------------------------
 
     def compare(self, a: End, b: End) -> int:
-        """Order of two ends by value: -1, 0 or 1 as `a` is below, at or above `b`."""
+        """Return the order of two ends by value: -1, 0 or 1 as `a` is below, at or above `b`."""
         if a.infinite or b.infinite:
             return (a.infinite > b.infinite) - (a.infinite < b.infinite)
         assert a.value is not None and b.value is not None  # being finite
@@ -72,7 +72,7 @@ class RealSets:
         return self.complement(self.union([*self.complement(a), *self.complement(b)]))
 
     def union(self, pieces: Pieces) -> Pieces:
-        """Union of pieces, as pieces that are sorted and don't touch."""
+        """Return the union of pieces, as pieces that are sorted and don't touch."""
         joined: Pieces = []
         for piece in sorted(pieces, key=functools.cmp_to_key(self._order_of_lows)):
             last = joined[-1] if joined else None
@@ -89,7 +89,7 @@ class RealSets:
         return self.compare(a.low, b.low) or a.low.open - b.low.open
 
     def complement(self, pieces: Pieces) -> Pieces:
-        """Complement in the real numbers; `pieces` are sorted and don't touch."""
+        """Return the complement in the real numbers; `pieces` are sorted and don't touch."""
         gaps, low = [], LOWEST
         for piece in pieces:
             high = piece.low._replace(open=not piece.low.open or bool(piece.low.infinite))
@@ -100,9 +100,9 @@ class RealSets:
 
     def same(self, a: Pieces, b: Pieces) -> bool:
         return len(a) == len(b) and all(
-            one.open == other.open and self.compare(one, other) == 0
+            own.open == other.open and self.compare(own, other) == 0
             for mine, gold in zip(a, b, strict=True)
-            for one, other in zip(mine, gold, strict=True)
+            for own, other in zip(mine, gold, strict=True)
         )
 
     # --- from text -----------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class RealSets:
         return Piece(end, end)
 
     def read(self, node: Node) -> Pieces:
-        """Set that a node describes. Raises `Refused`."""
+        """Return the set that a node describes. Raises `Refused`."""
         if node.kind == "tuple" and len(node.items) == 2 and node.marks[0] in "([":
             left, right = node.marks
             low = self._end(node.items[0].text, is_open=left == "(")
@@ -166,7 +166,7 @@ class RealSets:
     # --- solving -------------------------------------------------------------------------------
 
     def solve(self, difference: Tree, mark: str) -> Pieces:
-        """Solutions of `difference mark 0`, of degree 1 or 2 on either side of its corners.
+        """Return solutions of `difference mark 0`, of degree 1 or 2 on either side of its corners.
 
         They lie where roots, logarithms and quotients have values.
         """
@@ -198,26 +198,28 @@ class RealSets:
             del signs[case.name]
         return self.union(pieces)
 
-    def _coefficients(self, found: Element) -> list[Element]:
-        """Coefficients of 1, x and x^2; everything else is constant."""
-        varying = [number for number, atom in self.field.atoms_in(found.above) if not atom.constant]
+    def _coefficients(self, difference: Element) -> list[Element]:
+        """Return the coefficients of 1, x and x^2; everything else is constant."""
+        varying = [
+            number for number, atom in self.field.atoms_in(difference.above) if not atom.constant
+        ]
         kinds = {self.field.atoms[number].kind for number in varying}
         if len(varying) > 1 or kinds - {"symbol"}:
             raise Refused("no polynomial")
-        parts = self.field.coefficients(found.above, lambda atom: not atom.constant)
+        parts = self.field.coefficients(difference.above, lambda atom: not atom.constant)
         powers: dict[int, Poly] = {
             dict(key).get(varying[0], 0) if varying else 0: part for key, part in parts.items()
         }
         if max(powers, default=0) > 2:
             raise Refused("a high power")
-        below = Element(found.below, ONE)
+        below = Element(difference.below, ONE)
         return [
             self.field.divide(Element(powers[n], ONE), below) if n in powers else rational(0)
             for n in range(3)
         ]
 
-    def _solve_poly(self, found: Element, mark: str) -> Pieces:
-        c, b, a = self._coefficients(found)
+    def _solve_poly(self, difference: Element, mark: str) -> Pieces:
+        c, b, a = self._coefficients(difference)
         if any(not is_real(self.field, coefficient) for coefficient in (a, b, c)):
             raise Refused("not real")
         leading = sign(self.field, a)
@@ -233,7 +235,7 @@ class RealSets:
         return self.union([p for p in pieces if not p.low.open or self.compare(*p) < 0])
 
     def _roots(self, a: Element, b: Element, c: Element, leading: int) -> tuple[list[Element], int]:
-        """Real zeros in order, a double one twice, and the sign beyond the last of them."""
+        """Return real zeros in order, a double one twice, and the sign beyond the last of them."""
         field = self.field
         if leading == 0:
             return [field.scale(field.divide(c, b), -1)], sign(field, b)

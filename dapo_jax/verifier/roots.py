@@ -38,13 +38,13 @@ def _not_known(bits: int) -> Ball:
 
 
 def opaque(field: NumberField, kind: str, a: Element) -> Element:
-    """Value of a function of which nothing more is known."""
+    """Return the value of a function without known rules."""
     constant = field.is_constant(a)
     return field.atom(kind, str(a), argument=a, constant=constant, real=False, value=_not_known)
 
 
 def prime_powers(field: NumberField, number: fmpq) -> list[tuple[fmpz, int]]:
-    """Factors of a positive number and their powers, below 0 for those of its denominator."""
+    """Return the factors of a positive number and their powers, below 0 in the denominator."""
     bits = number.p.bit_length() + number.q.bit_length()
     field.budget.spend(20 + (bits if bits > TRIAL_BITS else 0))
     below = [(prime, -power) for prime, power in _factors(number.q)]
@@ -52,12 +52,12 @@ def prime_powers(field: NumberField, number: fmpq) -> list[tuple[fmpz, int]]:
 
 
 def _factors(n: fmpz) -> list[tuple[fmpz, int]]:
-    """Prime powers of a positive integer; a large factor may be left as it is."""
+    """Return the prime powers of a positive integer; a large factor may be left as it is."""
     return n.factor() if n.bit_length() <= TRIAL_BITS else n.factor(trial_limit=LARGEST_TRIED)
 
 
 def _root_of_number(field: NumberField, number: fmpq, degree: int) -> Element:
-    """Positive root of a positive number."""
+    """Return the positive root of a positive number."""
     result = rational(1)
     for prime, power in prime_powers(field, number):
         whole, rest = divmod(power, degree)
@@ -78,7 +78,7 @@ def _root_atom(
     on_circle: bool = False,
     odd: bool = False,
 ) -> Element:
-    """Principal root of a polynomial with whole coefficients; of odd ones the real root."""
+    """Return principal root of a polynomial with whole coefficients; of odd ones the real root."""
     poly, is_constant = radicand.above, field.is_constant(radicand)
     inner = [atom for _, atom in field.atoms_in(poly)]
     bound = None
@@ -105,17 +105,17 @@ def _root_atom(
 
 
 def minus_one_to(field: NumberField, degree: int) -> Element:
-    """Root of -1: (-1)^(1/degree) = exp(i pi / degree)."""
+    """Return the root of -1: (-1)^(1/degree) = exp(i pi / degree)."""
     return rational(-1) if degree == 1 else _root_atom(field, rational(-1), degree, on_circle=True)
 
 
 def imaginary(field: NumberField) -> Element:
-    """Imaginary unit."""
+    """Return the imaginary unit."""
     return minus_one_to(field, 2)
 
 
 def root(field: NumberField, a: Element, degree: int) -> Element:
-    """Principal root."""
+    """Return the principal root."""
     number = as_rational(a.above) if a.below == ONE else None
     if number is not None:
         if number == 0:
@@ -172,7 +172,7 @@ def _root_of_poly(field: NumberField, poly: Poly, degree: int) -> Element:
 
 
 def real_root(field: NumberField, a: Element, degree: int) -> Element:
-    """Real root of odd degree of what is real; else the principal root."""
+    """Return the real root of odd degree of what is real; else the principal root."""
     if field.is_constant(a):
         negative = is_real(field, a) and sign(field, a) < 0
         value = root(field, field.scale(a, -1) if negative else a, degree)
@@ -199,7 +199,7 @@ def real_root(field: NumberField, a: Element, degree: int) -> Element:
 
 
 def content_of(poly: Poly) -> fmpq:
-    """Content: the positive number whose removal leaves coprime integer coefficients."""
+    """Return the content: divided by it, the coefficients are coprime integers."""
     coefficients = poly.coeffs()
     above = math.gcd(*(int(c.p) for c in coefficients))
     return fmpq(above, math.lcm(*(int(c.q) for c in coefficients)))
@@ -209,7 +209,7 @@ def content_of(poly: Poly) -> fmpq:
 
 
 def conjugate(field: NumberField, a: Element) -> Element:
-    """Complex conjugate. Raises `Undecided` where that of an atom is not known."""
+    """Return the complex conjugate; raise `Undecided` if an atom's is not known."""
     if all(atom.real for _, atom in field.atoms_in(*a)):
         return a
     parts = []
@@ -233,7 +233,7 @@ def conjugate(field: NumberField, a: Element) -> Element:
 
 
 def is_real(field: NumberField, a: Element) -> bool:
-    """Proof that a constant is real; False also where there is none."""
+    """Return True if a constant is proved to be real."""
     try:
         other = conjugate(field, a)
         return other == a or field.vanishes(field.subtract(a, other).above)
@@ -242,7 +242,7 @@ def is_real(field: NumberField, a: Element) -> bool:
 
 
 def sign(field: NumberField, a: Element) -> int:
-    """Sign of a real constant: -1, 0 or 1. Raises `Undecided`."""
+    """Return the sign of a real constant: -1, 0 or 1. Raises `Undecided`."""
     if field.vanishes(a.above):
         return 0
     if not is_real(field, a):
@@ -258,7 +258,7 @@ def sign(field: NumberField, a: Element) -> int:
 
 
 def absolute(field: NumberField, a: Element) -> Element:
-    """Absolute value. Raises `NeedsSign` where it depends on variables."""
+    """Return the absolute value; raise `NeedsSign` if it depends on variables."""
     if field.is_constant(a):
         if is_real(field, a):
             return field.scale(a, sign(field, a))

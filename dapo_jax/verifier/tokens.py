@@ -24,7 +24,7 @@ _WORDS = set(FUNCTIONS) | {"pi", "infinity", "inf"}
 
 
 def tokens_of(text: str) -> list[str]:
-    """At most `MAX_TOKENS`. Raises `Refused` for words that are no function's."""
+    """Return at most `MAX_TOKENS`. Raises `Refused` for words that are no function's."""
     tokens = []
     for match in _TOKEN.finditer(_DEGREE.sub(DEGREE, text.rstrip())):
         number, command, word, other = match.groups()

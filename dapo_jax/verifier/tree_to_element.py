@@ -12,7 +12,7 @@ from dapo_jax.verifier.roots import absolute, imaginary, root
 
 
 def _circle(field: NumberField, a: Element, sign: int) -> Element:
-    """exp(i a) + sign * exp(-i a)."""
+    """Return exp(i a) + sign * exp(-i a)."""
     turned = field.multiply(imaginary(field), a)
     back = elementary_functions.exp(field, field.scale(turned, -1))
     return field.add(elementary_functions.exp(field, turned), field.scale(back, sign))
@@ -27,7 +27,7 @@ def _cos(field: NumberField, a: Element) -> Element:
 
 
 def _hyperbola(field: NumberField, a: Element, sign: int) -> Element:
-    """(exp(a) + sign * exp(-a)) / 2."""
+    """Return (exp(a) + sign * exp(-a)) / 2."""
     other = elementary_functions.exp(field, field.scale(a, -1))
     return field.scale(
         field.add(elementary_functions.exp(field, a), field.scale(other, sign)), fmpq(1, 2)
@@ -35,7 +35,7 @@ def _hyperbola(field: NumberField, a: Element, sign: int) -> Element:
 
 
 def _asin(field: NumberField, a: Element) -> Element:
-    """-i log(i a + sqrt(1 - a^2))."""
+    """Return -i log(i a + sqrt(1 - a^2))."""
     i = imaginary(field)
     height = root(field, field.subtract(rational(1), field.multiply(a, a)), 2)
     turn = elementary_functions.log(field, field.add(field.multiply(i, a), height))
@@ -43,7 +43,7 @@ def _asin(field: NumberField, a: Element) -> Element:
 
 
 def _atan(field: NumberField, a: Element) -> Element:
-    """i / 2 (log(1 - i a) - log(1 + i a))."""
+    """Return i / 2 (log(1 - i a) - log(1 + i a))."""
     i = imaginary(field)
     turned = field.multiply(i, a)
     below = elementary_functions.log(field, field.subtract(rational(1), turned))
@@ -57,13 +57,13 @@ def _acos(field: NumberField, a: Element) -> Element:
 
 
 def _acosh(field: NumberField, a: Element) -> Element:
-    """log(a + sqrt(a + 1) sqrt(a - 1))."""
+    """Return log(a + sqrt(a + 1) sqrt(a - 1))."""
     roots = (root(field, field.add(a, rational(shift)), 2) for shift in (1, -1))
     return elementary_functions.log(field, field.add(a, field.multiply(*roots)))
 
 
 def _turned(function: Callable) -> Callable[[NumberField, Element], Element]:
-    """-i f(i a)."""
+    """Return -i f(i a)."""
 
     def value(field: NumberField, a: Element) -> Element:
         i = imaginary(field)
@@ -113,7 +113,7 @@ _FUNCTIONS: dict[str, Callable[[NumberField, Element], Element]] = {
 
 
 def read(field: NumberField, tree: Tree) -> Element:
-    """Element that a tree describes.
+    """Return the element that a tree describes.
 
     Raises:
         Refused: the tree has no value.

@@ -62,7 +62,7 @@ def _singular(word: str) -> str:
 
 
 def canonical_unit(text: str) -> tuple[str, bool]:
-    """Canonical spelling of a unit, and whether every word in it is a known unit."""
+    """Return the canonical spelling of a unit, and whether every word in it is a known unit."""
     text = text.replace(r"\text", " ").replace("p.m.", "pm").replace("a.m.", "am")
     parts, known, pending = [], True, ""
     for piece in _PIECE.findall(text):
@@ -90,7 +90,7 @@ def canonical_unit(text: str) -> tuple[str, bool]:
 
 
 def split_unit(text: str, *, trusted: bool = False) -> tuple[str, str]:
-    """(value, canonical unit) of a normalised answer; the unit is empty where there is none.
+    """Return (value, canonical unit) of a normalised answer; no unit is empty.
 
     Args:
         trusted: a gold answer's words behind a number are a unit even where no table knows them.

@@ -24,7 +24,7 @@ class Ruling(NamedTuple):
 
 
 def final_number(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Exact comparison of the integer behind the last `####` with the gold answer."""
+    """Compare exactly the integer behind the last `####` with the gold answer."""
     _, marker, after = response.rpartition(MARKER)
     extracted = after.strip()
     if not marker or not extracted or len(after) > LONGEST_NUMBER:
@@ -33,29 +33,33 @@ def final_number(response: str, answer: str, algebra: Algebra) -> Ruling:
     return Ruling(number is not None and number == read_integer(answer.strip()), extracted, "hash")
 
 
-def _same(found: Extraction, answer: str, algebra: Algebra) -> Ruling:
-    if found.text is None:
-        return Ruling(False, None, found.how)
-    return Ruling(decide(found.text, gold_answer(answer), algebra), found.text.strip(), found.how)
+def _same(extraction: Extraction, answer: str, algebra: Algebra) -> Ruling:
+    if extraction.text is None:
+        return Ruling(False, None, extraction.how)
+    return Ruling(
+        decide(extraction.text, gold_answer(answer), algebra),
+        extraction.text.strip(),
+        extraction.how,
+    )
 
 
 def math(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Mathematical equivalence; any marker counts, and a single short line."""
+    """Test the mathematical equivalence; any marker counts, and a single short line."""
     return _same(extract(response), answer, algebra)
 
 
 def math_box(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Mathematical equivalence of the content of the last box."""
+    """Test the mathematical equivalence of the content of the last box."""
     return _same(extract(response, "box"), answer, algebra)
 
 
 def math_label(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Mathematical equivalence of the answer behind a tag, `####` or 'Answer:'."""
+    """Test the mathematical equivalence of the answer behind a tag, `####` or 'Answer:'."""
     return _same(extract(response, "label"), answer, algebra)
 
 
 def dapo(response: str, answer: str, algebra: Algebra) -> Ruling:
-    """Scorer of DAPO's released code: the same string after Minerva's normalisation."""
+    """Score as DAPO's released code: the same string after Minerva's normalisation."""
     extracted = labelled_answer(response)
     if extracted is None:
         return Ruling(False, None, "no_marker")

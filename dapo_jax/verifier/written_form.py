@@ -69,7 +69,7 @@ class Factor(NamedTuple):
 
 
 def _exponent(tree: Tree) -> tuple[Tree, int]:
-    """(exponent of a power without its sign, sign)."""
+    """Return (exponent of a power without its sign, sign)."""
     exponent, sign = tree.parts[1], 1
     while exponent.kind == "product" and exponent.parts[0].whole == -1:
         exponent, sign = exponent.parts[1], -sign
@@ -77,7 +77,7 @@ def _exponent(tree: Tree) -> tuple[Tree, int]:
 
 
 def _root(tree: Tree) -> tuple[Tree, int] | None:
-    """(radicand, order) of a root, in whatever way it is written."""
+    """Return (radicand, order) of a root, in whatever way it is written."""
     if tree.kind == "odd_root":
         return tree.parts[0], tree.parts[1].whole or 1
     exponent = _exponent(tree)[0] if tree.kind == "power" else tree
@@ -88,7 +88,7 @@ def _root(tree: Tree) -> tuple[Tree, int] | None:
 
 
 def factors(tree: Tree, below: bool = False) -> Iterator[Factor]:
-    """Factors of a product, quotient or power."""
+    """Return the factors of a product, quotient or power."""
     if tree.kind in ("product", "quotient"):
         yield from factors(tree.parts[0], below)
         yield from factors(tree.parts[1], below ^ (tree.kind == "quotient"))
@@ -103,7 +103,7 @@ def factors(tree: Tree, below: bool = False) -> Iterator[Factor]:
 
 @functools.lru_cache(maxsize=4096)
 def key(tree: Tree) -> str:
-    """Text of a tree, the same for trees that differ in the order of terms and factors."""
+    """Return text of a tree, the same for trees that differ in the order of terms and factors."""
     parts = list(factors(tree))
     if tree.kind in ("product", "quotient") or parts[0].base is not tree:
         return "*".join(sorted(map(_name, parts)))
@@ -117,7 +117,7 @@ def _name(factor: Factor) -> str:
 
 
 def _units(tree: Tree, outside: tuple[str, ...] = ()) -> Iterator[str]:
-    """Terms of a sum without their numbers; those of a sum in brackets count, with its factors."""
+    """Return the terms of a sum without numbers; of a sum in brackets, times its factors."""
     for term in tree.parts if tree.kind == "sum" else (tree,):
         parts = [f for f in factors(term) if f.base.kind not in ("number", "numeral")]
         inner = [f.base for f in parts if f.base.kind == "sum" and f.times == 1 and not f.below]
@@ -129,7 +129,7 @@ def _units(tree: Tree, outside: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _content(tree: Tree) -> int:
-    """An integer that plainly divides an expression."""
+    """Return an integer that plainly divides an expression."""
     if tree.kind == "numeral":
         return int(tree.rational.p) or 1
     if tree.kind == "sum":
@@ -141,7 +141,7 @@ def _content(tree: Tree) -> int:
 
 
 def _frees(n: int, order: int) -> bool:
-    """Test for a radicand of which a root of this order leaves less, as 12 and 2, or 4 and 4."""
+    """Return True if a root of this order simplifies the radicand, as 12 and 2, or 4 and 4."""
     is_square = order % 2 == 0 and n > 1 and math.isqrt(n) ** 2 == n
     tried = itertools.takewhile(lambda p: p**order <= n, _PRIMES)
     return is_square or any(n % p**order == 0 for p in tried)
@@ -169,7 +169,7 @@ class Form:
         self._visit(tree)
 
     def _visit(self, tree: Tree) -> bool:
-        """Notes what is left to do; test for a part without letters."""
+        """Note the work that is left to do; return True for a part without letters."""
         parts = list(factors(tree))
         if tree.kind in ("product", "quotient") or parts[0].base is not tree:
             return self._product(parts)
@@ -237,7 +237,7 @@ class Form:
         return not letters
 
     def _numbers_of(self, parts: list[Factor]) -> None:
-        """Arithmetic among the numbers of a product: more than one fraction in lowest terms."""
+        """Test for arithmetic among a product's numbers: more than a fraction in lowest terms."""
         sides = [[f.base for f in parts if f.below is below] for below in (False, True)]
         above, below = ([b.rational for b in side if b.kind == "numeral"] for side in sides)
         contents = [math.prod(map(_content, side)) for side in sides]
@@ -270,12 +270,12 @@ class Form:
 
     def lacks_product(self, gold: "Form") -> bool:
         """Test for a product of gold's that is not here."""
-        matches = [[one <= other for other in self.products] for one in gold.products]
+        matches = [[own <= other for other in self.products] for own in gold.products]
         return len(self.products) < len(matches) or not all(map(any, matches))
 
 
 def value_at(tree: Tree, trial: int) -> complex:
-    """Rough value, every letter at a point of its own.
+    """Return the rough value, every letter at a point of its own.
 
     Raises:
         ArithmeticError, ValueError, LookupError, TypeError: there is none.

@@ -11,7 +11,7 @@ and if unfinished answers are wrong.
 import re
 import sys
 
-from dapo_jax.data.problem_files import read_problems
+from dapo_jax.data.sources import read_problems
 from dapo_jax.structs import Problem
 from dapo_jax.verifier import is_equivalent
 from dapo_jax.verifier.answer_conventions import is_unfinished

@@ -20,7 +20,7 @@ from served import (
 )
 
 from dapo_jax.commands.serve import server
-from dapo_jax.data.prompts.chat_template import ChatTemplate
+from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, UntilStop
 
 CHAT = ChatTemplate(

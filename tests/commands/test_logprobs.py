@@ -14,7 +14,7 @@ from served import BUDGET, BYTES_DECODER, END, TOKENIZER, http_serving, make_byt
 
 from dapo_jax.commands.serve import server
 from dapo_jax.commands.serve.logprobs import CHUNK_TOKENS, Scorer
-from dapo_jax.data.prompts.chat_template import ChatTemplate
+from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer
 from dapo_jax.model.logprobs import token_logprobs
 from dapo_jax.runtime.tool_calls import read_calls

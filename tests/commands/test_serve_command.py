@@ -30,7 +30,7 @@ def command(*flags: str) -> list[str]:
         ("--port=70000", "config.port = 70000: must be from 0 to 65535"),
         ("--temperature=-1", "config.temperature = -1.0: must be from 0.001 to 100.0, or 0"),
         ("--max_prompt_tokens=32768", "config.max_prompt_tokens = 32768: must be from 1 to 32767"),
-        ("--http_port=9000", "config.http_port = 9000: must be another one than port"),
+        ("--http_port=9000", "config.http_port = 9000: must be different from port"),
         ("--max_body_mb=0", "config.max_body_mb = 0.0: must be above 0"),
         ("--config.slot=3", "config.slot: there is no such setting; did you mean slots"),
         ("--model=", "config.model = '': must be a model folder: --model=FOLDER"),

@@ -83,11 +83,7 @@ CHANGES = {
     "critic.optimizer.max_grad_norm": (2.0, "ppo", ""),
     "critic.optimizer.max_skipped_steps": (5, "ppo", ""),
     "model.reference_folder": ("elsewhere", "grpo", ""),
-    "rollout.carry_over_max_age": (
-        3,
-        "dapo",
-        "rollout.carry_over=all algorithm.importance_cap=2",
-    ),
+    "rollout.carry_over_max_age": (3, "dapo", "rollout.carry_over=all algorithm.importance_cap=2"),
     "sampler.pages": (64, "dapo", "sampler.cache=paged"),
     "sampler.page_tokens": (16, "dapo", "sampler.cache=paged"),
     "sampler.keep_turns": (True, "dapo", "environment.name=calculator"),

@@ -47,33 +47,6 @@ def test_every_character_of_the_task_survives_the_tokenizer():
             assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
-def test_order_depends_on_the_position_alone():
-    one = stream(train_problems=50)
-    first = [next(one) for _ in range(120)]
-    again = stream(train_problems=50)
-    again.position = 70
-    later = [next(again) for _ in range(50)]
-    assert [p.id for p in later] == [p.id for p in first[70:]]
-    assert [p.index for p in later] == list(range(70, 120))
-
-
-def test_a_prompt_that_is_asked_again_is_not_written_again(monkeypatch):
-    written, encode = [], type(TOKENIZER).encode_prompt
-
-    def encode_prompt(self, text):
-        written.append(text)
-        return encode(self, text)
-
-    monkeypatch.setattr(type(TOKENIZER), "encode_prompt", encode_prompt)
-    prompts = stream(train_problems=50)
-    before = len(written)
-    first = [next(prompts) for _ in range(20)]
-    prompts.position = 12
-    again = [next(prompts) for _ in range(10)]
-    assert len(written) - before == 22
-    assert all(one is other for one, other in zip(again, first[12:], strict=False))
-
-
 def test_each_pass_has_every_problem_once_in_a_new_order():
     prompts = stream(train_problems=50)
     passes = [[next(prompts).id for _ in range(50)] for _ in range(2)]

@@ -13,8 +13,7 @@ from small_runs import make_quick_config
 
 from dapo_jax.config.experiment import Checkpoint, Config, Data, Packing, Reward
 from dapo_jax.data.prompt_stream import Lengths, PromptStream
-from dapo_jax.data.prompts.chat_template import ChatTemplate
-from dapo_jax.data.prompts.templates import TEMPLATES, Beside, open_template
+from dapo_jax.data.prompts.templates import TEMPLATES, Beside, ChatTemplate, open_template
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.console import Progress
 from dapo_jax.reporting.notices import announce_data
@@ -78,7 +77,7 @@ def test_a_row_s_own_system_message_and_earlier_turns_come_first():
         ("{{ problem }}{% include 'x' %}", "the jinja fails: no loader"),
     ],
 )
-def test_a_template_that_is_none_stops_at_the_door(tmp_path, text, reason, capsys):
+def test_a_template_that_is_none_stops_before_the_run(tmp_path, text, reason, capsys):
     (tmp_path / "empty.txt").write_text("Solve:\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff{problem}")
     text = text.replace("{tmp}", str(tmp_path))
@@ -122,7 +121,7 @@ def test_conversations_need_a_template_that_shows_them(conversations):
     shown = {
         prompt.problem: prompt.text for prompt in [*prompts, *(next(stream) for _ in range(5))]
     }
-    assert len(shown) == 6 and not list(stream.complaints())
+    assert len(shown) == 6 and not list(stream.warnings())
     for held in (0, 4):  # whether it is trained on or held out
         plain = dataclasses.replace(conversations, template="none", heldout_problems=held)
         with pytest.raises(ConfigError, match="template = 'none': must be chat.*1 rows .* as c-4"):
@@ -134,13 +133,13 @@ def test_a_system_message_that_no_prompt_shows_is_named(tmp_path):
     rows = [{"messages": messages, "answer": 2}, {"problem": "2+2=", "answer": 4}]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
     stream = PromptStream(Data(source=str(tmp_path / "c.jsonl")), 0, arithmetic_tokenizer())
-    (complaint,) = stream.complaints()
+    (complaint,) = stream.warnings()
     assert "1 problems have a system message" in complaint and "'none'" in complaint
 
 
 def test_a_prompt_of_which_nothing_is_left_is_an_error(conversations):
     data = dataclasses.replace(conversations, template="{% if level %}{{ messages }}{% endif %}")
-    with pytest.raises(ConfigError, match="no token is left of the prompt of c-"):
+    with pytest.raises(ConfigError, match="the prompt of c-. has no token"):
         next(PromptStream(data, 0, arithmetic_tokenizer()))
 
 

@@ -9,9 +9,9 @@ from command_lines import RL, load
 from row_files import write_lines
 
 from dapo_jax.config.experiment import Config, Reward
-from dapo_jax.data.file_readers import read_rows
-from dapo_jax.data.problem_files import read_problems
-from dapo_jax.data.row_formats import FIELDS, MalformedRow, NoAnswer, parse_fields, read_row
+from dapo_jax.data.files import MalformedRow, NoAnswer, read_rows
+from dapo_jax.data.row_formats import FIELDS, parse_fields, read_row
+from dapo_jax.data.sources import read_problems
 from dapo_jax.runtime.settings import ConfigError
 
 
@@ -28,7 +28,7 @@ def test_fields_are_named_by_key():
 @pytest.mark.parametrize(
     "text", ["question", "problem=", "gold=x", "answer=a,answer=b", "answer=a,"]
 )
-def test_fields_that_name_nothing_are_refused_at_the_door(text, capsys):
+def test_fields_that_name_nothing_are_rejected_before_the_run(text, capsys):
     with pytest.raises(SystemExit) as stopped:
         load(Config, RL, f"--config.data.fields={text}", "--config.data.source=mine.csv")
     message = capsys.readouterr().err
@@ -123,8 +123,8 @@ def test_own_rows_are_read_as_named(name):
         ("answer=m.gold", {"prompt": "P", "m": None}, "has no field 'm.gold'"),
         ("problem=q", {"q": " ", "answer": "1"}, "q is empty"),
         ("problem=q", {"q": 3, "answer": "1"}, "q is int"),
-        ("answer=a", {"text": "P", "a": "1"}, "none of its fields says the problem: text, a"),
-        ("", {"prompt": "P", "target": "1"}, "none of its fields says the answer: prompt, target"),
+        ("answer=a", {"text": "P", "a": "1"}, "no field is known as the problem: text, a"),
+        ("", {"prompt": "P", "target": "1"}, "no field is known as the answer: prompt, target"),
         ("", {"messages": [USER, {"role": "tool", "content": "x"}]}, "messages of the role 'tool'"),
         ("", {"messages": [USER, SYSTEM]}, "messages of the role 'system'"),
         ("", {"messages": [WORKED]}, "no message of the role 'user'"),
@@ -177,7 +177,7 @@ def test_a_file_is_read_by_the_named_fields_or_by_its_own(tmp_path):
     # Where one row has them all, another's `answer` is never taken for what it lacks.
     path = write_lines(tmp_path / "some.jsonl", [{"question": "P", "answer": "no"}, *mine])
     stopped = read(path, "answer=target")  # at once: no row was read before
-    assert stopped.problems == () and "line 1: has no field 'target'" in stopped.complaints[0]
+    assert stopped.problems == () and "line 1: has no field 'target'" in stopped.messages[0]
     other = write_lines(tmp_path / "other.jsonl", [{"problem": "P", "answer": "1"}])
     assert read_problems((path, other), "set", 0, "answer=target").problems == ()
     loaded = read_problems((path,), "set", 1, "answer=target")
@@ -216,7 +216,7 @@ def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
     (tmp_path / "t.csv").write_text(f"question,answer\n{cells}\n2+2?,4\n")
     loaded = read_problems((str(tmp_path / "t.csv"),), "set", 1)
     assert [problem.answer for problem in loaded.problems] == ["4"]
-    assert loaded.complaints[0].endswith("t.csv line 2: has not 2 cells, as the first line")
+    assert loaded.messages[0].endswith("t.csv line 2: does not have 2 cells like the first line")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +224,7 @@ def test_a_line_with_other_cells_than_the_first_is_malformed(tmp_path, cells):
     [
         ("t.csv", b'question,answer\n"1+1?,2\n', "unexpected end of data"),
         ("t.csv", b"question,answer\n\xff,2\n", ".*utf-8"),
+        ("t.parquet", b"hello", ".*[Pp]arquet"),
         ("t.jsonl.gz", b"hello", "Not a gzipped file"),
         ("t.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-9], ".*ended before"),
     ],
@@ -235,7 +236,7 @@ def test_broken_files_say_why(tmp_path, name, content, reason):
 
 
 def test_packed_files_are_found_and_named_like_others(tmp_path):
-    from dapo_jax.data.problem_files import find_files
+    from dapo_jax.data.files import find_files
 
     rows = "\n".join(json.dumps({"problem": f"{i}", "answer": "1"}) for i in range(3))
     (tmp_path / "set_train.jsonl.gz").write_bytes(gzip.compress(rows.encode(), mtime=0))

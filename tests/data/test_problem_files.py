@@ -9,11 +9,11 @@ from etils.epath import backend, gpath
 from pyarrow import csv, feather, parquet
 from row_files import write_lines
 
-from dapo_jax.data.problem_files import Loaded, find_files, read_problems
+from dapo_jax.data.files import MalformedRow, NoAnswer, find_files
 from dapo_jax.data.prompts.templates import DAPO
-from dapo_jax.data.row_formats import MalformedRow, NoAnswer, read_row
+from dapo_jax.data.row_formats import read_row
+from dapo_jax.data.sources import Source, read_problems
 from dapo_jax.runtime.settings import ConfigError
-from dapo_jax.verifier.extraction import extract
 
 ROWS = [{"problem": f"What is {i}+1?", "answer": str(i + 1)} for i in range(5)]
 
@@ -28,7 +28,7 @@ def dapo_row(text: str, answer: str, index: int, wording: str = DAPO) -> dict:
     }
 
 
-def load(*paths: str, limit: int = 0) -> Loaded:
+def load(*paths: str, limit: int = 0) -> Source:
     return read_problems(paths, "set", limit)
 
 
@@ -109,8 +109,8 @@ def test_a_row_without_an_answer_is_not_malformed(row):
         ({"problem": "P", "answer": {"a": 1}}, "answer is dict"),
         ({"problem": "P", "answer": float("nan")}, "not a finite number"),
         ({"problem": "\ud800", "answer": "1"}, "surrogate"),
-        ({"text": "P", "label": "1"}, "says the problem: text, label"),
-        ({}, "says the problem: it has none"),
+        ({"text": "P", "label": "1"}, "known as the problem: text, label"),
+        ({}, "known as the problem: it has none"),
         ([1], "is list, not an object"),
         (dapo_row("P", "1", 1) | {"prompt": []}, "no message of the role"),
         (dapo_row("P", "1", 1) | {"reward_model": "1"}, "reward_model is not"),
@@ -119,21 +119,6 @@ def test_a_row_without_an_answer_is_not_malformed(row):
 def test_a_malformed_row_says_why(row, reason):
     with pytest.raises(MalformedRow, match=reason):
         read_row(row, "set", 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "box"),
-    [
-        ("\\boxed 7$ and", "7"),
-        ("\\fbox{a \\} b}", "a \\} b"),
-        ("\\boxed{1}, \\boxed{2", None),
-        ("\\boxed{\\begin{pmatrix} 1 \\\\{2} \\end{pmatrix}}", "\\begin{pmatrix} 1 \\\\{2} "),
-        ("none", None),
-    ],
-)
-def test_the_last_box_is_matched_by_its_braces(text, box):
-    found = extract(text, "box").text
-    assert found == box if box is None else found.startswith(box)
 
 
 def test_every_kind_of_file_gives_the_same_problems(tmp_path):
@@ -163,8 +148,8 @@ def test_malformed_rows_are_named_by_file_and_line_up_to_a_limit(tmp_path):
     loaded = load(path, limit=2)
     assert [problem.answer for problem in loaded.problems] == ["1", "2"]
     assert loaded.counts["malformed"] == 2 and loaded.counts["rows"] == 4
-    assert "bad.jsonl line 2: is not JSON" in loaded.complaints[0]
-    assert "bad.jsonl line 4: problem is int" in loaded.complaints[1]
+    assert "bad.jsonl line 2: is not JSON" in loaded.messages[0]
+    assert "bad.jsonl line 4: problem is int" in loaded.messages[1]
     with pytest.raises(ConfigError, match="bad_rows_limit = 1.*bad.jsonl line 2.*line 4"):
         load(path, limit=1)
 
@@ -172,13 +157,10 @@ def test_malformed_rows_are_named_by_file_and_line_up_to_a_limit(tmp_path):
 def test_malformed_rows_of_tables_are_named_by_row_over_all_groups(tmp_path):
     rows = [*ROWS[:3], {"problem": "", "answer": "1"}, ROWS[4]]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet", row_group_size=2)
-    assert "t.parquet row 4: problem is empty" in load(str(tmp_path / "t.parquet"), limit=1)[2][0]
-
-
-def test_a_file_that_is_no_table_is_a_clear_error(tmp_path):
-    (tmp_path / "t.parquet").write_text("hello")
-    with pytest.raises(ConfigError, match=r"t.parquet can't be read: .*[Pp]arquet"):
-        load(str(tmp_path / "t.parquet"))
+    assert (
+        "t.parquet row 4: problem is empty"
+        in load(str(tmp_path / "t.parquet"), limit=1).messages[0]
+    )
 
 
 def test_repeats_are_dropped_and_conflicting_answers_too(tmp_path):
@@ -191,7 +173,9 @@ def test_repeats_are_dropped_and_conflicting_answers_too(tmp_path):
         "set-uuid-4",
     ]
     assert loaded.counts == {"rows": 16, "repeats": 9, "conflicts": 2, "without answer": 1}
-    assert "line 13: the answer '9' to a problem that set-uuid-2" in loaded.complaints[0]
+    assert (
+        "line 13: the answer '9' differs from '2', the answer of set-uuid-2" in loaded.messages[0]
+    )
 
 
 @pytest.fixture

@@ -1,22 +1,17 @@
 """Rows of a user's own examples and pairs: their tokens, and what is wrong with some."""
 
-import json
-
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 from row_files import write_lines
 from served import byte_tokenizer
 from tokenizers import processors
 
 from dapo_jax.config.experiment import Data, OwnData
+from dapo_jax.data.files import MalformedRow
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts.chat_template import ChatTemplate
+from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
-from dapo_jax.data.row_formats import MalformedRow, parse_fields
-from dapo_jax.data.supervised_examples import endless_order, read_examples
-from dapo_jax.data.supervised_rows import EXAMPLES, PAIRS, Writer
+from dapo_jax.data.supervised import EXAMPLES, PAIRS, Writer, endless_order, read_examples
 from dapo_jax.runtime.settings import ConfigError
 
 PLAIN_CHAT = (
@@ -191,7 +186,12 @@ USER = TALK[1]
 MALFORMED = {  # row, forms, settings, words
     "no object": (3, EXAMPLES, {}, "is int, not an object"),
     "other fields": ({"a": 1}, EXAMPLES, {}, "has the fields a, not messages, prompt+response"),
-    "no field": (ROW, EXAMPLES, {"fields": "prompt=prompt,response=x.y"}, "has no x.y; its fields"),
+    "no field": (
+        ROW,
+        EXAMPLES,
+        {"fields": "prompt=prompt,response=x.y"},
+        "has no field 'x.y'; it has",
+    ),
     "empty": (ROW | {"prompt": " "}, EXAMPLES, {}, "prompt is empty"),
     "number": (ROW | {"response": 4}, EXAMPLES, {}, "response is 4, neither text nor messages"),
     "surrogate": (ROW | {"response": "\ud800"}, EXAMPLES, {}, "half of a surrogate pair"),
@@ -243,7 +243,10 @@ def test_templates_that_can_not_show_an_answer_make_malformed_rows():
     for chat, words in (
         ("", "the model folder has no chat template"),
         ("{{ raise_exception('no') }}", "chat template fails: no"),
-        ("{{ messages | length }}{{ add_generation_prompt }}", "elsewhere than behind its prompt"),
+        (
+            "{{ messages | length }}{{ add_generation_prompt }}",
+            "does not put the answer right after its prompt",
+        ),
     ):
         with pytest.raises(MalformedRow, match=words):
             write({"messages": TALK}, tokenizer=tokenizer_with(chat))
@@ -318,28 +321,3 @@ def test_every_pass_has_each_example_once_in_an_order_of_its_own():
     assert passes[0] != passes[1] != passes[2] != passes[0]
     assert [again(place) for place in range(149, 99, -1)][::-1] == passes[2]  # by place alone
     assert [other(place) for place in range(50)] != passes[0]
-
-
-@pytest.mark.parametrize(
-    "text", ["prompt", "prompt=", "prompt=a,prompt=b", "prompt=a,,", "gold=a", "=a"]
-)
-def test_fields_are_keys_and_names(text):
-    assert parse_fields("data.fields", "", ["prompt"]) == {}
-    assert parse_fields("data.fields", "prompt = a.b", ["prompt"]) == {"prompt": "a.b"}
-    with pytest.raises(ConfigError, match="config.data.fields = .*must be KEY=FIELD"):
-        parse_fields("data.fields", text, ["prompt", "response"])
-
-
-def test_other_kinds_of_files_are_read_alike(tmp_path):
-    rows = [{"messages": [ASKED, ANSWER]}, {"messages": TALK}]
-    lines = write_lines(tmp_path / "own.jsonl", rows)
-    (tmp_path / "own.json").write_text(json.dumps(rows))
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
-    digests = {
-        read_examples(own(path), tokenizer_with(), 999, EXAMPLES).digest()
-        for path in (lines, tmp_path / "own.json", tmp_path / "own.parquet")
-    }
-    assert len(digests) == 1
-    (tmp_path / "own.csv").write_text("prompt,response\n1+1?,2\n")
-    found = read_examples(own(tmp_path / "own.csv"), tokenizer_with(), 99, EXAMPLES).training
-    assert [text_of(one.turns[0].response) for one in found] == ["2<|end|>"]

@@ -8,9 +8,13 @@ from row_files import CHATML
 
 from dapo_jax.config.experiment import Data
 from dapo_jax.data.prompt_stream import PromptStream
-from dapo_jax.data.prompts import template_process
-from dapo_jax.data.prompts.chat_template import ChatTemplate, read_chat_template
-from dapo_jax.data.prompts.templates import TEMPLATES, VERIFIERS_OF, Beside
+from dapo_jax.data.prompts.templates import (
+    TEMPLATES,
+    VERIFIERS_OF,
+    Beside,
+    ChatTemplate,
+    read_chat_template,
+)
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import Problem
@@ -96,7 +100,7 @@ def test_chat_templates_may_use_what_transformers_offers():
     ],
 )
 def test_a_template_that_fails_or_reaches_out_is_one_clear_line(template, reason):
-    with pytest.raises(ConfigError, match=f"chat template fails: .*{reason}"):
+    with pytest.raises(ConfigError, match=f"chat template fails.*: .*{reason}"):
         ChatTemplate(template).render(ask("Hi"))
 
 
@@ -105,8 +109,6 @@ def test_a_template_that_computes_for_ever_is_stopped():
     with pytest.raises(ConfigError, match="^model: the model's chat template fails: .* over 2 s"):
         ChatTemplate(loop).check("model")
     assert ChatTemplate("{{ messages[0].content }}").render(ask("Hi")) == "Hi"
-    template_process._worker._process._process.kill()  # by whoever
-    assert ChatTemplate("{{ messages[0].content }}").render(ask("你" * 400_000)) == "你" * 400_000
 
 
 def test_the_folder_says_which_template_and_tokens(tmp_path):

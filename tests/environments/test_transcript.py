@@ -9,7 +9,7 @@ import chat_families
 import pytest
 from chat_families import ASKED, FAMILIES, begin_token, called, conversations
 
-from dapo_jax.data.prompts.chat_template import ChatTemplate
+from dapo_jax.data.prompts.templates import ChatTemplate
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
 from dapo_jax.environments.tools import tool_schema
 from dapo_jax.environments.transcript import Transcript

@@ -28,7 +28,7 @@ FLOORS = (
 # What only reinforcement learning reads does not count.
 OFFLINE_ROOMS = (
     "run.supervised.common run.supervised.training run.supervised.resume "
-    "data.supervised_rows data.supervised_examples run.compute learner.update learner.policy "
+    "data.supervised run.compute learner.update learner.policy "
     "learner.optimizer runtime.sharding "
     "model.training_attention model.decoder model.trainable"
 ).split()
@@ -114,7 +114,7 @@ CALLED = {"architecture": ("shape",)}
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_setting_has_a_reader(kind):
     # A setting that its own config resolves is read; one that is only checked is not.
-    checkers = ("config.algorithm", "config.combinations", "config.validation", "algorithms")
+    checkers = ("config.algorithm", "config.validation", "algorithms")
     readers = [path for path in SOURCES if not room(path).startswith(checkers)]
     if kind in ROOMS_OF:
         readers = [path for path in readers if room(path) in ROOMS_OF[kind]]

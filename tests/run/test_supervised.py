@@ -28,7 +28,7 @@ from dapo_jax.config.experiment import (
     Packing,
     SftConfig,
 )
-from dapo_jax.data.supervised_rows import Example, Turns
+from dapo_jax.data.supervised import Example, Turns
 from dapo_jax.learner.packing import pack
 from dapo_jax.learner.policy import PolicySettings, policy_learner
 from dapo_jax.run.supervised import common as offline

@@ -1,5 +1,4 @@
-"""Places of model folders: on this machine, in a bucket, or of a policy that ships with the package
-(`model.folder = "dapo_jax:NAME"`)."""
+"""Model folders: on this machine, in a bucket, or shipped with the package (`dapo_jax:NAME`)."""
 
 import pathlib
 
@@ -13,15 +12,14 @@ SHIPPED = "dapo_jax:"
 def model_path(
     folder: str | pathlib.Path, field: str = "model.folder", *, weights: bool = False
 ) -> pathlib.Path:
-    """Path of a model folder on this machine, to which one of a bucket is copied first.
+    """Return the local path of a model folder; a folder in a bucket is copied first.
 
     Args:
-        folder: a path, gs://..., or `dapo_jax:NAME`, a policy that ships with the package.
-        field: the setting that names it, for the error.
-        weights: without it a copy may lack the weights.
+        field: the setting with the folder, for the error.
+        weights: if False, the copy may lack the weights.
 
     Raises:
-        ConfigError: no such policy ships (names those that do), or the bucket can't be read.
+        ConfigError: no policy of that name ships, or the bucket cannot be read.
     """
     if is_remote(folder):
         return local_folder(folder, field, weights=weights)
@@ -31,7 +29,7 @@ def model_path(
     home = pathlib.Path(__file__).parent
     paths = {f"{SHIPPED}{path.parent.name}": path.parent for path in home.glob("*/config.json")}
     if name not in paths:
-        # All names begin alike, so that little likeness says nothing.
+        # All names share a prefix, so only close matches are suggested.
         hint = nearest(name, paths, cutoff=0.7) or f"; there is {' and '.join(sorted(paths))}"
         raise ConfigError(f"config.{field} = {name!r}: no such policy ships with dapo_jax{hint}")
     return paths[name]

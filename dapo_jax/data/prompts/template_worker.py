@@ -1,4 +1,4 @@
-"""Worker process of templates: jinja in its sandbox, in a process that may be killed.
+"""Worker process that renders templates: jinja in its sandbox.
 
 `python -m dapo_jax.data.prompts.template_worker` answers as `runtime.workers.child.serve` does.
 
@@ -20,13 +20,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dapo_jax.runtime.workers.child import limit_computing, limit_process, serve
 
-TODAY = datetime.date(2024, 7, 26)  # what Llama 3's templates say where nobody tells them
+# A constant date keeps the prompts of a resumed run equal; this is Llama 3's default.
+TODAY = datetime.date(2024, 7, 26)
 MAX_CHARACTERS = 1 << 20  # of a text
-SECONDS = 2  # of computing, for one text; the kernel ends the process at the next whole one
+SECONDS = 2  # of CPU time for one text; the kernel kills the process one second later
 
 
 class _Generation(Extension):
-    """Block `{% generation %}` around text of a model, which is written as it stands."""
+    """Block `{% generation %}` around a model's text; the text is written unchanged."""
 
     tags = {"generation"}
 
@@ -37,7 +38,7 @@ class _Generation(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without HTML escapes, which jinja's own filter would write."""
+    """Return JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -45,14 +46,9 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    """Date that never changes: a resumed run sees the same prompts after midnight."""
-    return TODAY.strftime(form)
-
-
 @functools.cache
 def _environment(strict: bool) -> jinja2.Environment:
-    """Environment as in Hugging Face's library. `strict`: names without a value are errors."""
+    """Return Hugging Face's environment; if `strict`, names without a value are errors."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined if strict else jinja2.Undefined,
         trim_blocks=True,
@@ -61,7 +57,7 @@ def _environment(strict: bool) -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = TODAY.strftime
     return environment
 
 
@@ -71,19 +67,19 @@ def _compiled(text: str, strict: bool) -> jinja2.Template:
 
 
 def answer(job: dict) -> dict:
-    """Reply to `{"template", "strict", "values"}`: `{"text"}`; without values, `{"reads"}`.
+    """Reply to `{"template", "strict", "values"}` with `{"text"}`; without values, `{"reads"}`.
 
-    A template that fails gives `{"error", "line"}`; the line is None where jinja knows none.
+    A template that fails gives `{"error", "line"}`; the line is None if jinja knows none.
     """
     limit_computing(SECONDS)
     template, strict = job["template"], job["strict"]
     try:
         if "values" in job:
             text = _compiled(template, strict).render(**job["values"])
-            too_long = f"it writes {len(text)} characters: at most {MAX_CHARACTERS}"
-            return (
-                {"text": text} if len(text) <= MAX_CHARACTERS else {"error": too_long, "line": None}
-            )
+            if len(text) > MAX_CHARACTERS:
+                message = f"it writes {len(text)} characters: at most {MAX_CHARACTERS}"
+                return {"error": message, "line": None}
+            return {"text": text}
         environment = _environment(strict)
         reads = meta.find_undeclared_variables(environment.parse(template))
         return {"reads": sorted(reads - environment.globals.keys())}

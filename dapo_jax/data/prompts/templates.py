@@ -1,18 +1,27 @@
-"""Prompt templates, by name or a user's own: from a problem to the policy's prompt."""
+"""Prompt templates, by name or the user's: from a problem to the policy's prompt.
 
-import contextlib
+Templates are rendered in a separate process; it is killed if one takes too long.
+"""
+
 import dataclasses
 import hashlib
+import pathlib
 import re
-from collections.abc import Callable, Iterator
+import reprlib
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
 
-from dapo_jax.data.prompts.chat_template import ChatTemplate
-from dapo_jax.data.prompts.template_process import TemplateFails, names_read, render
-from dapo_jax.runtime.settings import ConfigError, check_utf8, require
+from dapo_jax.runtime.settings import ConfigError, check_utf8, read_file, read_json, require
+from dapo_jax.runtime.workers.parent import RestartingWorker
 from dapo_jax.structs import Problem, present
+
+REPLY_SECONDS = 60.0  # for a reply on a very busy machine
+MAX_REPLY_BYTES = 8 << 20  # more than the longest text, with each character escaped
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
+
+_worker = RestartingWorker("dapo_jax.data.prompts.template_worker", max_reply_bytes=MAX_REPLY_BYTES)
 
 # The wording of DAPO's released data (arXiv 2503.14476).
 DAPO = (
@@ -35,55 +44,138 @@ QWEN_MATH = (
 )
 
 
+class TemplateTimeout(ConfigError):
+    """A template takes too long, or too much memory."""
+
+
+def _ask_worker(subject: str, template: str, strict: bool, **job: Any) -> dict:
+    """Return the worker's reply; raise `ConfigError` about `subject` if the template fails.
+
+    Args:
+        strict: if True, a name without a value is an error; else it writes nothing.
+    """
+    try:
+        reply = _worker.ask({"template": template, "strict": strict} | job, REPLY_SECONDS)
+    except (OSError, ValueError):
+        message = f"{subject} fails: it computes for over 2 s, or needs too much memory"
+        raise TemplateTimeout(message) from None
+    if "error" in reply:
+        line = "" if reply["line"] is None else f", line {reply['line']}"
+        raise ConfigError(f"{subject} fails{line}: {' '.join(reply['error'].split())}")
+    return reply
+
+
+class ChatTemplate:
+    """Chat template of a model: from messages to the text of a prompt."""
+
+    def __init__(self, text: str, special_tokens: dict[str, str] | None = None):
+        self._text = text
+        self._special_tokens = special_tokens or {}
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        field: str = "config.data.template = 'chat'",
+        open_answer: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """Return the text of the prompt; raise `ConfigError` about `field` if the template fails.
+
+        Args:
+            messages: each with `role` ('system', 'user' or 'assistant') and `content`.
+            open_answer: end with the beginning of the assistant's turn.
+            tools: functions that the model may call, in the format of OpenAI's API.
+        """
+        values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
+        values["add_generation_prompt"] = open_answer
+        values |= self._special_tokens
+        subject = f"{field}: the model's chat template"
+        return _ask_worker(subject, self._text, False, values=values)["text"]
+
+    @property
+    def writes_tools(self) -> bool:
+        """True if the template writes the tools that a model may call."""
+        return "tools" in self._text
+
+    def check(self, field: str) -> None:
+        """Raise `ConfigError` if the shortest conversation takes too long."""
+        try:
+            self.render([{"role": "user", "content": "1+1"}], field)
+        except TemplateTimeout:
+            raise
+        except ConfigError:
+            pass  # some templates need more than a single message
+
+
+def read_chat_template(folder: pathlib.Path, field: str = "model.folder") -> ChatTemplate | None:
+    """Read the template in chat_template.jinja, else in tokenizer_config.json; else return None."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path, field) if path.exists() else {}
+    text = settings.get("chat_template")
+    if isinstance(text, list):  # several by name
+        named = [entry for entry in text if isinstance(entry, dict)]
+        text = {str(entry.get("name")): entry.get("template") for entry in named}.get("default")
+    separate = folder / "chat_template.jinja"
+    if separate.exists():
+        text = read_file(separate, field)
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        if token := settings.get(name):
+            tokens[name] = token.get("content", "") if isinstance(token, dict) else token
+    for name, value in {"chat_template": text or "", **tokens}.items():
+        if not isinstance(value, str):
+            problem = f"{name} = {reprlib.repr(value)}: must be text"
+            raise ConfigError(f"config.{field}: {path}: {problem}", field)
+    return ChatTemplate(text, tokens) if text else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """Parts that a template may show beside the problem.
-
-    Attributes:
-        examples: one more than `shots`, so that the asked problem can be left out.
-        tools: that the policy may call, for the chat template.
-    """
+    """Parts that a template may show next to the problem."""
 
     chat: ChatTemplate | None = None
     system_prompt: str = ""
-    examples: tuple[Problem, ...] = ()
+    examples: tuple[Problem, ...] = ()  # one more than `shots`: the problem itself is left out
     shots: int = 0
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # functions that the policy may call
 
 
-def _wording(text: str) -> Callable[[Problem, Beside], str]:
-    """Braces inside the problem, or elsewhere in the wording, are left alone."""
+Write = Callable[[Problem, Beside], str]
+
+
+def _wording(text: str) -> Write:
+    """Return the writer of a text; other braces are left alone."""
     return lambda problem, _: text.replace("{problem}", problem.text)
 
 
 def _worked(problem: Problem) -> str:
-    """Solution of a problem, ending in the answer in a box."""
+    """Return the solution of a problem, ending with the answer in a box."""
     if "\\boxed" in problem.solution or not problem.answer:
         return problem.solution
     return f"{problem.solution}\nThe answer is $\\boxed{{{problem.answer}}}$.".strip()
 
 
 def few_shot(problem: Problem, beside: Beside) -> str:
-    """Worked examples, then the problem in the same form."""
+    """Write worked examples, then the problem in the same form."""
     others = [e for e in beside.examples if e.fingerprint != problem.fingerprint]
     shown = [f"Problem:\n{e.text}\n\nSolution:\n{_worked(e)}" for e in others[: beside.shots]]
     return "\n\n\n".join([*shown, f"Problem:\n{problem.text}\n\nSolution:"])
 
 
 def _messages(problem: Problem, beside: Beside) -> list[dict[str, str]]:
-    """Messages of a problem, with its own system message, else the config's, if any."""
+    """Return the messages of a problem, after its own system message or else the config's."""
     system = problem.system or beside.system_prompt
     turns = [*([("system", system)] if system else []), *problem.turns, ("user", problem.text)]
     return [{"role": role, "content": content} for role, content in turns]
 
 
 def chat(problem: Problem, beside: Beside) -> str:
-    """Prompt by the model's own chat template."""
-    messages = _messages(problem, beside)
-    return present(beside.chat, "chat template").render(messages, tools=beside.tools)
+    """Write the prompt with the model's chat template."""
+    template = present(beside.chat, "chat template")
+    return template.render(_messages(problem, beside), tools=beside.tools)
 
 
-TEMPLATES: dict[str, Callable[[Problem, Beside], str]] = {
+TEMPLATES: dict[str, Write] = {
     "none": _wording("{problem}"),
     "dapo": _wording(DAPO),
     "r1": _wording(R1),
@@ -92,8 +184,8 @@ TEMPLATES: dict[str, Callable[[Problem, Beside], str]] = {
     "chat": chat,
 }
 
-# A prompt that asks for one format and a verifier that reads another reward nothing: templates that
-# ask for a format name the verifiers that read it.
+# Templates that ask for an answer format, and the verifiers that read it: other verifiers would
+# never find an answer.
 VERIFIERS_OF = {
     "dapo": ("dapo", "math_label", "math"),
     "r1": ("math", "math_label"),
@@ -101,34 +193,25 @@ VERIFIERS_OF = {
     "few_shot": ("math", "math_label", "final_number"),
 }
 
-
-# Names that a user's own jinja may read.
-READABLE = {"problem", "system", "subject", "level", "messages"}
-SHOWN_OF_TEXT = 60  # characters
+READABLE = {"problem", "system", "subject", "level", "messages"}  # names in a user's jinja
+MAX_SHOWN_CHARACTERS = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Prompt template.
+    """Prompt template."""
 
-    Attributes:
-        write: makes the prompt of a problem.
-        reads: names of `READABLE` that the template shows.
-        digest: digest of a user's own text; else empty.
-    """
-
-    write: Callable[[Problem, Beside], str]
-    reads: frozenset[str]
-    digest: str = ""
+    write: Write
+    reads: frozenset[str]  # names of `READABLE` that it shows
+    digest: str = ""  # of a user's text; empty for a named template
 
     @property
     def shows_system(self) -> bool:
-        """True where prompts show a system message."""
         return not self.reads.isdisjoint({"system", "messages"})
 
 
 def check_chat(setting: str, chat_template: ChatTemplate | None) -> None:
-    """Raises `ConfigError` where `data.template` is 'chat' and the model folder has none."""
+    """Raise `ConfigError` if `data.template` is 'chat' and the model folder has no template."""
     if setting == "chat" and chat_template is None:
         raise ConfigError(
             "config.data.template = 'chat': the model folder has no chat template, neither in "
@@ -137,67 +220,50 @@ def check_chat(setting: str, chat_template: ChatTemplate | None) -> None:
 
 
 def open_template(setting: str) -> Template:
-    """Template of `data.template`: a name, a text of one's own, or a file that holds one.
-
-    Raises:
-        ConfigError: the setting is none of these, or the text is broken or shows no problem.
-    """
+    """Return the template of `data.template`: a name, a text, or a file with a text."""
     if setting in TEMPLATES:
         reads = {"problem", "system", "messages"} if setting == "chat" else {"problem"}
         return Template(TEMPLATES[setting], frozenset(reads))
     text = setting if re.search(r"{[{%#]|{problem}", setting) else _read(setting)
-    shown = setting if len(setting) <= SHOWN_OF_TEXT else setting[:SHOWN_OF_TEXT] + "..."
+    is_cut = len(setting) > MAX_SHOWN_CHARACTERS
+    shown = setting[:MAX_SHOWN_CHARACTERS] + "..." if is_cut else setting
     is_jinja = any(sign in text for sign in ("{{", "{%", "{#"))
-    # What would reach the model as it stands, though it looks like a place to fill.
-    left = set(re.findall(r"(?<!{){(\w+)}(?!})", text)) & READABLE - (
-        {"problem"} if not is_jinja else set()
-    )
-    first = min(left, default="")
+    # Placeholders that would reach the model unfilled.
+    unfilled = set(re.findall(r"(?<!{){(\w+)}(?!})", text)) & READABLE
+    unfilled -= set() if is_jinja else {"problem"}
+    first = min(unfilled, default="")
     allowed = f"jinja, {{{{ {first} }}}}, in place of {{{first}}}"
-    require(not left, "data.template", shown, allowed)
+    require(not unfilled, "data.template", shown, allowed)
     if is_jinja:
         write, reads = _jinja(text, shown)
     else:
         write, reads = _wording(text), frozenset({"problem"} if "{problem}" in text else ())
-    require(
-        not reads.isdisjoint({"problem", "messages"}),
-        "data.template",
-        shown,
-        "a text with {problem}, or jinja with {{ problem }}, where the problem goes",
-    )
+    shows_problem = not reads.isdisjoint({"problem", "messages"})
+    allowed = "a text with {problem}, or jinja with {{ problem }}, in place of the problem"
+    require(shows_problem, "data.template", shown, allowed)
     return Template(write, reads, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def _read(setting: str) -> str:
-    """Text of a file, without the line's end that editors put at its end."""
+    """Read a file without the newline that editors add at its end."""
     path = epath.Path(setting)
     try:
         if path.is_file():
             content = path.read_bytes()
             check_utf8(content)
             return content.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
-    except Exception as error:  # of the file, of its encoding, or of a bucket's client
+    except Exception as error:  # from the file system, the encoding or a bucket's client
         raise ConfigError(f"config.data.template = {setting!r}: can't be read: {error}") from None
     names = ", ".join(TEMPLATES)
     allowed = f"{names}, or a text with {{problem}} in it, or a file of it (there is no such file)"
     raise ConfigError(f"config.data.template = {setting!r}: must be {allowed}")
 
 
-def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], frozenset[str]]:
-    """Writer of a jinja text, and the names it reads. One problem is written as a trial."""
+def _jinja(text: str, shown: str) -> tuple[Write, frozenset[str]]:
+    """Return the writer of a jinja text, and the names it reads, after a trial."""
 
-    @contextlib.contextmanager
-    def explained() -> Iterator[None]:
-        try:
-            yield
-        except TemplateFails as error:
-            line = "" if error.line is None else f", line {error.line}"
-            reason = " ".join(str(error).split())
-            message = f"config.data.template = {shown!r}: the jinja fails{line}: {reason}"
-            raise ConfigError(message) from None
-
-    with explained():
-        reads = names_read(text)
+    subject = f"config.data.template = {shown!r}: the jinja"
+    reads = frozenset(_ask_worker(subject, text, True)["reads"])
     unknown = ", ".join(sorted(reads - READABLE))
     allowed = f"jinja that reads {', '.join(sorted(READABLE))}; {unknown} is none of these"
     require(not unknown, "data.template", shown, allowed)
@@ -210,8 +276,7 @@ def _jinja(text: str, shown: str) -> tuple[Callable[[Problem, Beside], str], fro
             "level": problem.level,
             "messages": _messages(problem, beside),
         }
-        with explained():
-            return render(text, values, strict=True)
+        return _ask_worker(subject, text, True, values=values)["text"]
 
     write(Problem("", "1+1", "", ""), Beside())
     return write, reads

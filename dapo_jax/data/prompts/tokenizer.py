@@ -1,7 +1,4 @@
-"""Tokenizers of a model folder and of the embedded task.
-
-The `tokenizers` library turns text into ids; this file adds the ids that end a response.
-"""
+"""Tokenizers of a model folder and of the embedded task, with the ids that end a response."""
 
 import pathlib
 import reprlib
@@ -12,16 +9,16 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dapo_jax.data.policies import model_path
-from dapo_jax.data.prompts.chat_template import ChatTemplate, read_chat_template
+from dapo_jax.data.prompts.templates import ChatTemplate, read_chat_template
 from dapo_jax.runtime.settings import ConfigError, check_regular, read_json
 
 VOCAB_MULTIPLE = 32
-NO_PAD = -1  # pad_token_id of Llama's first folders, which have none
+NO_PAD = -1  # pad_token_id in the first Llama folders: there is no such token
 BROKEN_CHARACTER = "\ufffd"
 
 
 class Ends(Protocol):
-    """Special ids that an engine needs."""
+    """Special ids for an engine."""
 
     @property
     def end_ids(self) -> tuple[int, ...]: ...
@@ -31,18 +28,18 @@ class Ends(Protocol):
 
 
 class Decodes(Ends, Protocol):
-    """Special ids and decoding that a sampler needs."""
+    """Special ids and decoding for a sampler."""
 
     def decode_all(self, rows: list[list[int]]) -> list[str]: ...
 
 
 class Tokenizer:
-    """Tokenizer of one model folder: encodes prompts and decodes responses.
+    """Tokenizer of a model folder: encodes prompts and decodes responses.
 
     Attributes:
         end_ids: ids that end a response (`eos_token_id` of generation_config.json or config.json).
-        pad_id: fills the places that no token uses.
-        chat: the model's chat template; None where it has none.
+        pad_id: fills unused positions.
+        chat: the model's chat template, if it has one.
         begin_ids: ids that begin a prompt; empty for most models.
     """
 
@@ -57,24 +54,24 @@ class Tokenizer:
         self.end_ids = end_ids
         self.pad_id = pad_id
         self.chat = chat
-        # What the tokenizer itself puts before a text; `=` is one that any vocabulary can write.
+        # The tokenizer may put tokens before a text; every vocabulary can encode `=`.
         marked = backend.encode("=")
         self.begin_ids = marked.ids[: [*marked.special_tokens_mask, 0].index(0)]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, no special tokens added."""
-        # Unlike `encode`, this lets other threads run meanwhile.
+        """Return the ids of `text` without special tokens."""
+        # Unlike the library's `encode`, `encode_batch` releases the GIL.
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=False)
         return encoded.ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of `text`, which begins as the model knows prompts to (Llama's begin_of_text)."""
+        """Return the ids of `text` after the model's begin ids (Llama's begin_of_text)."""
         ids = self.encode(text)
-        has_begin = ids[: len(self.begin_ids)] == self.begin_ids  # a chat template has done it
+        has_begin = ids[: len(self.begin_ids)] == self.begin_ids  # from a chat template
         return ids if has_begin else self.begin_ids + ids
 
     def check_fits(self, vocab: int, field: str, folder: str | pathlib.Path) -> None:
-        """Raises `ConfigError` where an id is none of a model with `vocab` of them."""
+        """Raise `ConfigError` if an id is outside a model's vocabulary of `vocab` tokens."""
         largest = max(self.backend.get_vocab().values())
         named = f"config.{field} = {str(folder)!r}"
         if largest >= vocab:
@@ -86,23 +83,21 @@ class Tokenizer:
             "pad_token_id": (self.pad_id,),
             "the tokens that begin a prompt": self.begin_ids,
         }
-        for name, own in ids.items():
-            if not all(0 <= one < vocab for one in own):
-                raise ConfigError(f"{named}: {name} = {list(own)}: must be from 0 to {vocab - 1}")
+        for name, values in ids.items():
+            if not all(0 <= token < vocab for token in values):
+                allowed = f"must be from 0 to {vocab - 1}"
+                raise ConfigError(f"{named}: {name} = {list(values)}: {allowed}")
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`, special tokens left out."""
+        """Return the text of `ids` without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
     def decode_all(self, rows: list[list[int]]) -> list[str]:
-        """Text of each row of ids, by all cores."""
+        """Return the text of each row of ids, decoded on all cores."""
         return self.backend.decode_batch(rows, skip_special_tokens=True)
 
     def split(self, ids: Sequence[int]) -> list[str]:
-        """Texts that the tokens of a response add, one each; joined they are its text.
-
-        A character of several tokens is the text of the last of them.
-        """
+        """Return the text of each token of a response; a split character is its last token's."""
         stream = TextStream(self)
         texts = [stream.add([token]) for token in ids]
         texts[-1:] = [text + stream.rest() for text in texts[-1:]]
@@ -110,99 +105,91 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Most bytes of a text that one token can stand for."""
+        """Number of bytes of the longest token."""
         return max(len(piece.encode()) for piece in self.backend.get_vocab())
 
     @property
     def padded_vocab(self) -> int:
-        """Size of the vocabulary, rounded up so that a mesh can cut it."""
+        """Size of the vocabulary, rounded up so that it can be sharded."""
         return -(-self.backend.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @classmethod
     def from_folder(cls, folder: str | pathlib.Path, field: str = "model.folder") -> "Tokenizer":
-        """Tokenizer of a folder's tokenizer.json, with the end ids of its config files.
-
-        Raises:
-            ConfigError: the folder lacks a file or an id; the message names the setting `field`.
-        """
+        """Read tokenizer.json and the end ids of a folder; may raise `ConfigError`."""
         named = f"config.{field} = {str(folder)!r}"
         folder = model_path(folder, field)
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(f"{named}: has no tokenizer.json")
         settings: dict = {}
-        for name in ("config.json", "generation_config.json"):  # the second has the last word
+        for name in ("config.json", "generation_config.json"):  # the second takes precedence
             if (folder / name).exists():
                 values = read_json(folder / name, field)
                 settings |= {key: value for key, value in values.items() if value is not None}
         end = settings.get("eos_token_id", [])
         end_ids = tuple(end) if isinstance(end, list) else (end,)
         if not end_ids or not all(type(end_id) is int for end_id in end_ids):
-            raise ConfigError(
-                f"{named}: eos_token_id = {end!r} in generation_config.json or else config.json: "
-                "must be an id or a list of ids, or no response could end"
-            )
+            place = "in generation_config.json or else config.json"
+            allowed = "must be an id or a list of ids, or no response could end"
+            raise ConfigError(f"{named}: eos_token_id = {end!r} {place}: {allowed}")
         pad_id = settings.get("pad_token_id", NO_PAD)
         if type(pad_id) is not int:
             raise ConfigError(f"{named}: pad_token_id = {reprlib.repr(pad_id)}: must be an id")
         try:
             check_regular(path)
             backend = Backend.from_file(str(path))
-            backend.no_padding()  # the folder's lengths are those of another program
+            backend.no_padding()  # the lengths in the folder are for other programs
             backend.no_truncation()
-            own = cls(backend, end_ids, end_ids[0] if pad_id == NO_PAD else pad_id)
+            tokenizer = cls(backend, end_ids, end_ids[0] if pad_id == NO_PAD else pad_id)
             if not backend.get_vocab():
-                raise ValueError("it knows no token")
+                raise ValueError("it has no tokens")
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises no class of its own, and may panic
+        except BaseException as error:  # the library raises plain exceptions, and may panic
             raise ConfigError(f"{named}: tokenizer.json can't be read: {error}") from None
-        own.chat = read_chat_template(folder, field)
-        return own
+        tokenizer.chat = read_chat_template(folder, field)
+        return tokenizer
 
 
 class TextStream:
-    """Incremental decoder: text of a response whose tokens come one by one.
+    """Incremental decoder of a response; the pieces joined are its text.
 
-    The pieces joined are the whole text.
-
-    A token may end inside a character, which is shown once it is complete, and what a token adds
-    may depend on the one before: so each piece is decoded together with the piece before it.
+    The text of a token may depend on the one before, so two pieces are decoded together.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode = tokenizer.decode
-        self._ids: list[int] = []  # those of the piece before, then those not shown yet
-        self._shown_ids = self._shown_characters = 0  # of `_ids` and of their text
+        self._ids: list[int] = []  # the piece before, then ids that are not shown yet
+        self._shown_ids = 0
+        self._shown_characters = 0
 
     def add(self, ids: list[int]) -> str:
-        """Text that these ids add; empty while they end inside a character."""
+        """Return the text that these ids add; empty while they end inside a character."""
         self._ids.extend(ids)
         text = self._decode(self._ids)
         piece = text[self._shown_characters :]
         if not piece or text.endswith(BROKEN_CHARACTER):
             return ""
         self._ids = self._ids[self._shown_ids :]
-        self._shown_ids, self._shown_characters = len(self._ids), len(self._decode(self._ids))
+        self._shown_ids = len(self._ids)
+        self._shown_characters = len(self._decode(self._ids))
         return piece
 
     def rest(self) -> str:
-        """Rest of the text at the end of the response: a character that was never completed."""
+        """Return the rest at the end of the response: a character that was never completed."""
         return self._decode(self._ids)[self._shown_characters :]
 
 
 class UntilStop:
-    """Filter of a text up to the first stop string; a possible beginning of one is held back.
-
-    Attributes:
-        stopped: true once a stop string has come.
-    """
+    """Filter of a text up to the first stop string; a possible start of one is held back."""
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._held, self.stopped = stops, "", False
+        self._stops = stops
+        self._held = ""
+        self.stopped = False  # True after a stop string
 
     def add(self, text: str, *, last: bool = False) -> str:
-        """Text that may be shown now. `last`: no more text comes, so that none is held back."""
+        """Return the text that may be shown now; with `last`, nothing is held back."""
         if self.stopped:
             return ""
         self._held += text
@@ -210,13 +197,13 @@ class UntilStop:
         if places:
             self.stopped = True
             return self._held[: min(places)]
-        begins = 0 if last else self._begins()
-        shown = self._held[: len(self._held) - begins]
-        self._held = self._held[len(shown) :]
+        size = len(self._held) - (0 if last else self._partial_stop())
+        shown = self._held[:size]
+        self._held = self._held[size:]
         return shown
 
-    def _begins(self) -> int:
-        """Count of last characters with which a stop string may begin, the most."""
+    def _partial_stop(self) -> int:
+        """Return the largest number of last characters that may begin a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for size in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-size:]) for stop in self._stops):
@@ -228,7 +215,7 @@ PAD, END = "<|pad|>", "<|end|>"
 
 
 def arithmetic_tokenizer() -> Tokenizer:
-    """Tokenizer of the embedded task: characters, `####` and `again`; id 0 pads, id 1 ends."""
+    """Return the embedded task's tokenizer: characters, `####`, `again`; id 0 pads, id 1 ends."""
     pieces = [PAD, END, "####", "again", *"0123456789+=,? "]
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, PAD))
     backend.add_special_tokens([PAD, END])

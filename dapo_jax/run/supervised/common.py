@@ -10,8 +10,7 @@ from rich.markup import escape
 
 from dapo_jax.config.experiment import DpoConfig, Packing, SftConfig
 from dapo_jax.data.prompts.tokenizer import Tokenizer, arithmetic_tokenizer
-from dapo_jax.data.supervised_examples import Examples, endless_order, read_examples
-from dapo_jax.data.supervised_rows import Example, Forms
+from dapo_jax.data.supervised import Example, Examples, Forms, endless_order, read_examples
 from dapo_jax.learner.packing import Segment, pack, take_tokens
 from dapo_jax.learner.update import Learner
 from dapo_jax.model import load_huggingface

@@ -14,8 +14,7 @@ import numpy as np
 
 from dapo_jax.algorithms import Algorithm, dpo
 from dapo_jax.config.experiment import DpoConfig
-from dapo_jax.data.supervised_examples import Examples
-from dapo_jax.data.supervised_rows import PAIRS, Example
+from dapo_jax.data.supervised import PAIRS, Example, Examples
 from dapo_jax.learner.advantages import Feedback, estimate, gather_feedback
 from dapo_jax.learner.batches import PackedRows, ScoredBatch, TrainBatch
 from dapo_jax.learner.minibatches import make_batch

@@ -8,10 +8,10 @@ import numpy as np
 
 from dapo_jax.algorithms import sft
 from dapo_jax.config.experiment import Packing, SftConfig
-from dapo_jax.config.inputs import GENERATED
+from dapo_jax.config.sections import GENERATED
 from dapo_jax.data import arithmetic, multi_digit_sums
 from dapo_jax.data.prompts.tokenizer import Tokenizer
-from dapo_jax.data.supervised_rows import EXAMPLES
+from dapo_jax.data.supervised import EXAMPLES
 from dapo_jax.learner.advantages import estimate, gather_feedback
 from dapo_jax.learner.batches import ScoredBatch, TrainBatch
 from dapo_jax.learner.minibatches import make_batch

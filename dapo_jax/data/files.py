@@ -1,0 +1,287 @@
+"""Data files on this machine or gs://: find them by name and read their rows."""
+
+import collections
+import contextlib
+import csv
+import difflib
+import gzip
+import io
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar, cast
+
+import pyarrow
+from etils import epath
+from pyarrow import parquet
+
+from dapo_jax.runtime.settings import ConfigError, check_regular, check_utf8, require
+
+T = TypeVar("T")
+
+BATCH_ROWS = 4096
+MAX_LINE_BYTES = 64 << 20  # also of a CSV cell; the csv module's default limit is too small
+MAX_JSON_BYTES = 1 << 30  # a JSON file is read as a whole
+MAX_MESSAGES = 3  # about bad rows, in an error or a warning
+WILDCARDS = "*?["
+HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")
+
+
+class MalformedRow(ValueError):
+    """Row that cannot be read; the message says why."""
+
+    hint = ""  # advice that is shown once per source
+
+
+class NoAnswer(Exception):
+    """Well-formed row without an answer to compare with."""
+
+
+class RowLog:
+    """Counts of a source's rows by outcome, and messages; `limit` malformed rows are skipped."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.messages: list[str] = []
+
+    @property
+    def exceeds_limit(self) -> bool:
+        return self.counts["malformed"] > self._limit
+
+    def parse(self, place: str, row: Any, parse: Callable[[Any], T]) -> T | None:
+        """Return the parsed row, or None for a row without answer or a malformed row."""
+        self.counts["rows"] += 1
+        try:
+            if isinstance(row, MalformedRow):
+                raise row
+            return parse(row)
+        except NoAnswer:
+            self.counts["without answer"] += 1
+        except MalformedRow as error:
+            self.counts["malformed"] += 1
+            is_new = error.hint and not any(error.hint in message for message in self.messages)
+            self.messages.append(f"{place}: {error}" + (f" ({error.hint})" if is_new else ""))
+        return None
+
+    def check_limit(self) -> None:
+        """Raise `ConfigError`, with the first messages, for too many malformed rows."""
+        if self.exceeds_limit:
+            shown = "; ".join(self.messages[:MAX_MESSAGES])
+            raise ConfigError(
+                f"config.data.bad_rows_limit = {self._limit}: more rows are malformed: {shown}"
+            )
+
+
+def _parse_json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return MalformedRow(f"is not JSON: {error}")
+
+
+def _json_lines(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"line {number} is longer than {MAX_LINE_BYTES:,} bytes")
+        if line.strip():
+            yield f"line {number}", _parse_json(line)
+
+
+def _json(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a JSON array, of one object, or of JSON lines with the wrong suffix."""
+    text = file.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes; use JSON lines")
+    content = _parse_json(text)
+    if isinstance(content, MalformedRow):
+        file.seek(0)
+        yield from _json_lines(file)
+        return
+    rows = content if isinstance(content, list) else [content]
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", row
+
+
+def _csv(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield rows of cells by the names in the first line, separated by comma, semicolon or tab."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    header = file.readline()
+    delimiter = max(b",;\t", key=header.count)
+    file.seek(0)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    reader = csv.DictReader(text, delimiter=chr(delimiter), strict=True)
+    cells = len(reader.fieldnames or ())
+    line = reader.line_num + 1
+    for row in reader:
+        complete = None not in row and None not in row.values()
+        problem = MalformedRow(f"does not have {cells} cells like the first line")
+        yield f"line {line}", row if complete else problem
+        line = reader.line_num + 1
+
+
+def _number_rows(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for batch in batches:
+        batch.validate(full=True)  # wrong offsets would read arbitrary memory
+        for row in batch.to_pylist():
+            number += 1
+            yield f"row {number}", row
+
+
+def _parquet(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    return _number_rows(parquet.ParquetFile(file).iter_batches(BATCH_ROWS))
+
+
+def _arrow(file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of an Arrow file (also Feather) or stream."""
+    try:
+        reader = pyarrow.ipc.open_file(file)
+    except pyarrow.ArrowInvalid:
+        file.seek(0)
+        return _number_rows(iter(pyarrow.ipc.open_stream(file)))
+    return _number_rows(reader.get_batch(i) for i in range(reader.num_record_batches))
+
+
+# Readers by suffix. If a folder has several kinds of files, only the first kind is read.
+READERS = {
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".feather": _arrow,
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".jsonl.gz": _json_lines,
+    ".json.gz": _json,
+    ".csv.gz": _csv,
+}
+SUFFIXES = ", ".join(READERS)
+
+
+def split_suffix(name: str) -> tuple[str, str]:
+    """Return a file's name without suffix, and the suffix of its reader ("" if there is none)."""
+    suffix = next((suffix for suffix in READERS if name.endswith(suffix)), "")
+    return name.removesuffix(suffix), suffix
+
+
+@contextlib.contextmanager
+def _open(path: epath.Path) -> Iterator[BinaryIO]:
+    """Open a file; a file in a bucket is copied first because tables need random access."""
+    with contextlib.ExitStack() as stack:
+        if "://" in str(path):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            path = path.copy(epath.Path(folder) / path.name)
+        check_regular(path)
+        file = stack.enter_context(path.open("rb"))
+        if path.suffix == ".gz":
+            file = stack.enter_context(gzip.open(file))
+        if READERS[split_suffix(path.name)[1]] not in (_parquet, _arrow):
+            check_utf8(file.read(2))
+            file.seek(0)
+        yield cast(BinaryIO, file)
+
+
+def read_rows(path: epath.Path) -> Iterator[tuple[str, Any]]:
+    """Yield (line or row number, row or `MalformedRow`); may raise `ConfigError`."""
+    try:
+        with _open(path) as file:
+            yield from READERS[split_suffix(path.name)[1]](file)
+    except MemoryError:
+        raise ConfigError(f"{path} can't be read: it needs more memory than there is") from None
+    except Exception as error:  # from the file system, the parser or a bucket's client
+        raise ConfigError(f"{path} can't be read: {error}") from None
+
+
+def _shards(folder: epath.Path) -> list[epath.Path]:
+    """Return the files of the first kind found in a folder or its subfolders."""
+    for pattern in ("*", "*/*"):
+        files = sorted(folder.glob(pattern))
+        for suffix in READERS:
+            shards = [path for path in files if split_suffix(path.name)[1] == suffix]
+            if shards:
+                return shards
+    return []
+
+
+def _by_name(name: str, folder: epath.Path, split: str) -> list[epath.Path]:
+    """Return entries called `name`, or `name` and a separator; of several, those of the split."""
+    stems = {}
+    for path in sorted(folder.iterdir()):
+        stem, suffix = split_suffix(path.name)
+        if suffix or path.is_dir():
+            stems[path] = stem.lower()
+    matches = [path for path, stem in stems.items() if stem == name.lower()]
+    if not matches:
+        starts = tuple(f"{name.lower()}{separator}" for separator in "_-.")
+        matches = [path for path, stem in stems.items() if stem.startswith(starts)]
+    return [path for path in matches if split in stems[path]] if len(matches) > 1 else matches
+
+
+def _glob(field: str, pattern: str) -> list[epath.Path]:
+    require("**" not in pattern, field, pattern, "without **, which buckets do not support")
+    parts = epath.Path(pattern).parts
+    first = next(i for i, part in enumerate(parts) if set(part) & set(WILDCARDS))
+    matches = epath.Path(*parts[:first]).glob("/".join(parts[first:]))
+    return [path for path in sorted(matches) if split_suffix(path.name)[1]]
+
+
+def _matches(field: str, name: str, folder: epath.Path, split: str) -> list[epath.Path]:
+    path = epath.Path(name)
+    paths = []
+    if set(name) & set(WILDCARDS):
+        paths = _glob(field, name)
+    elif path.exists():
+        paths = [path]
+    elif "/" not in name and split_suffix(name)[1] and (folder / name).exists():
+        paths = [folder / name]
+    elif "/" not in name and folder.is_dir():
+        paths = _by_name(name, folder, split)
+        paths = paths if len(paths) == 1 else []
+    return [file for path in paths for file in (_shards(path) if path.is_dir() else [path])]
+
+
+def find_files(field: str, name: str, folder: str, split: str) -> tuple[str, ...]:
+    """Return the files of a source: a path, a glob, a folder of shards, or a name in `folder`.
+
+    `split`, 'train' or 'test', decides between several files with that name.
+
+    Raises:
+        ConfigError: no file matches, or several do; the message lists what there is.
+    """
+    home = epath.Path(folder)
+    allowed = "a local path or a gs:// path: nothing else is downloaded"
+    require("://" not in name or name.startswith("gs://"), field, name, allowed)
+    try:
+        files = _matches(field, name, home, split)
+    except ConfigError:
+        raise
+    except Exception as error:  # from a bucket's client
+        raise ConfigError(f"config.{field} = {name!r}: {error}") from None
+    if not files or not all(split_suffix(file.name)[1] for file in files):
+        raise ConfigError(f"config.{field} = {name!r}: {_explain_no_match(name, home)}")
+    return tuple(map(str, files))
+
+
+def _explain_no_match(name: str, home: epath.Path) -> str:
+    path = epath.Path(name)
+    if path.exists():
+        return f"holds no file of {SUFFIXES}" if path.is_dir() else f"must end in {SUFFIXES}"
+    if set(name) & set(WILDCARDS):
+        return f"no file of {SUFFIXES} matches"
+    if "/" in name or split_suffix(name)[1]:
+        if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+            return (
+                f"no such file; download a data set of the hub first: hf download {name} "
+                f"--repo-type dataset --local-dir {home / path.name}"
+            )
+        folder = path.parent if path.parent.is_dir() else home
+        names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        similar = difflib.get_close_matches(path.name, names, n=1)
+        return "no such file" + "".join(f"; did you mean {folder / n}?" for n in similar)
+    names = sorted(file.name for file in home.iterdir()) if home.is_dir() else []
+    return (
+        f"must be arithmetic, multi_digit_sums, gym:TASK, a path or glob of {SUFFIXES}, or the "
+        f"start of a single name in config.data.folder = {str(home)!r}, which holds "
+        f"{', '.join(names) or 'nothing'}"
+    )
