@@ -9,7 +9,6 @@ import pytest
 from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import (
     ESTIMATORS,
-    broadcast_to_tokens,
     estimate,
     gather_feedback,
     whiten,
@@ -114,19 +113,6 @@ def test_a_response_has_the_papers_advantage_on_all_its_tokens(name, penalties):
     expected = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
     found = estimated(name, feedback(penalties))
     np.testing.assert_allclose(found, placed(expected, 0.0), **EXACT)
-
-
-def test_a_group_without_variance_has_advantage_zero():
-    for name in ("group_zscore", "group_centre", "leave_one_out"):
-        found = estimated(name, feedback())
-        assert not found[(INDEX == 4) | (INDEX == 5)].any() and found.any()
-
-
-def test_an_empty_response_still_counts_in_its_groups_statistics():
-    earned = np.array([1.0, 0.0, 0.0])
-    known = {"groups": np.zeros(3, int), "correct": earned > 0}
-    found = gather_feedback(np.array([[[0, 1]]]), earned, **known)
-    np.testing.assert_allclose(estimated("group_centre", found), [[[2 / 3, -1 / 3]]])
 
 
 def loop_discounted(values, factor):
@@ -267,30 +253,34 @@ def test_whitening_makes_response_tokens_standard_and_leaves_the_rest_zero():
     np.testing.assert_allclose(found, placed(loop_whitened(values), 0.0), **EXACT)
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_whitening_less_than_two_tokens_gives_zeros(tokens):
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_whitening_equal_advantages_or_less_than_two_tokens_gives_zeros(tokens):
     on = np.arange(4)[None] < tokens
-    np.testing.assert_array_equal(whiten(np.where(on, 3.0, 0.0), on), np.zeros((1, 4)))
+    np.testing.assert_array_equal(whiten(np.where(on, 0.5, 0.0), on), np.zeros((1, 4)))
 
 
-def test_whitening_equal_advantages_gives_zeros():
-    assert not whiten(np.full((1, 4), 0.5), np.ones((1, 4), bool)).any()
-
-
-def test_reinforce_pp_whitens_reward_to_go_with_token_penalties():
-    expected = loop_whitened([loop_discounted(own, 0.98) for own in loop_token_rewards(PENALTIES)])
-    algorithm = dataclasses.replace(dapo(), advantage="reward_to_go", gamma=0.98, whiten=True)
-    found = estimate(algorithm, feedback(PENALTIES))[0]
-    np.testing.assert_allclose(found, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
-
-
-def test_reinforce_pp_baseline_centres_in_groups_then_whitens_by_token():
+@pytest.mark.parametrize("name", ["reward_to_go", "group_centre"])
+def test_reinforce_pp_whitens_over_tokens(name):
     """Long responses weigh more in the batch's mean and variance: once per token."""
-    centred = [loop_response_advantage("group_centre", list(EARNED), i) for i in ALL]
-    expected = loop_whitened([[centred[i]] * LENGTHS[i] for i in ALL])
-    algorithm = dataclasses.replace(dapo(), advantage="group_centre", whiten=True)
-    found = estimate(algorithm, feedback())[0]
-    np.testing.assert_allclose(found, placed(expected, 0.0), rtol=1e-6, atol=1e-7)
+    if name == "reward_to_go":
+        values = [loop_discounted(own, 0.98) for own in loop_token_rewards(PENALTIES)]
+    else:
+        rewards = loop_returns(PENALTIES)
+        values = [[loop_response_advantage(name, rewards, i)] * LENGTHS[i] for i in ALL]
+    algorithm = dataclasses.replace(dapo(), advantage=name, gamma=0.98, whiten=True)
+    found = estimate(algorithm, feedback(PENALTIES))[0]
+    np.testing.assert_allclose(found, placed(loop_whitened(values), 0.0), rtol=1e-6, atol=1e-7)
+
+
+def test_estimators_coincide():
+    known = feedback(PENALTIES, VALUES)
+    sizes = np.array([(GROUPS == group).sum() for group in GROUPS])
+    factors = placed([[size / (size - 1)] * n for size, n in zip(sizes, LENGTHS, strict=True)], 0)
+    centred = estimated("group_centre", known)
+    np.testing.assert_allclose(estimated("leave_one_out", known), centred * factors, **EXACT)
+    to_go = estimated("reward_to_go", known)
+    whole = estimated("gae", known, lambda_policy=1.0)
+    np.testing.assert_allclose(whole, to_go - placed(VALUES, 0.0), **EXACT)
 
 
 # --- feedback --------------------------------------------------------------------------------
@@ -298,7 +288,7 @@ def test_reinforce_pp_baseline_centres_in_groups_then_whitens_by_token():
 
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
 def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
-    """Nor the rewards, nor the returns: what stands on prompts and padding means nothing."""
+    """Nor the rewards, nor the returns."""
 
     def known(fill):
         log_ratios = placed(LOG_RATIOS, fill)
@@ -313,19 +303,6 @@ def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
             assert not found[0][INDEX < 0].any() and not found[1][INDEX < 0].any()
 
 
-def test_responses_that_adjoin_in_a_row_stay_apart():
-    """No prompt stands between responses 5 and 6; neither hears of the other's reward."""
-    algorithm = dataclasses.replace(dapo(), advantage="reward_to_go")
-    found = ESTIMATORS["reward_to_go"](algorithm, feedback())
-    np.testing.assert_array_equal(found[1, 0, 1:6], [0.5, 0.5, 0.5, 0.5, -1.0])
-
-
-def test_a_response_that_fills_its_row_ends_there():
-    known = {"groups": np.zeros(1, int), "correct": np.ones(1, bool)}
-    found = gather_feedback(np.zeros((1, 1, 3), int), np.array([2.0]), **known)
-    np.testing.assert_array_equal(found.token_rewards, [[[0.0, 0.0, 2.0]]])
-
-
 def test_feedback_sums_penalties_and_puts_the_reward_on_the_last_token():
     found = feedback(PENALTIES, log_ratios=placed(LOG_RATIOS, np.nan))
     np.testing.assert_allclose(found.rewards, loop_returns(PENALTIES), **EXACT)
@@ -333,16 +310,3 @@ def test_feedback_sums_penalties_and_puts_the_reward_on_the_last_token():
     np.testing.assert_allclose(found.token_rewards, expected, **EXACT)
     sums = [math.fsum(own) for own in LOG_RATIOS]
     np.testing.assert_allclose(found.reference_log_ratios, sums, **EXACT)
-
-
-def test_what_belongs_to_a_response_is_spread_over_its_tokens_only():
-    index = np.array([[-1, 0, 0, -1, 1, -1]])
-    np.testing.assert_array_equal(
-        broadcast_to_tokens(np.array([2.0, -3.0]), index), [[0, 2, 2, 0, -3, 0]]
-    )
-
-
-def test_every_estimator_has_a_loop_in_this_file():
-    others = {"reward_to_go", "gae", "length_adaptive_gae", "one", "preference", "zero"}
-    in_the_other = {"length_weighted_centre", "reward_parts", "pass_at_k", "best_minus_second"}
-    assert set(ESTIMATORS) == set(OF_RESPONSES) | others | in_the_other

@@ -4,17 +4,21 @@ import dataclasses
 import math
 import types
 
+import jax
 import numpy as np
 import pytest
 from conftest import make_prompt
+from small_runs import make_groups
 
 from dapo_jax import algorithms
 from dapo_jax.algorithms import dapo
-from dapo_jax.learner.advantages import Estimates, estimate
+from dapo_jax.config.experiment import Config, Packing, Rollout
+from dapo_jax.learner.advantages import Estimates, broadcast_to_tokens, estimate
 from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.losses import LOSS_WEIGHTS, TRAINED_RESPONSES, response_weights
-from dapo_jax.learner.minibatches import Minibatches, make_batch
-from dapo_jax.learner.packing import Segment, pack
+from dapo_jax.learner.minibatches import Minibatches, make_batch, make_train_batches, split_groups
+from dapo_jax.learner.packing import Segment, pack, pack_updates
+from dapo_jax.learner.policy import policy_objective
 from dapo_jax.learner.score_pass import make_feedback
 from dapo_jax.reporting.metrics import feedback_metrics
 from dapo_jax.structs import Completion
@@ -83,17 +87,12 @@ def test_weights_reproduce_the_nested_means(aggregate, trained):
 
 @pytest.mark.parametrize("trained", TRAINED_RESPONSES)
 @pytest.mark.parametrize("aggregate", LOSS_WEIGHTS)
-def test_a_minibatch_without_trained_tokens_has_no_weights(aggregate, trained):
+def test_a_minibatch_without_trained_responses_has_no_weights(aggregate, trained):
     algorithm = dataclasses.replace(dapo(), aggregate=aggregate, trained_responses=trained)
-    zeros = np.zeros(7, int)
-    weights = response_weights(algorithm, zeros, np.array(GROUPS), np.array(CORRECT), BUDGET)
-    np.testing.assert_array_equal(weights, zeros)
-
-
-def test_nothing_right_leaves_nothing_to_imitate():
-    arrays = np.array(TOKENS), np.array(GROUPS), np.zeros(7, bool)
-    for preset in (algorithms.rft(), algorithms.dpo()):
-        assert not response_weights(preset, *arrays, BUDGET).any()
+    groups, tokens = np.array(GROUPS), np.array(TOKENS)
+    assert not response_weights(algorithm, 0 * tokens, groups, np.array(CORRECT), BUDGET).any()
+    if trained != "all":
+        assert not response_weights(algorithm, tokens, groups, np.zeros(7, bool), BUDGET).any()
 
 
 # --- packed minibatches ----------------------------------------------------------------------
@@ -152,11 +151,6 @@ def test_truncated_responses_leave_loss_and_counts_only_with_overlong_filtering(
         assert_responses(of_responses(batch.loss_weights, batch), expected)
 
 
-def test_filtering_every_response_leaves_zeros():
-    algorithm = dataclasses.replace(dapo(), overlong_filtering=True)
-    assert not packed(make_segments(truncated=range(7)), algorithm).loss_weights.any()
-
-
 def test_token_weights_stand_on_their_tokens_and_zeros_leave_the_counts():
     """A token of weight 2 counts once in the means' denominators, like one of weight 0.5."""
     segments = make_segments(weights=[0.0, 0.5, 2.0], truncated={3})
@@ -189,11 +183,8 @@ def test_positive_nll_is_a_mean_over_the_trained_tokens_of_right_responses():
         for i, s in enumerate(segments)
     ]
     assert_responses(of_responses(batch.nll_weights, batch), expected)
-
-
-def test_positive_nll_of_a_minibatch_with_nothing_right_is_zero():
-    segments = [s._replace(correct=False) for s in make_segments()]
-    assert not packed(segments, algorithms.vapo()).nll_weights.any()
+    wrong = packed([s._replace(correct=False) for s in segments], algorithm)
+    assert not wrong.nll_weights.any()
 
 
 def test_the_value_loss_is_a_mean_over_trained_tokens_whatever_the_aggregate():
@@ -203,6 +194,90 @@ def test_the_value_loss_is_a_mean_over_trained_tokens_whatever_the_aggregate():
     batch = packed(make_segments(truncated={3}), algorithm, returns=True)
     expected = [[0.0 if i == 3 else 1 / 10] * n for i, n in enumerate(TOKENS)]
     assert_responses(of_responses(batch.value_weights, batch), expected)
+
+
+# --- a last minibatch with fewer groups than planned -------------------------------------------
+
+PLANNED = 8  # groups of a minibatch, of two responses with three tokens each
+
+
+def planned_batch(algorithm, groups, planned=PLANNED):
+    """The minibatch of those groups, with advantages, returns and weights of every kind."""
+    segments = [
+        Segment(
+            make_prompt(g, [2]),
+            Completion(np.full(3, 3), np.zeros(3, np.float32), False, 0, ""),
+            2 * g + j,
+            j == 0,
+            np.full(3, 0.5 + j) if algorithm.token_weights else None,
+        )
+        for g in groups
+        for j in range(2)
+    ]
+    rollouts, _ = pack(segments, 11, 2, 8)
+    rng = np.random.default_rng(0)
+    advantages = broadcast_to_tokens(rng.normal(size=2 * PLANNED + 2), rollouts.response_index)
+    scored = ScoredBatch(rollouts, None)
+    return make_batch(
+        scored, segments, Estimates(advantages, advantages), algorithm, BUDGET, planned
+    )
+
+
+WEIGHED = ("loss_weights", "nll_weights", "value_weights")
+
+
+@pytest.mark.parametrize("aggregate", LOSS_WEIGHTS)
+def test_a_group_weighs_the_same_in_a_minibatch_with_fewer_groups_than_planned(aggregate):
+    """Of nine groups, eight are planned for a minibatch: the ninth has an eighth of its weight."""
+    algorithm = dataclasses.replace(algorithms.vapo(), aggregate=aggregate, token_weights="a:hook")
+    full, lone = planned_batch(algorithm, range(8)), planned_batch(algorithm, [8])
+    for name in WEIGHED:
+        whole, alone = getattr(full, name), getattr(lone, name)
+        np.testing.assert_allclose(alone.sum(), whole.sum() / PLANNED, rtol=1e-6)
+    unweighed = dataclasses.replace(algorithm, token_weights="")
+    total = {"token_sum_over_budget": 3 / BUDGET, "sequence_sum": 3, "pair_sum": 6}
+    found = planned_batch(unweighed, [8]).loss_weights.sum()
+    np.testing.assert_allclose(found, total.get(aggregate, 1) / PLANNED, rtol=1e-6)
+
+
+def test_a_lone_groups_gradient_is_its_part_in_a_full_minibatch():
+    algorithm = dataclasses.replace(algorithms.vapo(), region="none")
+
+    def gradient(batch):
+        """By the log-prob of each token of group 7: the last of a full minibatch, or alone."""
+        index = batch.scored.rollouts.response_index
+
+        def loss(logprobs):
+            parts = [
+                policy_objective(algorithm, jax.tree.map(lambda x, i=i: x[i], batch), row, row)[0]
+                for i, row in enumerate(logprobs)
+            ]
+            return sum(parts)
+
+        found = jax.grad(loss)(np.full(index.shape, -1.0, np.float32))
+        return [found[index == i].tolist() for i in (14, 15)]
+
+    full, lone = planned_batch(algorithm, range(8)), planned_batch(algorithm, [7])
+    assert np.any(gradient(full))
+    np.testing.assert_allclose(gradient(lone), gradient(full), rtol=1e-6)
+
+
+def test_a_full_minibatch_has_the_same_weights_bit_for_bit():
+    left, right = (planned_batch(algorithms.vapo(), range(8), n) for n in (None, PLANNED))
+    for name in WEIGHED:
+        np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+
+
+def test_the_last_minibatch_of_a_starved_step_is_weighed_as_planned():
+    rollout = Rollout(prompts_per_step=4, samples_per_prompt=2, updates_per_rollout=2)
+    config = Config(algorithm=dapo(), rollout=rollout)
+    segments = split_groups(config, make_groups(config)[:3])
+    rollouts, used = pack_updates(segments, Packing(32, 4))
+    estimates = Estimates(np.zeros(rollouts.tokens.shape))
+    minibatches = Minibatches(segments, rollouts, used)
+    batches = make_train_batches(config, minibatches, ScoredBatch(rollouts, None), estimates)
+    sums = [batch.loss_weights.sum() for batch in batches]
+    np.testing.assert_allclose(sums, [1, 0.5], rtol=1e-6)
 
 
 # --- what the feedback is made of ------------------------------------------------------------
@@ -247,18 +322,10 @@ def test_a_kl_in_the_reward_costs_every_token_its_k1():
         assert not found.token_rewards[found.response_index < 0].any()
 
 
-def test_without_a_kl_in_the_reward_a_response_is_told_what_it_earned():
+def test_without_a_kl_in_the_reward_the_reward_is_unchanged():
     found, _ = gathered(algorithms.grpo(), EARNED)
     assert found.rewards.tolist() == EARNED
     assert np.count_nonzero(found.token_rewards) == 4  # three are empty or earned 0
-
-
-def test_preferences_go_by_the_sum_of_a_responses_log_ratios():
-    algorithm = dataclasses.replace(algorithms.dpo(), overlong_filtering=True)
-    found, log_ratios = gathered(algorithm, EARNED)
-    sums = [math.fsum(log_ratios[found.response_index == i]) for i in range(7)]
-    np.testing.assert_allclose(found.reference_log_ratios, sums, rtol=1e-5, atol=1e-6)
-    assert found.tokens.tolist() == [4, 1, 0, 0, 2, 0, 3]  # the truncated one can't be in a pair
 
 
 @pytest.mark.parametrize("weights", [None, [0.0, 2.0]], ids=["filtered", "and weighed 0"])

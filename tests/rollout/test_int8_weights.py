@@ -28,7 +28,6 @@ from dapo_jax.model.layers import Adapters, Projection
 from dapo_jax.model.param_paths import summed_axes
 from dapo_jax.model.quantisation import int8_product, to_int8
 from dapo_jax.model.trainable import MATRICES, is_trained
-from dapo_jax.rollout.weight_transfer import Loader
 from dapo_jax.run.run import train
 from dapo_jax.runtime import sharding
 from dapo_jax.runtime.sharding import make_mesh
@@ -189,42 +188,6 @@ def test_devices_add_int8_products_in_float32():
     assert re.search(r" f32\[[\d,]*64\]\S* all-reduce\(", text)
     assert not re.search(r" (s32\S* all-reduce|s8\S* all-gather)\(", text)
     np.testing.assert_allclose(found[0, :, 0], jnp.sum(x[0], axis=1), atol=1)
-
-
-def test_products_are_rounded_only_with_int8_products(one_device):
-    params, logits = random_params(UNTIED), {}
-    for dtype in "auto", "int8", "int8_products":
-        engine, loaded = make_engine(UNTIED, one_device, params, weights_dtype=dtype)
-        logits[dtype] = np.asarray(last_logits(loaded, engine.config))
-    more, less = (
-        np.linalg.norm(logits[dtype] - logits["auto"]) for dtype in ("int8_products", "int8")
-    )
-    assert less < more < 0.1 * np.linalg.norm(logits["auto"])
-
-
-def test_matrices_need_half_the_bytes_of_bfloat16(one_device):
-    sizes = dict(vocab=50_000, layers=4, embed=3584, heads=28, kv_heads=4, head_dim=128, mlp=18_944)
-    config = dataclasses.replace(UNTIED, dtype=jnp.bfloat16, **sizes)
-    boxed = abstract_params(config)
-    loaders = (
-        Loader(
-            config,
-            one_device,
-            one_device,
-            flatten_dict(boxed, sep="/"),
-            Sampler(weights_dtype=dtype),
-        )
-        for dtype in ("auto", "int8")
-    )
-    exact, rounded = (
-        sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
-            for path, leaf in loader.abstract(sharding.unbox(boxed)).items()
-            if path != "embedding"
-        )
-        for loader in loaders
-    )
-    assert 0.5 < rounded / exact < 0.501
 
 
 def test_served_weights_are_rounded(byte_folder, alone):

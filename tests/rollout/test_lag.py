@@ -50,13 +50,6 @@ def test_responses_are_one_policy_old_from_the_second_step_on(finished):
 
 
 @pytest.mark.slow
-def test_a_run_is_reproducible(base, finished, tmp_path):
-    train(make_config(base, tmp_path / "again"))
-    assert read_rows(tmp_path / "again") == read_rows(finished)
-    assert read_rollouts(tmp_path / "again") == read_rollouts(finished)
-
-
-@pytest.mark.slow
 def test_the_first_step_and_the_data_are_those_of_a_run_without_lag(base, finished, tmp_path):
     train(make_config(base, tmp_path / "run", lag=0, total_steps=1))
     first = "step_000001.jsonl"

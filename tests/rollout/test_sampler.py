@@ -21,7 +21,6 @@ from samplers import (
 )
 
 from dapo_jax.model.logprobs import token_logprobs
-from dapo_jax.rollout.requests import pad_prompt
 from dapo_jax.rollout.sampling import (
     SamplingRules,
     invert_cdf,
@@ -96,27 +95,6 @@ def test_the_end_token_stays_and_a_full_budget_is_truncated(tiny_params, one_dev
         assert len(completion) == 6 or ends
 
 
-def test_the_engine_runs_with_jetstream_signatures_only(tiny_params, one_device):
-    """prefill, insert(prefix, state, slot), generate, with JetStream's signatures alone."""
-    engine = make_engine(one_device, slots=2, burst=1)
-    params = engine.load_params(tiny_params)
-    state = engine.init_decode_state()
-    prompt = PROMPTS[3]
-    padded = pad_prompt(prompt.tokens, engine.max_prefill_length, 0)
-    prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(prompt.tokens))
-    state = engine.insert(prefix, state, 1)
-    del prefix
-    drawn = []
-    for _ in range(4):
-        state, result = engine.generate(params, state, rule=GREEDY)
-        data = result.convert_to_numpy().get_result_at_slot(1)
-        assert data.valid.all()
-        drawn.append(int(data.tokens[0, 0]))
-    assert data.lengths.tolist() == [4]
-    assert drawn == greedy_loop(tiny_params, prompt.tokens.tolist(), 4)
-    assert not result.convert_to_numpy().get_result_at_slot(0).valid.any()
-
-
 def test_a_prompt_over_the_limit_is_rejected(tiny_params, one_device):
     engine = make_engine(one_device)
     params = engine.load_params(tiny_params)
@@ -185,24 +163,6 @@ def test_twenty_thousand_samples_of_the_engine_follow_the_rule(first_token, rule
 
 
 # --- drawing --------------------------------------------------------------------------------
-
-
-def test_samples_follow_the_softmax():
-    logits = jax.random.normal(jax.random.key(0), (1, 300)) * 2
-    count = 20_000
-    keys = jax.random.split(jax.random.key(1), count)
-    rule = SamplingRule(temperature=0.9)
-    draw_all = jax.jit(
-        lambda: sample_tokens(jnp.tile(logits, (count, 1)), keys, jnp.zeros(count, int), rule)
-    )
-    tokens, logprobs = draw_all()
-    expected = np.asarray(jax.nn.softmax(logits[0] / 0.9)) * count
-    observed = np.bincount(tokens, minlength=300)
-    likely = expected > 5
-    chi = ((observed - expected)[likely] ** 2 / expected[likely]).sum()
-    degrees = likely.sum()
-    assert chi < degrees + 5 * np.sqrt(2 * degrees)
-    np.testing.assert_allclose(np.exp(logprobs[:9]) * count, expected[tokens[:9]], rtol=1e-4)
 
 
 def test_a_token_without_mass_is_never_sampled():
