@@ -301,12 +301,3 @@ def test_rubbish_off_the_responses_reaches_no_estimator(rubbish):
             found, clean = estimate(algorithm, known(rubbish)), estimate(algorithm, known(0.0))
             np.testing.assert_array_equal(found, clean, err_msg=name)
             assert not found[0][INDEX < 0].any() and not found[1][INDEX < 0].any()
-
-
-def test_feedback_sums_penalties_and_puts_the_reward_on_the_last_token():
-    found = feedback(PENALTIES, log_ratios=placed(LOG_RATIOS, np.nan))
-    np.testing.assert_allclose(found.rewards, loop_returns(PENALTIES), **EXACT)
-    expected = placed(loop_token_rewards(PENALTIES), 0.0)
-    np.testing.assert_allclose(found.token_rewards, expected, **EXACT)
-    sums = [math.fsum(own) for own in LOG_RATIOS]
-    np.testing.assert_allclose(found.reference_log_ratios, sums, **EXACT)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from policy_cases import COUNT, EXACT, case, changed, gradient, spread_coefficients
-from policy_loops import bounded_exp, drifts_of, loop_ppo, mean
+from policy_loops import drifts_of, loop_ppo, pool_ratios
 
 from dapo_jax.learner.corrections import rejections
 
@@ -15,19 +15,11 @@ NO_KL = {"kl": "none", "kl_coefficient": 0.0, "reference": False}
 KINDS = ("near", "apart", "far", "edges", "edges of products", "extremes", "whole extremes")
 
 
-def loop_pool(name, log_ratios):
-    """The ratio that is bounded, on each token of a response."""
-    if name in ("token", "worst"):
-        return [bounded_exp(x) for x in log_ratios]
-    whole = mean(log_ratios) if name == "sequence" else math.fsum(log_ratios)
-    return [bounded_exp(whole)] * len(log_ratios)
-
-
 def loop_rejected(algorithm, response):
     of_new = zip(response.p, response.q, strict=True)
     xs = [p - q for p, q in of_new] if algorithm.rejection_of == "new" else drifts_of(response)
     high = algorithm.rejection_high or math.inf
-    ratios = loop_pool(algorithm.rejection, xs)
+    ratios = pool_ratios(algorithm.rejection, xs)
     outside = [not algorithm.rejection_low <= ratio <= high for ratio in ratios]
     if algorithm.rejection == "worst":
         outside = [any(outside)] * len(outside)
@@ -39,7 +31,7 @@ def loop_rejected(algorithm, response):
 def loop_corrected(algorithm, response):
     coefficients = loop_ppo(response)
     if algorithm.importance_cap:
-        weights = loop_pool(algorithm.importance_ratio, drifts_of(response))
+        weights = pool_ratios(algorithm.importance_ratio, drifts_of(response))
         capped = [min(weight, algorithm.importance_cap) for weight in weights]
         coefficients = [c * w for c, w in zip(coefficients, capped, strict=True)]
     if algorithm.rejection != "none":
@@ -119,8 +111,8 @@ def test_each_bound_reports_the_tokens_that_it_rejected():
         with jax.enable_x64(True):
             below, above = rejections(algorithm, log_ratios, rollouts.segment_ids, trained, trained)
         expected = np.zeros((2, *trained.shape), bool)
-        for response in filter(lambda one: one.places, responses):
-            ratios = loop_pool(pool, drifts_of(response))
+        for response in filter(lambda own: own.places, responses):
+            ratios = pool_ratios(pool, drifts_of(response))
             low, high = [r < 0.8 for r in ratios], [r > 1.3 for r in ratios]
             if pool == "worst":
                 low, high = [any(low)] * len(low), [any(high)] * len(high)

@@ -180,14 +180,6 @@ def test_a_critic_folder_that_does_not_fit_stops_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_critic_none_is_held(tiny_folder):
-    config = make_tiny(tiny_folder)
-    config.algorithm = algorithms.dapo()
-    parts = build(config)
-    parts.close()
-    assert parts.learners.critic is None
-
-
 def test_moments_of_the_critic_are_its_own_and_sharded(eight_devices):
     learner = critic_learner(algorithms.ppo(), Optimizer(), scalar_config(TINY), eight_devices)
     moments = learner.abstract_state.opt_state[1].mu

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms import PRESETS, dapo
+from dapo_jax.algorithms import dapo
 from dapo_jax.learner.advantages import ESTIMATORS, SCALES, estimate, gather_feedback
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
@@ -131,12 +131,6 @@ def test_gdpo_adds_the_zscores_of_the_parts_and_whitens_responses():
             np.testing.assert_allclose(found[i], expected[i], rtol=1e-4, atol=1e-5)
 
 
-def test_gdpo_of_equal_parts_is_zero():
-    feedback = make_feedback(parts=[np.ones(len(REWARDS))], weights=[2.0])
-    found = per_response(estimator("reward_parts"), feedback)
-    assert not any(found[i] for i in ALL)
-
-
 def enumerated_sets(group, k):
     """2508.10751: the mean over a response's sets of the set's normalised reward."""
     sets = list(itertools.combinations(group, k))
@@ -186,7 +180,9 @@ def test_a_batch_of_equal_rewards_has_scaled_advantages_of_zero():
         for reward in (0.0, 1.0, -1.0):
             feedback = make_feedback(np.full(len(REWARDS), reward))
             found = per_response(estimator("group_centre", advantage_scale=scale), feedback)
-            assert not any(found[i] for i in ALL)
+            assert not any(found)
+    feedback = make_feedback(parts=[np.ones(len(REWARDS))], weights=[2.0])
+    assert not any(per_response(estimator("reward_parts"), feedback))
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5, -1.0])
@@ -231,14 +227,3 @@ def test_a_rounded_mean_counts_as_exact(scale, rewards, groups, expected):
     known = gather_feedback(index, rewards, groups=np.array(groups), correct=rewards > 0.6)
     found = ESTIMATORS["group_centre"](estimator("group_centre", advantage_scale=scale), known)
     np.testing.assert_allclose(found[0, 0], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["opo", "pass_at_k", "best_minus_second", "maxrl", "gpg"])
-def test_presets_have_the_estimators_of_their_papers(name):
-    """Where all are right, or all wrong, nobody learns; a right response is never pushed down."""
-    found = per_response(dataclasses.replace(PRESETS[name](), whiten=False), make_feedback())
-    for i in ALL:
-        if found[i] is not None and len({REWARDS[j] for j in members(i)}) == 1:
-            assert abs(found[i]) < 1e-9
-        elif found[i] is not None:
-            assert found[i] >= 0 or not CORRECT[i]

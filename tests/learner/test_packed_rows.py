@@ -1,14 +1,11 @@
 """Rows of `packing.row_tokens=auto`: as long as a batch fills best, and the same update."""
 
-import numpy as np
 import pytest
 from conftest import make_completion, make_prompt
-from small_runs import make_quick_config, read_rollouts, read_rows
 
 from dapo_jax.commands import checks, command_line
 from dapo_jax.config.experiment import Config, DpoConfig, Packing, SftConfig
 from dapo_jax.learner.packing import Segment, choose_rows, fill, pack_updates
-from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 
 PROMPT = make_prompt(0, [3, 4, 5, 6])
@@ -66,22 +63,6 @@ def test_no_batch_at_all_takes_the_shortest():
 def test_fill_counts_what_microbatches_compute():
     rollouts, used = pack_updates([segments([50, 50, 30]), segments([9])], Packing(100, 2))
     assert used == [1, 1] and fill(rollouts, used) == pytest.approx(139 / 400)
-
-
-@pytest.mark.slow
-def test_a_run_with_auto_does_what_one_with_a_number_does(tiny_folder, alone, tmp_path):
-    rows = {}
-    for name, row_tokens in (("auto", -1), ("number", 64)):
-        packing = Packing(row_tokens=row_tokens, rows_per_microbatch=8)
-        config = make_quick_config(tiny_folder, tmp_path / name, packing=packing)
-        config.log.rollouts = True
-        train(config)
-        rows[name] = read_rows(tmp_path / name)[-1]
-    auto, number = rows["auto"], rows["number"]
-    assert config.rows().row_tokens == 64
-    np.testing.assert_allclose(auto["gradient_norm"], number["gradient_norm"], rtol=1e-3)
-    assert read_rollouts(tmp_path / "auto") == read_rollouts(tmp_path / "number")
-    assert 0 < number["packing_fill"] <= auto["packing_fill"] <= 1
 
 
 @pytest.mark.parametrize(

@@ -88,19 +88,24 @@ def test_a_reference_folder_of_its_own_is_read(
     assert_same(parts.first_params(), tiny_params)
 
 
-def test_no_reference_is_held_without_a_use(tiny_folder, alone, tmp_path):
-    parts = build(make_quick_config(tiny_folder, tmp_path, "vapo"))
+def test_neither_reference_nor_critic_is_held_without_a_use(tiny_folder, alone, tmp_path):
+    parts = build(make_quick_config(tiny_folder, tmp_path, "dapo"))
     parts.close()
-    assert parts.learners.reference is None
+    assert parts.learners.reference is None and parts.learners.critic is None
 
 
-def test_the_reference_is_held_in_the_compute_dtype(tiny_folder, alone, tmp_path):
-    compute = Compute(dtype="bfloat16")
-    parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", compute=compute))
+def test_the_reference_is_held_in_the_compute_dtype_and_sharded_as_the_policy(
+    tiny_folder, tmp_path
+):
+    changes = {"compute": Compute(dtype="bfloat16"), "mesh": Mesh(2, 2, 2)}
+    parts = build(make_quick_config(tiny_folder, tmp_path, "dpo", **changes))
     parts.close()
-    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(parts.learners.reference)}
-    assert dtypes == {"bfloat16", "float32"}  # norms stay float32
+    leaves = jax.tree.leaves(parts.learners.reference)
+    assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16", "float32"}  # norms stay float32
     assert parts.learners.reference["embedding"].dtype == "bfloat16"
+    places = jax.tree.leaves(parts.learners.policy.shardings.params)
+    for leaf, place in zip(leaves, places, strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 @pytest.mark.slow
@@ -114,12 +119,3 @@ def test_a_reference_of_another_shape_or_tokenizer_is_refused(
         config = make_quick_config(tiny_folder, tmp_path, "grpo", model=model)
         with pytest.raises(ConfigError, match=f"model.reference_folder = '{folder}'.*{words}"):
             build(config)
-
-
-def test_the_reference_is_sharded_as_the_policy_is(tiny_folder, tmp_path):
-    parts = build(make_quick_config(tiny_folder, tmp_path, "grpo", mesh=Mesh(2, 2, 2)))
-    parts.close()
-    reference = jax.tree.leaves(parts.learners.reference)
-    places = jax.tree.leaves(parts.learners.policy.shardings.params)
-    for leaf, place in zip(reference, places, strict=True):
-        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)

@@ -1,4 +1,4 @@
-"""The user's weights per token: what they change of the loss weights, and when they are rejected."""
+"""Weights per token from a user function: their effect on loss weights, and rejected ones."""
 
 import dataclasses
 
@@ -67,9 +67,7 @@ def test_weights_that_do_not_fit_a_response_are_rejected(weights, shape):
 
 
 @pytest.mark.parametrize("name", ["own:absent", "no_such_module:f", "hook", "own:number"])
-def test_a_hook_that_is_not_a_function_is_rejected(
-    name, write_module, tiny_folder, alone, tmp_path
-):
+def test_a_hook_must_be_a_function(name, write_module, tiny_folder, alone, tmp_path):
     write_module("own", "number = 3\n")
     algorithm = dataclasses.replace(algorithms.dapo(), token_weights=name)
     with pytest.raises(ConfigError, match=f"config.algorithm.token_weights = '{name}': "):

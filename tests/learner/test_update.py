@@ -24,7 +24,6 @@ from learners import (
 
 from dapo_jax import algorithms
 from dapo_jax.config.experiment import Optimizer
-from dapo_jax.learner.batches import ScoredBatch
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.packing import assign_rows, pack, padded_microbatches
 from dapo_jax.learner.ratio_quantiles import EDGES, RATIO_HISTOGRAM
@@ -165,20 +164,6 @@ def test_replicas_of_several_devices_synchronise_once_per_update():
         all_reduces.append(len(re.findall(r" all-reduce(?:-start)?\(", text)))
     assert looped[0] == looped[1] != []
     assert all_reduces[1] > all_reduces[0]
-
-
-def test_without_old_logprobs_the_ratio_is_exactly_one(tiny_params, one_device):
-    learner = make_learner(one_device)
-    params = place(tiny_params, learner)
-    batch, used = make_batch()
-    scores = learner.score(params, batch.scored.rollouts, used).values
-    on_policy = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, None))
-    scored = dataclasses.replace(batch, scored=ScoredBatch(batch.scored.rollouts, scores))
-    assert_close(
-        learner.gradient(params, on_policy, used), learner.gradient(params, scored, used), 1e-5
-    )
-    _, (metrics, _) = learner.update(learner.start(params), on_policy, used, 1e-3)
-    assert all(metrics[f"clip_fraction_{side}"].value() == 0 for side in ("low", "high", "dual"))
 
 
 def test_rows_beyond_the_used_microbatches_are_never_read(tiny_params, one_device):

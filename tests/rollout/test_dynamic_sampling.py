@@ -27,7 +27,7 @@ from dapo_jax.structs import Interrupted, Verdict
 
 
 class ScriptedPool:
-    """Decides that `right(index)` of each group's responses are correct."""
+    """Decides that the first `right(index)` responses of each group are correct."""
 
     def __init__(self, right):
         self._right = right
@@ -35,8 +35,8 @@ class ScriptedPool:
     def submit_group(self, prompt, completions):
         futures = [Future() for _ in completions]
         for i, future in enumerate(futures):
-            verdict = Verdict(i < self._right(prompt.index), "1", decided="direct")
-            future.set_result(verdict)
+            correct = i < self._right(prompt.index)
+            future.set_result(Verdict(correct, "1", decided="direct"))
         return futures
 
 
@@ -93,8 +93,7 @@ def test_the_first_qualifying_groups_in_data_order_are_kept():
 
 
 def test_no_prompt_is_requested_twice_or_lost_between_steps():
-    config_right = lambda i: 1 if i % 2 else 0  # noqa: E731
-    collected, prompts, _ = run(config_right)
+    collected, prompts, _ = run(lambda i: i % 2)
     assert indices(collected) == [1, 3, 5, 7]
     assert next(prompts).index == 8
 
@@ -125,9 +124,12 @@ def test_starved_sampling_stops_after_its_rounds(right, kind):
 
 
 def test_a_starved_step_trains_on_the_groups_there_are():
-    collected, _, _ = run(lambda i: 1 if i in (3, 7) else 2, max_sample_rounds=2)
+    collected, _, _ = run(
+        lambda i: 1 if i in (3, 7) else 2, bursts=lambda i: 1 + i % 3, max_sample_rounds=2
+    )
     assert indices(collected) == [3, 7] and collected.starved
     assert collected.next_position == 8
+    assert not collected.surplus and len(collected.judged) == 8
 
 
 def test_a_starved_run_stops_with_its_counts_if_configured():
@@ -153,8 +155,8 @@ def test_dropped_prompts_are_counted_once():
     data = Data(train_problems=100, max_prompt_tokens=9, overlong_prompts="drop")
     prompts = PromptStream(data, 0, arithmetic_tokenizer())
     collected = [run(lambda i: 1, prompts=prompts)[0] for _ in range(3)]
-    assert all(one.asked_prompts > 4 for one in collected)  # the surplus is asked for again
-    dropped = sum(one.dropped_prompts for one in collected)
+    assert all(step.asked_prompts > 4 for step in collected)  # the surplus is asked for again
+    dropped = sum(step.dropped_prompts for step in collected)
     assert prompts.position == 12 + dropped and dropped > 0
 
 
@@ -203,14 +205,7 @@ def test_the_rollouts_file_marks_the_surplus(tmp_path):
     collected, _, _ = with_fast_finishers()
     write_rollouts(tmp_path, 1, collected)
     lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    said = {line["index"]: line["surplus"] for line in map(json.loads, lines)}
+    marks = {line["index"]: line["surplus"] for line in map(json.loads, lines)}
     judged = collected.judged + collected.surplus
-    assert said == {g.prompt.index: g.prompt.index >= 4 for g in judged}
+    assert marks == {g.prompt.index: g.prompt.index >= 4 for g in judged}
     assert len(lines) == 2 * len(judged)
-
-
-def test_a_starved_step_has_no_surplus():
-    collected, _, _ = run(
-        lambda i: 1 if i in (3, 7) else 2, bursts=lambda i: 1 + i % 3, max_sample_rounds=2
-    )
-    assert collected.starved and not collected.surplus and len(collected.judged) == 8

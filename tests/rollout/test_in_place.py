@@ -75,8 +75,8 @@ def test_decode_steps_do_not_synchronise_replicas(tiny_params, cache):
         compiled, _ = compiled_burst(mesh, tiny_params, cache=cache, page_tokens=8)
         text = compiled.as_text()
         assert "all-reduce" in text  # what a burst cost is summed after it
-        looped = [one for one in instructions(text) if one.looped]
-        found = [one.group for one in looped if one.operation.startswith(COLLECTIVES)]
+        looped = [x for x in instructions(text) if x.looped]
+        found = [x.group for x in looped if x.operation.startswith(COLLECTIVES)]
         assert max(found, default=0) == largest
 
 

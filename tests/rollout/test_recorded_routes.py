@@ -40,34 +40,34 @@ def groups(params, one_device):
     return sample(open_sampler(one_device), params, SOME)
 
 
-def of_trainer(params, groups) -> dict[tuple[int, int], np.ndarray]:
+def trainer_routes(params, groups) -> dict[tuple[int, int], np.ndarray]:
     """Routes of a forward pass over packed rows, by prompt and sample; and those packed there."""
     places = [(p, done) for p in SOME for done in groups[p.index]]
     segments = [Segment(p, done, i) for i, (p, done) in enumerate(places)]
     rows, used = pack(segments, 64, 4)
     found = {}
     for microbatch in range(used):
-        one = jax.tree.map(lambda x, m=microbatch: x[m], rows)
-        arrays = one.tokens, one.segment_ids, one.positions
+        part = jax.tree.map(lambda x, m=microbatch: x[m], rows)
+        arrays = part.tokens, part.segment_ids, part.positions
         records = jax.jit(lambda *a: hidden_states(params, MOE, *a, record=[ROUTES])[1])(*arrays)
         routes = np.asarray(records.routes)
-        for row, number in np.argwhere(one.positions == 0):
-            if not (segment := one.segment_ids[row, number]):
+        for row, number in np.argwhere(part.positions == 0):
+            if not (segment := part.segment_ids[row, number]):
                 continue
-            own = one.segment_ids[row] == segment
-            index = one.response_index[row][own].max()
+            own = part.segment_ids[row] == segment
+            index = part.response_index[row][own].max()
             prompt, done = places[index]
             found[prompt.index, done.sample] = routes[row][own]
-            packed = one.routes[row][own]
+            packed = part.routes[row][own]
             np.testing.assert_array_equal(packed[:-1], done.routes)
             assert (packed[-1] == -1).all()
-        assert (one.routes[one.segment_ids == 0] == -1).all()
+        assert (part.routes[part.segment_ids == 0] == -1).all()
     return found
 
 
 def test_routes_equal_those_of_a_training_pass(params, groups):
     """In float32; of two experts with the same probability either may be taken."""
-    expected, compared = of_trainer(params, groups), 0
+    expected, compared = trainer_routes(params, groups), 0
     for prompt in SOME:
         for done in groups[prompt.index]:
             wanted = expected[prompt.index, done.sample]
@@ -78,29 +78,22 @@ def test_routes_equal_those_of_a_training_pass(params, groups):
     assert len(np.unique(np.concatenate([g.routes for g in groups[0]]))) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"cache": "paged", "page_tokens": 4}, marks=pytest.mark.slow),
-        pytest.param({"slots": 16, "burst": 7}, marks=pytest.mark.slow),
-        pytest.param({"prefill_chunk_tokens": 3}, marks=pytest.mark.slow),
-        pytest.param({"prefill_prompts": 4}, marks=pytest.mark.slow),
+        {"cache": "paged", "page_tokens": 4},
+        {"prefill_chunk_tokens": 3, "prefill_prompts": 4, "burst": 7},
+        {"slots": 8},
     ],
-    ids=["pages", "slots", "chunks", "prefilled together"],
+    ids=["pages", "chunks", "eight devices"],
 )
-def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, one_device):
-    found = sample(open_sampler(one_device, **settings), params, SOME)
+def test_routes_do_not_depend_on_sampler_settings(settings, params, groups, request):
+    mesh = request.getfixturevalue("eight_devices" if "slots" in settings else "one_device")
+    found = sample(open_sampler(mesh, **settings), params, SOME)
     for index, group in groups.items():
         for done, again in zip(group, found[index], strict=True):
             np.testing.assert_array_equal(done.tokens, again.tokens)
-            np.testing.assert_array_equal(done.routes, again.routes)
-
-
-@pytest.mark.slow
-def test_routes_of_eight_devices_equal_those_of_one(params, groups, eight_devices):
-    found = sample(open_sampler(eight_devices, slots=8), params, SOME)
-    for index, group in groups.items():
-        for done, again in zip(group, found[index], strict=True):
             np.testing.assert_array_equal(done.routes, again.routes)
 
 
@@ -122,12 +115,12 @@ def test_a_resumed_response_keeps_the_routes_of_its_first_tokens(params, groups,
     partial = unpack_partial(arrays, records, places.__getitem__, TOKENIZER.decode)
     other = jax.tree.map(lambda x: x + 0.3 * jnp.sign(x), params)
     sampler.begin(other, purpose=0, step=3, rule=rule)
-    for one in partial:
-        sampler.submit(one.prompt, 3, one)
+    for group in partial:
+        sampler.submit(group.prompt, 3, group)
     found = {}
     while not sampler.idle:
         found |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-    begun = [(one.prompt, response) for one in partial for response in one.begun]
+    begun = [(group.prompt, response) for group in partial for response in group.begun]
     assert begun
     for prompt, before in begun:
         done, whole = found[prompt.index][before.sample], groups[prompt.index][before.sample]
