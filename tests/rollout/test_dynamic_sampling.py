@@ -1,6 +1,5 @@
 """Dynamic sampling with scripted lengths and rewards: which groups are kept, in which order."""
 
-import json
 from concurrent.futures import Future
 
 import pytest
@@ -12,7 +11,6 @@ from dapo_jax.config.experiment import Config, Data, Rollout
 from dapo_jax.data.prompt_stream import PromptStream
 from dapo_jax.data.prompts.tokenizer import arithmetic_tokenizer
 from dapo_jax.reporting.metrics import rollout_metrics
-from dapo_jax.reporting.sinks import write_rollouts
 from dapo_jax.rewards.group_rewards import reward_group
 from dapo_jax.rewards.judge import Judge
 from dapo_jax.rollout.dynamic_sampling import (
@@ -199,13 +197,3 @@ def test_the_next_estimate_does_not_depend_on_order_of_arrival():
     hurried, _, _ = with_fast_finishers()
     even, _, _ = run(lambda i: 1 if i < 6 else 2, fraction=0.25)
     assert hurried.kept_fraction == even.kept_fraction == next_kept_fraction(0.25, 4, 4, 4)
-
-
-def test_the_rollouts_file_marks_the_surplus(tmp_path):
-    collected, _, _ = with_fast_finishers()
-    write_rollouts(tmp_path, 1, collected)
-    lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    marks = {line["index"]: line["surplus"] for line in map(json.loads, lines)}
-    judged = collected.judged + collected.surplus
-    assert marks == {g.prompt.index: g.prompt.index >= 4 for g in judged}
-    assert len(lines) == 2 * len(judged)

@@ -1,14 +1,13 @@
 """The sampler records the routes that the trainer computes on the same tokens."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from samplers import PROMPTS, TOKENIZER, make_engine, make_sampler, sample, tokens_of
+from samplers import PROMPTS, TOKENIZER, make_sampler, sample
 
 from dapo_jax.learner.packing import Segment, pack
 from dapo_jax.model.decoder import init_params
@@ -16,8 +15,7 @@ from dapo_jax.model.experts import ROUTES
 from dapo_jax.model.logprobs import hidden_states
 from dapo_jax.rollout.carry_over import empty_arrays, pack_partial, unpack_partial
 from dapo_jax.rollout.scheduler import Scheduler
-from dapo_jax.runtime import sharding
-from dapo_jax.runtime.sharding import make_mesh, unbox
+from dapo_jax.runtime.sharding import unbox
 from dapo_jax.structs import PartialGroup, SamplingRule
 
 MOE = dataclasses.replace(
@@ -138,22 +136,3 @@ def test_no_routes_are_recorded_by_default(params, one_device):
     assert rows.routes is None
     arrays, _ = pack_partial([PartialGroup(SOME[0], 0, (done,))])
     assert "routes" not in arrays
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["slots", "paged"])
-def test_experts_stay_sharded_while_sampling(cache, params, groups):
-    """Tokens go to the experts' devices and sums come back; a TPU's compiler would gather experts
-    in every decode step where the program leaves that to it."""
-    mesh = make_mesh(1, 1, 2, expert=4)
-    places = sharding.tree_shardings(mesh, jax.eval_shape(lambda: init_params(MOE, KEY)))
-    engine = make_engine(mesh, slots=8, cache=cache, config=MOE)
-    found = sample(Scheduler(engine, TOKENIZER, seed=5), jax.device_put(params, places), SOME)
-    assert tokens_of(found) == tokens_of(groups)
-    weights = engine.load_params(jax.device_put(params, places))
-    columns = engine.layout.columns(engine.cache_tokens)
-    state = engine.init_decode_state()
-    lowered = engine.programs.generate.lower(weights, state, rule=SamplingRule(), columns=columns)
-    whole = rf"\[{MOE.experts},({MOE.embed},{MOE.mlp}|{MOE.mlp},{MOE.embed})\]"
-    assert lowered.as_text().count("reduce_scatter") >= MOE.layers
-    assert not re.search(whole, lowered.compile().as_text())
