@@ -3,65 +3,18 @@
 import json
 
 import jax
-import numpy as np
 import pytest
-import samplers
 from small_runs import make_quick_config, open_run, read_rollouts, read_rows
 
 from dapo_jax import algorithms
 from dapo_jax.commands import checks
 from dapo_jax.config.experiment import Checkpoint, Config, Log, Optimizer, Rollout, Sampler
 from dapo_jax.rollout.sampling import SAMPLE_FOR_TRAINING
-from dapo_jax.rollout.scheduler import Scheduler
 from dapo_jax.run.run import train
 from dapo_jax.runtime.settings import ConfigError
 from dapo_jax.structs import SamplingRule, with_texts
 
-PROMPTS = samplers.PROMPTS[:8]
-PAGED = {"cache": "paged", "page_tokens": 4, "pages": 150, "prefill_chunk_tokens": 4}
 SLOW = pytest.mark.slow
-
-# --- the sampler ----------------------------------------------------------------------------------
-
-
-def make_sampler(mesh, **settings) -> Scheduler:
-    sizes = {"slots": 24, "burst": 4, "response": 24, "width": 3, "first_window_tokens": 32}
-    return samplers.make_sampler(mesh, **sizes, **settings)
-
-
-def draw(sampler, params, stops=()):
-    """Sample groups of three in steps of the given numbers of bursts."""
-    groups, carried = {}, {prompt.index: None for prompt in PROMPTS}
-    for step, bursts in enumerate((*stops, 1000), 2):
-        sampler.begin(params, purpose=0, step=step, rule=SamplingRule())
-        for index, group in carried.items():
-            sampler.submit(PROMPTS[index], 3, group)
-        while bursts and not sampler.idle:
-            groups |= {prompt.index: done for prompt, done in sampler.decode_burst()}
-            bursts -= 1
-        carried = {group.prompt.index: group for group in sampler.suspend()}
-        assert sampler.idle
-    return groups
-
-
-@pytest.mark.parametrize("settings", [{}, PAGED], ids=["slots", "paged"])
-def test_a_resumed_response_equals_an_uninterrupted_one(settings, tiny_params, one_device):
-    """Log-probs may round differently, since known tokens are prefilled, not decoded."""
-    sampler = make_sampler(one_device, **settings)
-    whole, parts = (draw(sampler, tiny_params, stops) for stops in ((), (2, 1, 2)))
-    assert whole.keys() == parts.keys() == set(range(8))
-    policies = []
-    for index, group in parts.items():
-        for a, b in zip(group, whole[index], strict=True):
-            np.testing.assert_array_equal(a.tokens, b.tokens)
-            np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=1e-4)
-            assert (a.truncated, a.text, a.sample) == (b.truncated, b.text, b.sample)
-            assert sum(tokens for _, tokens in a.drawn_by) == len(a)
-            policies.append([step for step, _ in a.drawn_by])
-    assert [2, 3, 4, 5] in policies and [2] in policies
-
-
-# --- whole runs -----------------------------------------------------------------------------------
 
 
 def make_config(base, run_dir, carry_over="all", **changes) -> Config:

@@ -88,23 +88,20 @@ def test_pages_and_slots_sample_the_same_tokens(tiny_params, one_device, unpaged
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", [12, 30])
-def test_responses_that_lost_their_pages_are_sampled_again(tiny_params, one_device, unpaged, pages):
-    sampler, table = paged(one_device, pages=pages)
+@pytest.mark.parametrize(
+    ("mesh", "slots", "pages"),
+    [("one_device", 8, 12), ("one_device", 8, 30), ("eight_devices", 16, 4 * 13)],
+)
+def test_responses_that_lost_their_pages_are_sampled_again(
+    mesh, slots, pages, tiny_params, unpaged, request
+):
+    """Replicas have separate pages."""
+    sampler, table = paged(request.getfixturevalue(mesh), slots=slots, pages=pages)
     held = watch(sampler, table)
     assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
     assert sampler.counts.put_back_tokens > 0
     assert sampler.counts.responses == 5 * len(RAGGED)
     assert max(held) > pages // 2 and held[-1] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pages", [0, 4 * 13])
-def test_replicas_have_separate_pages(tiny_params, eight_devices, unpaged, pages):
-    sampler, table = paged(eight_devices, slots=16, pages=pages)
-    watch(sampler, table)
-    assert tokens_of(sample(sampler, tiny_params, RAGGED, 5)) == unpaged[SamplingRule()]
-    assert (sampler.counts.put_back_tokens > 0) == (pages > 0)
 
 
 def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_device):
@@ -120,9 +117,7 @@ def test_a_prompts_full_pages_are_shared_by_its_responses(tiny_params, one_devic
     assert len({row[4] for row in rows}) == len(rows) > 1
 
 
-@pytest.mark.parametrize(
-    "end", ["abandon", *(pytest.param(end, marks=pytest.mark.slow) for end in ("release", "begin"))]
-)
+@pytest.mark.parametrize("end", ["abandon", pytest.param("release", marks=pytest.mark.slow)])
 def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, end):
     sampler, table = paged(one_device, pages=12)
     sampler.begin(tiny_params, purpose=0, step=9, rule=SamplingRule())
@@ -131,10 +126,7 @@ def test_abandoned_responses_free_their_pages(tiny_params, one_device, unpaged, 
     for _ in range(3):
         sampler.decode_burst()
     assert held_pages(table) > 0
-    if end == "begin":
-        sampler.begin(tiny_params, purpose=0, step=2, rule=SamplingRule())
-    else:
-        getattr(sampler, end)()
+    getattr(sampler, end)()
     assert held_pages(table) == 0
     again = tokens_of(sample(sampler, tiny_params, RAGGED, 5))
     assert again == unpaged[SamplingRule()]
@@ -166,10 +158,8 @@ def test_too_few_pages_are_rejected(one_device, eight_devices):
 def test_an_eight_bit_cache_stays_near_the_exact_one(dtype, tiny_params, one_device, eight_devices):
     """Few pages on eight devices and the slots of one device, if they exist, sample the same."""
     exact = sample(make_sampler(one_device), tiny_params, RAGGED, 3)
-    found = sample(
-        make_sampler(one_device, cache="paged", cache_dtype=dtype), tiny_params, RAGGED, 3
-    )
-    few = make_sampler(eight_devices, cache="paged", cache_dtype=dtype, pages=4 * 13)
+    found = sample(paged(one_device, cache_dtype=dtype)[0], tiny_params, RAGGED, 3)
+    few, _ = paged(eight_devices, cache_dtype=dtype, pages=4 * 13)
     assert tokens_of(sample(few, tiny_params, RAGGED, 3)) == tokens_of(found)
     if dtype == "int8":
         slots = sample(make_sampler(one_device, cache_dtype=dtype), tiny_params, RAGGED, 3)

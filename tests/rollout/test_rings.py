@@ -74,11 +74,10 @@ def tokens(one_device):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"slots": 8, "burst": 7, "first_window_tokens": 2},
-        pytest.param({"prefill_chunk_tokens": 3, "prefill_prompts": 4}, marks=pytest.mark.slow),
+        {"slots": 8, "burst": 7, "first_window_tokens": 2, "prefill_chunk_tokens": 3},
         {"cache": "paged", "page_tokens": 4, "pages": 16},
     ],
-    ids=["growing", "chunks", "few pages"],
+    ids=["growing", "few pages"],
 )
 def test_tokens_do_not_depend_on_the_layout(settings, one_device, tokens):
     sampler = open_sampler(one_device, MIXED, **settings)

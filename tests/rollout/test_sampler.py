@@ -17,6 +17,7 @@ from samplers import (
     make_engine,
     make_sampler,
     sample,
+    tokens_of,
 )
 
 from dapo_jax.model.logprobs import token_logprobs
@@ -60,17 +61,11 @@ def test_recorded_logprobs_equal_those_of_the_trainer(tiny_params, one_device):
             np.testing.assert_allclose(done.sampler_logprobs, expected, atol=1e-4)
 
 
-def test_a_response_depends_neither_on_devices_nor_on_other_responses(
-    tiny_params, one_device, eight_devices
-):
-    crowded = sample(make_sampler(one_device, slots=4), tiny_params)
+def test_a_response_does_not_depend_on_devices(tiny_params, one_device, eight_devices):
+    alone = sample(make_sampler(one_device, slots=4), tiny_params)
     sharded = sample(make_sampler(eight_devices, slots=8), tiny_params)
-    alone = sample(make_sampler(one_device, slots=1), tiny_params, [PROMPTS[4]])
-    for index, group in crowded.items():
-        for i, done in enumerate(group):
-            assert done.tokens.tolist() == sharded[index][i].tokens.tolist()
-    assert [c.tokens.tolist() for c in alone[4]] == [c.tokens.tolist() for c in crowded[4]]
-    drawn = {tuple(done.tokens.tolist()) for group in crowded.values() for done in group}
+    assert tokens_of(alone) == tokens_of(sharded)
+    drawn = {tuple(done.tokens.tolist()) for group in alone.values() for done in group}
     assert len(drawn) > len(PROMPTS) * 2  # samples of a prompt differ
 
 
@@ -131,8 +126,6 @@ def first_token(tiny_params, one_device):
     "rule",
     [
         SamplingRule(temperature=0.6),
-        pytest.param(SamplingRule(temperature=1.5, top_k=5), marks=pytest.mark.slow),
-        pytest.param(SamplingRule(temperature=1.2, top_p=0.8), marks=pytest.mark.slow),
         SamplingRule(temperature=1.3, top_p=0.9, top_k=7),
     ],
 )
